@@ -1,0 +1,1 @@
+"""Penstock: pipeline parallelism for PyTorch."""

@@ -1,0 +1,74 @@
+"""Every error that Penstock raises, in one tree, by whose fault it is.
+
+::
+
+    PenstockError
+    ├── UsageError (ValueError)          the call is wrong: an argument, a flag
+    │   ├── ScheduleError                a schedule of the wrong shape or order, an unknown name
+    │   ├── PartitionError               a model that cannot be cut as asked
+    │   ├── MicrobatchError              a batch that cannot be split or merged as asked
+    │   └── ConfigError                  unknown or contradictory settings
+    ├── InputFileError (ValueError)      what a file holds is wrong: a text, a schedule, a config
+    ├── SpecError (ValueError)           a value that crosses stages is not what was agreed
+    ├── StageError (RuntimeError)        the user's code raised inside an action
+    ├── MessageError (RuntimeError)      a message was expected that nobody sends, or the reverse
+    ├── AgreementError (RuntimeError)    ranks that must agree do not
+    ├── PoisonedError (RuntimeError)     the Pipeline failed before and must be rebuilt
+    └── InternalError (RuntimeError)     a bug in Penstock: please report it
+
+Each is also the built-in class in brackets, so code that catches those keeps working.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """The base of every error that Penstock raises."""
+
+
+class UsageError(PenstockError, ValueError):
+    """The call is wrong. The message names the value, what was expected and the remedy."""
+
+
+class ScheduleError(UsageError):
+    """A schedule that cannot be built, has the wrong shape, or fails its validation."""
+
+
+class PartitionError(UsageError):
+    """A model that cannot be cut into stages as asked."""
+
+
+class MicrobatchError(UsageError):
+    """A batch that cannot be split into microbatches, or outputs that cannot be merged."""
+
+
+class ConfigError(UsageError):
+    """Settings that are unknown or contradict each other."""
+
+
+class InputFileError(PenstockError, ValueError):
+    """A file was read and what it holds cannot be used."""
+
+
+class SpecError(PenstockError, ValueError):
+    """A value that crosses stages differs from the agreed dtype, shape or structure."""
+
+
+class StageError(PenstockError, RuntimeError):
+    """The user's code raised inside an action; the cause is chained as ``__cause__``."""
+
+
+class MessageError(PenstockError, RuntimeError):
+    """A program expects a message that nobody sends, or sends one that nobody expects."""
+
+
+class AgreementError(PenstockError, RuntimeError):
+    """Ranks that must run the same thing do not: the message lists which differ and in what."""
+
+
+class PoisonedError(PenstockError, RuntimeError):
+    """An earlier step of this Pipeline failed; its state is unknown and it must be rebuilt."""
+
+
+class InternalError(PenstockError, RuntimeError):
+    """This should never happen. It is a bug in Penstock: please report it with the message."""

@@ -1,0 +1,159 @@
+"""What a rank can be told to do: an op on a stage for a microbatch, and its text form.
+
+An action reads ``<stage><op><microbatch>``: ``2F0``, ``0SEND_F1``, ``3W2``, ``0UNSHARD``. A message that
+does not go to the neighbouring stage names its peer stage after an ``@``: ``0SEND_F1@5``.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+from penstock.errors import ScheduleError
+
+
+class Op(StrEnum):
+    """A kind of work. The letters are the field's; the value is the text form."""
+
+    F = "F"
+    """Forward."""
+    I = "I"  # noqa: E741 - the field's letter for the input half of backward
+    """Backward for the stage's inputs."""
+    W = "W"
+    """Backward for the stage's weights."""
+    B = "B"
+    """Full backward: I then W."""
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    WAIT_SEND_F = "WAIT_SEND_F"
+    WAIT_SEND_B = "WAIT_SEND_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+
+COMPUTE_OPS = frozenset({Op.F, Op.I, Op.W, Op.B})
+GRADIENT_OPS = frozenset({Op.I, Op.B})
+"""Ops that give the previous stages their gradient."""
+SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
+RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
+MESSAGE_OPS = SEND_OPS | RECV_OPS
+WAIT_SEND_OPS = frozenset({Op.WAIT_SEND_F, Op.WAIT_SEND_B})
+STAGE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+"""Ops on a whole stage, which name no microbatch."""
+
+# The neighbour's distance: an activation goes to the next stage, a gradient to the previous one.
+NEIGHBOUR = {
+    Op.SEND_F: 1,
+    Op.RECV_F: -1,
+    Op.SEND_B: -1,
+    Op.RECV_B: 1,
+    Op.WAIT_SEND_F: 1,
+    Op.WAIT_SEND_B: -1,
+}
+
+
+class Action(NamedTuple):
+    """One op on one stage, for one microbatch where the op has one.
+
+    Args:
+        stage: index of the stage, from 0.
+        op: what to do.
+        microbatch: index of the microbatch, from 0; ``None`` for ops on a whole stage.
+        peer: for a message, the stage at its other end; ``None`` means the neighbouring stage.
+    """
+
+    stage: int
+    op: Op
+    microbatch: int | None = None
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch is None else self.microbatch
+        peer = "" if self.peer is None else f"@{self.peer}"
+        return f"{self.stage}{self.op.value}{microbatch}{peer}"
+
+    @property
+    def peer_stage(self) -> int:
+        """The stage at the other end of a message."""
+        return self.stage + NEIGHBOUR[self.op] if self.peer is None else self.peer
+
+
+class Overlap(NamedTuple):
+    """A forward and a backward that run at the same time on one rank (``OVERLAP_F_B``).
+
+    Reads ``(0F1;1B2)OVERLAP_F_B``.
+    """
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+Entry = Action | Overlap
+"""What stands at one position of a program."""
+Program = tuple[Entry, ...]
+"""One rank's actions, in the order in which it starts them."""
+
+
+def message(stage: int, op: Op, microbatch: int | None, peer: int) -> Action:
+    """A message action, with ``peer`` left out where it is the neighbour: one form for one message."""
+    neighbour = peer == stage + NEIGHBOUR[op]
+    return Action(stage, op, microbatch, None if neighbour else peer)
+
+
+_OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
+_ACTION = re.compile(rf"(\d{{1,9}})({_OPS})(\d{{1,9}})?(?:@(\d{{1,9}}))?")
+_OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+
+
+def parse_action(text: str) -> Entry:
+    """Read the text form of an action.
+
+    Args:
+        text: such as ``2F0``, ``0SEND_F1``, ``0SEND_F1@5``, ``0UNSHARD`` or ``(0F1;1B2)OVERLAP_F_B``.
+
+    Raises:
+        ScheduleError: the text is not an action; the message shows the form.
+    """
+    pair = _OVERLAP.fullmatch(text)
+    if pair is None:
+        return _parse_one(text)
+    forward, backward = _parse_one(pair[1]), _parse_one(pair[2])
+    if forward.op is not Op.F or backward.op not in GRADIENT_OPS:
+        raise ScheduleError(f"{text!r}: OVERLAP_F_B holds an F and then a B or I")
+    return Overlap(forward, backward)
+
+
+def _parse_one(text: str) -> Action:
+    found = _ACTION.fullmatch(text)
+    if found is None:
+        raise ScheduleError(
+            f"{text!r} is not an action; write <stage><op><microbatch>, such as 2F0 or 0SEND_F1"
+        )
+    stage, op, microbatch, peer = found.groups()
+    action = Action(int(stage), Op(op), _index(microbatch), _index(peer))
+    problem = misfit(action)
+    if problem:
+        raise ScheduleError(f"{text!r}: {problem}")
+    return action
+
+
+def _index(digits: str | None) -> int | None:
+    return None if digits is None else int(digits)
+
+
+def misfit(action: Action) -> str | None:
+    """What is wrong with the parts of an action taken together, or ``None``."""
+    if action.op in STAGE_OPS:
+        return f"{action.op.value} names no microbatch" if action.microbatch is not None else None
+    if action.microbatch is None:
+        return f"{action.op.value} needs a microbatch"
+    if action.peer is not None and action.op not in NEIGHBOUR:
+        return f"{action.op.value} is no message and names no peer"
+    return None

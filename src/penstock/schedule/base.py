@@ -1,0 +1,163 @@
+"""A schedule: what every rank does, in which order, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain as concatenate
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import (
+    MESSAGE_OPS,
+    NEIGHBOUR,
+    Action,
+    Entry,
+    Op,
+    Overlap,
+    Program,
+    misfit,
+)
+from penstock.schedule.edges import Edge, Edges, Routes, chain, routes
+from penstock.schedule.placement import Placement
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Programs, one a rank, with the placement of stages and the edges between them.
+
+    A schedule is frozen and comparable. One of the wrong *shape* cannot be constructed; whether its
+    *order* is right is what :func:`penstock.schedule.validate` reports.
+
+    Args:
+        name: what to call it; not compared.
+        placement: which rank holds which stages.
+        microbatches: how many there are; every microbatch index is below.
+        programs: for each rank its actions, in the order in which it starts them.
+        edges: the values that travel between stages; by default the chain.
+
+    Raises:
+        ScheduleError: as many programs as ranks are expected; stages, microbatches and peers must be in
+            range; an action must have the parts its op needs.
+    """
+
+    name: str = field(compare=False)
+    placement: Placement
+    microbatches: int
+    programs: tuple[Program, ...] = field(repr=False)
+    edges: Edges = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.edges:
+            object.__setattr__(self, "edges", chain(self.stages))
+        _check_counts(self)
+        _check_edges(self.edges, self.stages)
+        for rank, program in enumerate(self.programs):
+            _check_program(rank, program, self.stages, self.microbatches)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return self.placement.stages
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self.placement.ranks
+
+    @cached_property
+    def routes(self) -> Routes:
+        """The messages that the edges need over the placement."""
+        return routes(self.edges, self.placement)
+
+    @cached_property
+    def ops(self) -> frozenset[Op]:
+        """The ops that occur."""
+        return frozenset(action.op for program in self.programs for action in flat(program))
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the messages are spelled out."""
+        return not self.ops.isdisjoint(MESSAGE_OPS)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is any backward."""
+        return not self.ops <= {Op.F, *MESSAGE_OPS}
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """The actions of ``rank`` in order, an overlapped pair as its forward and then its backward."""
+        return flat(self.programs[rank])
+
+    def with_programs(self, programs: Iterable[Iterable[Entry]]) -> Schedule:
+        """The same schedule with other programs."""
+        return replace(self, programs=tuple(map(tuple, programs)))
+
+    def with_edges(self, edges: Iterable[Edge]) -> Schedule:
+        """The same schedule for another edge table."""
+        return replace(self, edges=tuple(edges))
+
+    def __str__(self) -> str:
+        rows = (
+            f"rank {rank}: {' '.join(map(str, program))}"
+            for rank, program in enumerate(self.programs)
+        )
+        head = f"{self.name}: {self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches"
+        return "\n".join((head, *rows))
+
+
+def flat(program: Iterable[Entry]) -> Iterator[Action]:
+    """The actions of a program, an overlapped pair as its forward and then its backward."""
+    return concatenate.from_iterable(
+        entry if isinstance(entry, Overlap) else (entry,) for entry in program
+    )
+
+
+def _check_counts(schedule: Schedule) -> None:
+    if schedule.microbatches < 1:
+        raise ScheduleError(f"microbatches={schedule.microbatches}: must be at least 1")
+    if len(schedule.programs) != schedule.ranks:
+        raise ScheduleError(
+            f"{len(schedule.programs)} programs for {schedule.ranks} ranks: give one program a rank"
+        )
+
+
+def _check_edges(edges: Edges, stages: int) -> None:
+    beyond = [edge.value for edge in edges if edge.targets[-1] >= stages]
+    if beyond:
+        raise ScheduleError(f"edges {beyond} go to stages beyond the last, {stages - 1}")
+    values = [edge.value for edge in edges]
+    twice = (
+        sorted({value for value in values if values.count(value) > 1}) if _repeats(values) else []
+    )
+    if twice:
+        raise ScheduleError(f"edges named twice: {twice}")
+
+
+def _repeats(values: list[str]) -> bool:
+    return len(set(values)) < len(values)
+
+
+def _check_program(rank: int, program: Program, stages: int, microbatches: int) -> None:
+    """Check that each action could exist; the common case costs two comparisons."""
+    for position, action in enumerate(flat(program)):
+        stage, op, microbatch, peer = action
+        ordinary = peer is None and op not in NEIGHBOUR and 0 <= stage < stages
+        if ordinary and microbatch is not None and 0 <= microbatch < microbatches:
+            continue
+        problem = _problem(action, stages, microbatches)
+        if problem:
+            raise ScheduleError(f"rank {rank}, position {position}, {action}: {problem}")
+
+
+def _problem(action: Action, stages: int, microbatches: int) -> str | None:
+    if not 0 <= action.stage < stages:
+        return f"there is no stage {action.stage}; stages go from 0 to {stages - 1}"
+    if action.microbatch is not None and not 0 <= action.microbatch < microbatches:
+        return (
+            f"there is no microbatch {action.microbatch}; "
+            f"microbatches go from 0 to {microbatches - 1}"
+        )
+    if action.op in NEIGHBOUR and not 0 <= action.peer_stage < stages:
+        return f"its peer, stage {action.peer_stage}, does not exist"
+    return misfit(action)

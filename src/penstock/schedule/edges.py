@@ -1,0 +1,139 @@
+"""Which values travel between stages, and over which messages.
+
+An *edge* is a value, the stage that makes it and the stages that use it; the chain, where each stage
+feeds the next, is the common table. A value is sent once to each rank that needs it: all values that a
+stage makes for one rank travel as one message, named by the lowest stage there that uses any of them.
+Its gradients come back as one message from that same stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import ScheduleError
+from penstock.schedule.placement import Placement
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value made by one stage and used by later ones.
+
+    Args:
+        value: its name, unique in a table.
+        source: the stage that makes it.
+        targets: the later stages that use it, ascending.
+        gradient: whether a gradient comes back; false for masks, indices and the like.
+    """
+
+    value: str
+    source: int
+    targets: tuple[int, ...]
+    gradient: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.targets or list(self.targets) != sorted(set(self.targets)):
+            raise ScheduleError(
+                f"edge {self.value!r}: targets {self.targets} must ascend, at least one"
+            )
+        if self.source < 0 or self.targets[0] <= self.source:
+            raise ScheduleError(
+                f"edge {self.value!r}: made by stage {self.source}, used by stages {self.targets}; "
+                "a value goes to later stages only"
+            )
+
+
+Edges = tuple[Edge, ...]
+
+
+def chain(stages: int) -> Edges:
+    """The table in which every stage feeds the next one."""
+    return tuple(Edge(f"stage{stage}", stage, (stage + 1,)) for stage in range(stages - 1))
+
+
+Table = tuple[tuple[int, ...], ...]
+"""For each stage, some other stages, ascending."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How an edge table runs over a placement, per stage.
+
+    Attributes:
+        sources: the stages whose values a stage uses.
+        users: the stages that use a stage's values and owe it a gradient.
+        messages_in: of the sources on other ranks, those whose message names this stage.
+        messages_out: the stages on other ranks that name this stage's messages, one per rank.
+        gradients_in: like ``messages_out``, of the messages that bring gradients back.
+        gradients_out: like ``messages_in``, of the messages that take gradients back.
+    """
+
+    placement: Placement
+    sources: Table
+    users: Table
+    messages_in: Table
+    messages_out: Table
+    gradients_in: Table
+    gradients_out: Table
+
+    def carrier(self, source: int, user: int) -> int:
+        """The stage on ``user``'s rank that names the message from ``source``."""
+        rank = self.placement.rank_of[user]
+        return next(s for s in self.messages_out[source] if self.placement.rank_of[s] == rank)
+
+    def gradient_carrier(self, source: int, user: int) -> int:
+        """The stage on ``user``'s rank that names the gradient message to ``source``."""
+        rank = self.placement.rank_of[user]
+        return next(s for s in self.gradients_in[source] if self.placement.rank_of[s] == rank)
+
+    def owing(self, source: int, carrier: int) -> tuple[int, ...]:
+        """The stages on ``carrier``'s rank whose gradients make up its message to ``source``."""
+        rank = self.placement.rank_of[carrier]
+        return tuple(u for u in self.users[source] if self.placement.rank_of[u] == rank)
+
+
+def routes(edges: Iterable[Edge], placement: Placement) -> Routes:
+    """Work out the messages of an edge table over a placement."""
+    table = tuple(edges)
+    out = _message_targets(table, placement)
+    back = _message_targets((edge for edge in table if edge.gradient), placement)
+    return Routes(
+        placement,
+        sources=_inverse(_used_by(table, placement.stages)),
+        users=_used_by((edge for edge in table if edge.gradient), placement.stages),
+        messages_in=_inverse(out),
+        messages_out=out,
+        gradients_in=back,
+        gradients_out=_inverse(back),
+    )
+
+
+def _used_by(edges: Iterable[Edge], stages: int) -> Table:
+    users: list[set[int]] = [set() for _ in range(stages)]
+    for edge in edges:
+        users[edge.source].update(edge.targets)
+    return tuple(tuple(sorted(found)) for found in users)
+
+
+def _message_targets(edges: Iterable[Edge], placement: Placement) -> Table:
+    """For each stage, the lowest user of its values on each other rank."""
+    return tuple(
+        _first_on_each_rank(users, placement, placement.rank_of[source])
+        for source, users in enumerate(_used_by(edges, placement.stages))
+    )
+
+
+def _first_on_each_rank(users: Sequence[int], placement: Placement, home: int) -> tuple[int, ...]:
+    first: dict[int, int] = {}
+    for user in users:
+        first.setdefault(placement.rank_of[user], user)
+    first.pop(home, None)
+    return tuple(sorted(first.values()))
+
+
+def _inverse(table: Table) -> Table:
+    found: list[list[int]] = [[] for _ in table]
+    for stage, others in enumerate(table):
+        for other in others:
+            found[other].append(stage)
+    return tuple(map(tuple, found))

@@ -1,0 +1,44 @@
+"""The schedules by name. A new one is added by listing it here; the tests then cover it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+
+from penstock.errors import ScheduleError
+from penstock.schedule.base import Schedule
+from penstock.schedule.library.forward_only import forward_only
+from penstock.schedule.library.gpipe import gpipe
+from penstock.schedule.library.one_f_one_b import one_f_one_b
+from penstock.schedule.library.zb_h1 import zb_h1
+
+BUILDERS: dict[str, Callable[[int, int], Schedule]] = {
+    "GPipe": gpipe,
+    "1F1B": one_f_one_b,
+    "ZB-H1": zb_h1,
+    "forward-only": forward_only,
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names that :func:`build` knows."""
+    return tuple(BUILDERS)
+
+
+def build(name: str, *, ranks: int, microbatches: int) -> Schedule:
+    """Build a schedule by name.
+
+    Args:
+        name: one of :func:`names`, upper or lower case.
+        ranks: how many ranks share the model.
+        microbatches: into how many parts a batch is split.
+
+    Raises:
+        ScheduleError: unknown name (with the nearest ones), or numbers the schedule cannot take.
+    """
+    known = {candidate.lower(): candidate for candidate in BUILDERS}
+    if name.lower() not in known:
+        near = get_close_matches(name.lower(), known, n=1)
+        hint = f"; did you mean {known[near[0]]!r}?" if near else ""
+        raise ScheduleError(f"unknown schedule {name!r}{hint} Known: {', '.join(BUILDERS)}")
+    return BUILDERS[known[name.lower()]](ranks, microbatches)

@@ -1,0 +1,19 @@
+"""GPipe: all forwards, then all backwards.
+
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
+NeurIPS 2019, figure 2(c). A rank holds the activations of all microbatches.
+"""
+
+from __future__ import annotations
+
+from penstock.schedule.action import Op
+from penstock.schedule.base import Schedule
+from penstock.schedule.library._patterns import run
+from penstock.schedule.placement import looped
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """Build GPipe for one stage a rank; any number of ranks and microbatches."""
+    each = range(microbatches)
+    programs = tuple((*run(rank, Op.F, each), *run(rank, Op.B, each)) for rank in range(ranks))
+    return Schedule("GPipe", looped(ranks), microbatches, programs)

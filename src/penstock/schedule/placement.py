@@ -1,0 +1,73 @@
+"""Which rank holds which stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A map from stages to ranks.
+
+    Args:
+        rank_of: the rank of each stage; every rank from 0 up to the largest has at least one stage.
+
+    Raises:
+        ScheduleError: no stage, a negative rank, or a rank without a stage.
+    """
+
+    rank_of: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rank_of:
+            raise ScheduleError("a placement needs at least one stage")
+        empty = sorted(set(range(max(self.rank_of) + 1)) - set(self.rank_of))
+        if min(self.rank_of) < 0 or empty:
+            raise ScheduleError(
+                f"placement {self.rank_of}: ranks count from 0 and each holds a stage; "
+                f"without one: {empty}"
+            )
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.rank_of)
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return max(self.rank_of) + 1
+
+    @cached_property
+    def _stages_on(self) -> tuple[tuple[int, ...], ...]:
+        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, rank in enumerate(self.rank_of):
+            held[rank].append(stage)
+        return tuple(map(tuple, held))
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` holds, ascending."""
+        return self._stages_on[rank]
+
+
+def looped(ranks: int, stages_per_rank: int = 1) -> Placement:
+    """Stage ``s`` on rank ``s % ranks``: the chain, and its laps for interleaved schedules."""
+    check_at_least_one(ranks=ranks, stages_per_rank=stages_per_rank)
+    return Placement(tuple(stage % ranks for stage in range(ranks * stages_per_rank)))
+
+
+def v_shaped(ranks: int) -> Placement:
+    """Rank ``r`` holds stages ``r`` and ``2 * ranks - 1 - r``: down the ranks and back up."""
+    check_at_least_one(ranks=ranks)
+    down = tuple(range(ranks))
+    return Placement(down + down[::-1])
+
+
+def check_at_least_one(**counts: int) -> None:
+    """Refuse a count below one, by its name."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ScheduleError(f"{name}={count}: must be at least 1")
