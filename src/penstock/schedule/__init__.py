@@ -3,24 +3,40 @@
 from penstock.schedule.action import Action, Op, Overlap, parse_action
 from penstock.schedule.base import Schedule
 from penstock.schedule.dependencies import Dependencies
+from penstock.schedule.drawing import draw_svg, draw_text
 from penstock.schedule.edges import Edge, chain
 from penstock.schedule.library import build, names
 from penstock.schedule.passes import add_communication
 from penstock.schedule.placement import Placement, looped, v_shaped
+from penstock.schedule.simulation import Costs, Gap, Simulation, replay, simulate
+from penstock.schedule.timeline import Span, Timeline
+from penstock.schedule.validation import Problem, Report, validate
 
 __all__ = [
     "Action",
+    "Costs",
     "Dependencies",
     "Edge",
+    "Gap",
     "Op",
     "Overlap",
     "Placement",
+    "Problem",
+    "Report",
     "Schedule",
+    "Simulation",
+    "Span",
+    "Timeline",
     "add_communication",
     "build",
     "chain",
+    "draw_svg",
+    "draw_text",
     "looped",
     "names",
     "parse_action",
+    "replay",
+    "simulate",
     "v_shaped",
+    "validate",
 ]

@@ -13,18 +13,25 @@ SEND_B                I or B of every stage on the rank that owes the gradient
 RECV_F, RECV_B        the SEND at the other end
 WAIT_SEND_F/B         the SEND it waits for
 REDUCE_GRAD           W or B of every microbatch of the stage
-UNSHARD, RESHARD      nothing
+UNSHARD               nothing
+RESHARD               the UNSHARD of the stage
 ====================  =====================================================================
 
 Where the schedule spells out no messages, a value of another rank needs that rank's F, I or B itself.
+Where a stage has an UNSHARD, its F, I, W and B need the stage unsharded: :meth:`Dependencies.shards`.
+
+What an action needs does not depend on its microbatch, so the rule is stated once for a stage, an op and a
+peer. It answers for one action (:meth:`Dependencies.before`) or for all microbatches (``packed.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
 
 from penstock.errors import InternalError
-from penstock.schedule.action import Action, Op, message
+from penstock.schedule.action import COMPUTE_OPS, STAGE_OPS, Action, Op, message
 from penstock.schedule.base import Schedule
 
 # The op at the other end of a message.
@@ -36,6 +43,24 @@ COUNTERPART = {
     Op.WAIT_SEND_F: Op.SEND_F,
     Op.WAIT_SEND_B: Op.SEND_B,
 }
+
+
+class Half(Enum):
+    """An op that may run alone or inside B: a need for either is met by the one the microbatch has."""
+
+    INPUT = Op.I
+    WEIGHT = Op.W
+
+
+class Need(NamedTuple):
+    """What an action needs, without the microbatch."""
+
+    stage: int
+    op: Op | Half
+    peer: int | None = None
+
+
+Needs = tuple[Need, ...]
 
 
 def counterpart(action: Action) -> Action:
@@ -59,29 +84,62 @@ class Dependencies:
         self._rank_of = schedule.placement.rank_of
         self._communicates = schedule.communicates
         self._full = _full_backwards(schedule)
-        self._rule: dict[Op, Callable[[Action], list[Action]]] = {
+        self._sharded = _sharded(schedule)
+        self._known: dict[tuple[int, Op, int | None], Needs] = {}
+        self._rule: dict[Op, Callable[[Action], Needs]] = {
             Op.F: self._before_forward,
             Op.I: self._before_gradient,
             Op.B: self._before_gradient,
-            Op.W: lambda a: [Action(a.stage, Op.I, a.microbatch)],
-            Op.SEND_F: lambda a: [Action(a.stage, Op.F, a.microbatch)],
+            Op.W: lambda a: (Need(a.stage, Op.I),),
+            Op.SEND_F: lambda a: (Need(a.stage, Op.F),),
             Op.SEND_B: self._before_gradient_send,
-            Op.RECV_F: lambda a: [counterpart(a)],
-            Op.RECV_B: lambda a: [counterpart(a)],
-            Op.WAIT_SEND_F: lambda a: [counterpart(a)],
-            Op.WAIT_SEND_B: lambda a: [counterpart(a)],
-            Op.REDUCE_GRAD: self._before_reduce,
-            Op.UNSHARD: lambda _: [],
-            Op.RESHARD: lambda _: [],
+            Op.RECV_F: _other_end,
+            Op.RECV_B: _other_end,
+            Op.WAIT_SEND_F: _other_end,
+            Op.WAIT_SEND_B: _other_end,
+            Op.REDUCE_GRAD: lambda a: (Need(a.stage, Half.WEIGHT),),
+            Op.UNSHARD: lambda _: (),
+            Op.RESHARD: lambda a: (Need(a.stage, Op.UNSHARD),),
         }
 
     def before(self, action: Action) -> list[Action]:
         """The actions that must be complete before ``action`` may start."""
-        try:
-            rule = self._rule[action.op]
-        except KeyError:
-            raise InternalError(f"no rule for {action.op!r} of {action}") from None
-        return rule(action)
+        stage, op, microbatch, peer = action
+        needs = self.needs(stage, op, peer)
+        if op is Op.REDUCE_GRAD:
+            return [self.settle(need, m) for need in needs for m in range(self._microbatches)]
+        return [self.settle(need, microbatch) for need in needs]
+
+    def needs(self, stage: int, op: Op, peer: int | None = None) -> Needs:
+        """What the actions of a stage, an op and a peer need, whatever their microbatch.
+
+        The needs of REDUCE_GRAD are for every microbatch, those of other actions for their own.
+        """
+        key = (stage, op, peer)
+        if key not in self._known:
+            try:
+                rule = self._rule[op]
+            except KeyError:
+                raise InternalError(f"no rule for {op!r}") from None
+            shard = (Need(stage, Op.UNSHARD),) if self.shards(stage) and op in COMPUTE_OPS else ()
+            self._known[key] = rule(Action(stage, op, 0, peer)) + shard
+        return self._known[key]
+
+    def settle(self, need: Need, microbatch: int | None) -> Action:
+        """The action that meets a need for one microbatch."""
+        stage, op, peer = need
+        if isinstance(op, Half):
+            gradient = self.gradient(stage, microbatch)
+            return gradient if gradient.op is Op.B else Action(stage, op.value, microbatch)
+        return Action(stage, op, None if op in STAGE_OPS else microbatch, peer)
+
+    def shards(self, stage: int) -> bool:
+        """Whether the stage's parameters are gathered by an UNSHARD and freed by a RESHARD.
+
+        Its computing actions, and a RESHARD, then stand where the last of the two before them is an
+        UNSHARD; an UNSHARD stands where it is not.
+        """
+        return stage in self._sharded
 
     def gradient(self, stage: int, microbatch: int | None) -> Action:
         """The action that gives a stage's inputs their gradient: its B where it has one, else its I."""
@@ -129,32 +187,45 @@ class Dependencies:
         users = self._routes.users
         return [source for source in self._routes.sources[stage] if stage in users[source]]
 
-    def _before_forward(self, action: Action) -> list[Action]:
-        stage, _, microbatch, _ = action
-        home = self._rank_of[stage]
-        sources = self._routes.sources[stage]
+    def _before_forward(self, action: Action) -> Needs:
+        home = self._rank_of[action.stage]
+        sources = self._routes.sources[action.stage]
         if not self._communicates:
-            return [Action(source, Op.F, microbatch) for source in sources]
-        local = [Action(s, Op.F, microbatch) for s in sources if self._rank_of[s] == home]
-        return local + self.receives(action)
+            return tuple(Need(source, Op.F) for source in sources)
+        local = (Need(s, Op.F) for s in sources if self._rank_of[s] == home)
+        return (*local, *self._needed_receives(action))
 
-    def _before_gradient(self, action: Action) -> list[Action]:
-        stage, _, microbatch, _ = action
-        home = self._rank_of[stage]
-        users = self._routes.users[stage]
-        own = [Action(stage, Op.F, microbatch)]
+    def _before_gradient(self, action: Action) -> Needs:
+        home = self._rank_of[action.stage]
+        users = self._routes.users[action.stage]
+        own = Need(action.stage, Op.F)
         if not self._communicates:
-            return own + [self.gradient(user, microbatch) for user in users]
-        local = [self.gradient(user, microbatch) for user in users if self._rank_of[user] == home]
-        return own + local + self.receives(action)
+            return (own, *(Need(user, Half.INPUT) for user in users))
+        local = (Need(user, Half.INPUT) for user in users if self._rank_of[user] == home)
+        return (own, *local, *self._needed_receives(action))
 
-    def _before_gradient_send(self, action: Action) -> list[Action]:
+    def _needed_receives(self, action: Action) -> Needs:
+        return tuple(Need(r.stage, r.op, r.peer) for r in self.receives(action))
+
+    def _before_gradient_send(self, action: Action) -> Needs:
         owing = self._routes.owing(action.peer_stage, action.stage)
-        return [self.gradient(stage, action.microbatch) for stage in owing]
+        return tuple(Need(stage, Half.INPUT) for stage in owing)
 
-    def _before_reduce(self, action: Action) -> list[Action]:
-        backwards = (self.gradient(action.stage, m) for m in range(self._microbatches))
-        return [b if b.op is Op.B else b._replace(op=Op.W) for b in backwards]
+
+def _other_end(action: Action) -> Needs:
+    stage, op, _, peer = counterpart(action)
+    return (Need(stage, op, peer),)
+
+
+def _sharded(schedule: Schedule) -> frozenset[int]:
+    if Op.UNSHARD not in schedule.ops:
+        return frozenset()
+    return frozenset(
+        action.stage
+        for rank in range(schedule.ranks)
+        for action in schedule.actions(rank)
+        if action.op is Op.UNSHARD
+    )
 
 
 def _full_backwards(schedule: Schedule) -> set[tuple[int, int | None]] | None:

@@ -25,13 +25,16 @@ def names() -> tuple[str, ...]:
     return tuple(BUILDERS)
 
 
-def build(name: str, *, ranks: int, microbatches: int) -> Schedule:
+def build(
+    name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None
+) -> Schedule:
     """Build a schedule by name.
 
     Args:
         name: one of :func:`names`, upper or lower case.
         ranks: how many ranks share the model.
         microbatches: into how many parts a batch is split.
+        stages_per_rank: for schedules with several stages on a rank; by default what the schedule has.
 
     Raises:
         ScheduleError: unknown name (with the nearest ones), or numbers the schedule cannot take.
@@ -41,4 +44,6 @@ def build(name: str, *, ranks: int, microbatches: int) -> Schedule:
         near = get_close_matches(name.lower(), known, n=1)
         hint = f"; did you mean {known[near[0]]!r}?" if near else ""
         raise ScheduleError(f"unknown schedule {name!r}{hint} Known: {', '.join(BUILDERS)}")
+    if stages_per_rank not in (None, 1):
+        raise ScheduleError(f"{name} has 1 stage a rank, not {stages_per_rank}")
     return BUILDERS[known[name.lower()]](ranks, microbatches)

@@ -1,0 +1,204 @@
+"""A timeline as SVG: a row a rank, a colour an op, numbers of the microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+
+from penstock.schedule.action import COMPUTE_OPS, Op
+from penstock.schedule.drawing.axis import Unit, percent, short, ticks, unit_for
+from penstock.schedule.drawing.palette import NAMES, colour
+from penstock.schedule.timeline import Span, Timeline
+
+LABELS, SHARES = 62, 58
+"""Width left and right of the rows, for ranks and idle shares."""
+TOP, LEGEND, AXIS, NOTE = 34, 24, 36, 20
+"""Height of title, legend, time axis and note."""
+NARROWEST, WIDEST = 640, 3200
+ROOM = 21
+"""Width of a box in which a number of two digits is read well."""
+DIGIT = 6.6
+"""Width of a digit of the labels."""
+
+_STYLE = (
+    "text{font-family:Helvetica,Arial,sans-serif;font-size:12px;fill:#222}"
+    ".title{font-size:16px;font-weight:bold}.small{font-size:8px}.box{font-size:11px;text-anchor:middle}"
+    ".right{text-anchor:end}.middle{text-anchor:middle}.note{font-style:italic;fill:#555}"
+    "rect{stroke:#fff;stroke-width:.7}.idle{fill:#f1f1f1;stroke:none}line{stroke:#ccc;stroke-width:1}"
+)
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """Where everything is on the drawing."""
+
+    timeline: Timeline
+
+    @cached_property
+    def places(self) -> list[dict[int, int]]:
+        """For each rank its stages and their order there."""
+        stages = [
+            sorted({span.action.stage for span in self.timeline.of_rank(rank)})
+            for rank in range(self.timeline.ranks)
+        ]
+        return [{stage: place for place, stage in enumerate(found)} for found in stages]
+
+    @cached_property
+    def most_places(self) -> int:
+        return max((len(places) for places in self.places), default=1)
+
+    @cached_property
+    def scale(self) -> float:
+        """Pixels a unit of time: as many as the numbers need, within bounds for the whole."""
+        makespan = self.timeline.makespan or 1.0
+        durations = sorted(s.duration for s in self.timeline.spans if s.duration > 0)
+        typical = durations[len(durations) // 4] if durations else makespan
+        return min(max(ROOM / typical, NARROWEST / makespan), WIDEST / makespan)
+
+    @property
+    def row(self) -> int:
+        """Height of a row: with several stages a rank, there is room for the stage below the number."""
+        return 26 if self.most_places == 1 else 34
+
+    @property
+    def length(self) -> float:
+        return self.timeline.makespan * self.scale
+
+    @property
+    def width(self) -> float:
+        return LABELS + max(self.length, NARROWEST) + SHARES
+
+    @property
+    def rows_top(self) -> int:
+        return TOP + LEGEND
+
+    @property
+    def rows_bottom(self) -> int:
+        return self.rows_top + self.row * self.timeline.ranks
+
+    def x(self, time: float) -> float:
+        return LABELS + (time - self.timeline.start) * self.scale
+
+    def y(self, rank: int) -> int:
+        return self.rows_top + rank * self.row
+
+
+def draw_svg(timeline: Timeline, *, title: str = "", note: str = "") -> str:
+    """Draw a timeline.
+
+    Args:
+        timeline: of a simulated or measured step.
+        title: what stands above it.
+        note: what stands below it, such as how the times came about.
+
+    Returns:
+        An SVG document. All text is escaped; each box names its action and times in a tooltip.
+    """
+    sheet = _Sheet(timeline)
+    unit = unit_for(timeline)
+    height = sheet.rows_bottom + AXIS + (NOTE if note else 0)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width:.0f} {height}" '
+        f'width="{sheet.width:.0f}" height="{height}" role="img">',
+        f"<style>{_STYLE}</style>",
+        f'<rect class="sheet" width="{sheet.width:.0f}" height="{height}" fill="#fff"/>',
+        _text(LABELS, 22, title, "title"),
+        _text(sheet.width - 8, 22, f"idle {percent(timeline.bubble)}", "right"),
+        *_legend(sheet),
+        *_axis(sheet, unit),
+        *(part for rank in range(timeline.ranks) for part in _rank(sheet, rank, unit)),
+        _text(LABELS, sheet.rows_bottom + AXIS + 10, note, "note") if note else "",
+        "</svg>",
+    ]
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def _text(x: float, y: float, text: str, kind: str = "") -> str:
+    style = f' class="{kind}"' if kind else ""
+    return f'<text x="{_number(x)}" y="{_number(y)}"{style}>{escape(text)}</text>'
+
+
+def _number(number: float) -> str:
+    return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+def _legend(sheet: _Sheet) -> Iterator[str]:
+    ops = {span.action.op for span in sheet.timeline.spans}
+    x = float(LABELS)
+    for op in (op for op in Op if op in ops):
+        name = f"{op.value} {NAMES[op]}" if op in NAMES else op.value
+        yield _rect(x, TOP + 2, 14, 14, colour(op))
+        yield _text(x + 19, TOP + 13, name)
+        x += 19 + DIGIT * len(name) + 16
+    if sheet.most_places > 1:
+        yield _text(x, TOP + 13, "small: stage; paler: later stages of the rank")
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str) -> str:
+    size = f'width="{_number(width)}" height="{_number(height)}"'
+    return f'<rect x="{_number(x)}" y="{_number(y)}" {size} fill="{fill}"/>'
+
+
+def _axis(sheet: _Sheet, unit: Unit) -> Iterator[str]:
+    bottom = sheet.rows_bottom
+    length = sheet.timeline.makespan * unit.factor
+    for tick in ticks(length, round(sheet.length / 80)):
+        x = _number(LABELS + tick / unit.factor * sheet.scale)
+        yield f'<line x1="{x}" y1="{sheet.rows_top}" x2="{x}" y2="{bottom + 5}"/>'
+        yield _text(float(x), bottom + 18, short(tick), "middle")
+    label = f"time in {unit.name}" if unit.name else "time"
+    whole = f"makespan {short(length)}{' ' + unit.name if unit.name else ''}"
+    yield _text(LABELS, bottom + 32, f"{label}; {whole}")
+
+
+def _rank(sheet: _Sheet, rank: int, unit: Unit) -> Iterator[str]:
+    y, middle = sheet.y(rank), sheet.y(rank) + sheet.row / 2 + 4
+    yield _text(LABELS - 8, middle, f"rank {rank}", "right")
+    background = (
+        f'x="{LABELS}" y="{y + 2}" width="{_number(sheet.length)}" height="{sheet.row - 4}"'
+    )
+    yield f'<rect class="idle" {background}/>'
+    spans = sheet.timeline.of_rank(rank)
+    together = _together(spans)
+    for i, span in enumerate(spans):
+        yield from _box(sheet, span, unit, shares=i in together)
+    yield _text(LABELS + sheet.length + 6, middle, percent(sheet.timeline.bubbles[rank]))
+
+
+def _together(spans: Iterable[Span]) -> set[int]:
+    """Which spans of a rank, by start, run at the same time as another."""
+    found: set[int] = set()
+    last, end = -1, float("-inf")
+    for i, span in enumerate(spans):
+        if span.start < end - 1e-9 * abs(end):
+            found |= {last, i}
+        if span.end >= end:
+            last, end = i, span.end
+    return found
+
+
+def _box(sheet: _Sheet, span: Span, unit: Unit, *, shares: bool) -> Iterator[str]:
+    """A span; one that shares its time has half the height, forwards above."""
+    stage, op, microbatch, _ = span.action
+    x, width = sheet.x(span.start), span.duration * sheet.scale
+    height = (sheet.row - 4) / (2 if shares else 1)
+    y = sheet.y(span.rank) + 2 + (height if shares and op is not Op.F else 0)
+    places = sheet.places[span.rank]
+    start = (span.start - sheet.timeline.start) * unit.factor
+    tip = (
+        f"{span.action}: {short(start)} to {short(start + span.duration * unit.factor)} {unit.name}"
+    )
+    rect = _rect(x, y, width, height, colour(op, places[stage], sheet.most_places))
+    yield f"<g><title>{escape(tip.strip())}</title>{rect}"
+    if op in COMPUTE_OPS and width >= DIGIT * len(str(microbatch)) + 2:
+        yield from _labels(sheet, span, x + width / 2, y + height / 2)
+    yield "</g>"
+
+
+def _labels(sheet: _Sheet, span: Span, x: float, y: float) -> Iterator[str]:
+    several = sheet.most_places > 1
+    yield _text(x, y + (1 if several else 4), str(span.action.microbatch), "box")
+    if several:
+        yield _text(x, y + 12, str(span.action.stage), "middle small")

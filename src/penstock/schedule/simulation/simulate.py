@@ -1,0 +1,224 @@
+"""From a schedule and costs to times, bubbles, memory and the reasons for idle time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import UsageError
+from penstock.schedule.action import COMPUTE_OPS, MESSAGE_OPS, WAIT_SEND_OPS, Action, Op
+from penstock.schedule.base import Schedule
+from penstock.schedule.packed import CODE, NOWHERE, Packed
+from penstock.schedule.simulation.causes import Causes
+from penstock.schedule.simulation.clock import Numbers, Prices, Times, run_clocks
+from penstock.schedule.simulation.costs import Costs
+from penstock.schedule.simulation.memory import changes, peaks
+from penstock.schedule.simulation.prices import prices
+from penstock.schedule.timeline import Span, Timeline
+
+
+class Gap(NamedTuple):
+    """Idle time of a rank between two computing actions, and what it waited for.
+
+    Attributes:
+        rank: the idle rank.
+        start: when it had nothing to do.
+        end: when ``action`` started.
+        action: what it went on with.
+        waits_for: the action of another rank whose result came last.
+    """
+
+    rank: int
+    start: float
+    end: float
+    action: Action
+    waits_for: Action
+
+
+class Simulation:
+    """A schedule run on simulated clocks; made by :func:`simulate`.
+
+    Args:
+        packed: the schedule.
+        costs: what was given.
+        times: when each action ran.
+    """
+
+    def __init__(self, packed: Packed, costs: Costs, times: Times) -> None:
+        self.schedule = packed.schedule
+        self.costs = costs
+        self._packed = packed
+        self._times = times
+        self._computes = np.flatnonzero(packed.having(COMPUTE_OPS))
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last computing action ends; all clocks start at 0."""
+        return float(self._times.end[self._computes].max(initial=0.0))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The computing actions as spans."""
+        return Timeline(
+            tuple(map(self._span, self._computes.tolist())), self.schedule.ranks, self.costs.unit
+        )
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """For each rank how long it computes; what an overlapped pair hides counts once."""
+        if len(self._packed.halves) and self.costs.overlap:
+            return self.timeline.busy
+        start, end = self._times.start[self._computes], self._times.end[self._computes]
+        ranks = self._packed.rank[self._computes]
+        return tuple(np.bincount(ranks, end - start, self.schedule.ranks).tolist())
+
+    @property
+    def bubble(self) -> float:
+        """The share of the makespan in which ranks do not compute, over all ranks."""
+        whole = self.makespan * self.schedule.ranks
+        return 1 - sum(self.busy) / whole if whole else 0.0
+
+    @cached_property
+    def longest_stage(self) -> float:
+        """The longest that any rank takes from the start of its first action to the end of its last.
+
+        The zero-bubble papers measure a step so, since the idle ends of two steps overlap.
+        """
+        ranks = self._packed.rank[self._computes]
+        first = np.full(self.schedule.ranks, np.inf)
+        last = np.zeros(self.schedule.ranks)
+        np.minimum.at(first, ranks, self._times.start[self._computes])
+        np.maximum.at(last, ranks, self._times.end[self._computes])
+        return float((last - first).max(initial=0.0))
+
+    @property
+    def longest_stage_bubble(self) -> float:
+        """The share of :attr:`longest_stage` in which the busiest rank does not compute."""
+        return 1 - max(self.busy) / self.longest_stage if self.longest_stage else 0.0
+
+    @cached_property
+    def _causes(self) -> Causes:
+        return Causes(self._packed, self._times)
+
+    @cached_property
+    def _changes(self) -> Numbers:
+        activation = self.costs.per_stage("activation", self.schedule.stages)
+        stash = self.costs.per_stage("stash", self.schedule.stages)
+        return changes(self._packed, activation, stash)
+
+    @cached_property
+    def peak_memory(self) -> tuple[float, ...]:
+        """For each rank the most that it holds at any time, in units of ``activation`` and ``stash``."""
+        return peaks(self._packed, self._changes)
+
+    def memory(self, rank: int) -> list[tuple[float, float]]:
+        """What a rank holds over time: when it changes, and what it holds from then on.
+
+        An F takes its memory when it starts, the others give theirs back when they end.
+        """
+        numbers = self._numbers(rank)
+        held = np.cumsum(self._changes[numbers]).tolist()
+        forward = self._packed.op[numbers] == CODE[Op.F]
+        when = np.where(forward, self._times.start[numbers], self._times.end[numbers]).tolist()
+        return list(zip(when, held, strict=True))
+
+    @cached_property
+    def messages(self) -> int:
+        """How many messages cross between ranks."""
+        if self.schedule.communicates:
+            return int(self._packed.messages.sum()) // 2
+        return sum(int((column != NOWHERE).sum()) for column in self._packed.waits)
+
+    def span(self, action: Action) -> Span:
+        """When an action ran.
+
+        Raises:
+            UsageError: the schedule has no such action.
+        """
+        number = self._packed.number(action)
+        if number == NOWHERE:
+            raise UsageError(f"{self.schedule.name} has no action {action}")
+        return self._span(number)
+
+    def gaps(self, rank: int) -> list[Gap]:
+        """The idle times of a rank before and between its computing actions, each with its reason."""
+        found = []
+        before = 0.0
+        for number in self._numbers(rank).tolist():
+            span = self._span(number)
+            if span.start > before:
+                awaited = self._packed.action(self._causes.awaited(number))
+                found.append(Gap(rank, before, span.start, span.action, awaited))
+            before = max(before, span.end)
+        return found
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The computing actions, first to last, none of which can be longer without the step being longer."""
+        path = []
+        number = int(self._computes[np.argmax(self._times.end[self._computes])])
+        while number != NOWHERE:
+            path.append(self._span(number))
+            number = self._causes.cause(number)
+        return tuple(reversed(path))
+
+    def _numbers(self, rank: int) -> NDArray[np.int64]:
+        bounds = np.searchsorted(self._computes, self._packed.starts[rank : rank + 2])
+        return self._computes[bounds[0] : bounds[1]]
+
+    def _span(self, number: int) -> Span:
+        start, end = float(self._times.start[number]), float(self._times.end[number])
+        return Span(int(self._packed.rank[number]), self._packed.action(number), start, end)
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Run a schedule on one simulated clock a rank: each action starts as soon as its rank and needs allow.
+
+    Where the messages are spelled out, a transfer starts when both ends have posted it and its channel is
+    free. Where they are not, it starts when the value is made, and channels carry any number at once.
+
+    Args:
+        schedule: with or without messages.
+        costs: by default 1 for each F, I and W.
+
+    Raises:
+        ScheduleError: the schedule does not complete.
+    """
+    costs = costs or Costs()
+    packed = Packed(schedule)
+    return Simulation(packed, costs, run_clocks(packed, prices(packed, costs)))
+
+
+def replay(
+    schedule: Schedule, durations: Mapping[Action, float], *, latency: float = 0
+) -> Timeline:
+    """Lay measured durations out on one clock a rank.
+
+    Where one thread runs all ranks in turn, this is the timeline that ranks of their own would have had.
+
+    Args:
+        schedule: what was run, with its messages or without.
+        durations: seconds of each action; one that is not listed took none.
+        latency: seconds until a message is there.
+
+    Raises:
+        ScheduleError: the schedule does not complete.
+        UsageError: a computing action has no duration.
+    """
+    packed = Packed(schedule)
+    actions = [action for rank in range(schedule.ranks) for action in schedule.actions(rank)]
+    lacking = [str(a) for a in actions if a.op in COMPUTE_OPS and a not in durations]
+    if lacking:
+        raise UsageError(f"no duration for {len(lacking)} actions: {', '.join(lacking[:5])}")
+    duration = np.array([durations.get(action, 0.0) for action in actions])
+    none = np.zeros(len(packed))
+    times = run_clocks(packed, Prices(duration, none, none, latency))
+    shown = [i for i, action in enumerate(actions) if action.op not in MESSAGE_OPS | WAIT_SEND_OPS]
+    rank, start, end = packed.rank.tolist(), times.start.tolist(), times.end.tolist()
+    return Timeline(
+        tuple(Span(rank[i], actions[i], start[i], end[i]) for i in shown), schedule.ranks, "s"
+    )

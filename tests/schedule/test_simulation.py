@@ -1,0 +1,118 @@
+"""The simulator: times, memory, reasons."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import ScheduleError, UsageError
+from penstock.schedule import (
+    Action,
+    Costs,
+    Op,
+    Overlap,
+    Schedule,
+    add_communication,
+    build,
+    looped,
+    parse_action,
+    replay,
+    simulate,
+)
+
+
+def schedule(*programs: str, microbatches: int = 1) -> Schedule:
+    actions = tuple(tuple(map(parse_action, program.split())) for program in programs)
+    return Schedule("test", looped(len(programs)), microbatches, actions)
+
+
+def test_each_action_starts_when_its_rank_and_its_needs_allow() -> None:
+    ran = simulate(schedule("0F0 0B0", "1F0 1B0"), Costs(forward=2, input=3, weight=1, latency=0.5))
+    assert [(s.start, s.end) for s in ran.timeline.of_rank(0)] == [(0, 2), (9, 13)]
+    assert [(s.start, s.end) for s in ran.timeline.of_rank(1)] == [(2.5, 4.5), (4.5, 8.5)]
+    assert ran.makespan == 13
+
+
+def test_costs_may_differ_by_stage() -> None:
+    ran = simulate(schedule("0F0", "1F0"), Costs(forward=[1, 5]))
+    assert ran.makespan == 6
+    with pytest.raises(UsageError, match="forward has 3 numbers for 2 stages"):
+        simulate(schedule("0F0", "1F0"), Costs(forward=[1, 5, 6]))
+
+
+def test_a_transfer_starts_when_both_ends_have_posted_it() -> None:
+    late = schedule("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1F0 1RECV_F1 1F1", microbatches=2)
+    ran = simulate(late, Costs(forward=1, latency=3))
+    assert ran.span(Action(1, Op.F, 0)).start == 4
+    assert ran.span(Action(1, Op.F, 1)).start == 8
+
+
+def test_a_channel_carries_one_message_after_the_other() -> None:
+    both = schedule("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1RECV_F1 1F0 1F1", microbatches=2)
+    ran = simulate(both, Costs(forward=1, bandwidth=2, message={"stage0": 10}, latency=1))
+    assert ran.span(Action(1, Op.F, 0)).start == 7
+    assert ran.span(Action(1, Op.F, 1)).start == 12
+
+
+def test_gaps_name_what_is_waited_for() -> None:
+    ran = simulate(add_communication(schedule("0F0 0B0", "1F0 1B0")))
+    (gap,) = ran.gaps(0)
+    assert (gap.start, gap.end, str(gap.action), str(gap.waits_for)) == (1, 4, "0B0", "0RECV_B0")
+
+
+def test_the_critical_path_goes_through_the_ranks() -> None:
+    for made in (schedule("0F0 0B0", "1F0 1B0"), add_communication(schedule("0F0 0B0", "1F0 1B0"))):
+        path = [str(span.action) for span in simulate(made).critical_path]
+        assert path == ["0F0", "1F0", "1B0", "0B0"]
+
+
+def test_memory_over_time() -> None:
+    ran = simulate(schedule("0F0 0F1 0I0 0W0 0B1", microbatches=2), Costs(activation=4, stash=3))
+    assert ran.memory(0) == [(0, 4), (1, 8), (3, 7), (4, 4), (6, 0)]
+    assert ran.peak_memory == (8,)
+
+
+def test_an_overlapped_pair_hides_a_share_of_its_shorter_half() -> None:
+    pair = Overlap(Action(0, Op.F, 1), Action(0, Op.B, 0))
+    program = (Action(0, Op.F, 0), pair, Action(0, Op.B, 1))
+    overlapped = Schedule("test", looped(1), 2, (program,))
+    assert simulate(overlapped).makespan == 6
+    assert simulate(overlapped, Costs(overlap=0.5)).makespan == 5.5
+    assert simulate(overlapped, Costs(overlap=1)).busy == (5,)
+
+
+def test_what_never_completes_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="does not complete: rank 0, position 0: 0B0 needs 0F0"):
+        simulate(schedule("0B0 0F0"))
+    with pytest.raises(ScheduleError, match="rank 0, position 1: 0B0 waits for ever"):
+        simulate(schedule("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", microbatches=2))
+    with pytest.raises(ScheduleError, match="0SEND_F0 has nothing at its other end"):
+        simulate(schedule("0F0 0SEND_F0", "1F0"))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"forward": -1}, {"latency": float("nan")}, {"bandwidth": 0}, {"overlap": 2}]
+)
+def test_impossible_costs_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=next(iter(bad))):
+        Costs(**bad)  # type: ignore[arg-type]  # a dict of one float fits any of them
+
+
+def test_measured_durations_are_replayed_on_a_clock_a_rank() -> None:
+    made = add_communication(build("1F1B", ranks=2, microbatches=2))
+    durations = {action: 2.0 for rank in range(2) for action in made.actions(rank)}
+    durations |= {a: 0.5 for a in durations if a.op in (Op.SEND_F, Op.SEND_B)}
+    durations |= {a: 0.0 for a in durations if a.op in (Op.RECV_F, Op.RECV_B)}
+    line = replay(made, durations)
+    assert line.unit == "s"
+    assert {span.action.op for span in line.spans} == {Op.F, Op.B}
+    assert line.of_rank(1)[0].start == 2.5
+
+
+def test_a_replay_needs_every_duration() -> None:
+    with pytest.raises(UsageError, match="no duration for 1 actions: 0B0"):
+        replay(schedule("0F0 0B0"), {Action(0, Op.F, 0): 1.0})
+
+
+def test_exact_for_integers() -> None:
+    ran = simulate(build("1F1B", ranks=4, microbatches=8), Costs(forward=10**15))
+    assert ran.makespan == (8 + 3) * (10**15 + 2)
