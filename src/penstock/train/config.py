@@ -1,0 +1,75 @@
+"""The settings of a training run: one table that the flags, the config file and the docs share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+Amount = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _setting(default: Any, group: str, description: str) -> Any:
+    return Field(default, description=description, json_schema_extra={"group": group})
+
+
+class TrainConfig(BaseModel):
+    """Every setting of ``penstock train``; a config file has these keys, a flag these names.
+
+    Raises:
+        pydantic.ValidationError: an unknown key, or a value of the wrong type or range.
+            :func:`penstock.train.resolve` turns it into one line.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    ranks: Count | None = _setting(
+        None, "Pipeline", "Ranks of the pipeline. Default: the world size under torchrun, else 4."
+    )
+    stages_per_rank: Count | None = _setting(
+        None, "Pipeline", "Stages on each rank. Default: what the schedule needs."
+    )
+    schedule: Text = _setting("1F1B", "Pipeline", "Name of the schedule.")
+    microbatches: Count = _setting(8, "Pipeline", "Parts into which a batch is split.")
+    device: Text = _setting("cpu", "Pipeline", "Where to compute: cpu, cuda or cuda:<index>.")
+    threads: Count | None = _setting(
+        None, "Pipeline", "Threads of each process. Default: what torch takes."
+    )
+
+    layers: Count = _setting(4, "Model", "Transformer blocks.")
+    width: Count = _setting(128, "Model", "Features of the residual stream.")
+    heads: Count = _setting(4, "Model", "Attention heads of a block.")
+    sequence: Count = _setting(128, "Model", "Bytes of a sample.")
+
+    steps: Count = _setting(500, "Training", "Optimizer steps.")
+    batch: Count = _setting(16, "Training", "Samples of a step.")
+    learning_rate: Positive = _setting(4e-3, "Training", "Peak learning rate of AdamW.")
+    warmup: Amount = _setting(
+        50, "Training", "Steps of linear warm-up; a cosine down to a tenth follows."
+    )
+    weight_decay: NotNegative = _setting(0.05, "Training", "Weight decay of the matrices.")
+    clip: Positive = _setting(1.0, "Training", "Largest gradient norm.")
+    seed: Amount = _setting(0, "Training", "Seed of weights, batches and sample.")
+
+    data: Text | None = _setting(
+        None, "Text and output", "File or folder to train on. Default: Python's standard library."
+    )
+    held_out_batches: Count = _setting(
+        16, "Text and output", "Batches of held-out text at the end."
+    )
+    prompt: Text = _setting("\n", "Text and output", "Beginning of the sample.")
+    sample_length: Amount = _setting(200, "Text and output", "Bytes of generated text.")
+    temperature: Positive = _setting(0.7, "Text and output", "Randomness of the sample.")
+    log_every: Count = _setting(10, "Text and output", "Steps between measured, printed steps.")
+    out: Text | None = _setting(None, "Text and output", "Run folder. Default: runs/<date-time>.")
+
+
+def group_of(name: str) -> str:
+    """The heading under which a setting is listed."""
+    extra = TrainConfig.model_fields[name].json_schema_extra
+    return str(extra["group"]) if isinstance(extra, Mapping) else ""

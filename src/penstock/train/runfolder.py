@@ -1,0 +1,80 @@
+"""The folder in which a run leaves its settings, metrics, timeline and weights."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import UsageError
+from penstock.schedule import Timeline, draw_svg
+
+METRICS = "metrics.jsonl"
+MEASURED = "measured on the clocks of the ranks"
+REPLAYED = "replayed: measured durations on one clock per rank, as all ranks ran in one process"
+
+
+class RunFolder:
+    """A new folder; only one process of a run writes to it.
+
+    Args:
+        path: where it is.
+        writes: whether this process is the one that writes; the methods of the others do nothing.
+    """
+
+    def __init__(self, path: Path, *, writes: bool) -> None:
+        self.path = path
+        self._writes = writes
+
+    @property
+    def weights(self) -> Path:
+        """Where the weights go."""
+        return self.path / "weights"
+
+    def write_config(self, toml: str) -> None:
+        """Keep the settings, so that ``--config`` can repeat the run."""
+        self._write("config.toml", toml)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append a line to the metrics at once, so that a run that is stopped keeps what it measured."""
+        if self._writes:
+            with (self.path / METRICS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def write_timeline(self, timeline: Timeline, *, title: str, note: str) -> None:
+        """Keep a step's timeline as Chrome trace and as a drawing."""
+        self._write("timeline.json", timeline.to_chrome_trace())
+        self._write("timeline.svg", draw_svg(timeline, title=title, note=note))
+
+    def _write(self, name: str, text: str) -> None:
+        if self._writes:
+            (self.path / name).write_text(text, encoding="utf-8")
+
+
+def create(out: str | None) -> Path:
+    """Make the folder of a run.
+
+    Args:
+        out: its path; None makes one below ``runs`` that is named after the time.
+
+    Raises:
+        UsageError: it cannot be made, or holds a run already.
+    """
+    path = Path("runs", datetime.now().strftime("%Y%m%d-%H%M%S")) if out is None else Path(out)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / METRICS).touch(exist_ok=False)
+    except FileExistsError as error:
+        raise UsageError(_taken(path)) from error
+    except OSError as error:
+        raise UsageError(
+            f"out={str(path)!r}: {error.strerror}; choose a folder to write to"
+        ) from error
+    return path
+
+
+def _taken(path: Path) -> str:
+    if path.is_dir():
+        return f"out={str(path)!r} holds a run already; choose another folder or remove this one"
+    return f"out={str(path)!r} is a file; choose a folder"

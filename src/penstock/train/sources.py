@@ -1,0 +1,128 @@
+"""Settings from three places: flags go before the config file, the file before the defaults.
+
+A wrong value is blamed on the place it is from, since the remedy is there.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from penstock.errors import ConfigError, InputFileError
+from penstock.train.config import TrainConfig
+from penstock.train.plan import Contradiction, contradictions
+
+LARGEST_CONFIG = 64 << 10
+"""Bytes. Settings fit into far less; what is larger is no config file."""
+
+_MUST_BE = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be more than {gt:g}",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+}
+
+
+def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
+    """Settle the settings of a run.
+
+    Args:
+        flags: settings by name that win over the file.
+        file: a TOML file with settings.
+
+    Raises:
+        ConfigError: the flags are wrong, or they contradict the file or the defaults.
+        InputFileError: the file is not TOML, or is wrong by itself.
+    """
+    table = {} if file is None else read(file)
+    try:
+        config = TrainConfig.model_validate({**table, **flags})
+        problems = list(contradictions(config))[:1]
+    except ValidationError as error:
+        problems = [_problem(detail) for detail in error.errors()]
+    _refuse([problem.text for problem in problems if not _by_file(problem, table, flags)], None)
+    _refuse([problem.text for problem in problems], file)
+    return config
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The table in a TOML file.
+
+    Raises:
+        ConfigError: there is no such file.
+        InputFileError: it is too large, not UTF-8 or not TOML.
+    """
+    if not file.is_file():
+        raise ConfigError(
+            f"config={str(file)!r}: there is no such file; give the path of a TOML file"
+        )
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(LARGEST_CONFIG + 1)
+        if len(content) > LARGEST_CONFIG:
+            raise InputFileError(
+                f"{file}: larger than {LARGEST_CONFIG} bytes; this is no config file"
+            )
+        return tomllib.loads(content.decode("utf-8"))
+    except OSError as error:
+        raise InputFileError(
+            f"{file}: cannot be read: {error.strerror}; check its permissions"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputFileError(
+            f"{file}: not TOML: {error}; write lines such as steps = 100"
+        ) from error
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The settings as a config file that repeats the run; ``out`` is left to the next run."""
+    values = config.model_dump(exclude_none=True, exclude={"out"})
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+
+
+def _toml(value: str | float) -> str:
+    return f'"{_escaped(value)}"' if isinstance(value, str) else repr(value)
+
+
+def _escaped(text: str) -> str:
+    """Quotes, backslashes and control characters as TOML's basic strings want them."""
+    plain = (c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text)
+    return "".join(plain)
+
+
+def _by_file(problem: Contradiction, table: Mapping[str, Any], flags: Mapping[str, Any]) -> bool:
+    return not problem.settings & flags.keys() and bool(problem.settings & table.keys())
+
+
+def _refuse(problems: list[str], file: Path | None) -> None:
+    if problems and file is None:
+        raise ConfigError("; ".join(problems))
+    if problems:
+        raise InputFileError(f"{file}: {'; '.join(problems)}")
+
+
+def _problem(detail: ErrorDetails) -> Contradiction:
+    """One finding of pydantic in our words."""
+    name = str(detail["loc"][0])
+    if detail["type"] == "extra_forbidden":
+        return Contradiction(frozenset({name}), "".join(_unknown(name)))
+    rule = _MUST_BE.get(detail["type"], detail["msg"])
+    text = f"{name}={detail['input']!r} {rule.format(**detail.get('ctx', {}))}"
+    return Contradiction(frozenset({name}), text)
+
+
+def _unknown(name: str) -> Iterator[str]:
+    known = list(TrainConfig.model_fields)
+    yield f"unknown setting {name!r}"
+    if near := get_close_matches(name, known, n=1):
+        yield f"; did you mean {near[0]!r}?"
+    yield f" Known: {', '.join(known)}"
