@@ -1,1 +1,39 @@
-"""Penstock: pipeline parallelism for PyTorch."""
+"""Penstock: pipeline parallelism for PyTorch. Any model, any schedule, proven before it runs.
+
+Names are found when they are first used, so that ``import penstock.schedule`` does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.engine import Pipeline
+    from penstock.microbatch import REPLICATE, Split
+    from penstock.partition import Partition
+    from penstock.stage import PipelineStage
+    from penstock.step import StepResult
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Partition": "penstock.partition",
+    "Pipeline": "penstock.engine",
+    "PipelineStage": "penstock.stage",
+    "REPLICATE": "penstock.microbatch",
+    "Split": "penstock.microbatch",
+    "StepResult": "penstock.step",
+}
+
+__all__ = ["REPLICATE", "Partition", "Pipeline", "PipelineStage", "Split", "StepResult"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

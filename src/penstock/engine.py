@@ -1,0 +1,365 @@
+"""Pipeline: the user's object. It wires the parts together and does little itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import MicrobatchError, PoisonedError, UsageError
+from penstock.microbatch import Microbatch, Rules, merge, split
+from penstock.partition import save_index, save_stage
+from penstock.plan import Plan, Stages, cut, make_plan
+from penstock.runtime import Order, Rank, Report, Task, agree_plan, check_stages, drive
+from penstock.schedule import Schedule, Span, Timeline, parse_action, replay
+from penstock.schedule.base import flat
+from penstock.stage import PipelineStage
+from penstock.step import Loss, LossFunction, Reduction, StepResult, scale_gradients
+from penstock.transport import Transport, connect, in_process, launched
+
+T = TypeVar("T")
+
+
+class Pipeline:
+    """A model cut into stages that ranks run as a pipeline.
+
+    The same lines run in one process, where all ranks live in it and take turns, and under ``torchrun``,
+    where this process is one rank.
+
+    Args:
+        model: an ``nn.Sequential``, or a model whose forward is a chain of modules, cut by ``stages``.
+        schedule: a name (see :func:`penstock.schedule.names`) or a :class:`~penstock.schedule.Schedule`.
+        ranks: how many ranks; by default the world size under torchrun, else as the stages need.
+        microbatches: into how many parts a batch is split; by default two a rank.
+        loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
+        reduction: whether ``loss_fn`` is a ``"mean"`` or a ``"sum"`` over samples.
+        stages: how many, or for each stage its modules' paths in the order of the calls, or a Partition.
+        rules: how arguments are split, by position or name; by default along dimension 0.
+        device: where the stages live; by default where the model is. ``"cuda"`` under torchrun is the
+            device of ``LOCAL_RANK``.
+        group: under torchrun, the process group of this pipeline's ranks; by default all.
+
+    Raises:
+        UsageError: something asked for cannot be had; see its subclasses in :mod:`penstock.errors`.
+        AgreementError: the ranks were given different plans.
+    """
+
+    def __init__(  # noqa: PLR0913 - the one place where a user says everything, by name
+        self,
+        model: nn.Module,
+        *,
+        schedule: str | Schedule = "1F1B",
+        ranks: int | None = None,
+        microbatches: int | None = None,
+        loss_fn: LossFunction | None = None,
+        reduction: Reduction = "mean",
+        stages: Stages = None,
+        rules: Rules | None = None,
+        device: torch.device | str | None = None,
+        group: Any = None,
+    ) -> None:
+        home = _device(device)
+        ends = _connect(home, group)
+        plan = make_plan(schedule, ranks or (ends[0].ranks if ends else None), stages, microbatches)
+        parts = cut(model, stages, plan.stages).modules
+        made = [PipelineStage(part, i, plan.stages, home) for i, part in enumerate(parts)]
+        loss = None if loss_fn is None else Loss(loss_fn, reduction)
+        self._set_up(plan, ends or in_process(plan.ranks), made, loss, rules)
+
+    @classmethod
+    def from_stages(  # noqa: PLR0913 - as the constructor
+        cls,
+        stages: Sequence[PipelineStage],
+        *,
+        schedule: str | Schedule,
+        microbatches: int | None = None,
+        loss_fn: LossFunction | None = None,
+        reduction: Reduction = "mean",
+        rules: Rules | None = None,
+        group: Any = None,
+    ) -> Pipeline:
+        """A pipeline of stages placed by hand.
+
+        Args:
+            stages: in one process all of them; under torchrun those of this rank.
+            schedule: a name or a Schedule; it says which stage belongs on which rank.
+            microbatches: as for :class:`Pipeline`, like what follows.
+            loss_fn: computes the loss on the last stage.
+            reduction: ``"mean"`` or ``"sum"``.
+            rules: how arguments are split.
+            group: the process group of this pipeline's ranks.
+        """
+        if not stages:
+            raise UsageError("no stages were given; give this rank's stages")
+        ends = _connect(stages[0].device, group)
+        ranks = ends[0].ranks if ends else None
+        plan = make_plan(schedule, ranks, stages[0].count, microbatches)
+        pipe = cls.__new__(cls)
+        loss = None if loss_fn is None else Loss(loss_fn, reduction)
+        pipe._set_up(plan, ends or in_process(plan.ranks), stages, loss, rules)
+        return pipe
+
+    def _set_up(
+        self,
+        plan: Plan,
+        ends: Sequence[Transport],
+        stages: Sequence[PipelineStage],
+        loss: Loss | None,
+        rules: Rules | None,
+    ) -> None:
+        schedule = plan.training
+        if ends[0].ranks != plan.ranks:
+            raise UsageError(
+                f"{ends[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process a rank"
+            )
+        self._plan, self._loss, self._rules = plan, loss, rules
+        self._ranks = [Rank(end, _held(schedule, end, stages, len(ends))) for end in ends]
+        self._failure: BaseException | None = None
+        self._run([agree_plan(rank.transport, schedule) for rank in self._ranks])
+        counts = self._run([rank.exchange(len(rank.parameters)) for rank in self._ranks])
+        self._counts: list[int] = counts[0]
+
+    # ---- what a pipeline is
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a training step, with its messages."""
+        return self._plan.training
+
+    @property
+    def leads(self) -> bool:
+        """Whether rank 0 lives in this process: the one that prints and writes for all."""
+        return any(rank.number == 0 for rank in self._ranks)
+
+    @property
+    def stages(self) -> tuple[PipelineStage, ...]:
+        """The stages that live in this process, in order."""
+        held = {index: stage for rank in self._ranks for index, stage in rank.stages.items()}
+        return tuple(held[index] for index in sorted(held))
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that live in this process, under their names in the unsplit model."""
+        for stage in self.stages:
+            yield from stage.module.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that live in this process."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers that live in this process, under their names in the unsplit model."""
+        return {
+            name: tensor
+            for stage in self.stages
+            for name, tensor in stage.module.state_dict().items()
+        }
+
+    # ---- what a pipeline does
+
+    def step(self, *args: Any, target: Any, record: bool = False, **kwargs: Any) -> StepResult:
+        """Forward and backward of a batch; gradients are added to the parameters' ``.grad``.
+
+        Args:
+            args: the model's arguments; under torchrun the same on every rank.
+            target: what ``loss_fn`` compares with, split like the arguments.
+            record: whether to note when each action ran.
+            kwargs: the model's arguments by name.
+
+        Returns:
+            The same result on every rank.
+
+        Raises:
+            StageError: the model's or the loss's code raised.
+            PoisonedError: an earlier call failed.
+        """
+        if self._loss is None:
+            raise UsageError("step needs a loss; give the Pipeline a loss_fn")
+        parts, targets = self._parts(args, kwargs, target, self._plan.microbatches)
+        order = Order(self._plan.training, parts, targets, self._loss, record=record)
+        return self._carry_out(order)
+
+    def eval(self, *args: Any, target: Any, outputs: bool = False, **kwargs: Any) -> StepResult:
+        """The loss of a batch in evaluation mode, without gradients.
+
+        Args:
+            args: as for :meth:`step`; the batch may be smaller than a training batch.
+            target: as for :meth:`step`.
+            outputs: whether to give every rank the model's outputs.
+            kwargs: the model's arguments by name.
+        """
+        if self._loss is None:
+            raise UsageError("eval needs a loss; give the Pipeline a loss_fn, or use predict")
+        parts, targets = self._parts(args, kwargs, target, None)
+        schedule = self._plan.proven(len(parts), trains=False)
+        with self._evaluating():
+            return self._carry_out(Order(schedule, parts, targets, self._loss, outputs=outputs))
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a batch in evaluation mode, on every rank."""
+        parts, _ = self._parts(args, kwargs, None, None)
+        schedule = self._plan.proven(len(parts), trains=False)
+        with self._evaluating():
+            return self._carry_out(Order(schedule, parts, outputs=True)).outputs
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the parameters that live in this process."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Returns:
+            The norm before, the same on every rank.
+        """
+        norm = self._run([rank.gradient_norm(self._counts) for rank in self._ranks])[0]
+        scale_gradients(self.parameters(), norm, max_norm)
+        return norm
+
+    def agree(self, value: Any) -> list[Any]:
+        """Exchange a JSON value between the ranks: all ranks' values, in rank order."""
+        return self._run([rank.exchange(value) for rank in self._ranks])[0]
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the weights as safetensors, a file a stage and an index, under the model's names."""
+        path, count = Path(folder), self._plan.stages
+        sizes = [
+            [[i, save_stage(stage.module, path, i, count)] for i, stage in rank.stages.items()]
+            for rank in self._ranks
+        ]
+        gathered = self._run(
+            [rank.exchange(found) for rank, found in zip(self._ranks, sizes, strict=True)]
+        )[0]
+        if self.leads:
+            save_index(path, {index: found for of in gathered for index, found in of})
+
+    def close(self) -> None:
+        """Give back what the transport holds, and the process group where this Pipeline started it."""
+        for rank in self._ranks:
+            rank.transport.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- how
+
+    def _parts(
+        self, args: Sequence[Any], kwargs: dict[str, Any], target: Any, count: int | None
+    ) -> tuple[list[Microbatch], list[Any]]:
+        """The microbatches of a call and their targets; as many as there are samples for, if open."""
+        if count is None:
+            count = min(self._plan.microbatches, _samples(args, kwargs, self._rules))
+        parts = split(args, kwargs, count, self._rules)
+        if target is None:
+            return parts, []
+        targets = split((target,), {}, count)
+        unlike = [(a.samples, b.samples) for a, b in zip(parts, targets, strict=True)]
+        if any(a != b and a and b for a, b in unlike):
+            raise MicrobatchError(
+                f"{sum(a for a, _ in unlike)} samples, but a target for {sum(b for _, b in unlike)}"
+            )
+        return parts, [part.args[0] for part in targets]
+
+    def _carry_out(self, order: Order) -> StepResult:
+        training = order.schedule.trains
+        with torch.set_grad_enabled(training):
+            reports = self._run([rank.run(order) for rank in self._ranks])
+        first = reports[0]
+        outputs = merge(first.outputs) if order.outputs else None
+        if not order.record:
+            return StepResult(first.loss, outputs)
+        return self._with_timeline(order.schedule, reports, outputs)
+
+    def _with_timeline(
+        self, schedule: Schedule, reports: Sequence[Report], outputs: Any
+    ) -> StepResult:
+        loss = reports[0].loss
+        if len(reports) == schedule.ranks > 1:
+            durations = {span.action: span.duration for r in reports for span in r.spans}
+            timeline = replay(schedule, durations)
+            return StepResult(loss, outputs, timeline, "replayed", timeline.bubble)
+        timeline = self._gather(schedule, reports[0])
+        return StepResult(loss, outputs, timeline, "measured", timeline.bubble)
+
+    def _gather(self, schedule: Schedule, report: Report) -> Timeline:
+        """All ranks' spans, each on its own clock from the moment its program began."""
+        rows = self.agree([[str(s.action), s.start, s.end] for s in report.spans])
+        spans = (
+            Span(rank, action, start, end)
+            for rank, row in enumerate(rows)
+            for text, start, end in row
+            for action in flat((parse_action(text),))
+        )
+        return Timeline(tuple(spans), schedule.ranks)
+
+    def _run(self, tasks: Sequence[Task[T]]) -> list[T]:
+        if self._failure is not None:
+            raise PoisonedError(
+                f"an earlier call failed ({type(self._failure).__name__}: {self._failure}); "
+                "build a new Pipeline"
+            ) from self._failure
+        try:
+            return drive(tasks)
+        except BaseException as error:
+            self._failure = error
+            for rank in self._ranks:
+                rank.clear()
+            raise
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluation mode, with each module's own mode restored afterwards."""
+        modes = [(m, m.training) for stage in self.stages for m in stage.module.modules()]
+        for stage in self.stages:
+            stage.module.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+def _device(device: torch.device | str | None) -> torch.device | None:
+    if device is None:
+        return None
+    found = torch.device(device)
+    if found.type != "cpu" and found.index is None:
+        return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+    return found
+
+
+def _connect(device: torch.device | None, group: Any) -> list[Transport]:
+    """This process's end where each rank is a process; else nothing."""
+    if group is None and not launched():
+        return []
+    return [connect(device or torch.device("cpu"), group)]
+
+
+def _held(
+    schedule: Schedule, end: Transport, stages: Sequence[PipelineStage], ends: int
+) -> list[PipelineStage]:
+    """The stages of a rank. In one process, and from a whole model, there are others to leave out."""
+    everything = ends > 1 or len(stages) == schedule.stages
+    expected = schedule.placement.stages_on(end.rank)
+    held = [s for s in stages if s.index in expected] if everything else list(stages)
+    check_stages(schedule, end.rank, held)
+    return held
+
+
+def _samples(args: Sequence[Any], kwargs: dict[str, Any], rules: Rules | None) -> int:
+    whole = split(args, kwargs, 1, rules)[0]
+    return whole.samples or 1

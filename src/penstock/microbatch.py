@@ -1,0 +1,182 @@
+"""Split a batch into microbatches, and merge the outputs of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import MicrobatchError
+
+
+@dataclass(frozen=True)
+class Split:
+    """Split every tensor of an argument along a dimension."""
+
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Give every microbatch the whole argument."""
+
+
+REPLICATE = Replicate()
+Rule = Split | Replicate
+Rules = Mapping[int | str, Rule]
+"""For an argument, by position or name, how it is split. Without a rule: along dimension 0."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One part of a batch.
+
+    Args:
+        args: positional arguments of the model.
+        kwargs: arguments by name.
+        samples: how many samples of the batch it holds; 0 where no argument is split.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    samples: int
+
+
+def split(
+    args: Sequence[Any], kwargs: Mapping[str, Any], count: int, rules: Rules | None = None
+) -> list[Microbatch]:
+    """Split the arguments of a call into ``count`` microbatches, whose sizes differ by at most one.
+
+    Args:
+        args: positional arguments. Tensors in them (also nested in tuples, lists, dicts) are split along
+            dimension 0 or as ``rules`` say; whatever is no tensor goes to every microbatch.
+        kwargs: arguments by name, likewise.
+        count: how many microbatches.
+        rules: by position or name of the argument.
+
+    Raises:
+        MicrobatchError: a rule for no argument, a tensor without its dimension, tensors that disagree
+            about the batch size, or fewer samples than microbatches.
+    """
+    named = {**dict(enumerate(args)), **kwargs}
+    found = dict(rules or {})
+    unknown = [key for key in found if key not in named]
+    if unknown:
+        raise MicrobatchError(f"rules for {unknown}, but the arguments are {list(named)}")
+    batch = _batch_size(named, found)
+    if batch is not None and batch < count:
+        raise MicrobatchError(
+            f"{batch} samples cannot be split into {count} microbatches; "
+            f"use at most {batch} microbatches or a larger batch"
+        )
+    bounds = _bounds(batch or 0, count)
+    return [_part(len(args), named, found, start, stop) for start, stop in bounds]
+
+
+def _batch_size(named: Mapping[int | str, Any], rules: Rules) -> int | None:
+    """The size that all split tensors share, or ``None`` where none is split."""
+    sizes: dict[str, int] = {}
+    for key, value in named.items():
+        rule = rules.get(key, Split())
+        if isinstance(rule, Split):
+            for path, tensor in _tensors(value, f"argument {key!r}"):
+                sizes[path] = _size(tensor, rule.dim, path)
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+        raise MicrobatchError(
+            f"the arguments disagree about the batch size ({listed}); name the dimension to split "
+            "with Split(dim) or keep an argument whole with REPLICATE"
+        )
+    return next(iter(sizes.values()), None)
+
+
+def _size(tensor: Tensor, dim: int, path: str) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise MicrobatchError(
+            f"{path} of shape {list(tensor.shape)} has no dimension {dim} to split; "
+            "keep it whole with REPLICATE"
+        )
+    return tensor.shape[dim]
+
+
+def _tensors(value: Any, path: str) -> list[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        return [(path, value)]
+    if isinstance(value, (tuple, list)):
+        items: Any = enumerate(value)
+    elif isinstance(value, dict):
+        items = value.items()
+    else:
+        return []
+    return [found for key, item in items for found in _tensors(item, f"{path}[{key!r}]")]
+
+
+def _bounds(batch: int, count: int) -> list[tuple[int, int]]:
+    """Where each microbatch begins and ends; the first ones take what is left over."""
+    size, rest = divmod(batch, count)
+    starts = [index * size + min(index, rest) for index in range(count + 1)]
+    return list(pairwise(starts))
+
+
+def _part(
+    positional: int, named: Mapping[int | str, Any], rules: Rules, start: int, stop: int
+) -> Microbatch:
+    parts = {key: _cut(value, rules.get(key, Split()), start, stop) for key, value in named.items()}
+    args = tuple(parts[index] for index in range(positional))
+    kwargs = {key: part for key, part in parts.items() if isinstance(key, str)}
+    return Microbatch(args, kwargs, stop - start)
+
+
+def _cut(value: Any, rule: Rule, start: int, stop: int) -> Any:
+    if isinstance(rule, Replicate):
+        return value
+    if isinstance(value, Tensor):
+        return value.narrow(rule.dim, start, stop - start)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cut(item, rule, start, stop) for item in value)
+    if isinstance(value, dict):
+        return {key: _cut(item, rule, start, stop) for key, item in value.items()}
+    return value
+
+
+def merge(outputs: Sequence[Any], dim: int = 0) -> Any:
+    """Put the outputs of microbatches together.
+
+    Args:
+        outputs: one for each microbatch, all of one structure. Tensors with dimensions are concatenated
+            along ``dim``, those without are stacked; other values must be equal in all.
+        dim: the dimension of the samples.
+
+    Raises:
+        MicrobatchError: the structures or values differ.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs), dim) if first.dim() else torch.stack(list(outputs))
+    if any(type(output) is not type(first) for output in outputs):
+        kinds = sorted({type(output).__name__ for output in outputs})
+        raise MicrobatchError(f"microbatches gave outputs of different types: {kinds}")
+    if isinstance(first, (tuple, list)):
+        return type(first)(merge(items, dim) for items in _columns(outputs))
+    if isinstance(first, dict):
+        return {key: merge(_items(outputs, key), dim) for key in first}
+    if any(output != first for output in outputs):
+        raise MicrobatchError(f"microbatches gave different values: {list(outputs)}")
+    return first
+
+
+def _columns(outputs: Sequence[Any]) -> list[tuple[Any, ...]]:
+    lengths = sorted({len(output) for output in outputs})
+    if len(lengths) > 1:
+        raise MicrobatchError(f"microbatches gave outputs of different lengths: {lengths}")
+    return list(zip(*outputs, strict=True))
+
+
+def _items(outputs: Sequence[Any], key: Any) -> list[Any]:
+    if any(key not in output or len(output) != len(outputs[0]) for output in outputs):
+        raise MicrobatchError("microbatches gave dicts with different keys")
+    return [output[key] for output in outputs]

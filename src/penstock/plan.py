@@ -1,0 +1,165 @@
+"""From what the user asks for to a partition of the model and a proven schedule for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from penstock.errors import PartitionError, ScheduleError, UsageError
+from penstock.partition import Partition, cut_chain, cut_sequential
+from penstock.schedule import Placement, Schedule, add_communication, build, validate
+from penstock.schedule.library.forward_only import forward_only
+
+Stages = int | Sequence[Sequence[str]] | Partition | None
+"""How to cut: a count (``nn.Sequential``), module paths for each stage, a partition, or by default."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which schedules a pipeline runs.
+
+    Args:
+        schedule: a name, or a value that is used as it is.
+        ranks: how many ranks share the model.
+        stages: how many stages there are.
+        microbatches: how many a training step has.
+    """
+
+    schedule: str | Schedule
+    ranks: int
+    stages: int
+    microbatches: int
+    _proven: dict[tuple[int, bool], Schedule] = field(default_factory=dict, compare=False)
+
+    @property
+    def training(self) -> Schedule:
+        """The schedule of a training step, with its messages."""
+        return self.proven(self.microbatches, trains=True)
+
+    def proven(self, microbatches: int, *, trains: bool) -> Schedule:
+        """The schedule for so many microbatches: with its messages, and proven not to hang.
+
+        Raises:
+            ScheduleError: the report of :func:`penstock.schedule.validate`, where it fails.
+        """
+        key = (microbatches, trains)
+        if key not in self._proven:
+            made = self._named(microbatches) if trains else self._forward_only(microbatches)
+            self._proven[key] = prove(made)
+        return self._proven[key]
+
+    def _named(self, microbatches: int) -> Schedule:
+        if isinstance(self.schedule, str):
+            return _build(self.schedule, self.ranks, self.stages, microbatches)
+        if self.schedule.microbatches != microbatches:
+            raise ScheduleError(
+                f"the schedule {self.schedule.name!r} is for {self.schedule.microbatches} microbatches, "
+                f"not {microbatches}; give its name instead of the value to have one built for each number"
+            )
+        return self.schedule
+
+    def _forward_only(self, microbatches: int) -> Schedule:
+        training = self.training
+        plain = forward_only(self.ranks, microbatches, training.placement)
+        return plain.with_edges(training.edges)
+
+
+def _build(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
+    if stages % ranks:
+        raise PartitionError(
+            f"{stages} stages cannot be shared evenly by {ranks} ranks; "
+            f"use a multiple of {ranks} stages, or give a Schedule that places them"
+        )
+    made = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages // ranks)
+    if made.stages != stages:
+        raise PartitionError(
+            f"{name} on {ranks} ranks has {made.stages} stages, but the model is cut into {stages}"
+        )
+    return made
+
+
+def prove(schedule: Schedule) -> Schedule:
+    """Spell out the messages of a schedule and check that it cannot hang.
+
+    Raises:
+        ScheduleError: every problem that was found.
+    """
+    lowered = add_communication(schedule)
+    report = validate(lowered)
+    if not report.ok:
+        raise ScheduleError(f"the schedule {schedule.name!r} cannot run:\n{report}")
+    return lowered
+
+
+def make_plan(
+    schedule: str | Schedule, ranks: int | None, stages: Stages, microbatches: int | None
+) -> Plan:
+    """Fill in what was left open.
+
+    Args:
+        schedule: a name or a value.
+        ranks: how many ranks, or ``None`` for what the schedule or the stages say.
+        stages: how the model is cut.
+        microbatches: how many, or ``None`` for the schedule's number, else two a rank.
+
+    Raises:
+        UsageError: numbers that contradict each other, or too little is given.
+    """
+    count = _count(stages)
+    if isinstance(schedule, Schedule):
+        _check_value(schedule, ranks, count, microbatches)
+        return Plan(schedule, schedule.ranks, schedule.stages, schedule.microbatches)
+    ranks = ranks or count
+    if ranks is None:
+        raise UsageError("over how many ranks? Give ranks= or stages=, or run under torchrun")
+    if ranks < 1:
+        raise UsageError(f"ranks={ranks}: must be at least 1")
+    microbatches = 2 * ranks if microbatches is None else microbatches
+    if count is None:
+        count = build(schedule, ranks=ranks, microbatches=microbatches).stages
+    return Plan(schedule, ranks, count, microbatches)
+
+
+def _count(stages: Stages) -> int | None:
+    if stages is None or isinstance(stages, int):
+        return stages
+    return len(stages.modules) if isinstance(stages, Partition) else len(stages)
+
+
+def _check_value(
+    schedule: Schedule, ranks: int | None, stages: int | None, microbatches: int | None
+) -> None:
+    asked = {"ranks": ranks, "stages": stages, "microbatches": microbatches}
+    wrong = {
+        name: number
+        for name, number in asked.items()
+        if number is not None and number != getattr(schedule, name)
+    }
+    if wrong:
+        has = {name: getattr(schedule, name) for name in wrong}
+        raise UsageError(f"the schedule {schedule.name!r} has {has}, but {wrong} was asked for")
+
+
+def cut(model: nn.Module, stages: Stages, count: int) -> Partition:
+    """Cut a model into ``count`` stages.
+
+    Raises:
+        PartitionError: it cannot be cut so; the message says how to say it.
+    """
+    if isinstance(stages, Partition):
+        return stages
+    if stages is not None and not isinstance(stages, int):
+        return cut_chain(model, stages)
+    if isinstance(model, nn.Sequential):
+        return cut_sequential(model, count)
+    raise PartitionError(
+        f"a {type(model).__name__} is cut at module paths: stages=[['embed', 'blocks.0'], ['blocks.1', "
+        "'head']] names each stage's modules in the order of the calls"
+    )
+
+
+def placement_of(plan: Plan) -> Placement:
+    """Where the stages are."""
+    return plan.training.placement

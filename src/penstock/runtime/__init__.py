@@ -1,0 +1,21 @@
+"""Run a schedule: every rank's program as a machine that one can step."""
+
+from penstock.runtime.agreement import agree_plan
+from penstock.runtime.driver import Task, Wait, drive
+from penstock.runtime.machine import Machine, Work
+from penstock.runtime.program import RankProgram
+from penstock.runtime.rank import Order, Rank, Report, check_stages
+
+__all__ = [
+    "Machine",
+    "Order",
+    "Rank",
+    "RankProgram",
+    "Report",
+    "Task",
+    "Wait",
+    "Work",
+    "agree_plan",
+    "check_stages",
+    "drive",
+]

@@ -1,0 +1,52 @@
+"""When each action of a step ran, on this process's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+
+from penstock.schedule import Action, Span
+
+
+class Recorder:
+    """Notes the start and end of actions, in seconds since it was made.
+
+    On an accelerator the device is synchronised before each reading, so that a span holds the work
+    itself and not its launch; this slows a recorded step down.
+
+    Args:
+        rank: whose actions.
+        device: where they run.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.spans: list[Span] = []
+        self._rank = rank
+        self._synchronize: Callable[[], object] = (
+            _nothing if device.type == "cpu" else torch.accelerator.synchronize
+        )
+        self._origin = self._now()
+
+    @contextmanager
+    def timed(self, action: Action) -> Iterator[None]:
+        """Note an action."""
+        start = self._now()
+        yield
+        self.spans.append(
+            Span(self._rank, action, start - self._origin, self._now() - self._origin)
+        )
+
+    def elapsed(self) -> float:
+        """Seconds since the recorder was made."""
+        return self._now() - self._origin
+
+    def _now(self) -> float:
+        self._synchronize()
+        return perf_counter()
+
+
+def _nothing() -> None:
+    """The CPU has done what it was told."""

@@ -1,0 +1,72 @@
+"""Run the ranks that live in this process until all are done."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import NamedTuple, TypeVar
+
+from penstock.errors import MessageError
+from penstock.transport import Ticket
+
+T = TypeVar("T")
+
+
+class Wait(NamedTuple):
+    """What a rank waits for."""
+
+    ticket: Ticket
+    rank: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.why}"
+
+
+Task = Generator[Wait, None, T]
+"""A rank's work: it runs until it must wait, yields for what, and returns its result."""
+
+
+def drive(tasks: Sequence[Task[T]]) -> list[T]:
+    """Run tasks in turn, each as far as it gets.
+
+    A single task blocks in its waits. Several in one process never block: when none can go on, none ever
+    will.
+
+    Raises:
+        MessageError: all tasks wait for each other; the message says who waits for what.
+    """
+    if len(tasks) == 1:
+        return [_run_alone(tasks[0])]
+    return _run_in_turn(tasks)
+
+
+def _run_alone(task: Task[T]) -> T:
+    while True:
+        try:
+            wait = next(task)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return] # a generator's result has no type
+        try:
+            wait.ticket.wait()
+        except MessageError as error:
+            raise MessageError(f"{wait}: {error}") from error
+
+
+def _run_in_turn(tasks: Sequence[Task[T]]) -> list[T]:
+    results: dict[int, T] = {}
+    waits: dict[int, Wait] = {}
+    open_ = set(range(len(tasks)))
+    while open_:
+        ready = [i for i in sorted(open_) if i not in waits or waits[i].ticket.ready()]
+        if not ready:
+            raise MessageError(
+                "no rank can go on: " + "; ".join(str(waits[i]) for i in sorted(waits))
+            )
+        for index in ready:
+            waits.pop(index, None)
+            try:
+                waits[index] = next(tasks[index])
+            except StopIteration as done:
+                results[index] = done.value
+                open_.discard(index)
+    return [results[index] for index in range(len(tasks))]

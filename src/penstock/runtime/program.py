@@ -1,0 +1,107 @@
+"""A rank's program, made ready to run: what each action waits for and where its messages go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from penstock.schedule import Action, Dependencies, Edge, Op, Schedule
+from penstock.transport import BACKWARD, FORWARD, Channel
+
+
+class Instruction(NamedTuple):
+    """An action and the receives that must have arrived before it."""
+
+    action: Action
+    receives: tuple[Action, ...]
+
+
+class Wire(NamedTuple):
+    """Where a message travels and which values it carries."""
+
+    channel: Channel
+    edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank of a schedule does.
+
+    Args:
+        schedule: with its messages spelled out.
+        rank: which rank.
+    """
+
+    schedule: Schedule
+    rank: int
+
+    @cached_property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The rank's actions in order."""
+        rule = Dependencies(self.schedule)
+        return tuple(
+            Instruction(action, tuple(rule.receives(action)))
+            for action in self.schedule.actions(self.rank)
+        )
+
+    @cached_property
+    def wires(self) -> dict[tuple[Op, int, int], Wire]:
+        """By op, stage and peer stage of a message action."""
+        found: dict[tuple[Op, int, int], Wire] = {}
+        for action, _ in self.instructions:
+            key = (action.op, action.stage, action.peer if action.peer is not None else -1)
+            if action.op in _SENDS | _RECEIVES and key not in found:
+                found[key] = self._wire(action)
+        return found
+
+    def wire(self, action: Action) -> Wire:
+        """The wire of a message action."""
+        return self.wires[action.op, action.stage, action.peer if action.peer is not None else -1]
+
+    def _wire(self, action: Action) -> Wire:
+        rank_of = self.schedule.placement.rank_of
+        other = rank_of[action.peer_stage]
+        ends = (self.rank, other) if action.op in _SENDS else (other, self.rank)
+        forward = action.op in (Op.SEND_F, Op.RECV_F)
+        source, carrier = sorted((action.stage, action.peer_stage))
+        edges = (
+            edge
+            for edge in self.given(source)
+            if rank_of[carrier] in {rank_of[target] for target in edge.targets}
+            and (forward or edge.gradient)
+        )
+        return Wire(Channel(*ends, FORWARD if forward else BACKWARD), tuple(edges))
+
+    def given(self, stage: int) -> tuple[Edge, ...]:
+        """The values that a stage makes for others."""
+        return self._given[stage]
+
+    def taken(self, stage: int) -> tuple[Edge, ...]:
+        """The values that a stage uses."""
+        return self._taken[stage]
+
+    @cached_property
+    def _given(self) -> list[tuple[Edge, ...]]:
+        edges, stages = self.schedule.edges, range(self.schedule.stages)
+        return [tuple(edge for edge in edges if edge.source == stage) for stage in stages]
+
+    @cached_property
+    def _taken(self) -> list[tuple[Edge, ...]]:
+        edges, stages = self.schedule.edges, range(self.schedule.stages)
+        return [tuple(edge for edge in edges if stage in edge.targets) for stage in stages]
+
+    @cached_property
+    def uses_of(self) -> dict[str, int]:
+        """How often this rank reads each value: once a user here and once a message from here."""
+        rank_of = self.schedule.placement.rank_of
+        uses: dict[str, int] = {}
+        for edge in self.schedule.edges:
+            ranks = [rank_of[target] for target in edge.targets]
+            away = len(set(ranks) - {self.rank}) if rank_of[edge.source] == self.rank else 0
+            uses[edge.value] = ranks.count(self.rank) + away
+        return uses
+
+
+_SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+_RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})

@@ -1,0 +1,16 @@
+"""What a value between stages is: structure, shapes, dtypes; as JSON."""
+
+from penstock.specs.inference import infer_output, map_tensors, spec_of_arguments
+from penstock.specs.structure import Structure, flatten, unflatten
+from penstock.specs.value import TensorSpec, ValueSpec
+
+__all__ = [
+    "Structure",
+    "TensorSpec",
+    "ValueSpec",
+    "flatten",
+    "infer_output",
+    "map_tensors",
+    "spec_of_arguments",
+    "unflatten",
+]

@@ -1,0 +1,170 @@
+"""One stage of a model: the work of one microbatch, without any communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from penstock.backward import stage_backward, stage_backward_input, stage_backward_weight
+from penstock.errors import UsageError
+from penstock.specs import flatten, unflatten
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass
+class _Forward:
+    """What forward leaves for backward: the fresh leaves and what they led to."""
+
+    leaves: list[Tensor]
+    roots: list[Tensor]
+
+
+class PipelineStage:
+    """A slice of a model and the microbatches that are under way in it.
+
+    A stage knows no schedule, no rank and no transport. What a microbatch leaves behind is freed with its
+    last use: after ``backward``, or after ``backward_weight``.
+
+    Args:
+        module: the slice.
+        index: which stage of the pipeline it is, from 0.
+        count: how many stages the pipeline has.
+        device: where it lives; by default where its first parameter does, else the CPU.
+
+    Raises:
+        UsageError: the index is not below the count.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        count: int,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not 0 <= index < count:
+            raise UsageError(f"stage {index} of {count}: stages count from 0")
+        self.index = index
+        self.count = count
+        self.device = _home(module) if device is None else torch.device(device)
+        self.module = module.to(self.device)
+        self._forwards: dict[int, _Forward] = {}
+        self._halves: dict[int, list[Any]] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the batch enters here."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.index == self.count - 1
+
+    @property
+    def in_flight(self) -> int:
+        """How many microbatches have left something here."""
+        return len(self._forwards) + len(self._halves)
+
+    def forward(
+        self,
+        microbatch: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        loss: Callable[[Any], Tensor] | None = None,
+    ) -> Any:
+        """Run the module for a microbatch.
+
+        Args:
+            microbatch: its index.
+            args: the module's positional arguments. A tensor that requires grad comes to the module as a
+                fresh non-leaf over a fresh leaf: hooks and in-place changes touch nothing else.
+            kwargs: its arguments by name.
+            loss: makes a scalar of the output; backward then starts there.
+
+        Returns:
+            The module's output.
+        """
+        tensors, structure = flatten((tuple(args), dict(kwargs or {})))
+        leaves, entered = _enter(tensors)
+        args, kwargs = unflatten(structure, entered)
+        output = self.module(*args, **kwargs)
+        root = output if loss is None else loss(output)
+        if torch.is_grad_enabled():
+            self._forwards[microbatch] = _Forward(leaves, flatten(root)[0])
+        return output
+
+    def backward(self, microbatch: int, output_grads: Sequence[Tensor | None] | None) -> Gradients:
+        """Full backward of a microbatch: weights get ``.grad``.
+
+        Args:
+            microbatch: its index.
+            output_grads: a gradient or ``None`` for each tensor of the output, in order; ``None`` where
+                forward was given a loss.
+
+        Returns:
+            A gradient or ``None`` for each tensor among forward's arguments, in order.
+        """
+        done = self._forwards.pop(microbatch)
+        return stage_backward(done.roots, output_grads, done.leaves)
+
+    def backward_input(
+        self, microbatch: int, output_grads: Sequence[Tensor | None] | None
+    ) -> Gradients:
+        """The inputs' half of backward; arguments and result as :meth:`backward`."""
+        done = self._forwards.pop(microbatch)
+        found, halves = stage_backward_input(
+            done.roots,
+            output_grads,
+            done.leaves,
+            self.module.parameters(),
+            accumulate_grad=False,
+        )
+        self._halves[microbatch] = halves
+        return found
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
+        halves = self._halves.pop(microbatch)
+        stage_backward_weight(self.module.parameters(), halves, return_grads=False)
+
+    def clear(self) -> None:
+        """Drop whatever microbatches have left here."""
+        self._forwards.clear()
+        self._halves.clear()
+
+
+def _home(module: nn.Module) -> torch.device:
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+class _Enter(torch.autograd.Function):
+    """Makes a non-leaf of a leaf without copying it and without it being a view."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, leaf: Tensor) -> Tensor:
+        # Shares the version counter: a change in place of what another stage still needs is found.
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:  # type: ignore[override] # one output
+        return grad
+
+
+def _enter(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Fresh leaves for the tensors that require grad, and what the module gets in their place."""
+    leaves: list[Tensor] = []
+    entered: list[Tensor] = []
+    for tensor in tensors:
+        fresh = tensor.requires_grad and torch.is_grad_enabled()
+        leaf = tensor.detach().requires_grad_() if fresh else tensor
+        leaves.append(leaf)
+        entered.append(_Enter.apply(leaf) if fresh else tensor)
+    return leaves, entered

@@ -1,0 +1,64 @@
+"""The loss of a batch from the losses of its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from penstock.errors import UsageError
+
+Reduction = Literal["mean", "sum"]
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss function and how it reduces over the samples of a batch.
+
+    The loss of a microbatch is scaled before backward so that the microbatches add up to the loss of the
+    batch; gradients are never rescaled afterwards.
+
+    Args:
+        function: ``(output, target) -> scalar``.
+        reduction: ``"mean"`` where it averages over the samples, ``"sum"`` where it adds them up.
+
+    Raises:
+        UsageError: another reduction.
+    """
+
+    function: LossFunction
+    reduction: Reduction = "mean"
+
+    def __post_init__(self) -> None:
+        if self.reduction not in get_args(Reduction):
+            raise UsageError(f"reduction={self.reduction!r}: must be 'mean' or 'sum'")
+
+    def weights(self, samples: Sequence[int]) -> list[float]:
+        """By what each microbatch's loss is scaled, from how many samples each holds."""
+        if self.reduction == "sum":
+            return [1.0] * len(samples)
+        total = sum(samples)
+        return [count / total for count in samples] if total else [1 / len(samples)] * len(samples)
+
+    def of_microbatch(self, output: Any, target: Any, weight: float) -> Tensor:
+        """The microbatch's part of the batch's loss.
+
+        Raises:
+            UsageError: the function gave no scalar tensor.
+        """
+        loss = self.function(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(f"loss_fn must give a scalar tensor, not {found}")
+        return loss if weight == 1.0 else loss * weight
+
+
+def total(parts: Sequence[Tensor]) -> float:
+    """The batch's loss from its parts, added in the order of the microbatches."""
+    if not parts:
+        return 0.0
+    return float(torch.stack([part.reshape(()) for part in parts]).double().sum().item())

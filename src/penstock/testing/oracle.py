@@ -1,0 +1,144 @@
+"""The gradient oracle: a pipelined step against the unsplit model in a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine import Pipeline
+from penstock.microbatch import Rules
+from penstock.plan import Stages
+from penstock.schedule import Schedule
+from penstock.step import LossFunction, Reduction
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a batch and a loss.
+
+    Args:
+        model: it is copied, never changed.
+        args: the model's positional arguments.
+        target: what the loss compares with.
+        loss_fn: ``(output, target) -> scalar``.
+        reduction: whether that is a mean or a sum over samples.
+        kwargs: the model's arguments by name.
+        rules: how arguments are split.
+    """
+
+    model: nn.Module
+    args: Sequence[Any]
+    target: Any
+    loss_fn: LossFunction
+    reduction: Reduction = "mean"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    rules: Rules | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the pipeline computed and what it should have.
+
+    Attributes:
+        loss: the pipeline's loss.
+        expected_loss: the plain loop's.
+        gradients: by name, of the parameters that live in this process.
+        expected: by name, of the same parameters in the plain loop.
+    """
+
+    loss: float
+    expected_loss: float
+    gradients: dict[str, Tensor | None]
+    expected: dict[str, Tensor | None]
+
+    def differences(self) -> dict[str, float]:
+        """The largest absolute difference of the loss and of each gradient."""
+        found = {
+            name: _distance(grad, self.expected[name]) for name, grad in self.gradients.items()
+        }
+        return {"loss": abs(self.loss - self.expected_loss), **found}
+
+    def check(self, tolerance: float) -> None:
+        """Check that nothing differs by more.
+
+        Raises:
+            AssertionError: something does; the message lists it.
+        """
+        wrong = {name: gap for name, gap in self.differences().items() if not gap <= tolerance}
+        if wrong:
+            raise AssertionError(
+                f"differs from the unsplit model by more than {tolerance}: {wrong}"
+            )
+
+    def digest(self) -> dict[str, str]:
+        """A text for the loss and each gradient that is equal exactly if all bits are."""
+        found = {name: _fingerprint(grad) for name, grad in self.gradients.items()}
+        return {"loss": self.loss.hex(), **found}
+
+
+def _distance(found: Tensor | None, expected: Tensor | None) -> float:
+    if found is None or expected is None:
+        return 0.0 if found is expected else float("inf")
+    return float((found - expected).abs().max()) if found.numel() else 0.0
+
+
+def _fingerprint(gradient: Tensor | None) -> str:
+    if gradient is None:
+        return "none"
+    raw = gradient.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+
+
+def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
+    case: Case,
+    *,
+    schedule: str | Schedule,
+    microbatches: int | None = None,
+    ranks: int | None = None,
+    stages: Stages = None,
+    group: Any = None,
+    steps: int = 1,
+) -> Verdict:
+    """Run a case through a pipeline and through a plain loop.
+
+    Args:
+        case: what to run.
+        schedule: as for :class:`penstock.Pipeline`, like what follows.
+        microbatches: how many.
+        ranks: how many.
+        stages: how the model is cut.
+        group: the process group; each of its processes calls this and gets a verdict on its stages.
+        steps: how many steps, without zeroing gradients between them.
+    """
+    expected_loss, expected = plain_loop(case, steps)
+    pipe = Pipeline(
+        copy.deepcopy(case.model),
+        schedule=schedule,
+        ranks=ranks,
+        microbatches=microbatches,
+        stages=stages,
+        loss_fn=case.loss_fn,
+        reduction=case.reduction,
+        rules=case.rules,
+        group=group,
+    )
+    with pipe:
+        for _ in range(steps):
+            result = pipe.step(*case.args, target=case.target, **case.kwargs)
+        gradients = {name: p.grad for name, p in pipe.named_parameters()}
+    return Verdict(result.loss, expected_loss, gradients, {n: expected[n] for n in gradients})
+
+
+def plain_loop(case: Case, steps: int = 1) -> tuple[float, dict[str, Tensor | None]]:
+    """The loss and gradients of the unsplit model, all samples at once."""
+    model = copy.deepcopy(case.model)
+    for _ in range(steps):
+        loss = case.loss_fn(model(*case.args, **case.kwargs), case.target)
+        loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}

@@ -1,0 +1,18 @@
+"""How messages and agreements travel between ranks."""
+
+from penstock.transport.base import BACKWARD, FORWARD, Channel, Ticket, Transport
+from penstock.transport.in_process import InProcessTransport, in_process
+from penstock.transport.process_group import ProcessGroupTransport, connect, launched
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "Channel",
+    "InProcessTransport",
+    "ProcessGroupTransport",
+    "Ticket",
+    "Transport",
+    "connect",
+    "in_process",
+    "launched",
+]

@@ -1,0 +1,104 @@
+"""The seam between a rank's program and whatever carries its messages.
+
+A transport is one rank's end. It can post a send, post a receive, and run three control operations in
+which all ranks take part. What is posted gives a :class:`Ticket`: is it ready, wait for it, take it.
+Messages travel on FIFO channels, one for each ordered pair of ranks and kind, so that a gradient never
+stands behind an activation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.specs import TensorSpec
+
+FORWARD = "F"
+BACKWARD = "B"
+KINDS = (FORWARD, BACKWARD)
+
+
+class Channel(NamedTuple):
+    """An ordered pair of ranks and the kind of message: ``F`` activations, ``B`` gradients."""
+
+    source: int
+    target: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} channel from rank {self.source} to rank {self.target}"
+
+
+class Ticket(ABC):
+    """Something posted that is complete later."""
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether :meth:`take` would return at once; false where the transport cannot tell."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until it is complete.
+
+        Raises:
+            MessageError: it can never be complete.
+        """
+
+    @abstractmethod
+    def take(self) -> Any:
+        """Wait, then give what arrived and let go of it: a second call is an error."""
+
+
+class Transport(ABC):
+    """One rank's end of the pipeline's wires.
+
+    Attributes:
+        rank: this end's position in the pipeline.
+        ranks: how many there are.
+    """
+
+    rank: int
+    ranks: int
+
+    @abstractmethod
+    def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> None:
+        """Start to send tensors over a channel from this rank; they must not change until taken."""
+
+    @abstractmethod
+    def post_receive(
+        self, channel: Channel, specs: Sequence[TensorSpec], device: torch.device
+    ) -> Ticket:
+        """Start to receive the next message of a channel to this rank.
+
+        Args:
+            channel: which one.
+            specs: shapes and types of the message's tensors, as agreed with the sender.
+            device: where the tensors shall live.
+
+        Returns:
+            A ticket for a list of tensors that need no gradient.
+        """
+
+    @abstractmethod
+    def agree(self, value: Any) -> Ticket:
+        """Exchange JSON data; a ticket for the list of all ranks' values, in rank order."""
+
+    @abstractmethod
+    def sum(self, values: Tensor) -> Ticket:
+        """Add a CPU tensor of numbers over all ranks, in rank order; a ticket for the sum."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int) -> Ticket:
+        """Give every rank the tensor of rank ``source``; the others pass one of the same spec."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until everything that this rank sent has left it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the transport holds; idempotent."""

@@ -1,0 +1,172 @@
+"""All ranks of a pipeline in one process: one thread runs their programs in turn, nothing is copied."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import InternalError, MessageError, SpecError
+from penstock.specs import TensorSpec
+from penstock.transport.base import Channel, Ticket, Transport
+
+_Mail = dict[Channel, deque[list[Tensor]]]
+
+
+class InProcessTransport(Transport):
+    """One rank's end; :func:`in_process` makes all ends of a pipeline, which share one post office.
+
+    A ticket that is waited for before the other ranks have done their part can never be complete, since
+    the thread that waits is the one that would run them: that is a :class:`MessageError`, not a hang.
+    """
+
+    def __init__(self, rank: int, ranks: int, mail: _Mail, rounds: _Rounds) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self._mail = mail
+        self._rounds = rounds
+        self._tickets: dict[Channel, deque[_Message]] = {}
+
+    def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> None:
+        """Put the tensors themselves into the channel."""
+        _check_end(channel, channel.source, self.rank)
+        self._mail.setdefault(channel, deque()).append([t.detach() for t in tensors])
+
+    def post_receive(
+        self, channel: Channel, specs: Sequence[TensorSpec], device: torch.device
+    ) -> Ticket:
+        """Queue for the channel's next message."""
+        _check_end(channel, channel.target, self.rank)
+        waiting = self._tickets.setdefault(channel, deque())
+        ticket = _Message(channel, specs, device, self._mail.setdefault(channel, deque()), waiting)
+        waiting.append(ticket)
+        return ticket
+
+    def agree(self, value: Any) -> Ticket:
+        """Exchange JSON data, through its text as on a wire."""
+        text = json.dumps(value)
+        return self._rounds.join(self.rank, text, lambda texts: [json.loads(t) for t in texts])
+
+    def sum(self, values: Tensor) -> Ticket:
+        """Add the ranks' tensors in rank order."""
+        return self._rounds.join(self.rank, values.clone(), _add_in_order)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Ticket:
+        """Hand out the source's tensor."""
+        return self._rounds.join(
+            self.rank, tensor, lambda tensors: tensors[source].detach().to(tensor.device)
+        )
+
+    def finish(self) -> None:
+        """Nothing is on its way: a send is complete when it is posted."""
+
+    def close(self) -> None:
+        """Drop what nobody took."""
+        self._mail.clear()
+        self._tickets.clear()
+
+
+def in_process(ranks: int) -> list[InProcessTransport]:
+    """The ends of a pipeline of ``ranks`` ranks inside this process."""
+    mail: _Mail = {}
+    rounds = _Rounds(ranks)
+    return [InProcessTransport(rank, ranks, mail, rounds) for rank in range(ranks)]
+
+
+def _check_end(channel: Channel, end: int, rank: int) -> None:
+    if end != rank:
+        raise InternalError(f"rank {rank} used the {channel}, whose end it does not hold")
+
+
+def _add_in_order(values: list[Tensor]) -> Tensor:
+    total = values[0].clone()
+    for value in values[1:]:
+        total += value
+    return total
+
+
+class _Message(Ticket):
+    """A receive: complete when the earlier ones on its channel are taken and the next is sent."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        specs: Sequence[TensorSpec],
+        device: torch.device,
+        sent: deque[list[Tensor]],
+        waiting: deque[_Message],
+    ) -> None:
+        self._channel = channel
+        self._specs = specs
+        self._device = device
+        self._sent = sent
+        self._waiting = waiting
+        self._tensors: list[Tensor] | None = None
+
+    def ready(self) -> bool:
+        while self._sent and self._waiting and self._tensors is None:
+            self._waiting.popleft().arrive(self._sent.popleft())
+        return self._tensors is not None
+
+    def arrive(self, tensors: list[Tensor]) -> None:
+        """Accept the message, if it is what was agreed."""
+        found = [(tuple(t.shape), t.dtype) for t in tensors]
+        expected = [(spec.shape, spec.torch_dtype) for spec in self._specs]
+        if found != expected:
+            raise SpecError(f"{self._channel}: expected {expected}, found {found}")
+        self._tensors = [t.to(self._device) for t in tensors]
+
+    def wait(self) -> None:
+        if not self.ready():
+            raise MessageError(f"{self._channel}: a message is expected that nobody has sent")
+
+    def take(self) -> list[Tensor]:
+        self.wait()
+        tensors, self._tensors = self._tensors, []
+        return tensors or []
+
+
+class _Rounds:
+    """Control operations: the n-th of every rank belong together."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._joined = [0] * ranks
+        self._open: dict[int, dict[int, Any]] = {}
+
+    def join(self, rank: int, value: Any, combine: Callable[[list[Any]], Any]) -> Ticket:
+        """Bring a rank's value into its next round."""
+        number = self._joined[rank]
+        self._joined[rank] += 1
+        values = self._open.setdefault(number, {})
+        values[rank] = value
+        if len(values) == self._ranks:
+            del self._open[number]
+        return _Round(values, self._ranks, combine)
+
+
+class _Round(Ticket):
+    def __init__(
+        self, values: dict[int, Any], ranks: int, combine: Callable[[list[Any]], Any]
+    ) -> None:
+        self._values = values
+        self._ranks = ranks
+        self._combine = combine
+
+    def ready(self) -> bool:
+        return len(self._values) == self._ranks
+
+    def wait(self) -> None:
+        if not self.ready():
+            missing = sorted(set(range(self._ranks)) - set(self._values))
+            raise MessageError(
+                f"a control operation waits for ranks {missing}, which do not run it"
+            )
+
+    def take(self) -> Any:
+        self.wait()
+        return self._combine([self._values[rank] for rank in range(self._ranks)])

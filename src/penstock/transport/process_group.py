@@ -1,0 +1,262 @@
+"""A process a rank, over a ``torch.distributed`` process group: gloo on CPU, NCCL on GPU.
+
+On gloo all channels share one group and have a tag each. On NCCL every channel is a group of its own
+with its own communicator and stream, so that a receive never stands in front of a send. The NCCL side is
+the same code; two GPUs, which its test needs, were not at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import InternalError, UsageError
+from penstock.specs import TensorSpec
+from penstock.transport.base import KINDS, Channel, Ticket, Transport
+
+_TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=1)}
+
+
+def launched() -> bool:
+    """Whether a process group is there, or a launcher such as ``torchrun`` has prepared one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def connect(
+    device: torch.device, group: dist.ProcessGroup | None = None, timeout: float = 300.0
+) -> ProcessGroupTransport:
+    """This process's end of a pipeline over ``group``.
+
+    Starts the default process group from the launcher's environment where nobody has, and then ends it
+    on :meth:`ProcessGroupTransport.close`.
+
+    Args:
+        device: where this rank's stages live.
+        group: the ranks of the pipeline, in order; by default all.
+        timeout: seconds after which a wait on a peer is an error.
+    """
+    owns_world = not dist.is_initialized()
+    if owns_world:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    return ProcessGroupTransport(group, device, timeout, owns_world=owns_world)
+
+
+class ProcessGroupTransport(Transport):
+    """One rank's end, in a process of its own; made by :func:`connect` on all ranks together."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        timeout: float,
+        *,
+        owns_world: bool = False,
+    ) -> None:
+        self._members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if dist.get_rank() not in self._members:
+            raise UsageError(f"process {dist.get_rank()} is not in the group {self._members}")
+        self.rank = self._members.index(dist.get_rank())
+        self.ranks = len(self._members)
+        self._timeout = timedelta(seconds=timeout)
+        self._owns_world = owns_world
+        self._control = self._new_group(self._members, "gloo")
+        self._wires = self._open_wires(device)
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._closed = False
+
+    def _new_group(self, members: list[int], backend: str) -> dist.ProcessGroup:
+        partial = len(self._members) < dist.get_world_size()
+        made = dist.new_group(
+            members, timeout=self._timeout, backend=backend, use_local_synchronization=partial
+        )
+        if not isinstance(made, dist.ProcessGroup):
+            raise InternalError(f"no process group for ranks {members}")
+        return made
+
+    def _open_wires(self, device: torch.device) -> dict[Channel, dist.ProcessGroup]:
+        """The group of each channel that ends here; all ranks make all groups in the same order."""
+        channels = [
+            Channel(source, target, kind)
+            for source in range(self.ranks)
+            for target in range(self.ranks)
+            for kind in KINDS
+            if source != target
+        ]
+        if device.type != "cuda":
+            return dict.fromkeys(channels, self._new_group(self._members, "gloo"))
+        return {
+            channel: self._open_nccl(channel) for channel in channels if self.rank in channel[:2]
+        }
+
+    def _open_nccl(self, channel: Channel) -> dist.ProcessGroup:
+        ends = sorted((self._members[channel.source], self._members[channel.target]))
+        made = dist.new_group(
+            ends, timeout=self._timeout, backend="nccl", use_local_synchronization=True
+        )
+        if not isinstance(made, dist.ProcessGroup):
+            raise InternalError(f"no process group for the {channel}")
+        return made
+
+    def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> None:
+        """Start sends that run beside the next actions; the tensors are kept until :meth:`finish`."""
+        wire, to, tag = self._wires[channel], self._members[channel.target], _TAGS[channel.kind]
+        for tensor in tensors:
+            data = tensor.detach().contiguous()
+            if data.numel():
+                self._sent.append((_posted(dist.isend(data, to, wire, tag)), data))
+
+    def post_receive(
+        self, channel: Channel, specs: Sequence[TensorSpec], device: torch.device
+    ) -> Ticket:
+        """Start receives into new buffers."""
+        wire, source, tag = self._wires[channel], self._members[channel.source], _TAGS[channel.kind]
+        buffers = [spec.empty(device) for spec in specs]
+        works = [_posted(dist.irecv(b, source, wire, tag)) for b in buffers if b.numel()]
+        return _Arrival(works, buffers)
+
+    def agree(self, value: Any) -> Ticket:
+        """Exchange JSON bytes: first their lengths, then all padded to the longest."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
+        dist.all_gather(lengths, torch.tensor([data.numel()]), group=self._control)
+        longest = int(max(lengths))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = [torch.empty_like(padded) for _ in range(self.ranks)]
+        dist.all_gather(rows, padded, group=self._control)
+        texts = [
+            bytes(row[: int(length)].tolist()) for row, length in zip(rows, lengths, strict=True)
+        ]
+        return _Done([json.loads(text) for text in texts])
+
+    def sum(self, values: Tensor) -> Ticket:
+        """Gather, then add in rank order, so that the bits do not depend on the backend."""
+        rows = [torch.empty_like(values) for _ in range(self.ranks)]
+        work = dist.all_gather(rows, values, group=self._control, async_op=True)
+        return _Sum(_posted(work), rows)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Ticket:
+        """Broadcast over the control group, on the CPU."""
+        data = tensor.detach().cpu().contiguous()
+        data = data.clone() if data.data_ptr() == tensor.data_ptr() else data
+        dist.broadcast(data, self._members[source], group=self._control)
+        return _Done(data.to(tensor.device))
+
+    def finish(self) -> None:
+        """Wait for the sends and let go of their tensors."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def close(self) -> None:
+        """End the groups made here, and the default group if it was started here."""
+        if self._closed:
+            return
+        self._closed = True
+        self._sent.clear()
+        if self._owns_world:
+            dist.destroy_process_group()
+            return
+        for group in {id(g): g for g in (self._control, *self._wires.values())}.values():
+            dist.destroy_process_group(group)
+
+
+def _posted(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise InternalError("this process is not in the group of the message")
+    return work
+
+
+class _Arrival(Ticket):
+    """Receives under way. Whether they are complete is not known on gloo before a wait."""
+
+    def __init__(self, works: list[dist.Work], buffers: list[Tensor]) -> None:
+        self._works = works
+        self._buffers = buffers
+
+    def ready(self) -> bool:
+        return not self._works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def take(self) -> list[Tensor]:
+        self.wait()
+        buffers, self._buffers = self._buffers, []
+        return buffers
+
+
+class _Sum(Ticket):
+    def __init__(self, work: dist.Work, rows: list[Tensor]) -> None:
+        self._work = work
+        self._rows = rows
+
+    def ready(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def take(self) -> Tensor:
+        self.wait()
+        total = self._rows[0]
+        for row in self._rows[1:]:
+            total = total + row
+        return total
+
+
+class _Done(Ticket):
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Nothing is open."""
+
+    def take(self) -> Any:
+        return self._result
+
+
+class Groups:
+    """The processes of a machine that share a file, and groups of the first few of them; for tests.
+
+    Args:
+        rank: this process's.
+        size: how many processes there are.
+        store: a file that all of them can reach and none has used before.
+    """
+
+    def __init__(self, rank: int, size: int, store: str) -> None:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size
+        )
+        self._groups: dict[int, dist.ProcessGroup] = {}
+
+    def first(self, count: int) -> dist.ProcessGroup:
+        """A group of the first ``count`` processes, which all of them ask for together."""
+        if count not in self._groups:
+            made = dist.new_group(list(range(count)), use_local_synchronization=True)
+            if not isinstance(made, dist.ProcessGroup):
+                raise InternalError(f"this process is not one of the first {count}")
+            self._groups[count] = made
+        return self._groups[count]
+
+    def __enter__(self) -> Groups:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()
