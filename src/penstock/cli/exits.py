@@ -1,0 +1,80 @@
+"""From what went wrong to an exit status, and to what is printed about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import typer
+
+from penstock.errors import InputFileError, UsageError
+
+OK = 0
+USAGE = 2
+INPUT = 65
+FAILURE = 70
+INTERRUPTED = 130
+TERMINATED = 143
+
+
+@runtime_checkable
+class Refusal(Protocol):
+    """What the parser of the command line raises; typer has no public name for its class."""
+
+    exit_code: int
+
+    def format_message(self) -> str:
+        """What is wrong, in a line."""
+
+
+def guarded(run: Callable[[], object]) -> int:
+    """Run a command and turn what it raises into an exit status.
+
+    A mistake in the call or in a file is told in one line. Anything else keeps its traceback.
+    """
+    try:
+        result = run()
+    except (KeyboardInterrupt, typer.Abort):
+        result = INTERRUPTED
+    except Exception as error:
+        return _report(error)
+    if result == INTERRUPTED:
+        _tell("interrupted")
+    return result if isinstance(result, int) else OK
+
+
+@contextmanager
+def leaving_on_sigterm() -> Iterator[None]:
+    """Leave through the contexts that are open, so that a terminal gets its cursor back."""
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: Any) -> None:
+    del number, frame
+    sys.exit(TERMINATED)
+
+
+def _report(error: Exception) -> int:
+    if isinstance(error, Refusal):
+        _tell(f"{error.format_message().rstrip('.')}; see --help")
+        return error.exit_code
+    if isinstance(error, (UsageError, InputFileError)):
+        _tell(str(error))
+        return INPUT if isinstance(error, InputFileError) else USAGE
+    traceback.print_exception(error)
+    return FAILURE
+
+
+def _tell(message: str) -> None:
+    """Print one line, once for a machine: under torchrun all its processes have the same to say."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"penstock: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201

@@ -1,0 +1,213 @@
+"""``penstock train`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+
+Capture = pytest.CaptureFixture[str]
+
+SMALL = {
+    "ranks": 2,
+    "layers": 2,
+    "width": 16,
+    "heads": 2,
+    "sequence": 16,
+    "batch": 4,
+    "microbatches": 2,
+    "steps": 4,
+    "log-every": 2,
+    "warmup": 1,
+    "held-out-batches": 1,
+    "sample-length": 5,
+    "threads": 1,
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_text("to be or not to be, that is the question. " * 100)
+    return path
+
+
+def small(text: Path, **changes: object) -> list[str]:
+    settings = {**SMALL, "data": text, "out": text.parent / "run", **changes}
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
+def refused(capsys: Capture, arguments: list[str]) -> tuple[int, str]:
+    """The exit status, and what was said in one line."""
+    status = main(["train", *arguments])
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert "Traceback" not in shown
+    return status, shown
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_help_lists_the_settings_by_group(capsys: Capture) -> None:
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(part in shown for part in ("Pipeline", "Model", "--learning-rate", "--config"))
+
+
+def test_a_run_prints_steps_and_ends_with_its_folder(text: Path, capsys: Capture) -> None:
+    assert main(["train", *small(text)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:8] for line in lines if line.startswith("step")] == ["step 2/4", "step 4/4"]
+    assert lines[-1] == f"run folder: {text.parent / 'run'}"
+
+
+def test_a_config_file_does_what_flags_do(text: Path, capsys: Capture) -> None:
+    config = text.parent / "run.toml"
+    config.write_text("".join(f"{k.replace('-', '_')} = {v}\n" for k, v in SMALL.items()))
+    arguments = ["--config", str(config), "--data", str(text), "--out", str(text.parent / "a")]
+    assert main(["train", *arguments]) == 0
+    assert main(["train", *small(text, out=text.parent / "b")]) == 0
+    losses = [[r.get("loss") for r in records(text.parent / name)] for name in "ab"]
+    assert losses[0] == losses[1]
+    capsys.readouterr()
+
+
+def test_a_run_can_be_repeated_from_its_folder(text: Path, capsys: Capture) -> None:
+    assert main(["train", *small(text)]) == 0
+    arguments = ["--config", str(text.parent / "run" / "config.toml")]
+    assert main(["train", *arguments, "--out", str(text.parent / "again")]) == 0
+    ends = [records(text.parent / name)[-1] for name in ("run", "again")]
+    assert ends[0] == ends[1]
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--data", "/no/such/text"], ("data='/no/such/text'", "give the path")),
+        (["--config", "no.toml"], ("config='no.toml'", "give the path")),
+        (["--microbatches", "17"], ("microbatches=17", "batch=16", "at most 16")),
+        (["--schedule", "1F2B"], ("'1F2B'", "did you mean '1F1B'")),
+        (["--ranks", "5"], ("5 stages", "layers=4", "at least 5 layers")),
+        (["--steps", "-1"], ("steps=-1", "at least 1")),
+        (["--steps", "many"], ("steps='many'", "whole number")),
+        (["--learning-rate", "inf"], ("learning_rate=inf", "finite")),
+        (["--device", "abacus"], ("device='abacus'", "use cpu")),
+        (["--stepps", "1"], ("No such option: --stepps", "see --help")),
+        (["text"], ("unexpected extra argument", "see --help")),
+    ],
+)
+def test_a_wrong_call(flags: list[str], parts: tuple[str, ...], capsys: Capture) -> None:
+    status, shown = refused(capsys, flags)
+    assert status == 2
+    assert all(part in shown for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("steps 3", ("not TOML", "line 1", "write lines such as")),
+        ("stepps = 3", ("unknown setting 'stepps'", "did you mean 'steps'?")),
+        ("steps = 0", ("steps=0", "at least 1")),
+        ('schedule = "1F2B"', ("'1F2B'", "did you mean '1F1B'")),
+    ],
+)
+def test_a_wrong_config_file(
+    content: str, parts: tuple[str, ...], tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "run.toml").write_text(content)
+    status, shown = refused(capsys, ["--config", str(tmp_path / "run.toml")])
+    assert status == 65
+    assert all(part in shown for part in ("run.toml: ", *parts))
+
+
+def test_an_empty_text(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "empty").touch()
+    status, shown = refused(capsys, ["--data", str(tmp_path / "empty")])
+    assert status == 65
+    assert "0 bytes are too little text for sequence=128" in shown
+
+
+def test_a_folder_that_holds_a_run(text: Path, capsys: Capture) -> None:
+    (text.parent / "run").mkdir()
+    (text.parent / "run" / "metrics.jsonl").touch()
+    status, shown = refused(capsys, small(text))
+    assert status == 2
+    assert "holds a run already" in shown
+
+
+def test_a_rate_that_makes_the_loss_infinite(text: Path, capsys: Capture) -> None:
+    status, shown = refused(capsys, small(text, **{"learning-rate": 1e30, "steps": 20}))
+    assert status == 2
+    assert "learning_rate=1e+30" in shown
+    assert "use a lower learning rate" in shown
+
+
+def test_no_command(capsys: Capture) -> None:
+    assert main([]) == 2
+    assert "see --help" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_torchrun_gives_the_losses_of_one_process_bit_for_bit(text: Path) -> None:
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    many = run(*torchrun, "penstock", "train", *small(text, out=text.parent / "many"))
+    assert many.returncode == 0, many.stderr
+    assert many.stdout.count("step 4/4") == 1
+    assert "measured on the clocks of the ranks" in many.stdout
+    assert main(["train", *small(text, out=text.parent / "one")]) == 0
+    numbers = ("loss", "gradient_norm", "held_out_loss")
+    found = [
+        [record.get(number) for record in records(text.parent / name) for number in numbers]
+        for name in ("many", "one")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_mistake_under_torchrun_is_told_once(text: Path) -> None:
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    done = run(*torchrun, "penstock", "train", *small(text, microbatches=9))
+    assert done.returncode == 1
+    assert done.stderr.count("penstock: microbatches=9") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_stopped_keeps_its_metrics(
+    text: Path, number: signal.Signals, status: int
+) -> None:
+    command = [sys.executable, "-m", "penstock", "train", *small(text, steps=100_000)]
+    metrics = text.parent / "run" / "metrics.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert b"Traceback" not in told
+    assert records(text.parent / "run")
