@@ -26,7 +26,7 @@ BARE = StepMetrics(
     seconds=0.5,
     tokens_per_second=12345.6,
 )
-MEASURED = replace(BARE, step=10, loss=2.25, memory=512_000_000, bubble=0.25)
+MEASURED = replace(BARE, step=10, loss=2.25, memory=512_000_000, bubble=0.25, clocks="replayed")
 
 
 def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
@@ -36,7 +36,8 @@ def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
 
 def test_a_step_is_one_line() -> None:
     assert step_line(MEASURED, 500) == (
-        "step  10/500  loss 2.250000  12,346 tokens/s  gradient norm 0.250  memory 512 MB  bubble 25.0%"
+        "step  10/500  loss 2.250000  12,346 tokens/s  gradient norm 0.250  "
+        "memory 512 MB  bubble 25.0% replayed"
     )
 
 
@@ -76,7 +77,7 @@ def test_the_live_line_keeps_the_last_measurement() -> None:
         display.step(MEASURED)
         display.step(BARE)
     assert "memory 512 MB" in out.getvalue()
-    assert "bubble 25.0%" in out.getvalue()
+    assert "bubble 25.0% replayed" in out.getvalue()
 
 
 def test_the_live_line_before_the_first_step() -> None:

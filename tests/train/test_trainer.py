@@ -99,6 +99,7 @@ def test_some_steps_are_measured(finished: tuple[Outcome, str]) -> None:
     measured = [record for record in records(finished[0]) if "bubble" in record]
     assert [record["step"] for record in measured] == [4, 6]
     assert all(0 < record["bubble"] < 1 for record in measured)
+    assert {record["clocks"] for record in measured} == {"replayed"}
     assert all(record["memory"] > 1e6 for record in measured)
 
 
@@ -134,7 +135,7 @@ def test_the_timeline_says_that_it_is_replayed(finished: tuple[Outcome, str]) ->
     svg = (outcome.folder / "timeline.svg").read_text()
     assert "1F1B: step 6, 2 ranks, 2 microbatches" in svg
     assert "replayed" in svg
-    assert "replayed: measured durations on one clock per rank" in shown
+    assert "replayed: measured durations on one clock a rank" in shown
     trace = json.loads((outcome.folder / "timeline.json").read_text())
     assert {event["tid"] for event in trace["traceEvents"]} == {0, 1}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -63,12 +62,14 @@ class LiveDisplay:
         self._steps = steps
         self._latest: StepMetrics | None = None
         self._losses: list[float] = []
+        self._usage = ""
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
             TimeElapsedColumn(),
-            TextColumn("left"),
+            TextColumn("run,"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=console,
             expand=True,
         )
@@ -79,20 +80,16 @@ class LiveDisplay:
         return Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show the step; a number it did not measure keeps its last value."""
-        last = self._latest or metrics
-        self._latest = replace(
-            metrics,
-            memory=metrics.memory or last.memory,
-            bubble=last.bubble if metrics.bubble is None else metrics.bubble,
-        )
+        """Show the step; what it did not measure keeps its last value."""
+        self._latest = metrics
+        self._usage = metrics.usage or self._usage
         self._losses.append(metrics.loss)
         self._progress.update(self._task, completed=metrics.step)
 
     def _render(self) -> RenderableType:
-        numbers = "the first step …" if self._latest is None else str(self._latest)
-        course = Text(f"loss {sparkline(self._losses, _HISTORY)}  ", style="cyan")
-        return Group(self._progress, Text(numbers, overflow="ellipsis", no_wrap=True), course)
+        numbers = "the first step …" if self._latest is None else self._latest.progress
+        course = Text(sparkline(self._losses, _HISTORY), style="cyan").append(f"  {self._usage}")
+        return Group(self._progress, Text(numbers), course)
 
 
 def make_display(console: Console, steps: int) -> Display:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +25,8 @@ class StepMetrics:
         tokens_per_second: bytes of text a second.
         memory: peak bytes of the process that holds most; None on steps without a measurement.
         bubble: idle share of the ranks' time, 0 to 1; None on steps without a measurement.
+        clocks: how the bubble was found: ``"measured"`` on the clocks of the ranks, or ``"replayed"`` from
+            measured durations where the ranks of one process took turns.
     """
 
     step: int
@@ -36,26 +37,33 @@ class StepMetrics:
     tokens_per_second: float
     memory: int | None = None
     bubble: float | None = None
+    clocks: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The numbers that were measured, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
-    def __str__(self) -> str:
-        return "  ".join(self._parts())
+    @property
+    def progress(self) -> str:
+        """How well and how fast it learns."""
+        return (
+            f"loss {self.loss:.6f}  {self.tokens_per_second:,.0f} tokens/s  "
+            f"gradient norm {self.gradient_norm:.3f}"
+        )
 
-    def _parts(self) -> Iterator[str]:
-        yield f"loss {self.loss:.6f}"
-        yield f"{self.tokens_per_second:,.0f} tokens/s"
-        yield f"gradient norm {self.gradient_norm:.3f}"
-        if self.memory is not None:
-            yield f"memory {self.memory / 1e6:,.0f} MB"
-        if self.bubble is not None:
-            yield f"bubble {self.bubble:.1%}"
+    @property
+    def usage(self) -> str:
+        """How it uses the machine; empty on a step without a measurement."""
+        if self.memory is None or self.bubble is None:
+            return ""
+        return f"memory {self.memory / 1e6:,.0f} MB  bubble {self.bubble:.1%} {self.clocks}"
+
+    def __str__(self) -> str:
+        return f"{self.progress}  {self.usage}".rstrip()
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes so far: of the allocator on a GPU, else resident in this process."""
+    """Peak bytes of this process so far: allocated on one GPU at most, or resident without a GPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT

@@ -11,8 +11,6 @@ from penstock.errors import UsageError
 from penstock.schedule import Timeline, draw_svg
 
 METRICS = "metrics.jsonl"
-MEASURED = "measured on the clocks of the ranks"
-REPLAYED = "replayed: measured durations on one clock per rank, as all ranks ran in one process"
 
 
 class RunFolder:

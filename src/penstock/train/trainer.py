@@ -25,8 +25,13 @@ from penstock.train.metrics import StepMetrics, peak_memory
 from penstock.train.model import GPT, VOCABULARY, next_byte_loss
 from penstock.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from penstock.train.plan import device_of, schedule_of, shape_of, stages_of
-from penstock.train.runfolder import MEASURED, REPLAYED, RunFolder
+from penstock.train.runfolder import RunFolder
 from penstock.train.sources import to_toml
+
+CLOCKS = {
+    "measured": "measured on the clocks of the ranks",
+    "replayed": "replayed: measured durations on one clock a rank, as one process ran all ranks",
+}
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,8 @@ def introduction(config: TrainConfig, corpus: Corpus) -> str:
         f"{schedule.ranks} ranks\n"
         f"schedule: {schedule.name}, {config.microbatches} microbatches; {config.device}, "
         f"threads a process: {torch.get_num_threads()}\n"
-        f"text: {corpus.name}, {corpus.files:,} files, {len(corpus.training):,} bytes to train on and "
-        f"{len(corpus.held_out):,} held out"
+        f"text: {corpus.name}, {corpus.files:,} files, {len(corpus.training) / 1e6:.2f} MB to train on, "
+        f"{len(corpus.held_out) / 1e6:.2f} MB held out"
     )
 
 
@@ -171,11 +176,17 @@ class Run:
         rate = self._update(step)
         seconds = perf_counter() - started
         if result.timeline is not None:
-            kind = REPLAYED if result.timeline_kind == "replayed" else MEASURED
-            self._timeline = (step, result.timeline, kind)
-        memory = self._peak_memory() if measure else None
+            self._timeline = (step, result.timeline, str(result.timeline_kind))
         return StepMetrics(
-            step, result.loss, norm, rate, seconds, tokens.numel() / seconds, memory, result.bubble
+            step=step,
+            loss=result.loss,
+            gradient_norm=norm,
+            learning_rate=rate,
+            seconds=seconds,
+            tokens_per_second=tokens.numel() / seconds,
+            memory=self._peak_memory() if measure else None,
+            bubble=result.bubble,
+            clocks=result.timeline_kind,
         )
 
     def _measures(self, step: int) -> bool:
@@ -233,7 +244,8 @@ class Run:
         """Keep the last step that was measured."""
         if self._timeline is None:
             return
-        step, timeline, kind = self._timeline
+        step, timeline, clocks = self._timeline
+        kind = CLOCKS[clocks]
         schedule = schedule_of(self._config)
         title = f"{schedule.name}: step {step}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"
         self._folder.write_timeline(timeline, title=title, note=kind)
