@@ -16,7 +16,7 @@ from penstock.errors import MicrobatchError, PoisonedError, UsageError
 from penstock.microbatch import Microbatch, Rules, merge, split
 from penstock.partition import save_index, save_stage
 from penstock.plan import Plan, Stages, cut, make_plan
-from penstock.runtime import Order, Rank, Report, Task, agree_plan, check_stages, drive
+from penstock.runtime import Order, Rank, Report, Task, agree_plan, channels, check_stages, drive
 from penstock.schedule import Schedule, Span, Timeline, parse_action, replay
 from penstock.schedule.base import flat
 from penstock.stage import PipelineStage
@@ -122,6 +122,8 @@ class Pipeline:
         self._ranks = [Rank(end, _held(schedule, end, stages, len(ends))) for end in ends]
         self._failure: BaseException | None = None
         self._run([agree_plan(rank.transport, schedule) for rank in self._ranks])
+        for rank in self._ranks:
+            rank.transport.open(channels(schedule))
         counts = self._run([rank.exchange(len(rank.parameters)) for rank in self._ranks])
         self._counts: list[int] = counts[0]
 

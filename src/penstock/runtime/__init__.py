@@ -3,7 +3,7 @@
 from penstock.runtime.agreement import agree_plan
 from penstock.runtime.driver import Task, Wait, drive
 from penstock.runtime.machine import Machine, Work
-from penstock.runtime.program import RankProgram
+from penstock.runtime.program import RankProgram, channels
 from penstock.runtime.rank import Order, Rank, Report, check_stages
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Wait",
     "Work",
     "agree_plan",
+    "channels",
     "check_stages",
     "drive",
 ]

@@ -103,5 +103,13 @@ class RankProgram:
         return uses
 
 
+def channels(schedule: Schedule) -> list[Channel]:
+    """The channels that a schedule's messages use, in the same order on every rank."""
+    found: dict[Channel, None] = {}
+    for rank in range(schedule.ranks):
+        found |= dict.fromkeys(wire.channel for wire in RankProgram(schedule, rank).wires.values())
+    return sorted(found)
+
+
 _SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 _RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})

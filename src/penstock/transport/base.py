@@ -9,7 +9,7 @@ stands behind an activation.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,10 @@ class Transport(ABC):
 
     rank: int
     ranks: int
+
+    @abstractmethod
+    def open(self, channels: Iterable[Channel]) -> None:
+        """Prepare channels before they are used; every rank names the same ones in the same order."""
 
     @abstractmethod
     def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> None:

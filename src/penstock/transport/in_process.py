@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ class InProcessTransport(Transport):
         self._mail = mail
         self._rounds = rounds
         self._tickets: dict[Channel, deque[_Message]] = {}
+
+    def open(self, channels: Iterable[Channel]) -> None:
+        """Give each channel its place in the post office."""
+        for channel in channels:
+            self._mail.setdefault(channel, deque())
 
     def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> None:
         """Put the tensors themselves into the channel."""

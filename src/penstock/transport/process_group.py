@@ -1,6 +1,6 @@
 """A process a rank, over a ``torch.distributed`` process group: gloo on CPU, NCCL on GPU.
 
-On gloo all channels share one group and have a tag each. On NCCL every channel is a group of its own
+On gloo all channels share the given group and have a tag each. On NCCL every channel is a group of its own
 with its own communicator and stream, so that a receive never stands in front of a send. The NCCL side is
 the same code; two GPUs, which its test needs, were not at hand.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from penstock.errors import InternalError, UsageError
 from penstock.specs import TensorSpec
 from penstock.transport.base import KINDS, Channel, Ticket, Transport
 
-_TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=1)}
+_TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=0x50)}
+"""Tags of messages; away from 0, the default of other code on the same group."""
 
 
 def launched() -> bool:
@@ -63,49 +65,44 @@ class ProcessGroupTransport(Transport):
         *,
         owns_world: bool = False,
     ) -> None:
-        self._members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        parent = group or _world()
+        self._members = dist.get_process_group_ranks(parent)
         if dist.get_rank() not in self._members:
             raise UsageError(f"process {dist.get_rank()} is not in the group {self._members}")
         self.rank = self._members.index(dist.get_rank())
         self.ranks = len(self._members)
-        self._timeout = timedelta(seconds=timeout)
         self._owns_world = owns_world
-        self._control = self._new_group(self._members, "gloo")
-        self._wires = self._open_wires(device)
+        self._parent = parent
+        self._timeout = timeout
+        self._device = device
+        self._control = (
+            parent if _carries(parent, "cpu") else self._new_group(self._members, "gloo")
+        )
+        self._wires: dict[Channel, dist.ProcessGroup] = {}
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._closed = False
 
-    def _new_group(self, members: list[int], backend: str) -> dist.ProcessGroup:
-        partial = len(self._members) < dist.get_world_size()
-        made = dist.new_group(
-            members, timeout=self._timeout, backend=backend, use_local_synchronization=partial
-        )
-        if not isinstance(made, dist.ProcessGroup):
-            raise InternalError(f"no process group for ranks {members}")
-        return made
+    def open(self, channels: Iterable[Channel]) -> None:
+        """Give each channel its wire: on gloo a tag, on NCCL a group that all ranks make in turn."""
+        for channel in channels:
+            if channel not in self._wires:
+                self._wires[channel] = self._wire(channel)
 
-    def _open_wires(self, device: torch.device) -> dict[Channel, dist.ProcessGroup]:
-        """The group of each channel that ends here; all ranks make all groups in the same order."""
-        channels = [
-            Channel(source, target, kind)
-            for source in range(self.ranks)
-            for target in range(self.ranks)
-            for kind in KINDS
-            if source != target
-        ]
-        if device.type != "cuda":
-            return dict.fromkeys(channels, self._new_group(self._members, "gloo"))
-        return {
-            channel: self._open_nccl(channel) for channel in channels if self.rank in channel[:2]
-        }
-
-    def _open_nccl(self, channel: Channel) -> dist.ProcessGroup:
+    def _wire(self, channel: Channel) -> dist.ProcessGroup:
+        if self._device.type == "cpu":
+            return self._control
         ends = sorted((self._members[channel.source], self._members[channel.target]))
-        made = dist.new_group(
-            ends, timeout=self._timeout, backend="nccl", use_local_synchronization=True
+        return self._new_group(ends, "nccl")
+
+    def _new_group(self, members: list[int], backend: str) -> dist.ProcessGroup:
+        """A group that this pipeline's ranks make together; those outside it get a stand-in."""
+        partial = len(self._members) < dist.get_world_size()
+        made: dist.ProcessGroup = dist.new_group(
+            members,
+            timedelta(seconds=self._timeout),
+            backend,
+            use_local_synchronization=partial,
         )
-        if not isinstance(made, dist.ProcessGroup):
-            raise InternalError(f"no process group for the {channel}")
         return made
 
     def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> None:
@@ -159,16 +156,26 @@ class ProcessGroupTransport(Transport):
             self._sent.popleft()[0].wait()
 
     def close(self) -> None:
-        """End the groups made here, and the default group if it was started here."""
+        """End the default group if it was started here."""
         if self._closed:
             return
         self._closed = True
         self._sent.clear()
         if self._owns_world:
             dist.destroy_process_group()
-            return
-        for group in {id(g): g for g in (self._control, *self._wires.values())}.values():
-            dist.destroy_process_group(group)
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    if world is None:
+        raise UsageError("there is no process group; start the processes with torchrun")
+    return world
+
+
+def _carries(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether a group has a backend for a kind of device."""
+    backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
+    return device_type in backends
 
 
 def _posted(work: dist.Work | None) -> dist.Work:
@@ -242,18 +249,14 @@ class Groups:
 
     def __init__(self, rank: int, size: int, store: str) -> None:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size
+            "gloo", init_method=Path(store).absolute().as_uri(), rank=rank, world_size=size
         )
-        self._groups: dict[int, dist.ProcessGroup] = {}
+        # All at the start, by all: torch counts the groups that a process has made.
+        self._groups = [dist.new_group(list(range(count))) for count in range(1, size + 1)]
 
-    def first(self, count: int) -> dist.ProcessGroup:
-        """A group of the first ``count`` processes, which all of them ask for together."""
-        if count not in self._groups:
-            made = dist.new_group(list(range(count)), use_local_synchronization=True)
-            if not isinstance(made, dist.ProcessGroup):
-                raise InternalError(f"this process is not one of the first {count}")
-            self._groups[count] = made
-        return self._groups[count]
+    def first(self, count: int) -> Any:
+        """The group of the first ``count`` processes."""
+        return self._groups[count - 1]
 
     def __enter__(self) -> Groups:
         return self
