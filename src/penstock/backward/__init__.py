@@ -1,0 +1,27 @@
+"""A stage's backward pass, in one piece or in two halves: the inputs' gradients, then the weights'.
+
+The halves work on any autograd graph and need nothing but its outputs, inputs and weights.
+"""
+
+from penstock.backward.full import stage_backward
+from penstock.backward.graph import (
+    ParamGroup,
+    _get_grad_fn_or_grad_acc,
+    _null_coalesce_accumulate,
+    construct_reverse_graph,
+    get_param_groups,
+    reverse_closure,
+)
+from penstock.backward.split import stage_backward_input, stage_backward_weight
+
+__all__ = [
+    "ParamGroup",
+    "_get_grad_fn_or_grad_acc",
+    "_null_coalesce_accumulate",
+    "construct_reverse_graph",
+    "get_param_groups",
+    "reverse_closure",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
+]

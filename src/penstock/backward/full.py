@@ -1,0 +1,76 @@
+"""The full backward pass of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.backward.structure import Pair, explained, pair_with_gradients, tensors_in
+
+
+def stage_backward(
+    stage_output: Any,
+    output_grads: Any,
+    input_values: Sequence[Any],
+    outputs_with_grads_idxs: Sequence[int] | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Runs backward through a whole stage for one microbatch.
+
+    The weights' gradients are added to their ``.grad``, as by ``backward()``.
+
+    Args:
+        stage_output: What the stage returned: a tensor, or nested tuples, lists and dicts of
+            tensors and other values. Tensors that need no gradient are skipped.
+        output_grads: The outputs' gradients, in the same structure and of the same shapes. None
+            for an output or a container says that it has no gradient. None in place of it all
+            says that every output is a scalar loss, whose gradient is one.
+        input_values: The inputs of the stage; those that are no tensors are allowed.
+        outputs_with_grads_idxs: Positions in ``stage_output`` and ``output_grads`` to use alone.
+
+    Returns:
+        One gradient of each input's shape, or None where it needs or gets none. They do not
+        contain what stood in an input's ``.grad``, and every ``.grad`` of an input is None then.
+
+    Raises:
+        UsageError: ``output_grads`` has another structure than ``stage_output``.
+        StageError: Autograd failed; the cause is chained.
+    """
+    if outputs_with_grads_idxs is not None:
+        stage_output = [stage_output[i] for i in outputs_with_grads_idxs]
+        output_grads = [output_grads[i] for i in outputs_with_grads_idxs]
+    pairs = _seeds(stage_output, output_grads)
+    inputs = [value for value in input_values if _needs_gradient(value)]
+    for value in inputs:
+        _expose_grad(value)
+    try:
+        with explained("stage_backward", output=stage_output, gradient=output_grads):
+            _run_backward(pairs)
+        return tuple(value.grad if _needs_gradient(value) else None for value in input_values)
+    finally:
+        for value in inputs:
+            value.grad = None
+
+
+def _seeds(stage_output: Any, output_grads: Any) -> list[Pair]:
+    if output_grads is None:
+        return [(output, None) for output in tensors_in(stage_output)]
+    pairs = pair_with_gradients(stage_output, output_grads)
+    return [(output, gradient) for output, gradient in pairs if gradient is not None]
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _expose_grad(value: Tensor) -> None:
+    value.grad = None
+    if not value.is_leaf:
+        value.retain_grad()
+
+
+def _run_backward(pairs: Sequence[Pair]) -> None:
+    if pairs:
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])

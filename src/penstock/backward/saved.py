@@ -1,0 +1,57 @@
+"""What autograd nodes have saved for backward: find it, and drop it early.
+
+The ``_raw_saved_*`` attributes are described in torch's notes on autograd, "Hooks for saved tensors".
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils import checkpoint
+
+
+def is_checkpointed(node: Node) -> bool:
+    """Says whether running ``node`` recomputes a region of non-reentrant checkpointing."""
+    hooked = (saved for saved in _saved(node) if saved.unpack_hook is not None)
+    return any(type(saved.data).__module__ == checkpoint.__name__ for saved in hooked)
+
+
+def release(nodes: Iterable[Node]) -> None:
+    """Drops what ``nodes`` saved; they cannot run again.
+
+    What a hook on saved tensors already handles is left to it: torch allows no second hook.
+    """
+    for node in nodes:
+        for saved in _saved(node):
+            with contextlib.suppress(RuntimeError):
+                saved.register_hooks(_drop, _complain)
+
+
+def _saved(node: Node) -> Iterator[Any]:
+    for name in _attributes(type(node)):
+        saved = getattr(node, name)
+        if isinstance(saved, tuple):
+            yield from saved
+        elif saved is not None:
+            yield saved
+
+
+@cache
+def _attributes(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _drop(_: Tensor) -> None:
+    """Packs a tensor into nothing."""
+
+
+def _complain(_: object) -> NoReturn:
+    raise RuntimeError(
+        "what this node saved was freed after the inputs' half of backward; "
+        "the weights' half does not need it, so something else runs the graph once more"
+    )

@@ -1,0 +1,183 @@
+"""The two halves of a stage's backward pass: the inputs' gradients, and later the weights'.
+
+`stage_backward_input` runs autograd towards the inputs alone and keeps the gradients that flow into
+the *intermediates* (see `penstock.backward.graph`). `stage_backward_weight` continues from there:
+
+    [1] each intermediate computes the gradients on its edges into the weight side, and no others;
+    [2] one backward pass takes all of them down to the weights, where autograd's own accumulation
+        adds them to ``.grad`` and calls every hook once.
+
+Together they run the kernels of a full backward pass and none of them twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from penstock.backward.capture import capture
+from penstock.backward.delivery import deliver
+from penstock.backward.graph import (
+    ParamGroup,
+    _get_grad_fn_or_grad_acc,
+    _null_coalesce_accumulate,
+)
+from penstock.backward.partial import Gradients
+from penstock.backward.structure import Pair, explained, pair_with_gradients, tensors_in
+from penstock.errors import UsageError
+
+
+def stage_backward_input(
+    stage_outputs_or_loss: Any,
+    output_grads: Any,
+    input_values: Sequence[Any],
+    weights: Iterable[Tensor],
+    *,
+    accumulate_grad: bool = True,
+) -> tuple[tuple[Tensor | None, ...], list[ParamGroup]]:
+    """Computes the gradients of a stage's inputs for one microbatch, and nothing for its weights.
+
+    Args:
+        stage_outputs_or_loss: What the stage returned, or its loss: a list of tensors, or any
+            nesting of tuples, lists and dicts of tensors and other values.
+        output_grads: The outputs' gradients, in the same structure and of the same shapes; they
+            must stay as they are until the weights' half. None for an entry says that it has no
+            gradient, None in place of it all means ones everywhere.
+        input_values: The inputs of the stage; those that are no tensors are allowed.
+        weights: The parameters whose gradients `stage_backward_weight` will compute.
+        accumulate_grad: Also add the gradients to the ``.grad`` of inputs that are leaves, and
+            detach the outputs in place, so that their graph is freed although the caller keeps
+            them. With False neither inputs nor outputs are touched.
+
+    Returns:
+        One gradient of each input's shape, or None where it needs or gets none; and the param
+        groups for `stage_backward_weight`: those of `get_param_groups`, in the order in which
+        backward reached them, where ``intermediates`` is a list of nodes and ``grads`` one of tuples
+        along it: for each output of the node the gradient that flowed in, or None. A node on the
+        weight side in ``intermediates`` says that its gradient is known already; it may be there
+        more than once, and its tuple ends with its last gradient.
+
+    Raises:
+        UsageError: ``output_grads`` has another structure than the outputs.
+        StageError: Autograd failed; the cause is chained.
+    """
+    pairs = _seeds(stage_outputs_or_loss, output_grads)
+    with explained("stage_backward_input", output=stage_outputs_or_loss, gradient=output_grads):
+        dinputs, groups = _input_gradients(pairs, input_values, weights)
+    if accumulate_grad:
+        _accumulate(input_values, dinputs)
+        _detach(tensors_in(stage_outputs_or_loss), input_values)
+    return dinputs, groups
+
+
+def stage_backward_weight(
+    weights: Iterable[Tensor],
+    param_groups: Sequence[ParamGroup],
+    retain_graph: bool = False,
+    *,
+    return_grads: bool = True,
+) -> tuple[Tensor | None, ...]:
+    """Computes the weights' gradients from what `stage_backward_input` captured.
+
+    They are added to the weights' ``.grad`` by autograd, so that hooks run as in a full backward.
+
+    Args:
+        weights: The parameters to compute gradients for; others get none.
+        param_groups: The groups of one microbatch. Entries of ``grads`` that are None are skipped.
+        retain_graph: Keep the groups and their graph for another call. Otherwise each group is
+            emptied, but for ``params``, as soon as it has been used, and its memory is free.
+        return_grads: With False the result holds None only, which saves a copy of the gradients.
+
+    Returns:
+        What this call added to each weight's ``.grad``, in the order of ``weights``; None where
+        nothing flowed.
+
+    Raises:
+        UsageError: A group was used before, or did not come from `stage_backward_input`.
+        StageError: Autograd or a hook failed; the cause is chained.
+    """
+    _check_groups(param_groups)
+    weights = list(weights)
+    nodes = [_get_grad_fn_or_grad_acc(weight) for weight in weights]
+    leaves = {node: weight for node, weight in zip(nodes, weights, strict=True) if node is not None}
+    with (
+        explained("stage_backward_weight", weights=weights),
+        _recording(leaves if return_grads else ()) as increments,
+    ):
+        deliver(param_groups, leaves, retain_graph=retain_graph)
+    return tuple(None if node is None else increments.get(node) for node in nodes)
+
+
+# ---- the inputs' half
+
+
+def _seeds(outputs: Any, output_grads: Any) -> list[Pair]:
+    if output_grads is None:
+        return [(output, torch.ones_like(output)) for output in tensors_in(outputs)]
+    pairs = pair_with_gradients(outputs, output_grads)
+    return [(output, gradient) for output, gradient in pairs if gradient is not None]
+
+
+def _input_gradients(
+    pairs: Sequence[Pair], input_values: Sequence[Any], weights: Iterable[Tensor]
+) -> tuple[Gradients, list[ParamGroup]]:
+    inputs = {id(value): value for value in input_values if _needs_gradient(value)}
+    found, groups = capture(pairs, list(inputs.values()), weights)
+    by_identity = dict(zip(inputs, found, strict=True))
+    return tuple(by_identity.get(id(value)) for value in input_values), groups
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _accumulate(input_values: Sequence[Any], dinputs: Gradients) -> None:
+    found = {id(value): (value, grad) for value, grad in zip(input_values, dinputs, strict=True)}
+    for value, grad in found.values():
+        if grad is not None and value.is_leaf:
+            value.grad = _null_coalesce_accumulate(value.grad, grad)
+
+
+def _detach(outputs: Iterable[Tensor], input_values: Sequence[Any]) -> None:
+    kept = {id(value) for value in input_values}
+    for output in outputs:
+        if not output.is_leaf and id(output) not in kept:
+            # A view cannot be detached in place; its graph lives until the caller drops it.
+            with contextlib.suppress(RuntimeError):
+                output.detach_()
+
+
+# ---- the weights' half
+
+
+def _check_groups(param_groups: Sequence[ParamGroup]) -> None:
+    for position, group in enumerate(param_groups):
+        if missing := {"intermediates", "grads", "weight_side"} - group.keys():
+            raise UsageError(
+                f"param group {position} has no {', '.join(sorted(missing))}: it was used by an "
+                "earlier stage_backward_weight (call that with retain_graph=True), or does not "
+                "come from stage_backward_input"
+            )
+
+
+@contextlib.contextmanager
+def _recording(accumulators: Iterable[Node]) -> Iterator[dict[Node, Tensor]]:
+    """Yields a dict that fills with what flows into ``accumulators``."""
+    increments: dict[Node, Tensor] = {}
+    handles = [node.register_prehook(partial(_record, increments, node)) for node in accumulators]
+    try:
+        yield increments
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _record(increments: dict[Node, Tensor], node: Node, grads: Gradients) -> None:
+    if grads[0] is not None:
+        increments[node] = grads[0]

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.backward import stage_backward
+from penstock.errors import StageError
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape or (4, 3), dtype=torch.float64, requires_grad=True)
+
+
+def layer() -> nn.Linear:
+    return nn.Linear(3, 3, dtype=torch.float64)
+
+
+def test_loss_needs_no_gradient() -> None:
+    x, model = leaf(), layer()
+    (expected,) = torch.autograd.grad(model(x).sum(), [x])
+    (grad,) = stage_backward(model(x).sum(), None, [x])
+    assert grad is not None
+    assert torch.equal(grad, expected)
+    assert model.weight.grad is not None
+
+
+def test_inputs_keep_no_gradient_and_lend_none() -> None:
+    x = leaf()
+    x.grad = torch.full_like(x, 9)
+    (grad,) = stage_backward(x * 2, torch.ones_like(x), [x])
+    assert grad is not None
+    assert torch.equal(grad, torch.full_like(x, 2))
+    assert x.grad is None
+
+
+def test_every_input_has_its_place() -> None:
+    x, unused = leaf(), leaf()
+    grads = stage_backward(x * 2, torch.ones_like(x), [3, x, torch.zeros(2), None, unused, x])
+    assert [grad is not None for grad in grads] == [False, True, False, False, False, True]
+
+
+def test_an_input_that_is_no_leaf_gets_its_gradient() -> None:
+    x = leaf().exp()
+    (grad,) = stage_backward(x * 2, torch.ones_like(x), [x])
+    assert grad is not None
+    assert torch.equal(grad, torch.full_like(x, 2))
+
+
+def test_an_output_may_be_used_in_part() -> None:
+    x = leaf()
+    (grad,) = stage_backward(
+        {"a": x * 2, "b": (x.sum(), 5)}, {"a": torch.ones_like(x), "b": None}, [x]
+    )
+    assert grad is not None
+    assert torch.equal(grad, torch.full_like(x, 2))
+
+
+def test_a_scalar_without_gradient_in_a_structure_is_not_a_loss() -> None:
+    x = leaf()
+    assert stage_backward([x.sum()], [None], [x]) == (None,)
+
+
+def test_positions_select_outputs() -> None:
+    x = leaf()
+    outputs, grads = [x * 2, x * 3, x * 5], [torch.ones_like(x)] * 3
+    (grad,) = stage_backward(outputs, grads, [x], [0, 2])
+    assert grad is not None
+    assert torch.equal(grad, torch.full_like(x, 7))
+
+
+def test_nothing_to_do_gives_nothing() -> None:
+    assert stage_backward(torch.ones(2), None, [torch.ones(2)]) == (None,)
+
+
+def test_failure_inside_autograd_shows_the_values() -> None:
+    x = leaf()
+    with pytest.raises(StageError, match=r"output=float64\[4, 3\].*gradient=float32\[5\]"):
+        stage_backward(x * 2, torch.ones(5), [x])
+    assert x.grad is None

@@ -1,0 +1,62 @@
+"""Nothing of a microbatch outlives its halves, without help of the garbage collector."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.backward import zoo
+from tests.backward.blocks import TransformerBlock
+from tests.backward.oracle import Engine, FullEngine, GraphEngine, Stage, seeds
+from tests.backward.probes import StorageProbe, no_garbage_collection
+
+
+def run(engine: Engine, stage: Stage, probe: StorageProbe) -> tuple[int, int]:
+    """Runs one microbatch; returns the bytes alive after F and between the halves."""
+    weights = list(stage.model.parameters())
+    inputs = stage.inputs()
+    output = engine.forward(stage, inputs)
+    after_forward = probe.alive(weights)
+    grads = seeds(stage, output, 0)
+    dinputs, state = engine.input_half(output, grads, inputs, weights)
+    del output, inputs, dinputs, grads
+    between = probe.alive(weights)
+    engine.weight_half(weights, state)
+    return after_forward, between
+
+
+def kept(engine: Engine, stage: Stage) -> int:
+    probe = StorageProbe()
+    with probe:
+        run(engine, stage, probe)
+    known: list[Tensor | None] = list(stage.model.parameters())
+    known += [parameter.grad for parameter in stage.model.parameters()]
+    known += list(stage.model.buffers())
+    return probe.alive(known)
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_nothing_of_a_microbatch_survives(name: str) -> None:
+    torch.manual_seed(0)
+    stage = zoo.ZOO[name]()
+    with no_garbage_collection():
+        assert kept(GraphEngine(), stage) == kept(FullEngine(), stage)
+        assert kept(GraphEngine(), stage) == 0
+
+
+def test_what_no_weight_needs_is_freed_between_the_halves() -> None:
+    blocks = nn.Sequential(*(TransformerBlock(64) for _ in range(4)))
+    stage = zoo.stage(blocks, lambda: zoo.x(2, 32, 64))
+    probe = StorageProbe()
+    with no_garbage_collection(), probe:
+        after_forward, between = run(GraphEngine(), stage, probe)
+    assert between <= 0.9 * after_forward
+
+
+def test_a_freed_node_says_why_it_cannot_run() -> None:
+    weight, value = zoo.weight().requires_grad_(), zoo.x()
+    hidden = (value @ weight).sin()
+    GraphEngine().input_half(hidden * 2, None, [value], [weight])
+    with pytest.raises(RuntimeError, match="freed after the inputs' half"):
+        hidden.sum().backward()

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.backward.oracle import Engine, FullEngine, GraphEngine, check
+from tests.backward.zoo import CHEAP, COSTLY, ZOO
+
+ENGINES = {"graph": GraphEngine()}
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("name", CHEAP)
+def test_halves_equal_plain_autograd(engine: Engine, name: str) -> None:
+    for seed in range(50):
+        check(engine, CHEAP[name], seed)
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("name", COSTLY)
+def test_halves_equal_plain_autograd_on_costly_stages(engine: Engine, name: str) -> None:
+    for seed in range(8):
+        check(engine, COSTLY[name], seed)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_full_backward_equals_plain_autograd(name: str) -> None:
+    for seed in range(2):
+        check(FullEngine(), ZOO[name], seed)
