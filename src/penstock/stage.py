@@ -91,9 +91,7 @@ class PipelineStage:
         Returns:
             The module's output.
         """
-        tensors, structure = flatten((tuple(args), dict(kwargs or {})))
-        leaves, entered = _enter(tensors)
-        args, kwargs = unflatten(structure, entered)
+        leaves, (args, kwargs) = _enter(tuple(args), dict(kwargs or {}))
         output = self.module(*args, **kwargs)
         root = output if loss is None else loss(output)
         if torch.is_grad_enabled():
@@ -158,8 +156,12 @@ class _Enter(torch.autograd.Function):
         return grad
 
 
-def _enter(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Fresh leaves for the tensors that require grad, and what the module gets in their place."""
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Call]:
+    """Fresh leaves for the tensors that require grad, and the arguments the module gets instead."""
+    tensors, structure = flatten((args, kwargs) if kwargs else args)
     leaves: list[Tensor] = []
     entered: list[Tensor] = []
     for tensor in tensors:
@@ -167,4 +169,5 @@ def _enter(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         leaf = tensor.detach().requires_grad_() if fresh else tensor
         leaves.append(leaf)
         entered.append(_Enter.apply(leaf) if fresh else tensor)
-    return leaves, entered
+    call = unflatten(structure, entered)
+    return leaves, call if kwargs else (call, {})

@@ -275,13 +275,7 @@ class Machine:
 def _checked(value: Any, spec: ValueSpec, action: Action) -> list[Tensor]:
     """The tensors of a value, if it is what was agreed with the receiver."""
     tensors, structure = flatten(value)
-    same = structure == spec.structure and all(
-        tensor.dtype is expected.torch_dtype
-        and tensor.shape == expected.shape
-        and (tensor.requires_grad is expected.requires_grad or not torch.is_grad_enabled())
-        for tensor, expected in zip(tensors, spec.tensors, strict=True)
-    )
-    if not same:
+    if not spec.fits(tensors, structure, gradients=torch.is_grad_enabled()):
         raise SpecError(
             f"{action}: what stage {action.stage} made is not what was agreed: "
             f"{spec.difference(ValueSpec.of(value))}"

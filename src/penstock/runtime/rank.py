@@ -17,7 +17,7 @@ from penstock.runtime.driver import Task, Wait
 from penstock.runtime.machine import Machine, Specs, Work
 from penstock.runtime.program import RankProgram
 from penstock.schedule import Schedule, Span
-from penstock.specs import flatten, spec_of_arguments
+from penstock.specs import flatten, specs_of_calls
 from penstock.stage import PipelineStage
 from penstock.step import Loss, squared_norms, total
 from penstock.transport import Transport
@@ -93,7 +93,7 @@ class Rank:
     def run(self, order: Order) -> Task[Report]:
         """Carry out a call, as a task."""
         program = self._program(order.schedule)
-        calls = [spec_of_arguments(part.args, part.kwargs) for part in order.microbatches]
+        calls = specs_of_calls((part.args, part.kwargs) for part in order.microbatches)
         specs = yield from agree_specs(program, self.stages, self.transport, calls, self._book)
         device = next(iter(self.stages.values())).device
         recorder = Recorder(self.number, device) if order.record else None

@@ -32,6 +32,8 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
     """
     if isinstance(value, Tensor):
         return [value], _TENSOR
+    if type(value) is tuple and all(isinstance(item, Tensor) for item in value):
+        return list(value), {"tuple": [{"tensor": index} for index in range(len(value))]}
     tensors: list[Tensor] = []
     return tensors, _describe(value, tensors, "")
 

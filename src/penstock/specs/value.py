@@ -86,6 +86,23 @@ class ValueSpec:
         """The value of this structure with these tensors."""
         return unflatten(self.structure, tensors)
 
+    def fits(
+        self, tensors: Sequence[Tensor], structure: Structure, *, gradients: bool = True
+    ) -> bool:
+        """Whether a value that was taken apart is of this spec.
+
+        Args:
+            tensors: from :func:`penstock.specs.flatten`, like ``structure``.
+            structure: of the value.
+            gradients: whether ``requires_grad`` must agree too.
+        """
+        return structure == self.structure and all(
+            tensor.shape == spec.shape
+            and tensor.dtype is _DTYPES[spec.dtype]
+            and (tensor.requires_grad is spec.requires_grad or not gradients)
+            for tensor, spec in zip(tensors, self.tensors, strict=True)
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Plain data for :meth:`from_json`."""
         return {"tensors": [asdict(t) for t in self.tensors], "structure": self.structure}

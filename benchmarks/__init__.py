@@ -1,0 +1,1 @@
+"""Measurements of Penstock, side by side with ``torch.distributed.pipelining``: ``make bench``."""

@@ -1,0 +1,52 @@
+"""``python -m benchmarks``: measure, print, and write ``bench-results/*.json``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import steps
+
+BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "steps": steps.compare,
+}
+
+
+def main() -> None:
+    """Run the benches that are named, or all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"which: {', '.join(BENCHES)}; by default all")
+    parser.add_argument("--rounds", type=int, default=20, help="paired times per figure")
+    parser.add_argument("--output", type=Path, default=Path("bench-results"))
+    chosen = parser.parse_args()
+    unknown = sorted(set(chosen.names) - set(BENCHES))
+    if unknown or chosen.rounds < 2:
+        parser.error(f"unknown {unknown}" if unknown else "--rounds must be at least 2")
+    torch.set_num_threads(1)
+    for name in chosen.names or BENCHES:
+        _run(name, chosen.rounds, chosen.output)
+
+
+def _run(name: str, rounds: int, folder: Path) -> None:
+    found = {"machine": _machine(), "figures": BENCHES[name](rounds)}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "processor": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+
+
+if __name__ == "__main__":
+    main()

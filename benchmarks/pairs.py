@@ -1,0 +1,82 @@
+"""Compare two ways to do a thing, in turn, so that a machine whose speed drifts is fair to both."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Paired times in seconds: how long ours took over how long the peer took, round by round.
+
+    Args:
+        ours: a time a round.
+        peers: likewise, of the same rounds.
+    """
+
+    ours: Sequence[float]
+    peers: Sequence[float]
+
+    @property
+    def each(self) -> list[float]:
+        """The ratio of each round."""
+        return [a / b for a, b in zip(self.ours, self.peers, strict=True)]
+
+    @property
+    def median(self) -> float:
+        """The middle ratio."""
+        return statistics.median(self.each)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Half of the rounds lie between these."""
+        low, _, high = statistics.quantiles(self.each, n=4)
+        return low, high
+
+    def to_json(self) -> dict[str, object]:
+        """The figures, with the times they come from."""
+        return {
+            "ratio": {"median": self.median, "quartiles": self.quartiles},
+            "ours_seconds": statistics.median(self.ours),
+            "peer_seconds": statistics.median(self.peers),
+            "rounds": [{"ours": a, "peer": b} for a, b in zip(self.ours, self.peers, strict=True)],
+        }
+
+    def __str__(self) -> str:
+        low, high = self.quartiles
+        return (
+            f"{self.median:.3f} x the peer (quartiles {low:.3f} to {high:.3f}, {len(self.ours)} rounds; "
+            f"medians {1e3 * statistics.median(self.ours):.2f} ms "
+            f"and {1e3 * statistics.median(self.peers):.2f} ms)"
+        )
+
+
+def alternate(
+    ours: Callable[[], object], peers: Callable[[], object], rounds: int, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Time two things in turn, the order within a round changing from round to round.
+
+    Args:
+        ours: runs one repeat.
+        peers: likewise.
+        rounds: how many paired times.
+        repeats: how many repeats make one time.
+
+    Returns:
+        Seconds per repeat, for each round.
+    """
+    times: dict[int, list[float]] = {0: [], 1: []}
+    for index in range(rounds):
+        for which in (0, 1) if index % 2 == 0 else (1, 0):
+            times[which].append(_time(ours if which == 0 else peers, repeats))
+    return times[0], times[1]
+
+
+def _time(run: Callable[[], object], repeats: int) -> float:
+    start = perf_counter()
+    for _ in range(repeats):
+        run()
+    return (perf_counter() - start) / repeats
