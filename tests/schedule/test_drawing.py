@@ -32,7 +32,7 @@ def texts(svg: str) -> list[str]:
 
 @pytest.mark.parametrize("name", names())
 def test_every_schedule_is_drawn_as_well_formed_svg(name: str) -> None:
-    ElementTree.fromstring(draw_svg(simulate(build(name, ranks=3, microbatches=4)).timeline))
+    ElementTree.fromstring(draw_svg(simulate(build(name, ranks=3, microbatches=6)).timeline))
 
 
 def test_the_svg_shows_ranks_ops_numbers_scale_and_idle_share() -> None:

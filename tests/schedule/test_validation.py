@@ -43,7 +43,7 @@ def test_a_right_schedule_has_no_problem() -> None:
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_is_built_is_valid(name: str, ranks: int) -> None:
-    built = build(name, ranks=ranks, microbatches=5)
+    built = build(name, ranks=ranks, microbatches=9)
     assert validate(built).ok
     assert validate(add_communication(built)).ok
 

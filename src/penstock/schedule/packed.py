@@ -250,12 +250,14 @@ class Packed:
         """What each action waits for beyond its own rank, else ``NOWHERE``; a column per wait it may have.
 
         A message is given by its end on the rank that waits: the RECV of a value, the SEND of a WAIT_SEND.
+        An overlapped pair waits for both its halves at its first.
         """
         columns: list[Column] = []
         for block in self.blocks():
             if block.lane.op not in MESSAGE_OPS:
                 waits = self._beyond(block)
-                _spread(columns, len(self), block.after[waits], block.before[waits])
+                at = block.after[waits] - self.is_half[block.after[waits]]
+                _spread(columns, len(self), at, block.before[waits])
         return tuple(columns)
 
     def late(self, block: Block) -> Mask:

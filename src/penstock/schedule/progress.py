@@ -87,8 +87,8 @@ def _waits(packed: Packed, blocking_sends: bool) -> _Waits:
     ends = [_other_end(packed, numbers) for numbers in before]
     afters, befores = _concatenate(after), _concatenate(ends)
     met = befores != NOWHERE
-    afters, befores = _entry(packed, afters[met]), befores[met]
-    if len(columns) > 1 or len(packed.halves):
+    afters, befores = afters[met], befores[met]
+    if len(columns) > 1:
         order = np.argsort(afters, kind="stable")
         afters, befores = afters[order], befores[order]
     return _Waits(
@@ -111,11 +111,6 @@ def _blocking(packed: Packed) -> Column:
 def _other_end(packed: Packed, numbers: Column) -> Column:
     """What a wait is for: of a message the end at the other rank, else the action itself."""
     return np.where(packed.messages[numbers], packed.partner[numbers], numbers)
-
-
-def _entry(packed: Packed, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The action at which a rank waits: an overlapped pair waits at its first half."""
-    return numbers - packed.is_half[numbers]
 
 
 def circle(packed: Packed, progress: Progress) -> tuple[int, list[str]]:

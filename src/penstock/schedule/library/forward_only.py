@@ -1,4 +1,7 @@
-"""Forward only: for evaluation and prediction."""
+"""Forward only: for evaluation and prediction.
+
+.. image:: ../../../../docs/schedules/forward-only.svg
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from penstock.schedule.base import Schedule
 from penstock.schedule.placement import Placement, looped
 
 
-def forward_only(ranks: int, microbatches: int, placement: Placement | None = None) -> Schedule:
-    """Build the forwards alone, microbatch by microbatch.
+def forward_only(ranks: int, microbatches: int, stages: int | Placement = 1) -> Schedule:
+    """The forwards alone, microbatch by microbatch; any ranks, microbatches, stages and placement.
 
     Args:
         ranks: how many ranks.
         microbatches: how many microbatches.
-        placement: where the stages are; by default one a rank.
+        stages: how many stages a rank, or where the stages are.
     """
-    placement = placement or looped(ranks)
+    placement = looped(ranks, stages) if isinstance(stages, int) else stages
     programs = tuple(
         tuple(
             Action(stage, Op.F, m)

@@ -2,6 +2,8 @@
 
 Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
 NeurIPS 2019, figure 2(c). A rank holds the activations of all microbatches.
+
+.. image:: ../../../../docs/schedules/gpipe.svg
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from penstock.schedule.placement import looped
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """Build GPipe for one stage a rank; any number of ranks and microbatches."""
+    """All forwards, then all backwards; one stage a rank, any number of ranks and microbatches."""
     each = range(microbatches)
     programs = tuple((*run(rank, Op.F, each), *run(rank, Op.B, each)) for rank in range(ranks))
     return Schedule("GPipe", looped(ranks), microbatches, programs)

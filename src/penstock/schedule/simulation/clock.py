@@ -128,6 +128,8 @@ class _Clocks:
         self._duration = _doubles(prices.duration)
         self._hidden = _doubles(prices.hidden)
         self._waits = [_integers(column) for column in packed.waits]
+        self._first_halves = frozenset((packed.halves - 1).tolist())
+        """An overlapped pair gives what it makes when both halves are done."""
         self._message = bytes(packed.messages.astype(np.uint8))
         partner = _integers(packed.partner)
         transfer = _doubles(prices.transfer)
@@ -153,6 +155,7 @@ class _Clocks:
     def _advance(self, rank: int) -> None:
         clock = self._clock[rank]
         message, start, end, duration = self._message, self._start, self._end, self._duration
+        first_halves = self._first_halves
         number = self._at[rank]
         for number in range(self._at[rank], self._last[rank]):
             ready = self._ready_at(number, rank, clock - self._hidden[number])
@@ -164,8 +167,10 @@ class _Clocks:
             clock = max(clock, over)
             if message[number]:
                 self._post(number, over)
-            else:
+            elif number not in first_halves:
                 self._give(number, over)
+            if number - 1 in first_halves:
+                self._give(number - 1, clock)
         else:
             number = self._last[rank]
         self._at[rank], self._clock[rank] = number, clock

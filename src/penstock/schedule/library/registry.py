@@ -1,0 +1,128 @@
+"""The schedules by name. A new one is added by listing it here; tests, docs and command line then have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from penstock.errors import ScheduleError
+from penstock.schedule.base import Schedule
+from penstock.schedule.library.dualpipe_v import dualpipe_v
+from penstock.schedule.library.eager_1f1b import eager_1f1b
+from penstock.schedule.library.forward_only import forward_only
+from penstock.schedule.library.gpipe import gpipe
+from penstock.schedule.library.interleaved_1f1b import interleaved_1f1b
+from penstock.schedule.library.interleaved_zero_bubble import interleaved_zero_bubble
+from penstock.schedule.library.looped_bfs import looped_bfs
+from penstock.schedule.library.one_f_one_b import one_f_one_b
+from penstock.schedule.library.v_half import v_half
+from penstock.schedule.library.v_min import v_min
+from penstock.schedule.library.zb_h1 import zb_h1
+from penstock.schedule.library.zb_h2 import zb_h2
+from penstock.schedule.library.zb_v import zb_v
+from penstock.schedule.placement import check_at_least_one
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to build a schedule of a name.
+
+    Attributes:
+        build: from ranks, microbatches and stages per rank.
+        stages_per_rank: how many it puts on a rank; where it takes any number, how many by default.
+        any_stages: whether it takes any number.
+        summary: one line.
+        aliases: other names for it.
+    """
+
+    build: Callable[[int, int, int], Schedule]
+    stages_per_rank: int
+    any_stages: bool
+    summary: str
+    aliases: tuple[str, ...] = ()
+
+
+def _fixed(build: Callable[[int, int], Schedule], stages_per_rank: int, *aliases: str) -> Recipe:
+    return Recipe(
+        lambda ranks, microbatches, _: build(ranks, microbatches),
+        stages_per_rank,
+        any_stages=False,
+        summary=_summary(build),
+        aliases=aliases,
+    )
+
+
+def _any(build: Callable[[int, int, int], Schedule], default: int, *aliases: str) -> Recipe:
+    return Recipe(build, default, any_stages=True, summary=_summary(build), aliases=aliases)
+
+
+def _summary(build: Callable[..., Schedule]) -> str:
+    return (build.__doc__ or "").splitlines()[0]
+
+
+RECIPES: dict[str, Recipe] = {
+    "GPipe": _fixed(gpipe, 1),
+    "1F1B": _fixed(one_f_one_b, 1),
+    "Eager-1F1B": _fixed(eager_1f1b, 1, "Eager1F1B"),
+    "Interleaved1F1B": _any(interleaved_1f1b, 2, "Interleaved-1F1B"),
+    "LoopedBFS": _any(looped_bfs, 2),
+    "ZB-H1": _fixed(zb_h1, 1, "ZBH1"),
+    "ZB-H2": _fixed(zb_h2, 1, "ZBH2"),
+    "InterleavedZeroBubble": _any(interleaved_zero_bubble, 2, "ZB1P"),
+    "ZB-V": _fixed(zb_v, 2, "ZBV", "ZBVZeroBubble"),
+    "V-Half": _fixed(v_half, 2, "VHalf"),
+    "V-Min": _fixed(v_min, 2, "VMin"),
+    "DualPipeV": _fixed(dualpipe_v, 2),
+    "forward-only": _any(forward_only, 1, "ForwardOnly"),
+}
+
+_BY_NAME = {
+    known.lower(): name for name, recipe in RECIPES.items() for known in (name, *recipe.aliases)
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names of the schedules, without aliases."""
+    return tuple(RECIPES)
+
+
+def find(name: str) -> tuple[str, Recipe]:
+    """The proper name and the recipe for a name or alias, in upper or lower case.
+
+    Raises:
+        ScheduleError: an unknown name; the message lists the nearest and all.
+    """
+    found = _BY_NAME.get(name.lower())
+    if found is None:
+        near = get_close_matches(name.lower(), _BY_NAME, n=1)
+        hint = f"; did you mean {_BY_NAME[near[0]]!r}?" if near else "."
+        raise ScheduleError(f"unknown schedule {name!r}{hint} Known: {', '.join(RECIPES)}")
+    return found, RECIPES[found]
+
+
+def build(
+    name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None
+) -> Schedule:
+    """Build a schedule by name.
+
+    Args:
+        name: one of :func:`names` or torch's name for it, in upper or lower case.
+        ranks: how many ranks share the model.
+        microbatches: into how many parts a batch is split.
+        stages_per_rank: for schedules that take any number of stages a rank; others have their own.
+
+    Raises:
+        ScheduleError: unknown name (with the nearest ones), or numbers the schedule cannot take.
+    """
+    check_at_least_one(ranks=ranks, microbatches=microbatches)
+    proper, recipe = find(name)
+    wanted = recipe.stages_per_rank if stages_per_rank is None else stages_per_rank
+    check_at_least_one(stages_per_rank=wanted)
+    if wanted != recipe.stages_per_rank and not recipe.any_stages:
+        free = ", ".join(other for other, candidate in RECIPES.items() if candidate.any_stages)
+        raise ScheduleError(
+            f"{proper} has {recipe.stages_per_rank} stage(s) a rank, not stages_per_rank={wanted}; "
+            f"any number take {free}"
+        )
+    return recipe.build(ranks, microbatches, wanted)
