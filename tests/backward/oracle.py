@@ -109,9 +109,14 @@ def run_backward(output: Any, grads: Any) -> None:
 
 
 def run_split(
-    engine: Engine, stage: Stage, microbatches: Sequence[Sequence[Any]], seed: int
+    engine: Engine,
+    stage: Stage,
+    microbatches: Sequence[Sequence[Any]],
+    seed: int,
+    *,
+    in_order: bool = False,
 ) -> Result:
-    """Trains the stage on all microbatches: every F, every I, every W from the last on."""
+    """Trains the stage on all microbatches: every F, every I, every W, by default from the last."""
     stage.model.zero_grad()
     weights = list(stage.model.parameters())
     flight = []
@@ -124,7 +129,7 @@ def run_split(
     halves = []
     while flight:
         halves.append(engine.input_half(*flight.pop(0), weights))
-    for _, state in reversed(halves):
+    for _, state in halves if in_order else reversed(halves):
         engine.weight_half(weights, state)
     return Result([dinputs for dinputs, _ in halves], weight_grads(stage))
 
@@ -141,6 +146,17 @@ def check(engine: Engine, make_stage: Callable[[], Stage], seed: int) -> None:
             check_equal(*pair, f"input {index}")
     for name, plain_grad in expected.weights.items():
         check_equal(actual.weights[name], plain_grad, name)
+
+
+def check_bits(engine: Engine, make_stage: Callable[[], Stage], seed: int) -> None:
+    """Like `check` with the W in microbatch order, and every bit the same."""
+    torch.manual_seed(seed)
+    stage = make_stage()
+    microbatches = [stage.inputs(), stage.inputs()]
+    expected = run_plain(stage, microbatches, seed)
+    actual = run_split(engine, stage, microbatches, seed, in_order=True)
+    torch.testing.assert_close(actual.inputs, expected.inputs, rtol=0, atol=0)
+    torch.testing.assert_close(actual.weights, expected.weights, rtol=0, atol=0)
 
 
 def check_equal(actual: Tensor | None, expected: Tensor | None, name: str) -> None:

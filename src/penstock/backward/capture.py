@@ -31,6 +31,9 @@ Capture: TypeAlias = tuple[int, Node, Gradients]
 
 Leaves: TypeAlias = dict[Node, Tensor]
 
+# Freeing takes microseconds a tensor, which only tiny stages notice, and those have little to free.
+RELEASE_BYTES = 2**20
+
 
 def capture(
     pairs: Sequence[Pair], inputs: Sequence[Tensor], weights: Iterable[Tensor]
@@ -57,7 +60,7 @@ def capture(
         targets = {node: leaves[node] for node in chain(*(groups[p]["params"] for p in early))}
         grads, found = _run(pairs, inputs, targets, retain_graph=bool(watched))
     captures += _leaf_captures(groups, early, found)
-    if watched:
+    if watched and _bytes_of(captures) >= RELEASE_BYTES:
         kept = watched.union(*(group["weight_side"] for group in groups))
         release(node for node in reverse if node not in kept)
     return grads, _filled(groups, captures, pairs)
@@ -199,6 +202,10 @@ def _check_complete(node: Any) -> None:
             f"{node.name()} was asked for {sum(node.needs_input_grad)} of {edges} gradients in the "
             "inputs' half: this version of torch splits Python functions itself"
         )
+
+
+def _bytes_of(captures: Iterable[Capture]) -> int:
+    return sum(grad.nbytes for _, _, grads in captures for grad in grads if grad is not None)
 
 
 def _at(index: int, grad: Tensor | None) -> Gradients:

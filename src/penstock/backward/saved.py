@@ -17,6 +17,8 @@ from torch.utils import checkpoint
 
 def is_checkpointed(node: Node) -> bool:
     """Says whether running ``node`` recomputes a region of non-reentrant checkpointing."""
+    if not _attributes(type(node)):
+        return False
     hooked = (saved for saved in _saved(node) if saved.unpack_hook is not None)
     return any(type(saved.data).__module__ == checkpoint.__name__ for saved in hooked)
 
