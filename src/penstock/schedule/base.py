@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain as concatenate
+from operator import itemgetter
+from typing import cast
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import (
@@ -73,7 +75,9 @@ class Schedule:
     @cached_property
     def ops(self) -> frozenset[Op]:
         """The ops that occur."""
-        return frozenset(action.op for program in self.programs for action in flat(program))
+        return frozenset(
+            op for program in self.programs for op in set(map(itemgetter(1), flat(program)))
+        )
 
     @property
     def communicates(self) -> bool:
@@ -106,8 +110,10 @@ class Schedule:
         return "\n".join((head, *rows))
 
 
-def flat(program: Iterable[Entry]) -> Iterator[Action]:
+def flat(program: Sequence[Entry]) -> Iterator[Action]:
     """The actions of a program, an overlapped pair as its forward and then its backward."""
+    if Overlap not in set(map(type, program)):
+        return iter(cast("Sequence[Action]", program))
     return concatenate.from_iterable(
         entry if isinstance(entry, Overlap) else (entry,) for entry in program
     )
@@ -139,15 +145,28 @@ def _repeats(values: list[str]) -> bool:
 
 
 def _check_program(rank: int, program: Program, stages: int, microbatches: int) -> None:
-    """Check that each action could exist; the common case costs two comparisons."""
+    """Check that each action could exist: first by kinds, of which there are few, then one by one."""
+    if _sound(tuple(flat(program)), stages, microbatches):
+        return
     for position, action in enumerate(flat(program)):
-        stage, op, microbatch, peer = action
-        ordinary = peer is None and op not in NEIGHBOUR and 0 <= stage < stages
-        if ordinary and microbatch is not None and 0 <= microbatch < microbatches:
-            continue
         problem = _problem(action, stages, microbatches)
         if problem:
             raise ScheduleError(f"rank {rank}, position {position}, {action}: {problem}")
+
+
+def _sound(actions: Sequence[Action], stages: int, microbatches: int) -> bool:
+    if not actions:
+        return True
+    columns = zip(*actions, strict=True)
+    stage, op, microbatch, peer = columns
+    without = [m is None for m in microbatch]
+    named = [m for m in microbatch if m is not None]
+    kinds = (
+        Action(stage, op, None if none else 0, peer)
+        for stage, op, none, peer in set(zip(stage, op, without, peer, strict=True))
+    )
+    in_range = min(named, default=0) >= 0 and max(named, default=0) < microbatches
+    return in_range and not any(_problem(kind, stages, microbatches) for kind in kinds)
 
 
 def _problem(action: Action, stages: int, microbatches: int) -> str | None:

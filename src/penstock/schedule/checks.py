@@ -93,7 +93,7 @@ def wrong_rank(packed: Packed) -> Iterator[Finding]:
 
 def order(packed: Packed) -> Iterator[Finding]:
     """What an action needs on its own rank stands before it; a message that it needs is posted there."""
-    for block in packed.blocks():
+    for block in packed.blocks:
         late = packed.late(block)
         if late.any():
             for after, before in zip(

@@ -220,25 +220,32 @@ class Packed:
         row: Column = self._where[self._number(lane)]
         return row
 
-    def blocks(self) -> Iterator[Block]:
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
         """Every need of every lane."""
-        for lane, at in self.lanes():
-            there = np.flatnonzero(at != NOWHERE)
-            for need in self.rule.needs(*lane):
-                met = self.find(need)
-                if lane.op is Op.REDUCE_GRAD:
-                    every = np.arange(len(met), dtype=np.int64)
-                    yield Block(lane, need, np.broadcast_to(at[0], met.shape), met, every)
-                else:
-                    shared = isinstance(need.op, Op) and need.op in STAGE_OPS
-                    before = np.broadcast_to(met[0], there.shape) if shared else met[there]
-                    yield Block(lane, need, at[there], before, there)
+        every = np.arange(self.schedule.microbatches, dtype=np.int64)
+        return tuple(
+            self._block(lane, at, need, every)
+            for lane, at in self.lanes()
+            for need in self.rule.needs(*lane)
+        )
+
+    def _block(self, lane: Lane, at: Column, need: Need, every: NDArray[np.int64]) -> Block:
+        met = self.find(need)
+        if lane.op is Op.REDUCE_GRAD:
+            return Block(lane, need, np.broadcast_to(at[0], met.shape), met, every)
+        if isinstance(need.op, Op) and need.op in STAGE_OPS:
+            met = np.broadcast_to(met[0], met.shape)
+        there = at != NOWHERE
+        if there.all():
+            return Block(lane, need, at, met, every)
+        return Block(lane, need, at[there], met[there], every[there])
 
     @cached_property
     def partner(self) -> Column:
         """For each SEND and RECV the action at the other end, else ``NOWHERE``."""
         partner = np.full(len(self), NOWHERE, np.int32)
-        for block in self.blocks():
+        for block in self.blocks:
             if block.lane.op in RECV_OPS:
                 partner[block.after] = block.before
                 met = block.before != NOWHERE
@@ -253,7 +260,7 @@ class Packed:
         An overlapped pair waits for both its halves at its first.
         """
         columns: list[Column] = []
-        for block in self.blocks():
+        for block in self.blocks:
             if block.lane.op not in MESSAGE_OPS:
                 waits = self._beyond(block)
                 at = block.after[waits] - self.is_half[block.after[waits]]

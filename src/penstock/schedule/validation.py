@@ -15,6 +15,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Action
 from penstock.schedule.base import Schedule
 from penstock.schedule.checks import CHECKS, Finding
+from penstock.schedule.collection import paused_collection
 from penstock.schedule.packed import NOWHERE, Packed
 from penstock.schedule.progress import circle, run
 
@@ -81,6 +82,7 @@ class Report:
         return "\n".join((head, *(f"  {problem}" for problem in self.problems)))
 
 
+@paused_collection()
 def validate(schedule: Schedule) -> Report:
     """Prove that a schedule completes, in time linear in its actions.
 

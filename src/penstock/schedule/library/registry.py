@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 from penstock.errors import ScheduleError
 from penstock.schedule.base import Schedule
+from penstock.schedule.collection import paused_collection
 from penstock.schedule.library.dualpipe_v import dualpipe_v
 from penstock.schedule.library.eager_1f1b import eager_1f1b
 from penstock.schedule.library.forward_only import forward_only
@@ -101,6 +102,7 @@ def find(name: str) -> tuple[str, Recipe]:
     return found, RECIPES[found]
 
 
+@paused_collection()
 def build(
     name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> Schedule:

@@ -3,98 +3,155 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import SEND_OPS, Action, Entry
-from penstock.schedule.base import Schedule, flat
+from penstock.schedule.action import COMPUTE_OPS, Action, Entry, Op, Overlap, Program
+from penstock.schedule.base import Schedule
+from penstock.schedule.collection import paused_collection
 from penstock.schedule.dependencies import Dependencies, counterpart
 
-Channels = dict[tuple[int, int, str], "deque[Action]"]
-"""Sends in order, per channel: sender's rank, receiver's rank, kind of message."""
+Channel = deque[Action]
+"""The receives of a channel, in the order of their sends."""
 
 
+class _Send(NamedTuple):
+    """A SEND that the actions of a stage and an op make possible, for any microbatch."""
+
+    stage: int
+    op: Op
+    peer: int | None
+    receive: Action
+    """Its RECV, for microbatch 0."""
+    channel: Channel
+    alone: bool
+    """Whether it needs no other action."""
+
+
+class _Receive(NamedTuple):
+    """A RECV that the actions of a stage and an op need, for any microbatch."""
+
+    action: Action
+    channel: Channel
+
+
+@paused_collection()
 def add_communication(schedule: Schedule) -> Schedule:
     """Add every SEND and RECV that the edges need, for values that change ranks.
 
-    A SEND follows the action that makes its value. A RECV stands one entry ahead of the action that
-    needs it, so that the transfer runs beside the entry between; messages of one channel keep the order
-    of their sends.
+    A SEND follows the action that makes its value. A RECV stands one computing entry ahead of the action
+    that needs it, so that the transfer runs beside the entry between; messages of one channel keep the order
+    of their sends. Stages on one rank hand over directly.
 
     Args:
-        schedule: compute actions only. One whose messages are spelled out already is returned as it is.
+        schedule: without messages. One whose messages are spelled out already is returned as it is.
 
     Raises:
         ScheduleError: an action needs a value that no action makes.
     """
     if schedule.communicates:
         return schedule
-    rule = Dependencies(schedule)
-    with_sends = [list(_add_sends(program, rule)) for program in schedule.programs]
-    channels = _channels(schedule, with_sends)
+    wiring = _Wiring(schedule)
+    with_sends = [wiring.add_sends(program) for program in schedule.programs]
     return schedule.with_programs(
-        _add_receives(rank, program, schedule, rule, channels)
-        for rank, program in enumerate(with_sends)
+        wiring.add_receives(rank, program) for rank, program in enumerate(with_sends)
     )
 
 
-def _add_sends(program: Iterable[Entry], rule: Dependencies) -> Iterator[Entry]:
-    done: set[Action] = set()
-    for entry in program:
-        yield entry
-        for action in flat((entry,)):
-            done.add(action)
-            yield from (send for send in rule.sends(action) if _is_due(send, done, rule))
+class _Wiring:
+    """The messages of a schedule's lanes, and its channels with what is on them."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._rule = Dependencies(schedule)
+        self._rank_of = schedule.placement.rank_of
+        self._channels: dict[tuple[int, int, Op], Channel] = {}
+        lanes = [(stage, op) for stage in range(schedule.stages) for op in COMPUTE_OPS]
+        self._sends = {lane: tuple(self._sends_of(*lane)) for lane in lanes}
+        self._receives = {lane: tuple(self._receives_of(*lane)) for lane in lanes}
+
+    def _sends_of(self, stage: int, op: Op) -> Iterator[_Send]:
+        for send in self._rule.sends(Action(stage, op, 0)):
+            alone = len(self._rule.needs(send.stage, send.op, send.peer)) == 1
+            channel = self._channel(send)
+            yield _Send(send.stage, send.op, send.peer, counterpart(send), channel, alone)
+
+    def _receives_of(self, stage: int, op: Op) -> Iterator[_Receive]:
+        for receive in self._rule.receives(Action(stage, op, 0)):
+            yield _Receive(receive, self._channel(counterpart(receive)))
+
+    def _channel(self, send: Action) -> Channel:
+        ranks = self._rank_of[send.stage], self._rank_of[send.peer_stage]
+        return self._channels.setdefault((*ranks, send.op), deque())
+
+    def add_sends(self, program: Program) -> list[Entry]:
+        """Put the sends behind the entries that make their values, and their receives on the channels."""
+        done: set[Action] = set()
+        placed: list[Entry] = []
+        for entry in program:
+            placed.append(entry)
+            if isinstance(entry, Overlap):
+                for action in entry:
+                    placed += self._post_sends(action, done)
+            else:
+                placed += self._post_sends(entry, done)
+        return placed
+
+    def _post_sends(self, action: Action, done: set[Action]) -> list[Action]:
+        """The sends of an action, with their receives put on the channels."""
+        stage, op, microbatch, _ = action
+        posted = []
+        for send in self._sends.get((stage, op), ()):
+            if send.alone or self._is_due(action, send, done):
+                posted.append(Action(send.stage, send.op, microbatch, send.peer))
+                to, receive, _, source = send.receive
+                send.channel.append(Action(to, receive, microbatch, source))
+        return posted
+
+    def _is_due(self, action: Action, send: _Send, done: set[Action]) -> bool:
+        """Whether the last of the actions whose gradients a message adds up is done."""
+        done.add(action)
+        message = Action(send.stage, send.op, action.microbatch, send.peer)
+        return all(needed in done for needed in self._rule.before(message))
+
+    def add_receives(self, rank: int, program: list[Entry]) -> list[Entry]:
+        """Put the receives of each entry before the computing entry that precedes it."""
+        early: set[Action] = set()
+        placed: list[Entry] = []
+        before = 0
+        for entry in program:
+            actions = entry if isinstance(entry, Overlap) else (entry,)
+            if actions[0].op in COMPUTE_OPS:
+                receives = [
+                    posted
+                    for action in actions
+                    for receive in self._receives[action[0], action[1]]
+                    for posted in _post(rank, receive, action, early)
+                ]
+                placed[before:before] = receives
+                before = len(placed)
+            placed.append(entry)
+        return placed
 
 
-def _is_due(send: Action, done: set[Action], rule: Dependencies) -> bool:
-    return all(action in done for action in rule.before(send))
+def _post(rank: int, receive: _Receive, action: Action, early: set[Action]) -> list[Action]:
+    """The receives to post for an action: its own, after those ahead of it on the channel.
 
-
-def _channels(schedule: Schedule, programs: list[list[Entry]]) -> Channels:
-    channels: Channels = {}
-    for rank, program in enumerate(programs):
-        for action in flat(program):
-            if action.op in SEND_OPS:
-                to = schedule.placement.rank_of[action.peer_stage]
-                channels.setdefault((rank, to, action.op), deque()).append(action)
-    return channels
-
-
-def _add_receives(
-    rank: int, program: list[Entry], schedule: Schedule, rule: Dependencies, channels: Channels
-) -> list[Entry]:
-    """Put the receives of each entry before the computing entry that precedes it."""
-    posted: set[Action] = set()
-    placed: list[Entry] = []
-    last = 0
-    for entry in program:
-        sends = isinstance(entry, Action) and entry.op in SEND_OPS
-        if not sends:
-            needed = [r for action in flat((entry,)) for r in rule.receives(action)]
-            receives = _post(rank, needed, posted, schedule, channels)
-            placed[last:last] = receives
-            last = len(placed)
-        placed.append(entry)
-    return placed
-
-
-def _post(
-    rank: int, needed: list[Action], posted: set[Action], schedule: Schedule, channels: Channels
-) -> list[Action]:
-    """The receives to post for ``needed``: those, and the ones ahead of them on their channels."""
+    Args:
+        rank: whose program it is.
+        receive: what the action needs.
+        action: the action.
+        early: what has been posted ahead of its need; changed.
+    """
+    stage, op, _, peer = receive.action
+    wanted = Action(stage, op, action[2], peer)
+    if wanted in early:
+        early.remove(wanted)
+        return []
     order: list[Action] = []
-    for receive in needed:
-        send = counterpart(receive)
-        channel = channels.get(
-            (schedule.placement.rank_of[send.stage], rank, send.op), deque[Action]()
-        )
-        while receive not in posted:
-            if not channel:
-                raise ScheduleError(
-                    f"rank {rank}: {receive} is needed, but no action makes its value"
-                )
-            ahead = counterpart(channel.popleft())
-            posted.add(ahead)
-            order.append(ahead)
+    while not order or order[-1] != wanted:
+        if not receive.channel:
+            raise ScheduleError(f"rank {rank}: {wanted} is needed, but no action makes its value")
+        order.append(receive.channel.popleft())
+    early.update(order[:-1])
     return order

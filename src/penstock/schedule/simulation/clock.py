@@ -64,7 +64,7 @@ def _check_needs(packed: Packed) -> None:
     lonely = np.flatnonzero(packed.messages & (packed.partner == NOWHERE))
     if len(lonely):
         raise _refusal(packed, int(lonely[0]), "has nothing at its other end")
-    for block in packed.blocks():
+    for block in packed.blocks:
         wrong = np.flatnonzero(packed.late(block) | (block.before == NOWHERE))
         if len(wrong):
             needed = packed.rule.settle(block.need, int(block.microbatch[wrong[0]]))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from penstock.errors import UsageError
 from penstock.schedule.action import COMPUTE_OPS, MESSAGE_OPS, WAIT_SEND_OPS, Action, Op
 from penstock.schedule.base import Schedule
+from penstock.schedule.collection import paused_collection
 from penstock.schedule.packed import CODE, NOWHERE, Packed
 from penstock.schedule.simulation.causes import Causes
 from penstock.schedule.simulation.clock import Numbers, Prices, Times, run_clocks
@@ -175,6 +176,7 @@ class Simulation:
         return Span(int(self._packed.rank[number]), self._packed.action(number), start, end)
 
 
+@paused_collection()
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Run a schedule on one simulated clock a rank: each action starts as soon as its rank and needs allow.
 
@@ -193,6 +195,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     return Simulation(packed, costs, run_clocks(packed, prices(packed, costs)))
 
 
+@paused_collection()
 def replay(
     schedule: Schedule, durations: Mapping[Action, float], *, latency: float = 0
 ) -> Timeline:
