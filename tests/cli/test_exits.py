@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import typer
 
+from penstock.cli import exits
 from penstock.cli.exits import guarded, leaving_on_sigterm
 from penstock.errors import InputFileError, ScheduleError, StageError, UsageError
 
@@ -61,10 +62,18 @@ def test_a_crash_keeps_its_traceback(error: Exception, capsys: Capture) -> None:
     assert str(error) in shown
 
 
-def test_one_process_of_a_machine_speaks(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_other_processes_let_the_first_one_speak(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    said_before: list[tuple[float, str]] = []
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(
+        "penstock.cli.exits.time.sleep",
+        lambda seconds: said_before.append((seconds, capsys.readouterr().err)),
+    )
     assert guarded(raising(UsageError("wrong"))) == 2
-    assert capsys.readouterr().err == ""
+    assert said_before == [(exits.PATIENCE, "")]
+    assert capsys.readouterr().err == "penstock: wrong\n"
 
 
 def terminate_while_open(left: list[str]) -> None:

@@ -59,7 +59,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", *command],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=90,
         env={**os.environ, **environment},
         check=False,
     )
@@ -170,7 +170,7 @@ def test_no_command(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_torchrun_gives_the_losses_of_one_process_bit_for_bit(text: Path) -> None:
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     many = run(*torchrun, "penstock", "train", *small(text, out=text.parent / "many"))
@@ -187,7 +187,7 @@ def test_torchrun_gives_the_losses_of_one_process_bit_for_bit(text: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_a_mistake_under_torchrun_is_told_once(text: Path) -> None:
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     done = run(*torchrun, "penstock", "train", *small(text, microbatches=9))
@@ -196,18 +196,15 @@ def test_a_mistake_under_torchrun_is_told_once(text: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_that_is_stopped_keeps_its_metrics(
-    text: Path, number: signal.Signals, status: int
-) -> None:
+@pytest.mark.timeout(120)
+def test_a_run_that_is_interrupted_keeps_its_metrics(text: Path) -> None:
     command = [sys.executable, "-m", "penstock", "train", *small(text, steps=100_000)]
     metrics = text.parent / "run" / "metrics.jsonl"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.1)
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=30)
-    assert process.returncode == status
-    assert b"Traceback" not in told
+    assert process.returncode == 130
+    assert told == b"penstock: interrupted\n"
     assert records(text.parent / "run")

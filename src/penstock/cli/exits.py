@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ INPUT = 65
 FAILURE = 70
 INTERRUPTED = 130
 TERMINATED = 143
+
+PATIENCE = 10.0
+"""Seconds that the other processes of a machine leave to the first one to say what is wrong."""
 
 
 @runtime_checkable
@@ -75,6 +79,11 @@ def _report(error: Exception) -> int:
 
 
 def _tell(message: str) -> None:
-    """Print one line, once for a machine: under torchrun all its processes have the same to say."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"penstock: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
+    """Print one line, as a rule once for a machine.
+
+    Under torchrun all processes have the same to say. The first one says it and ends, upon which
+    torchrun ends the others; one that is still there after a while has something of its own to say.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(PATIENCE)
+    print(f"penstock: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201

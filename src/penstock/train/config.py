@@ -37,8 +37,8 @@ class TrainConfig(BaseModel):
     schedule: Text = _setting("1F1B", "Pipeline", "Name of the schedule.")
     microbatches: Count = _setting(8, "Pipeline", "Parts into which a batch is split.")
     device: Text = _setting("cpu", "Pipeline", "Where to compute: cpu, cuda or cuda:<index>.")
-    threads: Count | None = _setting(
-        None, "Pipeline", "Threads of each process. Default: what torch takes."
+    threads: Count = _setting(
+        1, "Pipeline", "Threads of each process; with 1, torchrun gives the bits of one process."
     )
 
     layers: Count = _setting(4, "Model", "Transformer blocks.")
@@ -62,7 +62,7 @@ class TrainConfig(BaseModel):
     held_out_batches: Count = _setting(
         16, "Text and output", "Batches of held-out text at the end."
     )
-    prompt: Text = _setting("\n", "Text and output", "Beginning of the sample.")
+    prompt: Text = _setting("def ", "Text and output", "Beginning of the sample.")
     sample_length: Amount = _setting(200, "Text and output", "Bytes of generated text.")
     temperature: Positive = _setting(0.7, "Text and output", "Randomness of the sample.")
     log_every: Count = _setting(10, "Text and output", "Steps between measured, printed steps.")

@@ -65,8 +65,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
         UsageError: settings that cannot be used here.
         InputFileError: the text is too short.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads)
     corpus = texts.load(config.data, config.sequence)
     with make_pipeline(config) as pipe:
         folder = _claim(pipe, config.out)
@@ -94,7 +93,7 @@ def introduction(config: TrainConfig, corpus: Corpus) -> str:
         f"model: {shape.parameters:,} parameters, {config.layers} layers in {schedule.stages} stages on "
         f"{schedule.ranks} ranks\n"
         f"schedule: {schedule.name}, {config.microbatches} microbatches; {config.device}, "
-        f"threads a process: {torch.get_num_threads()}\n"
+        f"threads a process: {config.threads}\n"
         f"text: {corpus.name}, {corpus.files:,} files, {len(corpus.training) / 1e6:.2f} MB to train on, "
         f"{len(corpus.held_out) / 1e6:.2f} MB held out"
     )
@@ -232,12 +231,13 @@ class Run:
         prompt = config.prompt.encode()
         sampling = Sampling(config.sample_length, config.temperature, config.sequence, config.seed)
         text = generate(self._pipe.predict, prompt, sampling)
-        self._console.rule("sample", align="left")
-        self._console.print(
-            Text(readable(prompt), style="dim").append(readable(text), style="not dim"),
-            soft_wrap=True,
-        )
-        self._console.rule()
+        if text:
+            self._console.rule("sample", align="left")
+            self._console.print(
+                Text(readable(prompt), style="dim").append(readable(text), style="not dim"),
+                soft_wrap=True,
+            )
+            self._console.rule()
         return text
 
     def _keep_timeline(self) -> None:
