@@ -19,7 +19,7 @@ from penstock.plan import Plan, Stages, cut, make_plan
 from penstock.runtime import Order, Rank, Report, Task, agree_plan, channels, check_stages, drive
 from penstock.schedule import Schedule, Span, Timeline, parse_action, replay
 from penstock.schedule.base import flat
-from penstock.stage import PipelineStage
+from penstock.stage import PipelineStage, home_of
 from penstock.step import Loss, LossFunction, Reduction, StepResult, scale_gradients
 from penstock.transport import Transport, connect, in_process, launched
 
@@ -65,12 +65,17 @@ class Pipeline:
         group: Any = None,
     ) -> None:
         home = _device(device)
-        ends = _connect(home, group)
-        plan = make_plan(schedule, ranks or (ends[0].ranks if ends else None), stages, microbatches)
+        found = _connect(home or home_of(model), group)
+        plan = make_plan(
+            schedule, ranks or (found[0].ranks if found else None), stages, microbatches
+        )
+        ends = _checked(plan, found)
         parts = cut(model, stages, plan.stages).modules
-        made = [PipelineStage(part, i, plan.stages, home) for i, part in enumerate(parts)]
+        # Only these are moved to the device: the others may not fit there.
+        held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
+        made = [PipelineStage(parts[i], i, plan.stages, home) for i in held]
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
-        self._set_up(plan, ends or in_process(plan.ranks), made, loss, rules)
+        self._set_up(plan, ends, made, loss, rules)
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -97,12 +102,12 @@ class Pipeline:
         """
         if not stages:
             raise UsageError("no stages were given; give this rank's stages")
-        ends = _connect(stages[0].device, group)
-        ranks = ends[0].ranks if ends else None
+        found = _connect(stages[0].device, group)
+        ranks = found[0].ranks if found else None
         plan = make_plan(schedule, ranks, stages[0].count, microbatches)
         pipe = cls.__new__(cls)
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
-        pipe._set_up(plan, ends or in_process(plan.ranks), stages, loss, rules)
+        pipe._set_up(plan, _checked(plan, found), stages, loss, rules)
         return pipe
 
     def _set_up(
@@ -114,10 +119,6 @@ class Pipeline:
         rules: Rules | None,
     ) -> None:
         schedule = plan.training
-        if ends[0].ranks != plan.ranks:
-            raise UsageError(
-                f"{ends[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process a rank"
-            )
         self._plan, self._loss, self._rules = plan, loss, rules
         self._ranks = [Rank(end, _held(schedule, end, stages, len(ends))) for end in ends]
         self._failure: BaseException | None = None
@@ -182,6 +183,10 @@ class Pipeline:
         """
         if self._loss is None:
             raise UsageError("step needs a loss; give the Pipeline a loss_fn")
+        if not self._plan.training.trains:
+            raise UsageError(
+                f"the schedule {self.schedule.name!r} has no backward; eval does without"
+            )
         parts, targets = self._parts(args, kwargs, target, self._plan.microbatches)
         order = Order(self._plan.training, parts, targets, self._loss, record=record)
         return self._carry_out(order)
@@ -267,7 +272,7 @@ class Pipeline:
             count = min(self._plan.microbatches, _samples(args, kwargs, self._rules))
         parts = split(args, kwargs, count, self._rules)
         if target is None:
-            return parts, []
+            return parts, [None] * count
         targets = split((target,), {}, count)
         unlike = [(a.samples, b.samples) for a, b in zip(parts, targets, strict=True)]
         if any(a != b and a and b for a, b in unlike):
@@ -351,13 +356,21 @@ def _connect(device: torch.device | None, group: Any) -> list[Transport]:
     return [connect(device or torch.device("cpu"), group)]
 
 
+def _checked(plan: Plan, found: Sequence[Transport]) -> Sequence[Transport]:
+    """The ends that are there, or those of all ranks in this process."""
+    if found and found[0].ranks != plan.ranks:
+        raise UsageError(
+            f"{found[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process a rank"
+        )
+    return found or in_process(plan.ranks)
+
+
 def _held(
     schedule: Schedule, end: Transport, stages: Sequence[PipelineStage], ends: int
 ) -> list[PipelineStage]:
-    """The stages of a rank. In one process, and from a whole model, there are others to leave out."""
-    everything = ends > 1 or len(stages) == schedule.stages
+    """The stages of a rank. In one process there are those of other ranks to leave out."""
     expected = schedule.placement.stages_on(end.rank)
-    held = [s for s in stages if s.index in expected] if everything else list(stages)
+    held = [stage for stage in stages if stage.index in expected or ends == 1]
     check_stages(schedule, end.rank, held)
     return held
 

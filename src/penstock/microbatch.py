@@ -60,9 +60,11 @@ def split(
 
     Raises:
         MicrobatchError: a rule for no argument, a tensor without its dimension, tensors that disagree
-            about the batch size, or fewer samples than microbatches.
+            about the batch size, fewer samples than microbatches, or no microbatch.
     """
-    named = {**dict(enumerate(args)), **kwargs}
+    if count < 1:
+        raise MicrobatchError(f"a batch cannot be split into {count} microbatches; use at least 1")
+    named: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
     found = dict(rules or {})
     unknown = [key for key in found if key not in named]
     if unknown:
@@ -137,7 +139,9 @@ def _cut(value: Any, rule: Rule, start: int, stop: int) -> Any:
     if isinstance(value, Tensor):
         return value.narrow(rule.dim, start, stop - start)
     if isinstance(value, (tuple, list)):
-        return type(value)(_cut(item, rule, start, stop) for item in value)
+        # A named tuple is made by a method of its own.
+        make = getattr(value, "_make", type(value))
+        return make(_cut(item, rule, start, stop) for item in value)
     if isinstance(value, dict):
         return {key: _cut(item, rule, start, stop) for key, item in value.items()}
     return value
@@ -155,11 +159,11 @@ def merge(outputs: Sequence[Any], dim: int = 0) -> Any:
         MicrobatchError: the structures or values differ.
     """
     first = outputs[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(outputs), dim) if first.dim() else torch.stack(list(outputs))
     if any(type(output) is not type(first) for output in outputs):
         kinds = sorted({type(output).__name__ for output in outputs})
         raise MicrobatchError(f"microbatches gave outputs of different types: {kinds}")
+    if isinstance(first, Tensor):
+        return _joined(outputs, dim)
     if isinstance(first, (tuple, list)):
         return type(first)(merge(items, dim) for items in _columns(outputs))
     if isinstance(first, dict):
@@ -167,6 +171,18 @@ def merge(outputs: Sequence[Any], dim: int = 0) -> Any:
     if any(output != first for output in outputs):
         raise MicrobatchError(f"microbatches gave different values: {list(outputs)}")
     return first
+
+
+def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    if not tensors[0].dim():
+        return torch.stack(list(tensors))
+    try:
+        return torch.cat(list(tensors), dim)
+    except (RuntimeError, IndexError) as error:
+        shapes = [list(tensor.shape) for tensor in tensors]
+        raise MicrobatchError(
+            f"outputs of the shapes {shapes} cannot be put together along dimension {dim}"
+        ) from error
 
 
 def _columns(outputs: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -149,11 +149,14 @@ def cut(model: nn.Module, stages: Stages, count: int) -> Partition:
         PartitionError: it cannot be cut so; the message says how to say it.
     """
     if isinstance(stages, Partition):
+        stages.check_covers(model)
         return stages
     if stages is not None and not isinstance(stages, int):
         return cut_chain(model, stages)
-    if isinstance(model, nn.Sequential):
+    if isinstance(model, nn.Sequential) and count > 1:
         return cut_sequential(model, count)
+    if count == 1:
+        return Partition((model,))
     raise PartitionError(
         f"a {type(model).__name__} is cut at module paths: stages=[['embed', 'blocks.0'], ['blocks.1', "
         "'head']] names each stage's modules in the order of the calls"

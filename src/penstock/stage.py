@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from penstock.backward import stage_backward, stage_backward_input, stage_backward_weight
 from penstock.errors import UsageError
 from penstock.specs import flatten, unflatten
 
+T = TypeVar("T")
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -52,7 +52,7 @@ class PipelineStage:
             raise UsageError(f"stage {index} of {count}: stages count from 0")
         self.index = index
         self.count = count
-        self.device = _home(module) if device is None else torch.device(device)
+        self.device = home_of(module) if device is None else torch.device(device)
         self.module = module.to(self.device)
         self._forwards: dict[int, _Forward] = {}
         self._halves: dict[int, list[Any]] = {}
@@ -109,14 +109,14 @@ class PipelineStage:
         Returns:
             A gradient or ``None`` for each tensor among forward's arguments, in order.
         """
-        done = self._forwards.pop(microbatch)
+        done = self._taken(self._forwards, microbatch, "forward")
         return stage_backward(done.roots, output_grads, done.leaves)
 
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None
     ) -> Gradients:
         """The inputs' half of backward; arguments and result as :meth:`backward`."""
-        done = self._forwards.pop(microbatch)
+        done = self._taken(self._forwards, microbatch, "forward")
         found, halves = stage_backward_input(
             done.roots,
             output_grads,
@@ -129,8 +129,16 @@ class PipelineStage:
 
     def backward_weight(self, microbatch: int) -> None:
         """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
-        halves = self._halves.pop(microbatch)
+        halves = self._taken(self._halves, microbatch, "backward_input")
         stage_backward_weight(self.module.parameters(), halves, return_grads=False)
+
+    def _taken(self, left: dict[int, T], microbatch: int, by: str) -> T:
+        if microbatch not in left:
+            raise UsageError(
+                f"stage {self.index}: microbatch {microbatch} has no {by} that is still to be used; "
+                f"{by} with gradients enabled comes first, and once for each backward"
+            )
+        return left.pop(microbatch)
 
     def clear(self) -> None:
         """Drop whatever microbatches have left here."""
@@ -138,7 +146,8 @@ class PipelineStage:
         self._halves.clear()
 
 
-def _home(module: nn.Module) -> torch.device:
+def home_of(module: nn.Module) -> torch.device:
+    """Where a module's first parameter is; the CPU for a module without parameters."""
     first = next(module.parameters(), None)
     return torch.device("cpu") if first is None else first.device
 
@@ -147,13 +156,13 @@ class _Enter(torch.autograd.Function):
     """Makes a non-leaf of a leaf without copying it and without it being a view."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, leaf: Tensor) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
         # Shares the version counter: a change in place of what another stage still needs is found.
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:  # type: ignore[override] # one output
-        return grad
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0]
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -168,6 +177,6 @@ def _enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor],
         fresh = tensor.requires_grad and torch.is_grad_enabled()
         leaf = tensor.detach().requires_grad_() if fresh else tensor
         leaves.append(leaf)
-        entered.append(_Enter.apply(leaf) if fresh else tensor)
+        entered.append(cast("Any", _Enter).apply(leaf) if fresh else tensor)
     call = unflatten(structure, entered)
     return leaves, call if kwargs else (call, {})

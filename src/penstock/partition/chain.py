@@ -17,23 +17,29 @@ class ChainStage(nn.Module):
 
     Args:
         model: the whole model.
-        paths: the modules' paths in it, in the order of the calls. A tuple that one gives becomes the
-            next one's positional arguments.
+        paths: the modules' paths in it, in the order of the calls.
+        spread: whether a tuple that one gives becomes the next one's positional arguments; else it is
+            passed as it is, like ``nn.Sequential`` does.
     """
 
-    def __init__(self, model: nn.Module, paths: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, paths: Sequence[str], *, spread: bool = True) -> None:
         super().__init__()
         self._paths = tuple(paths)
+        self._spread = spread
         for path in self._paths:
             _graft(self, path, model.get_submodule(path))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the modules in order; the arguments go to the first."""
+        if not self._spread and len(args) > 1:
+            # Between stages a tuple travels as several arguments; here it is one again.
+            args = (args,)
         first, *rest = self._paths
         value = self.get_submodule(first)(*args, **kwargs)
         for path in rest:
             module = self.get_submodule(path)
-            value = module(*value) if isinstance(value, tuple) else module(value)
+            spread = self._spread and isinstance(value, tuple)
+            value = module(*value) if spread else module(value)
         return value
 
 
@@ -42,7 +48,7 @@ def _graft(root: nn.Module, path: str, module: nn.Module) -> None:
     *way, name = path.split(".")
     holder = root
     for step in way:
-        if step not in dict(holder.named_children()):
+        if not isinstance(getattr(holder, step, None), nn.Module):
             holder.add_module(step, nn.Module())
         holder = holder.get_submodule(step)
     holder.add_module(name, module)
@@ -58,35 +64,45 @@ def cut_chain(model: nn.Module, stages: Sequence[Sequence[str]]) -> Partition:
     Raises:
         PartitionError: an unknown path, a stage without modules, a parameter in no stage or in two.
     """
-    known = dict(model.named_modules())
+    return _cut(model, stages, spread=True)
+
+
+def _cut(model: nn.Module, stages: Sequence[Sequence[str]], *, spread: bool) -> Partition:
+    known = _paths(model)
     unknown = [path for paths in stages for path in paths if path not in known]
     if unknown:
         raise PartitionError(
-            f"no modules {unknown} in the model; its paths are like {_some(known)}"
+            f"no modules {unknown} in the model; its paths are like {', '.join(known[:5])}"
         )
     empty = [index for index, paths in enumerate(stages) if not paths]
     if empty:
         raise PartitionError(f"stages {empty} have no modules; name at least one for each stage")
-    partition = Partition(tuple(ChainStage(model, paths) for paths in stages))
+    partition = Partition(tuple(ChainStage(model, paths, spread=spread) for paths in stages))
     partition.check_covers(model)
     return partition
 
 
-def _some(known: dict[str, nn.Module]) -> str:
-    return ", ".join(list(known)[1:6])
+def _paths(model: nn.Module) -> list[str]:
+    """Every path to a module; one that is used at several places has several."""
+    return [path for path, _ in model.named_modules(remove_duplicate=False) if path]
 
 
 def cut_sequential(model: nn.Sequential, stages: int) -> Partition:
     """Cut an ``nn.Sequential`` into runs of its children, as equal in number as can be.
 
     Raises:
-        PartitionError: more stages than children.
+        PartitionError: more stages than children, a parameter in two stages, or a forward of its own.
     """
-    names = [name for name, _ in model.named_children()]
+    if type(model).forward is not nn.Sequential.forward:
+        raise PartitionError(
+            f"{type(model).__name__} has a forward of its own, which need not be the chain of its "
+            "modules; name each stage's modules in stages= if it is"
+        )
+    names = [path for path in _paths(model) if "." not in path]
     if not 1 <= stages <= len(names):
         raise PartitionError(
             f"{len(names)} modules cannot be cut into {stages} stages; use from 1 to {len(names)}"
         )
     size, rest = divmod(len(names), stages)
     starts = [index * size + min(index, rest) for index in range(stages + 1)]
-    return cut_chain(model, [names[a:b] for a, b in pairwise(starts)])
+    return _cut(model, [names[a:b] for a, b in pairwise(starts)], spread=False)

@@ -25,13 +25,25 @@ def save_stage(module: nn.Module, folder: Path, stage: int, stages: int) -> dict
     Returns:
         The bytes of each tensor, by the name it has in the unsplit model.
     """
-    tensors = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
+    tensors = _apart(module.state_dict())
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / stage_file(stage, stages)
     partial = target.with_suffix(".partial")
     save_file(tensors, partial, metadata={"format": "pt"})
     os.replace(partial, target)
     return {name: _bytes(tensor) for name, tensor in tensors.items()}
+
+
+def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that share no memory, as the format wants; tied ones are written under each name."""
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        data = tensor.detach().cpu().contiguous()
+        place = data.untyped_storage().data_ptr()
+        found[name] = data.clone() if place in seen else data
+        seen.add(place)
+    return found
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from penstock.errors import AgreementError, PenstockError, StageError
+from penstock.errors import AgreementError, SpecError, StageError
 from penstock.runtime.arguments import as_arguments, as_values
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.machine import Specs
@@ -42,11 +43,16 @@ def agree_plan(transport: Transport, schedule: Schedule) -> Task[None]:
         raise AgreementError(f"ranks differ, by rank: {listed}")
 
 
+Traits = tuple[tuple[torch.dtype, bool], ...]
+"""Of each parameter of a rank its type and whether it is trained."""
+
+
 class SpecBook:
     """The specs that were agreed on, by what the model was called with."""
 
     def __init__(self) -> None:
         self._pages: dict[str, Specs] = {}
+        self._traits: Traits | None = None
 
     def __contains__(self, call: str) -> bool:
         return call in self._pages
@@ -57,6 +63,15 @@ class SpecBook:
     def write(self, call: str, specs: Specs) -> None:
         """Enter what was agreed on for a call."""
         self._pages[call] = specs
+
+    def outdated(self, traits: Traits) -> bool:
+        """Whether parameters were frozen, thawed or cast since the last call."""
+        last, self._traits = self._traits, traits
+        return last not in (None, traits)
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._pages.clear()
 
 
 def agree_specs(
@@ -81,30 +96,46 @@ def agree_specs(
         AgreementError: ranks were called with different shapes.
         StageError: a stage refused its arguments; raised on every rank.
     """
-    # Calls alike share one object, so that a step of many microbatches describes few of them.
-    described = {key: call.digest() for key, call in {id(call): call for call in calls}.items()}
-    digests = [described[id(call)] for call in calls]
+    digests = _digests(calls, "train" if program.schedule.trains else "evaluate")
+    changed = book.outdated(_traits(stages))
     new = any(digest not in book for digest in digests)
-    ticket = transport.sum(_control_word(new, digests))
+    ticket = transport.sum(_control_word(changed, new, digests))
     yield Wait(ticket, transport.rank, "waits to hear whether shapes changed")
-    news, first, second = (int(number) for number in ticket.take())
+    outdated, news, first, second = (int(number) for number in ticket.take())
     # By Cauchy and Schwarz the ranks' numbers are all equal exactly if this holds.
     if transport.ranks * second != first * first:
         raise AgreementError(
             "ranks were called with different shapes; pass every rank the same batch"
         )
-    if news:
+    if outdated:
+        book.clear()
+    if outdated or news:
         for digest, call in dict(zip(digests, calls, strict=True)).items():
             specs = yield from _exchange(program, stages, transport, call)
             book.write(digest, specs)
     return [book[digest] for digest in digests]
 
 
-def _control_word(new: bool, digests: Sequence[str]) -> torch.Tensor:
-    """Whether shapes are new here, and a number that stands for the shapes, with its square."""
+def _digests(calls: Sequence[ValueSpec], mode: str) -> list[str]:
+    """A text for each call. In training a model may give other values than in evaluation."""
+    # Calls alike share one object, so that a step of many microbatches describes few of them.
+    described = {key: call.digest() for key, call in {id(call): call for call in calls}.items()}
+    return [f"{mode} {described[id(call)]}" for call in calls]
+
+
+def _traits(stages: Mapping[int, PipelineStage]) -> Traits:
+    return tuple(
+        (parameter.dtype, parameter.requires_grad)
+        for stage in stages.values()
+        for parameter in stage.module.parameters()
+    )
+
+
+def _control_word(changed: bool, new: bool, digests: Sequence[str]) -> torch.Tensor:
+    """Whether agreed specs are void or missing here, and a number for the shapes, with its square."""
     text = "\n".join(digests).encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:3])
-    return torch.tensor([int(new), number, number * number], dtype=torch.int64)
+    return torch.tensor([changed, new, number, number * number], dtype=torch.int64)
 
 
 def _exchange(
@@ -121,9 +152,15 @@ def _exchange(
         yield Wait(ticket, transport.rank, f"waits for the shapes of stage {index}")
         found: dict[str, Any] = ticket.take()[owner]
         if "error" in found:
-            raise StageError(f"rank {owner}, stage {index}: {found['error']}")
+            raise _refused(owner, index, found)
         specs |= {name: ValueSpec.from_json(spec) for name, spec in found["specs"].items()}
     return specs
+
+
+def _refused(rank: int, stage: int, found: Mapping[str, str]) -> StageError:
+    error = StageError(f"rank {rank}, stage {stage}, before microbatch 0: {found['error']}")
+    error.add_note(f"on rank {rank}:\n{found['trace']}")
+    return error
 
 
 def _describe(
@@ -136,10 +173,11 @@ def _describe(
             stage.module, _call_of(program, stage.index, call, specs), stage.device
         )
         return {"specs": _by_name(given, output)}
-    except PenstockError as error:
-        return {"error": str(error)} if not stage.is_last else {"specs": {}}
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        if isinstance(error, SpecError) and stage.is_last:
+            # The output stays here unless somebody asks for it.
+            return {"specs": {}}
+        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
 
 
 def _by_name(given: Sequence[Any], output: ValueSpec) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.errors import SpecError
 from penstock.schedule import Edge
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -22,7 +23,15 @@ def as_arguments(taken: Sequence[Edge], values: Mapping[str, Any]) -> Call:
 
 
 def as_values(given: Sequence[Edge], output: Any) -> dict[str, Any]:
-    """The values that a stage's output holds: the whole output, or several by name from a dict."""
+    """The values that a stage's output holds: the whole output, or several by name from a dict.
+
+    Raises:
+        SpecError: several are needed and the output is no dict that has them all.
+    """
     if len(given) == 1:
         return {given[0].value: output}
-    return {edge.value: output[edge.value] for edge in given}
+    names = [edge.value for edge in given]
+    if not isinstance(output, dict) or not output.keys() >= set(names):
+        found = list(output) if isinstance(output, dict) else f"a {type(output).__name__}"
+        raise SpecError(f"stage {given[0].source} must give a dict with {names}; it gave {found}")
+    return {name: output[name] for name in names}

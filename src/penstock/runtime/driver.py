@@ -48,7 +48,8 @@ def _run_alone(task: Task[T]) -> T:
             return done.value  # type: ignore[no-any-return] # a generator's result has no type
         try:
             wait.ticket.wait()
-        except MessageError as error:
+        except RuntimeError as error:
+            # Also what a process group raises for a peer that is gone or too slow.
             raise MessageError(f"{wait}: {error}") from error
 
 

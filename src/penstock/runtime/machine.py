@@ -116,16 +116,18 @@ class Machine:
     def _do(self, action: Action) -> None:
         try:
             self._handlers[action.op](action)
+        except StageError as error:
+            raise self._failed(action, str(error)) from error.__cause__
         except PenstockError as error:
             error.add_note(f"on rank {self._program.rank}, in {action}")
             raise
         except Exception as error:
-            raise self._failed(action, error) from error
+            raise self._failed(action, f"{type(error).__name__}: {error}") from error
 
-    def _failed(self, action: Action, error: Exception) -> StageError:
+    def _failed(self, action: Action, what: str) -> StageError:
         return StageError(
             f"rank {self._program.rank}, stage {action.stage}, microbatch {action.microbatch}, "
-            f"action {action}: {type(error).__name__}: {error}"
+            f"action {action}: {what}"
         )
 
     # ---- compute
@@ -203,7 +205,8 @@ class Machine:
         start = 0
         for edge in self._program.taken(stage.index):
             stop = start + len(self._spec(edge, microbatch).tensors)
-            self._gradients.put(edge.value, microbatch, stage.index, grads[start:stop])
+            if edge.gradient:
+                self._gradients.put(edge.value, microbatch, stage.index, grads[start:stop])
             start = stop
 
     def _timed(self, action: Action) -> Any:

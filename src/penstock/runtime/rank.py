@@ -82,12 +82,11 @@ class Rank:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The trainable parameters of its stages, stage by stage."""
+        """The parameters of its stages, stage by stage; also frozen ones, which may thaw."""
         return [
             parameter
             for index in sorted(self.stages)
             for parameter in self.stages[index].module.parameters()
-            if parameter.requires_grad
         ]
 
     def run(self, order: Order) -> Task[Report]:
@@ -158,7 +157,7 @@ class Rank:
         """The 2-norm of all gradients of the pipeline.
 
         Args:
-            counts: how many trainable parameters each rank holds.
+            counts: how many parameters each rank holds.
         """
         squares = torch.zeros(sum(counts), dtype=torch.float64)
         start = sum(counts[: self.number])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,8 +19,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def infer_output(module: nn.Module, arguments: ValueSpec, device: torch.device) -> ValueSpec:
     """The spec of what ``module`` gives for arguments of a spec.
 
-    It runs on the meta device where the module's code allows it, which computes nothing; else for real,
-    on zeros. Either way parameters, buffers, gradients and random state stay as they were.
+    A copy of it without data runs on the meta device where the module's code allows that, which computes
+    nothing; else the module itself for real, on zeros. Either way parameters, buffers, gradients and random
+    state stay as they were.
 
     Args:
         module: a stage.
@@ -30,22 +32,19 @@ def infer_output(module: nn.Module, arguments: ValueSpec, device: torch.device) 
         Exception: whatever the module raises when run for real.
     """
     try:
-        return _run(module, arguments, torch.device("meta"), _as_meta)
+        return _run(_without_data(module), {}, arguments, torch.device("meta"))
     except Exception:
         with torch.random.fork_rng(_generators(device), device_type=device.type):
-            return _run(module, arguments, device, torch.clone)
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            return _run(module, buffers, arguments, device)
 
 
 def _run(
-    module: nn.Module,
-    arguments: ValueSpec,
-    device: torch.device,
-    stand_in: Callable[[Tensor], Tensor],
+    module: nn.Module, buffers: dict[str, Tensor], arguments: ValueSpec, device: torch.device
 ) -> ValueSpec:
     args, kwargs = arguments.fill([_argument(spec, device) for spec in arguments.tensors])
-    state = _state(module, stand_in)
     with device, torch.enable_grad():
-        return ValueSpec.of(functional_call(module, state, args, kwargs))
+        return ValueSpec.of(functional_call(module, buffers, args, kwargs))
 
 
 def _argument(spec: Any, device: torch.device) -> Tensor:
@@ -54,16 +53,15 @@ def _argument(spec: Any, device: torch.device) -> Tensor:
     return tensor.requires_grad_(spec.requires_grad) * 1 if spec.requires_grad else tensor
 
 
-def _state(module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Stand-ins for buffers, which forward may change, and on meta for parameters."""
-    buffers = {name: stand_in(buffer) for name, buffer in module.named_buffers()}
-    if stand_in is not _as_meta:
-        return buffers
-    return buffers | {name: stand_in(p) for name, p in module.named_parameters()}
+def _without_data(module: nn.Module) -> nn.Module:
+    """A copy on the meta device: what forward leaves in it, such as a cache, is not left in the module."""
+    parameters = {id(p): nn.Parameter(_as_meta(p), p.requires_grad) for p in module.parameters()}
+    buffers = {id(buffer): _as_meta(buffer) for buffer in module.buffers()}
+    return copy.deepcopy(module, {**parameters, **buffers})
 
 
 def _as_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+    return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
 
 
 def _generators(device: torch.device) -> list[int]:

@@ -7,6 +7,7 @@ gives JSON data back.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -20,6 +21,10 @@ from types import TracebackType
 from typing import IO, Any
 
 from penstock.errors import PenstockError
+
+PATIENCE = 10.0
+"""Seconds that idle workers have to end by themselves."""
+_Lines = queue.SimpleQueue[tuple[int, str]]
 
 
 class WorkerError(PenstockError, RuntimeError):
@@ -38,6 +43,7 @@ class WorkerPool:
     def __init__(self, size: int) -> None:
         self.size = size
         self._workers: list[_Worker] = []
+        self._lines: _Lines = queue.SimpleQueue()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: str, ranks: int, timeout: float = 60.0, **arguments: Any) -> list[Any]:
@@ -57,26 +63,44 @@ class WorkerPool:
         """
         self._start()
         task = json.dumps({"function": function, "ranks": ranks, "arguments": arguments})
-        for worker in self._workers[:ranks]:
-            worker.send(task)
-        deadline = time.monotonic() + timeout
         try:
-            return [worker.result(deadline) for worker in self._workers[:ranks]]
-        except WorkerError:
-            self.close()
+            for worker in self._workers[:ranks]:
+                worker.send(task)
+            answers = self._answers(ranks, time.monotonic() + timeout)
+        except BaseException:
+            self._end(at_once=True)
             raise
+        return [answers[rank] for rank in range(ranks)]
+
+    def _answers(self, ranks: int, deadline: float) -> dict[int, Any]:
+        """What the workers answer, as it comes: the first error ends the wait for the others."""
+        answers: dict[int, Any] = {}
+        while len(answers) < ranks:
+            try:
+                rank, line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                late = sorted(set(range(ranks)) - set(answers))
+                raise WorkerError(f"workers {late} did not end in time") from None
+            answers[rank] = self._workers[rank].read(line)
+        return answers
 
     def _start(self) -> None:
         if self._workers:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-workers-")
         store = Path(self._folder.name) / "store"
-        self._workers = [_Worker(rank, self.size, store) for rank in range(self.size)]
+        self._lines = queue.SimpleQueue()
+        self._workers = [_Worker(r, self.size, store, self._lines) for r in range(self.size)]
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers; the next task starts new ones."""
+        self._end(at_once=False)
+
+    def _end(self, *, at_once: bool) -> None:
         for worker in self._workers:
-            worker.kill()
+            worker.let_go()
+        for worker in self._workers:
+            worker.end(0.0 if at_once else PATIENCE)
         self._workers = []
         if self._folder is not None:
             self._folder.cleanup()
@@ -97,9 +121,10 @@ class WorkerPool:
 class _Worker:
     """A process that reads tasks and writes results, and a thread that reads what it writes."""
 
-    def __init__(self, rank: int, size: int, store: Path) -> None:
+    def __init__(self, rank: int, size: int, store: Path, lines: _Lines) -> None:
         self._rank = rank
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in kill()
+        self._lines = lines
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in end()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "penstock.testing.worker", str(rank), str(size), str(store)],
             stdin=subprocess.PIPE,
@@ -108,42 +133,49 @@ class _Worker:
             text=True,
             env=_environment(),
         )
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         for line in self._pipe(self._process.stdout):
-            self._lines.put(line)
-        self._lines.put("")
+            self._lines.put((self._rank, line))
+        self._lines.put((self._rank, ""))
 
     def send(self, task: str) -> None:
         pipe = self._pipe(self._process.stdin)
-        pipe.write(task + "\n")
-        pipe.flush()
-
-    def result(self, deadline: float) -> Any:
         try:
-            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise WorkerError(f"worker {self._rank} did not end in time") from None
+            pipe.write(task + "\n")
+            pipe.flush()
+        except OSError:
+            raise self._died() from None
+
+    def read(self, line: str) -> Any:
+        """The answer that a line holds; an empty one means that there will be no more."""
         if not line:
-            raise WorkerError(f"worker {self._rank} died:\n{self._said()}")
+            raise self._died()
         answer = json.loads(line)
         if "error" in answer:
             raise WorkerError(f"worker {self._rank}:\n{answer['error']}")
         return answer["result"]
 
-    def _said(self) -> str:
+    def _died(self) -> WorkerError:
         self._errors.seek(0)
-        return self._errors.read()[-4000:]
+        return WorkerError(f"worker {self._rank} died:\n{self._errors.read()[-4000:]}")
 
-    def kill(self) -> None:
+    def let_go(self) -> None:
+        """Tell it that there are no more tasks."""
+        with contextlib.suppress(OSError):
+            self._pipe(self._process.stdin).close()
+
+    def end(self, patience: float) -> None:
+        """Wait for its end for some seconds, then end it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
         self._process.kill()
         self._process.wait()
         self._reader.join()
-        for pipe in (self._process.stdin, self._process.stdout, self._errors):
-            self._pipe(pipe).close()
+        self._pipe(self._process.stdout).close()
+        self._errors.close()
 
     @staticmethod
     def _pipe(pipe: IO[str] | None) -> IO[str]:

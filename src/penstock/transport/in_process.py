@@ -131,7 +131,7 @@ class _Message(Ticket):
 
     def take(self) -> list[Tensor]:
         self.wait()
-        tensors, self._tensors = self._tensors, []
+        tensors, self._tensors = self._tensors, None
         return tensors or []
 
 

@@ -109,7 +109,8 @@ class ProcessGroupTransport(Transport):
         """Start sends that run beside the next actions; the tensors are kept until :meth:`finish`."""
         wire, to, tag = self._wires[channel], self._members[channel.target], _TAGS[channel.kind]
         for tensor in tensors:
-            data = tensor.detach().contiguous()
+            # Raw memory travels, so what torch has only marked as negated or conjugated is done now.
+            data = tensor.detach().resolve_neg().resolve_conj().contiguous()
             if data.numel():
                 self._sent.append((_posted(dist.isend(data, to, wire, tag)), data))
 
