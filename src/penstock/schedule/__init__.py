@@ -6,7 +6,17 @@ from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.drawing import draw_svg, draw_text
 from penstock.schedule.edges import Edge, chain
 from penstock.schedule.library import build, names
-from penstock.schedule.passes import add_communication
+from penstock.schedule.passes import (
+    Pass,
+    add_communication,
+    add_wait_sends,
+    compose,
+    delay_receives,
+    merge_backward,
+    prefetch,
+    reduce_gradients,
+    remove_wait_sends,
+)
 from penstock.schedule.placement import Placement, looped, v_shaped
 from penstock.schedule.simulation import Costs, Gap, Simulation, replay, simulate
 from penstock.schedule.timeline import Span, Timeline
@@ -20,6 +30,7 @@ __all__ = [
     "Gap",
     "Op",
     "Overlap",
+    "Pass",
     "Placement",
     "Problem",
     "Report",
@@ -28,13 +39,20 @@ __all__ = [
     "Span",
     "Timeline",
     "add_communication",
+    "add_wait_sends",
     "build",
     "chain",
+    "compose",
+    "delay_receives",
     "draw_svg",
     "draw_text",
     "looped",
+    "merge_backward",
     "names",
     "parse_action",
+    "prefetch",
+    "reduce_gradients",
+    "remove_wait_sends",
     "replay",
     "simulate",
     "v_shaped",

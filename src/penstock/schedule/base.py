@@ -87,7 +87,7 @@ class Schedule:
     @property
     def trains(self) -> bool:
         """Whether there is any backward."""
-        return not self.ops <= {Op.F, *MESSAGE_OPS}
+        return not self.ops.isdisjoint({Op.I, Op.W, Op.B})
 
     def actions(self, rank: int) -> Iterator[Action]:
         """The actions of ``rank`` in order, an overlapped pair as its forward and then its backward."""

@@ -183,6 +183,15 @@ class Dependencies:
             ]
         return []
 
+    def users(self, receive: Action) -> list[int]:
+        """The stages that need a message, given by its RECV."""
+        if receive.op is not Op.RECV_F:
+            return [receive.stage]
+        home = self._rank_of[receive.stage]
+        sources = self._routes.sources
+        stages = self._routes.placement.stages_on(home)
+        return [stage for stage in stages if receive.peer_stage in sources[stage]]
+
     def _gradient_sources(self, stage: int) -> list[int]:
         users = self._routes.users
         return [source for source in self._routes.sources[stage] if stage in users[source]]

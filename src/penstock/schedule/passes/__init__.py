@@ -1,5 +1,21 @@
 """Passes: a Schedule in, a Schedule out, the argument untouched."""
 
 from penstock.schedule.passes.add_communication import add_communication
+from penstock.schedule.passes.compose import Pass, compose
+from penstock.schedule.passes.delay_receives import delay_receives
+from penstock.schedule.passes.merge_backward import merge_backward
+from penstock.schedule.passes.prefetch import prefetch
+from penstock.schedule.passes.reduce_gradients import reduce_gradients
+from penstock.schedule.passes.wait_sends import add_wait_sends, remove_wait_sends
 
-__all__ = ["add_communication"]
+__all__ = [
+    "Pass",
+    "add_communication",
+    "add_wait_sends",
+    "compose",
+    "delay_receives",
+    "merge_backward",
+    "prefetch",
+    "reduce_gradients",
+    "remove_wait_sends",
+]

@@ -34,6 +34,8 @@ class _Receive(NamedTuple):
 
     action: Action
     channel: Channel
+    shared: bool
+    """Whether several stages of the rank use its values."""
 
 
 @paused_collection()
@@ -78,7 +80,8 @@ class _Wiring:
 
     def _receives_of(self, stage: int, op: Op) -> Iterator[_Receive]:
         for receive in self._rule.receives(Action(stage, op, 0)):
-            yield _Receive(receive, self._channel(counterpart(receive)))
+            users = self._rule.users(receive)
+            yield _Receive(receive, self._channel(counterpart(receive)), len(users) > 1)
 
     def _channel(self, send: Action) -> Channel:
         ranks = self._rank_of[send.stage], self._rank_of[send.peer_stage]
@@ -141,17 +144,18 @@ def _post(rank: int, receive: _Receive, action: Action, early: set[Action]) -> l
         rank: whose program it is.
         receive: what the action needs.
         action: the action.
-        early: what has been posted ahead of its need; changed.
+        early: what has been posted and will be needed yet; changed.
     """
     stage, op, _, peer = receive.action
     wanted = Action(stage, op, action[2], peer)
     if wanted in early:
-        early.remove(wanted)
+        if not receive.shared:
+            early.remove(wanted)
         return []
     order: list[Action] = []
     while not order or order[-1] != wanted:
         if not receive.channel:
             raise ScheduleError(f"rank {rank}: {wanted} is needed, but no action makes its value")
         order.append(receive.channel.popleft())
-    early.update(order[:-1])
+    early.update(order if receive.shared else order[:-1])
     return order

@@ -1,0 +1,179 @@
+"""Passes: what each adds, that the proof holds after any of them, and that none changes its argument."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.schedule import (
+    Edge,
+    Op,
+    Schedule,
+    add_communication,
+    add_wait_sends,
+    build,
+    compose,
+    delay_receives,
+    looped,
+    merge_backward,
+    names,
+    parse_action,
+    prefetch,
+    reduce_gradients,
+    remove_wait_sends,
+    validate,
+)
+from penstock.schedule.passes import Pass
+
+ALL: tuple[Pass, ...] = (
+    merge_backward,
+    add_communication,
+    prefetch,
+    reduce_gradients,
+    delay_receives,
+)
+
+
+def schedule(*programs: str, microbatches: int = 1, stages: int | None = None) -> Schedule:
+    actions = tuple(tuple(map(parse_action, program.split())) for program in programs)
+    per_rank = (stages or len(programs)) // len(programs)
+    return Schedule("test", looped(len(programs), per_rank), microbatches, actions)
+
+
+def rows(made: Schedule) -> list[str]:
+    return [" ".join(map(str, program)) for program in made.programs]
+
+
+def test_add_communication_sends_at_once_and_receives_one_entry_ahead() -> None:
+    made = add_communication(build("1F1B", ranks=2, microbatches=3))
+    assert rows(made) == [
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
+    ]
+
+
+def test_add_communication_hands_over_directly_on_one_rank() -> None:
+    made = add_communication(build("ZB-V", ranks=2, microbatches=1))
+    assert "1SEND_F0" not in str(made)
+    assert "2SEND_F0" in str(made)
+
+
+def test_a_value_is_sent_once_to_each_rank_that_needs_it() -> None:
+    edges = (Edge("x", 0, (1, 2, 3)), Edge("y", 1, (2,)), Edge("z", 2, (3,)))
+    plain = build("Interleaved1F1B", ranks=2, microbatches=1).with_edges(edges)
+    made = add_communication(plain)
+    assert rows(made)[0].count("0SEND_F0") == 1
+    assert rows(made)[1].count("RECV_F0@0") + rows(made)[1].count("1RECV_F0") == 1
+    assert validate(made).ok
+
+
+def test_a_gradient_message_waits_for_the_last_stage_that_owes_it() -> None:
+    edges = (Edge("x", 0, (1, 3)), Edge("y", 1, (2,)), Edge("z", 2, (3,)))
+    made = add_communication(build("Interleaved1F1B", ranks=2, microbatches=1).with_edges(edges))
+    row = rows(made)[1]
+    assert row.index("1B0") < row.index("1SEND_B0")
+    assert validate(made).ok
+
+
+def test_add_communication_refuses_what_lacks_a_value() -> None:
+    with pytest.raises(
+        ScheduleError, match="rank 1: 1RECV_F0 is needed, but no action makes its value"
+    ):
+        add_communication(schedule("0F1", "1F0", microbatches=2))
+
+
+def test_merge_backward_joins_adjacent_halves_only() -> None:
+    made = merge_backward(schedule("0F0 0F1 0I0 0W0 0I1 0F2 0W1 0I2 0W2", microbatches=3))
+    assert rows(made) == ["0F0 0F1 0B0 0I1 0F2 0W1 0B2"]
+    other = merge_backward(schedule("0F0 0F1 0I0 0I1 0W0 0W1", microbatches=2))
+    assert rows(other) == ["0F0 0F1 0I0 0I1 0W0 0W1"]
+
+
+def test_reduce_gradients_follows_the_last_weight_gradient() -> None:
+    made = reduce_gradients(schedule("0F0 0F1 0B0 0I1 0W1", microbatches=2))
+    assert rows(made) == ["0F0 0F1 0B0 0I1 0W1 0REDUCE_GRAD"]
+    assert reduce_gradients(made) is made
+    assert rows(reduce_gradients(schedule("0F0"))) == ["0F0"]
+
+
+def test_prefetch_gathers_ahead_and_frees_what_is_not_needed() -> None:
+    made = prefetch(schedule("0F0 1F0 2F0 2B0 1B0 0B0", stages=3), unsharded=2)
+    assert rows(made) == [
+        "0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 2F0 2B0 2RESHARD 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD"
+    ]
+    assert validate(made).ok
+    assert prefetch(made) is made
+
+
+def test_prefetch_never_gathers_more_than_its_bound() -> None:
+    made = prefetch(
+        build("Interleaved1F1B", ranks=2, microbatches=6, stages_per_rank=4), unsharded=3
+    )
+    for rank in range(2):
+        held = most = 0
+        for action in made.actions(rank):
+            held += (action.op is Op.UNSHARD) - (action.op is Op.RESHARD)
+            most = max(most, held)
+        assert (held, most) == (0, 3)
+
+
+def test_prefetch_needs_room_for_an_overlapped_pair() -> None:
+    with pytest.raises(ScheduleError, match="unsharded=1: must be at least 2 for DualPipeV"):
+        prefetch(build("DualPipeV", ranks=2, microbatches=4), unsharded=1)
+    with pytest.raises(ScheduleError, match="unsharded=0: must be at least 1 for GPipe"):
+        prefetch(build("GPipe", ranks=2, microbatches=4), unsharded=0)
+
+
+def test_delay_receives_posts_them_where_they_are_needed() -> None:
+    made = delay_receives(add_communication(build("1F1B", ranks=2, microbatches=3)))
+    assert (
+        rows(made)[0]
+        == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2"
+    )
+    assert validate(made).ok
+
+
+def test_delayed_receives_keep_the_order_of_their_channel() -> None:
+    crossed = schedule("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1RECV_F1 1F1 1F0", microbatches=2)
+    assert rows(delay_receives(crossed))[1] == "1RECV_F0 1RECV_F1 1F1 1F0"
+
+
+def test_receives_do_not_pass_waits_where_sends_are_waited_for() -> None:
+    careful = schedule(
+        "0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
+        microbatches=2,
+    )
+    assert validate(careful).ok
+    made = delay_receives(careful)
+    assert rows(made)[1].startswith("1RECV_F0 1RECV_F1 1F0")
+    assert validate(made).ok
+
+
+def test_wait_sends_are_added_at_the_end_and_removed_again() -> None:
+    plain = add_communication(build("1F1B", ranks=2, microbatches=1))
+    made = add_wait_sends(plain)
+    assert rows(made)[0].endswith("0B0 0WAIT_SEND_F0")
+    assert validate(made).ok
+    assert add_wait_sends(made) is made
+    assert remove_wait_sends(made) == plain
+
+
+@pytest.mark.parametrize("name", names())
+def test_any_order_of_passes_leaves_a_valid_schedule(name: str) -> None:
+    plain = build(name, ranks=3, microbatches=6)
+    before = str(plain)
+    for order in list(permutations(ALL))[::7]:
+        made = compose(*order)(plain)
+        report = validate(made)
+        assert report.ok, f"{order}: {report}"
+        assert made.communicates
+        assert not made.trains or Op.REDUCE_GRAD in made.ops
+    assert str(plain) == before
+
+
+def test_no_passes_change_nothing() -> None:
+    plain = build("GPipe", ranks=2, microbatches=2)
+    assert compose()(plain) is plain
