@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.backward import stage_backward_input, stage_backward_weight
-from tests.backward.zoo import linear, x
+from tests.backward.making import linear, x
 
 
 @pytest.mark.slow

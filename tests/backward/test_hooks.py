@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.backward import stage_backward, stage_backward_input, stage_backward_weight
 from tests.backward.blocks import Lambda, TransformerBlock, counted_linear
-from tests.backward.zoo import linear, looped, weight, x
+from tests.backward.making import linear, looped, weight, x
 
 Calls = defaultdict[str, list[Tensor]]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.backward import capture
-from tests.backward import zoo
+from tests.backward import making, zoo
 from tests.backward.blocks import TransformerBlock
 from tests.backward.oracle import Engine, FullEngine, GraphEngine, Stage, seeds
 from tests.backward.probes import StorageProbe, no_garbage_collection
@@ -37,19 +37,24 @@ def kept(engine: Engine, stage: Stage) -> int:
     return probe.alive(known)
 
 
+@pytest.fixture(scope="module")
+def warm() -> None:
+    """Runs the first pass of the process, which leaves a tensor in a cycle with any engine."""
+    kept(FullEngine(), zoo.mlp())
+
+
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_nothing_of_a_microbatch_survives(name: str) -> None:
     torch.manual_seed(0)
     stage = zoo.ZOO[name]()
-    # The first pass in a process leaves a tensor in a cycle, whichever engine runs it.
-    kept(FullEngine(), stage)
     with no_garbage_collection():
         assert kept(GraphEngine(), stage) == 0
 
 
 def test_what_no_weight_needs_is_freed_between_the_halves() -> None:
     blocks = nn.Sequential(*(TransformerBlock(64) for _ in range(4)))
-    stage = zoo.stage(blocks, lambda: zoo.x(2, 64, 64))
+    stage = making.stage(blocks, lambda: making.x(2, 64, 64))
     probe = StorageProbe()
     with no_garbage_collection(), probe:
         after_forward, between = run(GraphEngine(), stage, probe)
@@ -58,7 +63,7 @@ def test_what_no_weight_needs_is_freed_between_the_halves() -> None:
 
 def test_a_freed_node_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "RELEASE_BYTES", 0)
-    weight, value = zoo.weight().requires_grad_(), zoo.x()
+    weight, value = making.weight().requires_grad_(), making.x()
     hidden = (value @ weight).sin()
     GraphEngine().input_half(hidden * 2, None, [value], [weight])
     with pytest.raises(RuntimeError, match="freed after the inputs' half"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -219,3 +220,24 @@ def test_no_weights_no_work() -> None:
     _, groups = stage_backward_input([x.exp()], None, [x], [])
     assert groups == []
     assert stage_backward_weight([], groups) == ()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad(), torch.enable_grad()])
+def test_halves_work_in_any_mode(mode: AbstractContextManager[object]) -> None:
+    model, x = mlp(), leaf()
+    expected = plain(model, x)
+    loss = model(x).square().sum()
+    with mode:
+        (grad,), groups = stage_backward_input([loss], None, [x], model.parameters())
+        grads = stage_backward_weight(model.parameters(), groups)
+    assert_all_close([grad, *grads], expected)
+
+
+def test_autocast_gives_the_plain_bits() -> None:
+    model, x = mlp().float(), torch.randn(4, 3, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [model(x).float().square().sum() for _ in range(2)]
+    expected = torch.autograd.grad(losses[0], [x, *model.parameters()])
+    dinputs, groups = stage_backward_input(losses[1:], None, [x], model.parameters())
+    actual = *dinputs, *stage_backward_weight(model.parameters(), groups)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)

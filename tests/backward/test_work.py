@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.backward import blocks, zoo
+from tests.backward import blocks, making, zoo
 from tests.backward.oracle import Engine, FullEngine, GraphEngine, Stage, seeds
 from tests.backward.probes import OperationCounter
 
@@ -63,7 +63,7 @@ class Counted(nn.Module):
         self.calls = 0
 
     def forward(self, value: Tensor) -> Any:
-        return zoo.rerun(self.run, value, **self.options)
+        return making.rerun(self.run, value, **self.options)
 
     def run(self, value: Tensor) -> Any:
         self.calls += 1
@@ -72,13 +72,13 @@ class Counted(nn.Module):
 
 def test_checkpointed_blocks_are_recomputed_once() -> None:
     made = [Counted(blocks.TransformerBlock(8)) for _ in range(3)]
-    matmuls(GraphEngine(), lambda: zoo.stage(nn.Sequential(*made), lambda: zoo.x(2, 5, 8)))
+    matmuls(GraphEngine(), lambda: making.stage(nn.Sequential(*made), lambda: making.x(2, 5, 8)))
     assert [block.calls for block in made] == [2, 2, 2]
 
 
 def test_checkpointed_first_stage_is_recomputed_once_in_the_second_half() -> None:
     block = Counted(blocks.TransformerBlock(8))
     layers = nn.Embedding(11, 8), block
-    first, _ = matmuls(GraphEngine(), lambda: zoo.stage(nn.Sequential(*layers), zoo.ids))
+    first, _ = matmuls(GraphEngine(), lambda: making.stage(nn.Sequential(*layers), making.ids))
     assert first == 0
     assert block.calls == 2

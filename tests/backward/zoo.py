@@ -13,58 +13,14 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils import checkpoint
 
 from tests.backward.blocks import (
-    CountedLinear,
     Experts,
-    Lambda,
     LoRA,
     TransformerBlock,
     counted_linear,
     standardise,
 )
+from tests.backward.making import WIDTH, fresh_inputs, ids, linear, looped, rerun, stage, weight, x
 from tests.backward.oracle import Stage
-
-WIDTH = 6
-
-
-def x(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Returns a random input."""
-    return torch.randn(*shape or (4, WIDTH), dtype=dtype, requires_grad=grad)
-
-
-def ids() -> Tensor:
-    return torch.randint(0, 11, (2, 5))
-
-
-def linear(out: int = WIDTH, **options: Any) -> nn.Linear:
-    return nn.Linear(WIDTH, out, dtype=torch.float64, **options)
-
-
-def stage(
-    model: nn.Module | Callable[..., Any], inputs: Callable[[], Any] = x, **members: Any
-) -> Stage:
-    """Returns a stage in float64 of a module, or of a function of members and inputs."""
-    module = model if isinstance(model, nn.Module) else Lambda(model, **members)
-
-    def make_inputs() -> list[Any]:
-        made = inputs()
-        return list(made) if isinstance(made, tuple) else [made]
-
-    return Stage(module.double() if not module_is_complex(module) else module, make_inputs)
-
-
-def module_is_complex(module: nn.Module) -> bool:
-    return any(weight.is_complex() for weight in module.parameters())
-
-
-def weight(*shape: int) -> Tensor:
-    return torch.randn(*shape or (WIDTH, WIDTH), dtype=torch.float64) / 3
-
-
-def looped(module: Callable[[Any], Any], value: Any, times: int = 3) -> Any:
-    for _ in range(times):
-        value = module(value)
-    return value
-
 
 # ---- plain layers
 
@@ -309,11 +265,6 @@ def outputs_never_used() -> Stage:
 # ---- odd things in forward
 
 
-def fresh_inputs(made: Stage) -> Stage:
-    """Returns the stage with inputs that are no leaves, as a transport delivers them."""
-    return Stage(made.model, made.inputs, lambda *inputs: made.model(*(v.clone() for v in inputs)))
-
-
 def in_place_first() -> Stage:
     return fresh_inputs(stage(lambda m, v: m.b(m.a(v.relu_()).sigmoid_()), a=linear(), b=linear()))
 
@@ -375,10 +326,6 @@ def detached_branch() -> Stage:
 # ---- checkpoints
 
 
-def rerun(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    return checkpoint.checkpoint(function, *inputs, use_reentrant=False, **options)
-
-
 def full_checkpoint() -> Stage:
     def run(m: Any, v: Tensor) -> Any:
         return rerun(m.b, rerun(m.a, v))
@@ -433,5 +380,3 @@ COSTLY: dict[str, Callable[[], Stage]] = {
 }  # fmt: skip
 
 ZOO = CHEAP | COSTLY
-
-__all__ = ["CHEAP", "COSTLY", "ZOO", "CountedLinear"]
