@@ -1,0 +1,45 @@
+"""What the README shows is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.train import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("program", blocks("python"))
+def test_its_programs_run(program: str) -> None:
+    names: dict[str, float] = {}
+    exec(compile(program, "README.md", "exec"), names)
+
+
+def test_it_opens_with_two_commands_of_the_makefile() -> None:
+    targets = re.findall(r"^\$ make (\w+)", blocks("console")[0], re.MULTILINE)
+    assert targets == ["run", "test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(f"\n{target}:" in makefile for target in targets)
+
+
+def test_its_flags_exist() -> None:
+    lines = [line for line in README.splitlines() if "penstock train" in line]
+    used = {flag for line in lines for flag in re.findall(r"--([a-z-]+)", line)}
+    ours = {name.replace("_", "-") for name in TrainConfig.model_fields}
+    assert used - ours <= {"config", "help", "standalone", "nproc-per-node"}
+
+
+def test_its_run_is_the_default_one() -> None:
+    config = TrainConfig()
+    shown = blocks("text")[0]
+    assert f"step {config.steps}/{config.steps}" in shown
+    assert f"{config.schedule}, {config.microbatches} microbatches" in shown
+    assert f"\n{config.prompt}" in shown
