@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,14 @@ from penstock.transport.base import KINDS, Channel, Ticket, Transport
 
 _TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=0x50)}
 """Tags of messages; away from 0, the default of other code on the same group."""
+
+
+class _Wire(NamedTuple):
+    """How to reach the other end of a channel."""
+
+    group: dist.ProcessGroup
+    peer: int
+    tag: int
 
 
 def launched() -> bool:
@@ -72,13 +80,15 @@ class ProcessGroupTransport(Transport):
         self.rank = self._members.index(dist.get_rank())
         self.ranks = len(self._members)
         self._owns_world = owns_world
-        self._parent = parent
+        # On gloo a receive that is posted ahead wakes the sender's thread in the middle of its work, which
+        # costs more than it hides.
+        self.receives_ahead = device.type != "cpu"
         self._timeout = timeout
         self._device = device
         self._control = (
             parent if _carries(parent, "cpu") else self._new_group(self._members, "gloo")
         )
-        self._wires: dict[Channel, dist.ProcessGroup] = {}
+        self._wires: dict[Channel, _Wire] = {}
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._closed = False
 
@@ -88,11 +98,15 @@ class ProcessGroupTransport(Transport):
             if channel not in self._wires:
                 self._wires[channel] = self._wire(channel)
 
-    def _wire(self, channel: Channel) -> dist.ProcessGroup:
+    def _wire(self, channel: Channel) -> _Wire:
+        """The group, the other end's rank in it, and the tag."""
+        other = channel.target if channel.source == self.rank else channel.source
         if self._device.type == "cpu":
-            return self._control
-        ends = sorted((self._members[channel.source], self._members[channel.target]))
-        return self._new_group(ends, "nccl")
+            return _Wire(self._control, other, _TAGS[channel.kind])
+        ends = sorted((channel.source, channel.target))
+        # Every rank makes every group, also those it is no end of, since torch counts them.
+        group = self._new_group([self._members[end] for end in ends], "nccl")
+        return _Wire(group, ends.index(other), 0)
 
     def _new_group(self, members: list[int], backend: str) -> dist.ProcessGroup:
         """A group that this pipeline's ranks make together; those outside it get a stand-in."""
@@ -107,20 +121,19 @@ class ProcessGroupTransport(Transport):
 
     def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> None:
         """Start sends that run beside the next actions; the tensors are kept until :meth:`finish`."""
-        wire, to, tag = self._wires[channel], self._members[channel.target], _TAGS[channel.kind]
+        wire, to, tag = self._wires[channel]
         for tensor in tensors:
-            # Raw memory travels, so what torch has only marked as negated or conjugated is done now.
-            data = tensor.detach().resolve_neg().resolve_conj().contiguous()
+            data = tensor.detach().contiguous()
             if data.numel():
-                self._sent.append((_posted(dist.isend(data, to, wire, tag)), data))
+                self._sent.append((wire.send([data], to, tag), data))
 
     def post_receive(
         self, channel: Channel, specs: Sequence[TensorSpec], device: torch.device
     ) -> Ticket:
         """Start receives into new buffers."""
-        wire, source, tag = self._wires[channel], self._members[channel.source], _TAGS[channel.kind]
+        wire, source, tag = self._wires[channel]
         buffers = [spec.empty(device) for spec in specs]
-        works = [_posted(dist.irecv(b, source, wire, tag)) for b in buffers if b.numel()]
+        works = [wire.recv([buffer], source, tag) for buffer in buffers if buffer.numel()]
         return _Arrival(works, buffers)
 
     def agree(self, value: Any) -> Ticket:
