@@ -5,12 +5,14 @@ from penstock.schedule.base import Schedule
 from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.drawing import draw_svg, draw_text
 from penstock.schedule.edges import Edge, chain
+from penstock.schedule.files import Limits, from_csv, from_json, load, save, to_csv, to_json
 from penstock.schedule.library import build, names
 from penstock.schedule.passes import (
     Pass,
     add_communication,
     add_wait_sends,
     compose,
+    compute_only,
     delay_receives,
     merge_backward,
     prefetch,
@@ -28,6 +30,7 @@ __all__ = [
     "Dependencies",
     "Edge",
     "Gap",
+    "Limits",
     "Op",
     "Overlap",
     "Pass",
@@ -43,9 +46,13 @@ __all__ = [
     "build",
     "chain",
     "compose",
+    "compute_only",
     "delay_receives",
     "draw_svg",
     "draw_text",
+    "from_csv",
+    "from_json",
+    "load",
     "looped",
     "merge_backward",
     "names",
@@ -54,7 +61,10 @@ __all__ = [
     "reduce_gradients",
     "remove_wait_sends",
     "replay",
+    "save",
     "simulate",
+    "to_csv",
+    "to_json",
     "v_shaped",
     "validate",
 ]

@@ -108,7 +108,8 @@ def message(stage: int, op: Op, microbatch: int | None, peer: int) -> Action:
 
 
 _OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
-_ACTION = re.compile(rf"(\d{{1,9}})({_OPS})(\d{{1,9}})?(?:@(\d{{1,9}}))?")
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_ACTION = re.compile(rf"{_NUMBER}({_OPS}){_NUMBER}?(?:@{_NUMBER})?")
 _OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 

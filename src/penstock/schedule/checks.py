@@ -106,9 +106,10 @@ def order(packed: Packed) -> Iterator[Finding]:
 
 
 def _unmet(packed: Packed, block: Block) -> Iterator[Finding]:
-    """Needs that nothing meets; a compute action that lacks is reported as missing already."""
+    """Needs that nothing meets, but for computing actions that are reported as missing already."""
     lacking = np.flatnonzero(block.before == NOWHERE)
-    if not len(lacking) or block.need.op in COMPUTE_OPS or isinstance(block.need.op, Half):
+    computes = isinstance(block.need.op, Half) or block.need.op in COMPUTE_OPS
+    if computes and (packed.schedule.trains or block.need.op is Op.F):
         return
     for i in lacking.tolist():
         action = packed.rule.settle(block.need, int(block.microbatch[i]))

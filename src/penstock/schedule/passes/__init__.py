@@ -2,6 +2,7 @@
 
 from penstock.schedule.passes.add_communication import add_communication
 from penstock.schedule.passes.compose import Pass, compose
+from penstock.schedule.passes.compute_only import compute_only
 from penstock.schedule.passes.delay_receives import delay_receives
 from penstock.schedule.passes.merge_backward import merge_backward
 from penstock.schedule.passes.prefetch import prefetch
@@ -13,6 +14,7 @@ __all__ = [
     "add_communication",
     "add_wait_sends",
     "compose",
+    "compute_only",
     "delay_receives",
     "merge_backward",
     "prefetch",

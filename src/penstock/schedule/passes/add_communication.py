@@ -118,20 +118,20 @@ class _Wiring:
         return all(needed in done for needed in self._rule.before(message))
 
     def add_receives(self, rank: int, program: list[Entry]) -> list[Entry]:
-        """Put the receives of each entry before the computing entry that precedes it."""
+        """Put the receives of each entry before the last entry ahead of it that waits for a message."""
         early: set[Action] = set()
         placed: list[Entry] = []
-        before = 0
+        before: int | None = None
         for entry in program:
             actions = entry if isinstance(entry, Overlap) else (entry,)
-            if actions[0].op in COMPUTE_OPS:
-                receives = [
+            needed = [(r, action) for action in actions for r in self._receives.get(action[:2], ())]
+            if needed:
+                at = len(placed) if before is None else before
+                placed[at:at] = [
                     posted
-                    for action in actions
-                    for receive in self._receives[action[0], action[1]]
+                    for receive, action in needed
                     for posted in _post(rank, receive, action, early)
                 ]
-                placed[before:before] = receives
                 before = len(placed)
             placed.append(entry)
         return placed

@@ -1,0 +1,197 @@
+"""Files: exact round trips, and clear refusals of what others wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import InputFileError, ScheduleError, UsageError
+from penstock.schedule import (
+    Edge,
+    Limits,
+    Op,
+    Schedule,
+    add_communication,
+    add_wait_sends,
+    build,
+    compute_only,
+    from_csv,
+    from_json,
+    load,
+    names,
+    prefetch,
+    reduce_gradients,
+    save,
+    to_csv,
+    to_json,
+    validate,
+)
+from penstock.schedule.files import csv_table
+
+
+def forms(name: str) -> list[Schedule]:
+    plain = build(name, ranks=3, microbatches=6)
+    lowered = add_communication(plain)
+    return [plain, lowered, add_wait_sends(lowered), reduce_gradients(prefetch(lowered))]
+
+
+@pytest.mark.parametrize("name", names())
+def test_round_trips_are_exact(name: str) -> None:
+    for made in forms(name):
+        again = from_json(to_json(made))
+        assert (again, again.name) == (made, made.name)
+        assert from_csv(to_csv(made)) == made
+
+
+def test_csv_looks_like_torchs() -> None:
+    assert (
+        to_csv(build("1F1B", ranks=2, microbatches=2)) == "0F0,0F1,0B0,0B1\r\n1F0,1B0,1F1,1B1\r\n"
+    )
+
+
+def test_bubbles_and_spaces_are_left_out() -> None:
+    read = from_csv("0F0,, 0B0 ,\n,1F0,1B0\n")
+    assert read.programs == from_csv("0F0,0B0\n1F0,1B0").programs
+
+
+def test_the_placement_is_read_off_the_rows() -> None:
+    made = build("ZB-V", ranks=2, microbatches=3)
+    assert from_csv(to_csv(made)).placement == made.placement
+
+
+def test_json_holds_edges_and_csv_refuses_them() -> None:
+    edges = (Edge("x", 0, (1, 2)), Edge("mask", 0, (2,), gradient=False), Edge("y", 1, (2,)))
+    made = add_communication(build("1F1B", ranks=3, microbatches=2).with_edges(edges))
+    assert from_json(to_json(made)) == made
+    with pytest.raises(ScheduleError, match="edges other than the chain: write it as JSON"):
+        to_csv(made)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "no rows"),
+        ("\n\n", "no rows"),
+        ("0F0,0B0\n1F0,=cmd()", r"row 2, column 2: '=cmd\(\)' is not an action"),
+        ("0F0,0X0", "row 1, column 2: '0X0' is not an action"),
+        ("0F0,0F", "row 1, column 2: '0F' is not an action"),
+        ("0F0, 0F1 0B0", "row 1, column 2: '0F1 0B0' is not an action"),
+        ("0F0,(0F1;0F2)OVERLAP_F_B", "row 1, column 2: .* is not an action"),
+        ("0F0,-1F0", "row 1, column 2: '-1F0'"),
+        ("0F0,٣F0", "row 1, column 2"),
+        ("0F0,9999999999F0", "row 1, column 2"),
+        ("0F0,00B0", "row 1, column 2: '00B0'"),
+        ("0F0\n0B0", "row 2, column 1: stage 0 computes in row 1 already"),
+        ("0F0\n\n1F0", "row 2: computes nothing"),
+        ("0F0\n2F0", "no row computes stage 1, but stage 2 is there"),
+        (
+            "0F0,0SEND_F0\n1F0,1SEND_F0",
+            "rank 1, position 1, 1SEND_F0: its peer, stage 2, does not exist",
+        ),
+        ('0F0,"0B0', "row 1: not CSV"),
+        ("0F999999999", "1000000000 microbatches of 1 stages: more than 10000000"),
+        ("0F0," + "x" * 1000, "'x{60}' is not"),
+    ],
+)
+def test_wrong_csv_names_row_column_and_text(text: str, expected: str) -> None:
+    with pytest.raises(InputFileError, match=expected):
+        from_csv(text)
+
+
+GOOD = json.loads(to_json(build("1F1B", ranks=2, microbatches=1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"version": 2}, "version 2: expected 'penstock-schedule' version 1"),
+        ({"extra": 1}, "unknown or missing keys: extra"),
+        ({"microbatches": "1"}, "microbatches must be int, not str"),
+        ({"microbatches": True}, "microbatches must be int, not bool"),
+        ({"microbatches": 0}, "microbatches=0: must be at least 1"),
+        ({"microbatches": 10**12}, "more than 10000000 forwards"),
+        ({"placement": [0, 10**9]}, r"placement\[1\]: 1000000000 is no rank"),
+        ({"placement": [0, "1"]}, r"placement\[1\]: must be int, not str"),
+        ({"programs": [["0F0"], "1F0"]}, r"programs\[1\]: expected a list, found str"),
+        ({"programs": [["0F0"], [None]]}, r"programs\[1\]\[0\]: must be str, not null"),
+        ({"programs": [["0F0"], ["1F0", "x"]]}, r"programs\[1\]\[1\]: 'x' is not an action"),
+        ({"programs": [["0F0"]]}, "1 programs for 2 ranks"),
+        ({"programs": [["0F0"], ["1F5"]]}, "there is no microbatch 5"),
+        ({"edges": [1]}, r"edges\[0\]: expected an object, found int"),
+        (
+            {"edges": [{"value": "a"}]},
+            r"edges\[0\]: unknown or missing keys: gradient, source, targets",
+        ),
+        (
+            {"edges": [{"value": "a", "source": 1, "targets": [0], "gradient": True}]},
+            "a value goes to later stages only",
+        ),
+    ],
+)
+def test_wrong_json_names_the_place(change: dict[str, object], expected: str) -> None:
+    with pytest.raises(InputFileError, match=expected):
+        from_json(json.dumps(GOOD | change))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "expected an object, found list"),
+        ('{"name": "a", "name": "b"}', "a key stands twice"),
+        ('{"version": NaN}', "NaN is not a number"),
+    ],
+)
+def test_what_is_no_json_object_is_refused(text: str, expected: str) -> None:
+    with pytest.raises(InputFileError, match=expected):
+        from_json(text)
+
+
+def test_limits_hold_before_anything_is_built() -> None:
+    made = build("1F1B", ranks=3, microbatches=4)
+    with pytest.raises(InputFileError, match=r"3 ranks: more than 2, see Limits\.ranks"):
+        from_csv(to_csv(made), limits=Limits(ranks=2))
+    with pytest.raises(InputFileError, match=r"24 actions: more than 23, see Limits\.actions"):
+        from_json(to_json(made), limits=Limits(actions=23))
+
+
+def test_files_are_saved_and_loaded_by_their_ending(tmp_path: Path) -> None:
+    made = build("ZB-H1", ranks=2, microbatches=3)
+    for ending in (".csv", ".json", ".JSON"):
+        save(made, tmp_path / f"mine{ending}")
+        assert load(tmp_path / f"mine{ending}") == made
+    assert load(tmp_path / "mine.csv").name == "mine"
+    with pytest.raises(UsageError, match=r"ends in \.csv or \.json"):
+        save(made, tmp_path / "mine.txt")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "big.csv").write_text("0F0," * 100)
+    (tmp_path / "bytes.csv").write_bytes(b"0F0,\xff")
+    (tmp_path / "bad.csv").write_text("0F0,?")
+    for name, expected in {
+        "none.csv": r"none\.csv: cannot be read: No such file",
+        "big.csv": r"big\.csv: larger than 99 bytes",
+        "bytes.csv": r"bytes\.csv: byte 4 is not UTF-8",
+        "bad.csv": r"bad\.csv: row 1, column 2: '\?'",
+    }.items():
+        with pytest.raises(InputFileError, match=expected):
+            load(tmp_path / name, limits=Limits(size=99))
+
+
+def test_cells_that_a_spreadsheet_would_run_are_escaped() -> None:
+    assert csv_table([["=1+1", "+a", "-b", "@c", "\td", "0F0"]]) == "'=1+1,'+a,'-b,'@c,'\td,0F0\r\n"
+
+
+def test_compute_only_undoes_the_other_passes() -> None:
+    plain, *others = forms("DualPipeV")
+    for made in others:
+        assert compute_only(made) == plain
+
+
+def test_a_loaded_schedule_is_validated_like_any_other() -> None:
+    assert not validate(from_csv("0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0")).ok
+    assert Op.SEND_F in from_csv("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0").ops

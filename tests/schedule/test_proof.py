@@ -1,0 +1,150 @@
+"""The proof against its meaning: validate agrees with an executor on thousands of programs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule import (
+    Edge,
+    Schedule,
+    add_communication,
+    add_wait_sends,
+    build,
+    compose,
+    delay_receives,
+    names,
+    parse_action,
+    prefetch,
+    reduce_gradients,
+    simulate,
+    validate,
+)
+from penstock.schedule.action import Entry
+from tests.schedule.executor import fault
+
+Programs = list[list[Entry]]
+PASSES = (add_communication, add_wait_sends, prefetch, reduce_gradients, delay_receives)
+
+
+def swap(programs: Programs, pick: random.Random) -> None:
+    """Two entries of a rank change places; next to each other as often as not."""
+    program = pick.choice(programs)
+    if len(program) > 1:
+        i = pick.randrange(len(program) - 1)
+        j = i + 1 if pick.random() < 0.5 else pick.randrange(len(program))
+        program[i], program[j] = program[j], program[i]
+
+
+def move(programs: Programs, pick: random.Random) -> None:
+    """An entry goes elsewhere in its program."""
+    program = pick.choice(programs)
+    if program:
+        entry = program.pop(pick.randrange(len(program)))
+        program.insert(pick.randint(0, len(program)), entry)
+
+
+def drop(programs: Programs, pick: random.Random) -> None:
+    program = pick.choice(programs)
+    if program:
+        program.pop(pick.randrange(len(program)))
+
+
+def duplicate(programs: Programs, pick: random.Random) -> None:
+    program = pick.choice(programs)
+    if program:
+        program.insert(pick.randint(0, len(program)), pick.choice(program))
+
+
+def migrate(programs: Programs, pick: random.Random) -> None:
+    """An entry goes to another rank."""
+    source, target = pick.choice(programs), pick.choice(programs)
+    if source:
+        entry = source.pop(pick.randrange(len(source)))
+        target.insert(pick.randint(0, len(target)), entry)
+
+
+MUTATIONS = (swap, move, drop, duplicate, migrate)
+
+
+def valid(pick: random.Random) -> Schedule:
+    """A valid schedule of a random kind, size, edge table and lowering."""
+    name = pick.choice([n for n in names() if n != "DualPipeV" or pick.random() < 0.5])
+    p = pick.randint(1, 3)
+    m = pick.randint(2 * p, 2 * p + 1) if name == "DualPipeV" else pick.randint(1, 4)
+    made = build(name, ranks=p, microbatches=m)
+    if made.stages > 2 and pick.random() < 0.3:
+        skips = Edge("skip", 0, tuple(sorted(pick.sample(range(1, made.stages), 2))))
+        made = made.with_edges((*made.edges, skips))
+    return compose(*pick.sample(PASSES, pick.randint(0, len(PASSES))))(made)
+
+
+def mutated(schedule: Schedule, pick: random.Random, times: int) -> Schedule:
+    programs = [list(program) for program in schedule.programs]
+    for _ in range(times):
+        pick.choice(MUTATIONS)(programs, pick)
+    return schedule.with_programs(programs)
+
+
+def check_agreement(schedule: Schedule) -> bool:
+    report, found = validate(schedule), fault(schedule)
+    assert report.ok == (found is None), f"{schedule}\n{report}\nexecutor: {found}"
+    assert all(problem.what and problem.remedy for problem in report.problems)
+    return report.ok
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_single_mutation_is_reported_or_harmless(seed: int) -> None:
+    pick = random.Random(seed)
+    original = valid(pick)
+    assert check_agreement(original)
+    check_agreement(mutated(original, pick, 1))
+
+
+@pytest.mark.slow
+def test_the_proof_agrees_with_the_executor_on_thousands_of_programs() -> None:
+    pick = random.Random(20)
+    verdicts = Counter(
+        check_agreement(mutated(valid(pick), pick, pick.randint(0, 4))) for _ in range(2000)
+    )
+    assert min(verdicts.values()) > 200
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_the_simulator_completes_exactly_what_is_proven(seed: int) -> None:
+    pick = random.Random(seed)
+    made = mutated(valid(pick), pick, pick.randint(0, 2))
+    if validate(made).ok:
+        assert simulate(made).makespan > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_shuffled_programs_agree_too(seed: int) -> None:
+    """Random orders that keep each rank's own dependencies mostly: most of these wait in circles."""
+    pick = random.Random(seed)
+    made = valid(pick)
+    programs = [sorted(p, key=lambda e: (pick.random() * 3) + p.index(e)) for p in made.programs]
+    check_agreement(made.with_programs(programs))
+
+
+def test_what_is_refused_cannot_be_simulated_when_it_stops() -> None:
+    stops = build("1F1B", ranks=2, microbatches=2)
+    with pytest.raises(ScheduleError):
+        simulate(stops.with_programs(program[::-1] for program in stops.programs))
+
+
+def test_gradients_that_nobody_makes_are_reported_without_a_backward_too() -> None:
+    """Found by the test above: a reduction, or a gradient message, in a schedule that does not train."""
+    plain = build("forward-only", ranks=2, microbatches=1)
+    first, second = plain.programs
+    for extra in ("0REDUCE_GRAD", "0SEND_F0 0RECV_B0"):
+        made = plain.with_programs([(*first, *map(parse_action, extra.split())), second])
+        assert not check_agreement(made)
