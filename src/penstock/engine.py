@@ -67,11 +67,7 @@ class Pipeline:
         home = _device(device)
         found = _connect(home or home_of(model), group)
         plan = make_plan(
-            schedule,
-            ranks or (found[0].ranks if found else None),
-            stages,
-            microbatches,
-            receives_ahead=_receives_ahead(found),
+            schedule, ranks or (found[0].ranks if found else None), stages, microbatches
         )
         ends = _checked(plan, found)
         parts = cut(model, stages, plan.stages).modules
@@ -108,13 +104,7 @@ class Pipeline:
             raise UsageError("no stages were given; give this rank's stages")
         found = _connect(stages[0].device, group)
         ranks = found[0].ranks if found else None
-        plan = make_plan(
-            schedule,
-            ranks,
-            stages[0].count,
-            microbatches,
-            receives_ahead=_receives_ahead(found),
-        )
+        plan = make_plan(schedule, ranks, stages[0].count, microbatches)
         pipe = cls.__new__(cls)
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
         pipe._set_up(plan, _checked(plan, found), stages, loss, rules)
@@ -373,10 +363,6 @@ def _checked(plan: Plan, found: Sequence[Transport]) -> Sequence[Transport]:
             f"{found[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process a rank"
         )
     return found or in_process(plan.ranks)
-
-
-def _receives_ahead(ends: Sequence[Transport]) -> bool:
-    return any(end.receives_ahead for end in ends)
 
 
 def _held(

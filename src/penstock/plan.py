@@ -9,14 +9,7 @@ from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError, UsageError
 from penstock.partition import Partition, cut_chain, cut_sequential
-from penstock.schedule import (
-    Placement,
-    Schedule,
-    add_communication,
-    build,
-    delay_receives,
-    validate,
-)
+from penstock.schedule import Placement, Schedule, add_communication, build, validate
 from penstock.schedule.library.forward_only import forward_only
 
 Stages = int | Sequence[Sequence[str]] | Partition | None
@@ -32,14 +25,12 @@ class Plan:
         ranks: how many ranks share the model.
         stages: how many stages there are.
         microbatches: how many a training step has.
-        receives_ahead: whether receives are posted ahead of the actions that need them.
     """
 
     schedule: str | Schedule
     ranks: int
     stages: int
     microbatches: int
-    receives_ahead: bool = True
     _proven: dict[tuple[int, bool], Schedule] = field(default_factory=dict, compare=False)
 
     @property
@@ -56,7 +47,7 @@ class Plan:
         key = (microbatches, trains)
         if key not in self._proven:
             made = self._named(microbatches) if trains else self._forward_only(microbatches)
-            self._proven[key] = prove(made, receives_ahead=self.receives_ahead)
+            self._proven[key] = prove(made)
         return self._proven[key]
 
     def _named(self, microbatches: int) -> Schedule:
@@ -89,19 +80,13 @@ def _build(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
     return made
 
 
-def prove(schedule: Schedule, *, receives_ahead: bool = True) -> Schedule:
+def prove(schedule: Schedule) -> Schedule:
     """Spell out the messages of a schedule and check that it cannot hang.
-
-    Args:
-        schedule: where its messages are spelled out already, they stay where they are.
-        receives_ahead: whether receives stand ahead of the actions that need them, or right before.
 
     Raises:
         ScheduleError: every problem that was found.
     """
     lowered = add_communication(schedule)
-    if not (receives_ahead or schedule.communicates):
-        lowered = delay_receives(lowered)
     report = validate(lowered)
     if not report.ok:
         raise ScheduleError(f"the schedule {schedule.name!r} cannot run:\n{report}")
@@ -109,12 +94,7 @@ def prove(schedule: Schedule, *, receives_ahead: bool = True) -> Schedule:
 
 
 def make_plan(
-    schedule: str | Schedule,
-    ranks: int | None,
-    stages: Stages,
-    microbatches: int | None,
-    *,
-    receives_ahead: bool = True,
+    schedule: str | Schedule, ranks: int | None, stages: Stages, microbatches: int | None
 ) -> Plan:
     """Fill in what was left open.
 
@@ -123,7 +103,6 @@ def make_plan(
         ranks: how many ranks, or ``None`` for what the schedule or the stages say.
         stages: how the model is cut.
         microbatches: how many, or ``None`` for the schedule's number, else two a rank.
-        receives_ahead: as for :class:`Plan`.
 
     Raises:
         UsageError: numbers that contradict each other, or too little is given.
@@ -131,9 +110,7 @@ def make_plan(
     count = _count(stages)
     if isinstance(schedule, Schedule):
         _check_value(schedule, ranks, count, microbatches)
-        return Plan(
-            schedule, schedule.ranks, schedule.stages, schedule.microbatches, receives_ahead
-        )
+        return Plan(schedule, schedule.ranks, schedule.stages, schedule.microbatches)
     ranks = ranks or count
     if ranks is None:
         raise UsageError("over how many ranks? Give ranks= or stages=, or run under torchrun")
@@ -142,7 +119,7 @@ def make_plan(
     microbatches = 2 * ranks if microbatches is None else microbatches
     if count is None:
         count = build(schedule, ranks=ranks, microbatches=microbatches).stages
-    return Plan(schedule, ranks, count, microbatches, receives_ahead)
+    return Plan(schedule, ranks, count, microbatches)
 
 
 def _count(stages: Stages) -> int | None:

@@ -46,11 +46,11 @@ def rows(made: Schedule) -> list[str]:
     return [" ".join(map(str, program)) for program in made.programs]
 
 
-def test_add_communication_sends_at_once_and_receives_one_entry_ahead() -> None:
+def test_add_communication_sends_at_once_and_receives_one_message_ahead() -> None:
     made = add_communication(build("1F1B", ranks=2, microbatches=3))
     assert rows(made) == [
-        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2",
-        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0F2 0SEND_F2 0RECV_B2 0B1 0B2",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1RECV_F2 1F1 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
     ]
 
 

@@ -59,13 +59,10 @@ class Transport(ABC):
     Attributes:
         rank: this end's position in the pipeline.
         ranks: how many there are.
-        receives_ahead: whether a receive should be posted ahead of the action that needs it, so that the
-            transfer runs beside computation.
     """
 
     rank: int
     ranks: int
-    receives_ahead: bool = False
 
     @abstractmethod
     def open(self, channels: Iterable[Channel]) -> None:

@@ -80,9 +80,6 @@ class ProcessGroupTransport(Transport):
         self.rank = self._members.index(dist.get_rank())
         self.ranks = len(self._members)
         self._owns_world = owns_world
-        # On gloo a receive that is posted ahead wakes the sender's thread in the middle of its work, which
-        # costs more than it hides.
-        self.receives_ahead = device.type != "cpu"
         self._timeout = timeout
         self._device = device
         self._control = (

@@ -42,9 +42,10 @@ class _Receive(NamedTuple):
 def add_communication(schedule: Schedule) -> Schedule:
     """Add every SEND and RECV that the edges need, for values that change ranks.
 
-    A SEND follows the action that makes its value. A RECV stands one computing entry ahead of the action
-    that needs it, so that the transfer runs beside the entry between; messages of one channel keep the order
-    of their sends. Stages on one rank hand over directly.
+    A SEND follows the action that makes its value. A RECV is posted while the rank waits for the message
+    before: right ahead of the last entry that needs one. So a message finds its buffer ready, posting costs
+    no time in which the rank could compute, and few buffers wait. Messages of one channel keep the order of
+    their sends. Stages on one rank hand over directly.
 
     Args:
         schedule: without messages. One whose messages are spelled out already is returned as it is.
@@ -118,7 +119,7 @@ class _Wiring:
         return all(needed in done for needed in self._rule.before(message))
 
     def add_receives(self, rank: int, program: list[Entry]) -> list[Entry]:
-        """Put the receives of each entry before the last entry ahead of it that waits for a message."""
+        """Put the receives of each entry before the last entry ahead of it that needs one too."""
         early: set[Action] = set()
         placed: list[Entry] = []
         before: int | None = None
