@@ -46,7 +46,7 @@ class TrainConfig(BaseModel):
     heads: Count = _setting(4, "Model", "Attention heads of a block.")
     sequence: Count = _setting(128, "Model", "Bytes of a sample.")
 
-    steps: Count = _setting(400, "Training", "Optimizer steps.")
+    steps: Count = _setting(300, "Training", "Optimizer steps.")
     batch: Count = _setting(16, "Training", "Samples of a step.")
     learning_rate: Positive = _setting(4e-3, "Training", "Peak learning rate of AdamW.")
     warmup: Amount = _setting(
