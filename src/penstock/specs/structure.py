@@ -13,7 +13,11 @@ from torch import Tensor
 from penstock.errors import SpecError
 
 Structure = dict[str, Any]
-"""JSON data: ``{"tensor": 0}``, ``{"value": 3}``, ``{"tuple": [...]}``, ``{"dict": [[key, ...]]}``."""
+"""JSON data: ``{"tensor": 0}``, ``{"int": 3}``, ``{"tuple": [...]}``, ``{"dict": [[key, ...]]}``.
+
+Plain values stand under their type, floats as text: ``1``, ``1.0`` and ``True`` differ, and not-a-number
+equals itself.
+"""
 
 _TENSOR: Structure = {"tensor": 0}
 
@@ -42,8 +46,10 @@ def _describe(value: Any, tensors: list[Tensor], path: str) -> Structure:
     if isinstance(value, Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
-    if value is None or type(value) in (bool, int, float, str):
-        return {"value": value}
+    if value is None or type(value) in (bool, int, str):
+        return {type(value).__name__: value}
+    if type(value) is float:
+        return {"float": repr(value)}
     if type(value) in (tuple, list):
         items = [_describe(item, tensors, f"{path}[{i}]") for i, item in enumerate(value)]
         return {type(value).__name__: items}
@@ -81,7 +87,11 @@ def _build_dict(content: list[list[Any]], tensors: Sequence[Any]) -> dict[Any, A
 
 _BUILD: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
     "tensor": lambda index, tensors: tensors[index],
-    "value": lambda value, _: value,
+    "NoneType": lambda _, __: None,
+    "bool": lambda value, _: value,
+    "int": lambda value, _: value,
+    "str": lambda value, _: value,
+    "float": lambda text, _: float(text),
     "tuple": _build_tuple,
     "list": _build_list,
     "dict": _build_dict,

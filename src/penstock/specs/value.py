@@ -122,8 +122,9 @@ class ValueSpec:
             unknown = [t.dtype for t in tensors if t.dtype not in _DTYPES]
             if unknown:
                 raise SpecError(f"unknown dtypes {unknown}")
+            unflatten(data["structure"], tensors)
             return ValueSpec(tensors, data["structure"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise SpecError(f"not the spec of a value: {error}") from error
 
     def digest(self) -> str:

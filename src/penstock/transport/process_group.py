@@ -120,7 +120,7 @@ class ProcessGroupTransport(Transport):
         """Start sends that run beside the next actions; the tensors are kept until :meth:`finish`."""
         wire, to, tag = self._wires[channel]
         for tensor in tensors:
-            data = tensor.detach().contiguous()
+            data = _settled(tensor)
             if data.numel():
                 self._sent.append((wire.send([data], to, tag), data))
 
@@ -155,11 +155,10 @@ class ProcessGroupTransport(Transport):
         return _Sum(_posted(work), rows)
 
     def broadcast(self, tensor: Tensor, source: int) -> Ticket:
-        """Broadcast over the control group, on the CPU."""
-        data = tensor.detach().cpu().contiguous()
-        data = data.clone() if data.data_ptr() == tensor.data_ptr() else data
+        """Broadcast over the control group, on the CPU, as bytes: gloo knows only some types."""
+        data = _settled(tensor).flatten().view(torch.uint8).cpu().clone()
         dist.broadcast(data, self._members[source], group=self._control)
-        return _Done(data.to(tensor.device))
+        return _Done(data.view(tensor.dtype).reshape(tensor.shape).to(tensor.device))
 
     def finish(self) -> None:
         """Wait for the sends and let go of their tensors."""
@@ -187,6 +186,11 @@ def _carries(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether a group has a backend for a kind of device."""
     backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
     return device_type in backends
+
+
+def _settled(tensor: Tensor) -> Tensor:
+    """The tensor with its elements in order in memory, and negated or conjugated where only marked so."""
+    return tensor.detach().resolve_neg().resolve_conj().contiguous()
 
 
 def _posted(work: dist.Work | None) -> dist.Work:

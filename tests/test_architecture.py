@@ -1,0 +1,244 @@
+"""The house rules: who imports whom, who may know what, and how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import penstock
+from penstock import engine
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "penstock"
+TABLE = tomllib.loads((ROOT / "imports.toml").read_text())
+FILES = sorted(SOURCE.rglob("*.py"))
+LONGEST = 400
+# The front door is above all parts and imports them lazily; it is checked on its own.
+FRONT = {"__init__", "__main__"}
+
+
+class Import(NamedTuple):
+    """One imported name: by which module of penstock, from which module, and where."""
+
+    by: str
+    module: str
+    name: str
+    inside_function: bool
+
+    def __str__(self) -> str:
+        return f"{self.by} imports {self.module}.{self.name}"
+
+    def reaches(self, package: str) -> bool:
+        found = f"{self.module}.{self.name}"
+        return (found + ".").startswith(package + ".")
+
+
+def module_of(path: Path) -> str:
+    """``transport.process_group``; a package's ``__init__`` is the package."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text())
+    nested = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(module_of(path), alias.name, "", id(node) in nested)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            for alias in node.names:
+                yield Import(module_of(path), node.module or "", alias.name, id(node) in nested)
+
+
+IMPORTS = [found for path in FILES for found in imports_of(path)]
+OWN = [found for found in IMPORTS if found.reaches("penstock") and found.by not in FRONT]
+
+
+def part_of(module: str, depth: int = 0) -> str:
+    """The part that a module belongs to; inside a part with depth 1."""
+    return module.split(".")[depth]
+
+
+def target_of(found: Import) -> str:
+    """The imported module without ``penstock.``; names of ``penstock`` itself are parts."""
+    full = found.module if found.module != "penstock" else f"penstock.{found.name}"
+    return full.removeprefix("penstock").removeprefix(".")
+
+
+# ---- parts
+
+
+def edges_between_parts() -> set[tuple[str, str]]:
+    pairs = {(part_of(found.by), part_of(target_of(found))) for found in OWN}
+    return {(user, used) for user, used in pairs if user != used}
+
+
+def edges_inside_schedule() -> set[tuple[str, str]]:
+    inside = [f for f in OWN if f.by.startswith("schedule.") and "schedule." in target_of(f)]
+    pairs = {(part_of(found.by, 1), part_of(target_of(found), 1)) for found in inside}
+    return {(user, used) for user, used in pairs if user != used}
+
+
+@pytest.mark.parametrize(
+    ("edges", "table"),
+    [
+        pytest.param(edges_between_parts(), TABLE["parts"], id="parts"),
+        pytest.param(edges_inside_schedule(), TABLE["schedule"], id="schedule"),
+    ],
+)
+def test_imports_are_those_of_the_table(
+    edges: set[tuple[str, str]], table: dict[str, list[str]]
+) -> None:
+    allowed = {(user, used) for user, row in table.items() for used in row}
+    assert edges - allowed == set()
+
+
+@pytest.mark.parametrize("name", ["parts", "schedule"])
+def test_the_table_has_no_cycle(name: str) -> None:
+    tuple(TopologicalSorter(TABLE[name]).static_order())
+
+
+def test_every_part_stands_in_the_table() -> None:
+    assert {part_of(module_of(path)) for path in FILES} - FRONT <= set(TABLE["parts"])
+
+
+def test_every_module_of_the_schedule_stands_in_the_table() -> None:
+    inside = {part_of(m, 1) for m in map(module_of, FILES) if m.startswith("schedule.")}
+    assert inside <= set(TABLE["schedule"])
+
+
+def test_no_cycle_between_modules() -> None:
+    modules = set(map(module_of, FILES))
+    graph: dict[str, set[str]] = {}
+    for found in OWN:
+        target = target_of(found)
+        deeper = f"{target}.{found.name}"
+        graph.setdefault(found.by, set()).add(deeper if deeper in modules else target)
+    packages = {m for m in modules if (SOURCE / m.replace(".", "/") / "__init__.py").exists()}
+    # A package's __init__ imports its own modules; these import each other, not the package.
+    for package in packages:
+        graph[package] = {m for m in graph.get(package, set()) if not m.startswith(package + ".")}
+    tuple(TopologicalSorter(graph).static_order())
+
+
+# ---- torch and others
+
+
+@pytest.mark.parametrize("package", sorted(TABLE["only"]))
+def test_third_parties_are_known_to_few(package: str) -> None:
+    allowed = TABLE["only"][package]
+    users = {found.by for found in IMPORTS if found.reaches(package)}
+    assert {user for user in users if not within(user, allowed)} == set()
+
+
+def within(module: str, parts: list[str]) -> bool:
+    return any((module + ".").startswith(part + ".") for part in parts)
+
+
+@pytest.mark.parametrize("part", TABLE["no_torch"]["parts"])
+def test_parts_without_torch(part: str) -> None:
+    users = [str(f) for f in IMPORTS if part_of(f.by) == part and f.reaches("torch")]
+    assert users == []
+
+
+def python(code: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.returncode == 0, found.stderr
+
+
+def test_schedules_run_with_torch_blocked() -> None:
+    python(
+        "import sys; sys.modules['torch'] = None\n"
+        "from penstock.schedule import add_communication, build, names, validate\n"
+        "made = [build('1F1B', ranks=2, microbatches=4) for _ in names()]\n"
+        "assert all(validate(add_communication(one)).ok for one in made)"
+    )
+
+
+def test_importing_penstock_imports_nothing_else() -> None:
+    python(
+        "import sys, penstock\n"
+        "assert 'Pipeline' in dir(penstock)\n"
+        "assert 'torch' not in sys.modules and 'penstock.engine' not in sys.modules"
+    )
+
+
+def test_the_front_door_gives_every_name() -> None:
+    assert penstock.Pipeline is engine.Pipeline
+    assert all(getattr(penstock, name) for name in penstock.__all__)
+    assert set(penstock.__all__) <= set(dir(penstock))
+
+
+def test_the_front_door_refuses_unknown_names() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Pipelin'"):
+        _ = penstock.Pipelin
+
+
+# ---- what no file does
+
+FORBIDDEN = {
+    "the peer": r"torch\.distributed\.pipelining",
+    "pickle": r"\bpickle\b|\btorch\.(load|save)\(|weights_only",
+    "object collectives": r"(all_gather|broadcast|gather|scatter|send|recv)_object",
+    "star imports": r"^from .* import \*",
+}
+
+
+@pytest.mark.parametrize("what", sorted(FORBIDDEN))
+def test_no_file_has(what: str) -> None:
+    pattern = re.compile(FORBIDDEN[what], re.MULTILINE)
+    found = {path.name: pattern.findall(code_of(path)) for path in FILES}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def code_of(path: Path) -> str:
+    """A file without its docstrings and comments, which may tell of what it does not do."""
+    return ast.unparse(_Undocumented().visit(ast.parse(path.read_text())))
+
+
+class _Undocumented(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        constant = isinstance(node.value, ast.Constant)
+        return ast.Pass() if constant else node
+
+
+def test_no_import_inside_a_function() -> None:
+    assert [str(found) for found in IMPORTS if found.inside_function] == []
+
+
+# Tools of the field call these two so; the modules of backward/ share them.
+FIELD_NAMES = {"_get_grad_fn_or_grad_acc", "_null_coalesce_accumulate"}
+
+
+def test_no_underscore_name_of_another_module() -> None:
+    private = [f for f in OWN if f.name.startswith("_") and f.name not in FIELD_NAMES]
+    assert [str(found) for found in private] == []
+
+
+def test_private_modules_are_used_in_their_own_package() -> None:
+    private = [f for f in OWN if "._" in f.module]
+    strangers = [f for f in private if not within(f.by, [target_of(f).rpartition("._")[0]])]
+    assert [str(found) for found in strangers] == []
+
+
+def test_files_are_short() -> None:
+    lengths = {module_of(path): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: length for name, length in lengths.items() if length >= LONGEST} == {}

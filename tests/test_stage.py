@@ -1,0 +1,250 @@
+"""One stage: forward and the three backwards of a microbatch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import PipelineStage
+from penstock.errors import UsageError
+
+X = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+
+class Mixed(nn.Module):
+    """Takes and gives tensors with and without gradients, and other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.unused = nn.Parameter(torch.ones(1))
+
+    def forward(
+        self, pair: tuple[Tensor, Tensor], scale: float, mask: Tensor | None = None
+    ) -> dict[str, Any]:
+        hidden = self.lin(pair[0]) * scale + pair[1]
+        return {"hidden": hidden, "mask": mask, "twice": [hidden * 2, "text"]}
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2) * x
+
+
+def learning(x: Tensor = X) -> Tensor:
+    return x.clone().requires_grad_()
+
+
+def linear_stage(count: int = 2, index: int = 0) -> PipelineStage:
+    torch.manual_seed(0)
+    return PipelineStage(nn.Linear(3, 3), index, count)
+
+
+def full(stage: PipelineStage, microbatch: int, grads: Any) -> Any:
+    return stage.backward(microbatch, grads)
+
+
+def halves(stage: PipelineStage, microbatch: int, grads: Any) -> Any:
+    found = stage.backward_input(microbatch, grads)
+    stage.backward_weight(microbatch)
+    return found
+
+
+BACKWARDS: dict[str, Callable[[PipelineStage, int, Any], Any]] = {"full": full, "halves": halves}
+
+
+@pytest.fixture(params=sorted(BACKWARDS))
+def backward(request: pytest.FixtureRequest) -> Callable[[PipelineStage, int, Any], Any]:
+    return BACKWARDS[request.param]
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+Backward = Callable[[PipelineStage, int, Any], Any]
+
+
+# ---- what it is
+
+
+@pytest.mark.parametrize(
+    ("index", "first", "last"), [(0, True, False), (1, False, False), (2, False, True)]
+)
+def test_it_knows_its_place(index: int, first: bool, last: bool) -> None:
+    stage = linear_stage(3, index)
+    assert (stage.is_first, stage.is_last) == (first, last)
+
+
+@pytest.mark.parametrize(("index", "count"), [(-1, 2), (2, 2), (0, 0)])
+def test_a_place_that_is_not_there(index: int, count: int) -> None:
+    with pytest.raises(UsageError, match=f"stage {index} of {count}"):
+        linear_stage(count, index)
+
+
+def test_it_lives_where_its_module_does() -> None:
+    assert linear_stage().device == torch.device("cpu")
+    assert PipelineStage(nn.Tanh(), 0, 1).device == torch.device("cpu")
+    assert PipelineStage(nn.Linear(2, 2, device="meta"), 0, 1).device == torch.device("meta")
+
+
+def test_it_moves_its_module() -> None:
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, device="meta")
+    assert stage.module.weight.device == stage.device == torch.device("meta")
+
+
+# ---- gradients
+
+
+def test_gradients_are_those_of_autograd(backward: Backward) -> None:
+    stage, x, grad = linear_stage(), learning(), torch.randn(2, 3)
+    output = stage.forward(0, (x,))
+    (found,) = backward(stage, 0, [grad])
+    plain, y = linear_stage().module, learning()
+    plain(y).backward(grad)
+    assert torch.equal(output, plain(y))
+    assert torch.equal(found, y.grad)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*parameters(stage, plain), strict=True))
+
+
+def parameters(stage: PipelineStage, plain: nn.Module) -> tuple[list[Any], list[Any]]:
+    return list(stage.module.parameters()), list(plain.parameters())
+
+
+def test_nested_arguments_and_outputs(backward: Backward) -> None:
+    stage, a, b = PipelineStage(Mixed(), 0, 2), learning(), learning()
+    mask = torch.ones(2).bool()
+    output = stage.forward(0, ((a, b), 3.0), {"mask": mask})
+    grads = [torch.ones(2, 3), None, None]
+    found = backward(stage, 0, grads)
+    expected = torch.ones(2, 3) @ stage.module.lin.weight * 3
+    assert output["mask"] is mask
+    assert output["twice"][1] == "text"
+    assert torch.allclose(found[0], expected)
+    assert torch.equal(found[1], torch.ones(2, 3))
+    assert found[2] is None
+    assert stage.module.unused.grad is None
+
+
+def test_an_input_without_gradient_gets_none(backward: Backward) -> None:
+    stage = linear_stage()
+    stage.forward(0, (X,))
+    assert backward(stage, 0, [torch.ones(2, 3)]) == (None,)
+    assert stage.module.bias.grad.tolist() == [2, 2, 2]
+
+
+def test_a_loss_is_where_backward_starts(backward: Backward) -> None:
+    stage, x = linear_stage(), learning()
+    output = stage.forward(0, (x,), loss=lambda output: output.sum())
+    (found,) = backward(stage, 0, None)
+    assert output.shape == (2, 3)
+    assert torch.allclose(found, stage.module.weight.sum(0).expand(2, 3))
+
+
+def test_microbatches_are_apart(backward: Backward) -> None:
+    stage = linear_stage()
+    for microbatch in range(3):
+        stage.forward(microbatch, (learning(X * microbatch),))
+    assert stage.in_flight == 3
+    for microbatch in (1, 2, 0):
+        backward(stage, microbatch, [torch.ones(2, 3)])
+    expected = 3 * X.sum(0).expand(3, 3)
+    assert torch.allclose(stage.module.weight.grad, expected, atol=1e-6)
+    assert stage.in_flight == 0
+
+
+def test_weights_may_come_in_another_order() -> None:
+    stage = linear_stage()
+    for microbatch in range(2):
+        stage.forward(microbatch, (learning(),))
+        stage.backward_input(microbatch, [torch.ones(2, 3)])
+    assert stage.module.weight.grad is None
+    assert stage.in_flight == 2
+    stage.backward_weight(1)
+    stage.backward_weight(0)
+    assert torch.allclose(stage.module.weight.grad, 2 * X.sum(0).expand(3, 3), atol=1e-6)
+
+
+# ---- what comes in is fresh
+
+
+def test_the_callers_tensor_is_left_alone(backward: Backward) -> None:
+    stage, x = linear_stage(), learning()
+    stage.forward(0, (x,))
+    backward(stage, 0, [torch.ones(2, 3)])
+    assert x.grad is None
+
+
+def test_hooks_on_the_callers_tensor_do_not_run(backward: Backward) -> None:
+    stage, x = linear_stage(), learning()
+    x.register_hook(pytest.fail)
+    stage.forward(0, (x,))
+    backward(stage, 0, [torch.ones(2, 3)])
+
+
+def test_what_arrives_may_be_changed_in_place(backward: Backward) -> None:
+    stage, x = PipelineStage(InPlace(), 1, 2), learning()
+    assert torch.equal(stage.forward(0, (x,)), 4 * X * X)
+    (found,) = backward(stage, 0, [torch.ones(2, 3)])
+    assert torch.allclose(found, 8 * X)
+
+
+# ---- what is left
+
+
+def test_without_gradients_nothing_is_left() -> None:
+    stage = linear_stage()
+    with torch.no_grad():
+        stage.forward(0, (learning(),))
+    assert stage.in_flight == 0
+
+
+def test_clear_drops_everything() -> None:
+    stage = linear_stage()
+    stage.forward(0, (learning(),))
+    stage.forward(1, (learning(),))
+    stage.backward_input(1, [torch.ones(2, 3)])
+    stage.clear()
+    assert stage.in_flight == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_activations_are_freed_with_their_last_use(backward: Backward) -> None:
+    stage, alive = linear_stage(), []
+    stage.module.register_forward_hook(lambda *call: alive.append(weakref.ref(call[2])))
+    stage.forward(0, (learning(),))
+    assert alive[0]() is not None
+    backward(stage, 0, [torch.ones(2, 3)])
+    assert alive[0]() is None
+
+
+CALLS: dict[str, tuple[Callable[[PipelineStage], Any], str]] = {
+    "backward": (lambda stage: stage.backward(0, [None]), "microbatch 0 has no forward"),
+    "input": (lambda stage: stage.backward_input(0, [None]), "microbatch 0 has no forward"),
+    "weight": (lambda stage: stage.backward_weight(0), "microbatch 0 has no backward_input"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_backward_comes_after_forward(name: str) -> None:
+    call, says = CALLS[name]
+    with pytest.raises(UsageError, match=f"stage 0: {says}"):
+        call(linear_stage())
+
+
+def test_there_is_one_backward_for_each_forward() -> None:
+    stage = linear_stage()
+    stage.forward(0, (learning(),))
+    stage.backward(0, [torch.ones(2, 3)])
+    with pytest.raises(UsageError, match="once for each backward"):
+        stage.backward(0, [torch.ones(2, 3)])
