@@ -76,6 +76,14 @@ def test_other_processes_let_the_first_one_speak(
     assert capsys.readouterr().err == "penstock: wrong\n"
 
 
+def test_one_process_of_a_machine_tells_of_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert guarded(raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == ""
+
+
 def terminate_while_open(left: list[str]) -> None:
     with leaving_on_sigterm():
         try:

@@ -47,7 +47,7 @@ def guarded(run: Callable[[], object]) -> int:
         result = INTERRUPTED
     except Exception as error:
         return _report(error)
-    if result == INTERRUPTED:
+    if result == INTERRUPTED and _first_of_machine():
         _tell("interrupted")
     return result if isinstance(result, int) else OK
 
@@ -84,6 +84,10 @@ def _tell(message: str) -> None:
     Under torchrun all processes have the same to say. The first one says it and ends, upon which
     torchrun ends the others; one that is still there after a while has something of its own to say.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not _first_of_machine():
         time.sleep(PATIENCE)
     print(f"penstock: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
+
+
+def _first_of_machine() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
