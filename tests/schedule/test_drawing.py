@@ -92,3 +92,11 @@ def test_ticks_are_round() -> None:
     assert ticks(0.7, 7)[1] == pytest.approx(0.1)
     assert ticks(0, 3) == [0]
     assert short(0.1 + 0.2) == "0.3"
+
+
+def test_the_text_names_stages_where_most_boxes_have_room() -> None:
+    line = simulate(build("ZB-V", ranks=2, microbatches=2)).timeline
+    assert " 3F0 " in draw_text(line, width=120)
+    narrow = draw_text(line, width=75)
+    assert "3F0" not in narrow
+    assert " F0 " in narrow

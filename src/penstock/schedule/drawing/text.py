@@ -21,36 +21,43 @@ def draw_text(timeline: Timeline, *, width: int = 100) -> str:
     """
     label = len(f"rank {timeline.ranks - 1}")
     columns = max(NARROWEST, width - label - len(" |") - len("| 100.0 % idle"))
-    several = any(len(_stages(timeline, rank)) > 1 for rank in range(timeline.ranks))
+    staged = _room_for_stages(timeline, columns)
     rows = [
-        f"{f'rank {rank}'.ljust(label)} |{_row(timeline, rank, columns, several)}|"
+        f"{f'rank {rank}'.ljust(label)} |{_row(timeline, rank, columns, staged)}|"
         f" {percent(timeline.bubbles[rank]).rjust(7)} idle"
         for rank in range(timeline.ranks)
     ]
     return "\n".join((*rows, " " * (label + 2) + _ruler(timeline, columns, unit_for(timeline))))
 
 
-def _stages(timeline: Timeline, rank: int) -> set[int]:
-    return {span.action.stage for span in timeline.of_rank(rank)}
+def _room_for_stages(timeline: Timeline, columns: int) -> bool:
+    """Whether there is something to say about stages, and room for it in most boxes."""
+    several = any(
+        len({span.action.stage for span in timeline.of_rank(rank)}) > 1
+        for rank in range(timeline.ranks)
+    )
+    durations = sorted(span.duration for span in timeline.spans)
+    longest = max((len(str(span.action)) for span in timeline.spans), default=0)
+    return several and durations[len(durations) // 4] * columns > longest * timeline.makespan
 
 
-def _row(timeline: Timeline, rank: int, columns: int, several: bool) -> str:
+def _row(timeline: Timeline, rank: int, columns: int, staged: bool) -> str:
     cells = [IDLE] * columns
     scale = columns / timeline.makespan if timeline.makespan else 0.0
     for span in timeline.of_rank(rank):
         first = round((span.start - timeline.start) * scale)
         last = round((span.end - timeline.start) * scale)
-        cells[first:last] = _box(span.action, last - first, several)
+        cells[first:last] = _box(span.action, last - first, staged)
     return "".join(cells[:columns])
 
 
-def _box(action: Action, width: int, several: bool) -> str:
-    """The longest of the names of an action that fits."""
+def _box(action: Action, width: int, staged: bool) -> str:
+    """The longest of the names of an action that leaves a space before the next box, or its op."""
     microbatch = "" if action.microbatch is None else action.microbatch
     middle = f"{action.op.value}{microbatch}"
-    names = ([f"{action.stage}{middle}"] if several else []) + [middle, action.op.value]
-    fitting = next((name for name in names if len(name) <= width), "")
-    return fitting.ljust(width)
+    names = ([f"{action.stage}{middle}"] if staged else []) + [middle]
+    fitting = next((name for name in names if len(name) < width), action.op.value)
+    return fitting[:width].ljust(width)
 
 
 def _ruler(timeline: Timeline, columns: int, unit: Unit) -> str:
