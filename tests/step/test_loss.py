@@ -32,23 +32,23 @@ def test_weights(loss: Loss, samples: list[int], weights: list[float]) -> None:
 def test_the_parts_add_up_to_the_loss_of_the_batch(loss: Loss) -> None:
     output, target = torch.randn(7, 2), torch.randn(7, 2)
     sizes = [3, 3, 1]
-    parts = zip(output.split(sizes), target.split(sizes), loss.weights(sizes), strict=True)
-    found = total([loss.of_microbatch(*part) for part in parts])
+    parts = zip(output.split(sizes), target.split(sizes), strict=True)
+    found = total([loss.of_microbatch(*part) for part in parts], loss.weights(sizes))
     assert found == pytest.approx(float(loss.function(output, target)))
 
 
 def test_nothing_adds_up_to_zero() -> None:
-    assert total([]) == 0.0
+    assert total([], [1.0]) == 0.0
 
 
 def test_parts_are_added_in_double_precision() -> None:
     parts = [torch.tensor(1.0), torch.tensor([1e-12])]
-    assert total(parts) == 1.0 + float(torch.tensor(1e-12))
+    assert total(parts, [1.0, 1.0]) == 1.0 + float(torch.tensor(1e-12))
 
 
-def test_a_weight_of_one_changes_nothing() -> None:
+def test_a_loss_is_given_as_it_is() -> None:
     scalar = torch.tensor(3.0)
-    assert Loss(lambda *_: scalar).of_microbatch(0, 0, 1.0) is scalar
+    assert Loss(lambda *_: scalar).of_microbatch(0, 0) is scalar
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_loss_must_be_a_scalar_tensor(result: Any, says: str) -> None:
         return result  # type: ignore[no-any-return] # the mistake under test
 
     with pytest.raises(UsageError, match=f"must give a scalar tensor, not {says}"):
-        Loss(function).of_microbatch(0, 0, 1.0)
+        Loss(function).of_microbatch(0, 0)
 
 
 def test_an_unknown_reduction_is_refused() -> None:

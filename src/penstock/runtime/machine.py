@@ -39,7 +39,7 @@ class Work:
         specs: for each microbatch, what was agreed about its values.
         targets: for each microbatch, what the loss compares with.
         loss: computed on the last stage, where there is one.
-        weights: by what each microbatch's loss is scaled.
+        weights: from what each microbatch's backward starts.
         keep_outputs: whether to keep the last stage's outputs.
         recorder: notes when each action ran, where asked.
     """
@@ -152,12 +152,12 @@ class Machine:
         if loss is None or not stage.is_last:
             return None
 
-        def scaled(output: Any) -> Tensor:
-            part = loss.of_microbatch(output, work.targets[microbatch], work.weights[microbatch])
-            work.losses[microbatch] = part.detach()
-            return part
+        def compute(output: Any) -> Tensor:
+            found = loss.of_microbatch(output, work.targets[microbatch])
+            work.losses[microbatch] = found.detach()
+            return found
 
-        return scaled
+        return compute
 
     def _keep(self, stage: PipelineStage, microbatch: int, output: Any) -> None:
         given = self._program.given(stage.index)
@@ -187,12 +187,11 @@ class Machine:
         with self._timed(action):
             self._stages[action.stage].backward_weight(_index(action))
 
-    def _output_gradients(
-        self, stage: PipelineStage, microbatch: int
-    ) -> list[Tensor | None] | None:
+    def _output_gradients(self, stage: PipelineStage, microbatch: int) -> list[Tensor | None]:
         given = self._program.given(stage.index)
-        if not given:
-            return None
+        if stage.is_last:
+            weight = self._work.weights[microbatch]
+            return [torch.full_like(self._work.losses[microbatch], weight)]
         return [grad for edge in given for grad in self._total(edge, microbatch)]
 
     def _total(self, edge: Edge, microbatch: int) -> list[Tensor | None]:

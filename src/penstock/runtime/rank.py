@@ -117,8 +117,9 @@ class Rank:
         return self._programs[id(schedule)][1]
 
     def _report(self, program: RankProgram, work: Work, elapsed: float) -> Task[Report]:
-        parts = [work.losses[index] for index in sorted(work.losses)]
-        loss = yield from self._sum(torch.tensor([total(parts)], dtype=torch.float64))
+        found = [work.losses[index] for index in sorted(work.losses)]
+        mine = torch.tensor([total(found, work.weights)], dtype=torch.float64)
+        loss = yield from self._sum(mine)
         outputs: list[Any] = []
         if work.keep_outputs:
             outputs = yield from self._share_outputs(program, work)

@@ -19,8 +19,8 @@ LossFunction = Callable[[Any, Any], Tensor]
 class Loss:
     """A loss function and how it reduces over the samples of a batch.
 
-    The loss of a microbatch is scaled before backward so that the microbatches add up to the loss of the
-    batch; gradients are never rescaled afterwards.
+    Backward of a microbatch starts from its weight, so that the microbatches add up to the loss of the batch;
+    gradients are never rescaled afterwards.
 
     Args:
         function: ``(output, target) -> scalar``.
@@ -44,8 +44,8 @@ class Loss:
         total = sum(samples)
         return [count / total for count in samples] if total else [1 / len(samples)] * len(samples)
 
-    def of_microbatch(self, output: Any, target: Any, weight: float) -> Tensor:
-        """The microbatch's part of the batch's loss.
+    def of_microbatch(self, output: Any, target: Any) -> Tensor:
+        """The loss of a microbatch, not scaled.
 
         Raises:
             UsageError: the function gave no scalar tensor.
@@ -54,11 +54,12 @@ class Loss:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"loss_fn must give a scalar tensor, not {found}")
-        return loss if weight == 1.0 else loss * weight
+        return loss
 
 
-def total(parts: Sequence[Tensor]) -> float:
-    """The batch's loss from its parts, added in the order of the microbatches."""
-    if not parts:
+def total(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
+    """The batch's loss from those of its microbatches, scaled and added in their order in float64."""
+    if not losses:
         return 0.0
-    return float(torch.stack([part.reshape(()) for part in parts]).double().sum().item())
+    stacked = torch.stack([loss.reshape(()) for loss in losses]).double().cpu()
+    return float((stacked * torch.tensor(weights, dtype=torch.float64)).sum())
