@@ -20,6 +20,14 @@ class Point(NamedTuple):
     y: Tensor
 
 
+class Refusal(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    parts: int
+    rules: Rules
+    says: str
+
+
 def rows(count: int, width: int = 2) -> Tensor:
     return torch.arange(float(count * width)).reshape(count, width)
 
@@ -106,14 +114,6 @@ def tensors(value: Any) -> list[Tensor]:
 def test_without_tensors_each_microbatch_gets_everything() -> None:
     parts = split((3, "text"), {}, 3)
     assert [(part.args, part.samples) for part in parts] == [((3, "text"), 0)] * 3
-
-
-class Refusal(NamedTuple):
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    count: int
-    rules: Rules
-    says: str
 
 
 REFUSALS = {

@@ -21,15 +21,12 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(4, 4)
-        self.body = nn.Module()
-        self.body.blocks = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)])
+        blocks = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)]
+        self.body = nn.ModuleDict({"blocks": nn.Sequential(*blocks)})
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Any:
-        hidden = self.embed(x)
-        for block in self.body.blocks:
-            hidden = block(hidden)
-        return self.head(hidden)
+        return self.head(self.body["blocks"](self.embed(x)))
 
 
 class First(nn.Module):
@@ -48,7 +45,7 @@ class Both(nn.Module):
 
 class Residual(nn.Sequential):
     def forward(self, x: Tensor) -> Any:
-        return x + super().forward(x)
+        return -self[0](x)
 
 
 class Named(nn.Sequential):

@@ -33,7 +33,7 @@ def model() -> nn.Sequential:
 def test_the_files_load_into_the_plain_model(tmp_path: Path) -> None:
     source, target = model(), model()
     with torch.no_grad():
-        source[0].weight += 1
+        source.get_parameter("0.weight").add_(1)
     save(source, tmp_path, 2)
     target.load_state_dict(load(tmp_path))
     assert all(map(torch.equal, target.state_dict().values(), source.state_dict().values()))
@@ -57,7 +57,7 @@ def test_saving_again_replaces(tmp_path: Path) -> None:
     source = model()
     save(source, tmp_path, 1)
     with torch.no_grad():
-        source[0].bias.fill_(7)
+        source.get_parameter("0.bias").fill_(7)
     save(source, tmp_path, 1)
     assert load(tmp_path)["0.bias"].tolist() == [7, 7, 7]
 

@@ -26,7 +26,8 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         query, key, value = self.mix(self.norm(hidden)).chunk(3, -1)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return hidden + self.out(attended)
+        mixed: Tensor = self.out(attended)
+        return hidden + mixed
 
 
 def sequence_model(dtype: torch.dtype) -> nn.Sequential:
