@@ -169,6 +169,13 @@ def test_no_command(capsys: Capture) -> None:
     assert "see --help" in capsys.readouterr().err
 
 
+def test_schedule_is_a_group_of_commands(capsys: Capture) -> None:
+    assert main(["schedule"]) == 2
+    shown = capsys.readouterr()
+    assert "Usage: penstock schedule" in shown.out
+    assert shown.err == ""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_torchrun_gives_the_losses_of_one_process_bit_for_bit(text: Path) -> None:

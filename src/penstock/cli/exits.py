@@ -69,7 +69,8 @@ def _terminate(number: int, frame: Any) -> None:
 
 def _report(error: Exception) -> int:
     if isinstance(error, Refusal):
-        _tell(f"{error.format_message().rstrip('.')}; see --help")
+        if message := error.format_message().rstrip("."):
+            _tell(f"{message}; see --help")
         return error.exit_code
     if isinstance(error, (UsageError, InputFileError)):
         _tell(str(error))

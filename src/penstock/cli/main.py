@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from penstock import train
+from penstock.cli import schedule
 from penstock.cli.exits import guarded, leaving_on_sigterm
 from penstock.cli.flags import Flags, command
 
@@ -27,6 +28,7 @@ def run_training(flags: Flags, config: Path | None) -> None:
 
 
 app.command("train")(command(run_training))
+app.add_typer(schedule.app, name="schedule")
 
 
 def main(arguments: list[str] | None = None) -> int:
