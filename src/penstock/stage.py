@@ -127,6 +127,10 @@ class PipelineStage:
         self._halves[microbatch] = halves
         return found
 
+    def owes_weights(self, microbatch: int) -> bool:
+        """Whether a microbatch has had the inputs' half of backward and not the weights'."""
+        return microbatch in self._halves
+
     def backward_weight(self, microbatch: int) -> None:
         """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
         halves = self._taken(self._halves, microbatch, "backward_input")

@@ -61,3 +61,22 @@ def run_oracle(
         group=group,
     )
     return {"differences": verdict.differences(), "digest": verdict.digest()}
+
+
+def deep_case(dtype: torch.dtype = torch.float64) -> Case:
+    """Eight modules, so that four ranks can hold two stages each."""
+    torch.manual_seed(1)
+    blocks = [Block() for _ in range(6)]
+    model = nn.Sequential(nn.Embedding(17, WIDTH), *blocks, nn.Linear(WIDTH, 17)).to(dtype)
+    tokens = torch.randint(0, 17, (SAMPLES, 4))
+    return Case(model, (tokens,), tokens.roll(-1, 1), token_loss)
+
+
+def run_deep(group: Any, schedule: str, stages: int, microbatches: int) -> dict[str, Any]:
+    """A worker's task: float64 differences, and a digest of the float32 bits."""
+    asked = {"schedule": schedule, "stages": stages, "microbatches": microbatches, "group": group}
+    exact = compare(deep_case(), **asked)
+    return {
+        "differences": exact.differences(),
+        "digest": compare(deep_case(torch.float32), **asked).digest(),
+    }

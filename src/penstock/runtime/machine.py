@@ -19,6 +19,7 @@ from penstock.runtime.arguments import as_arguments, as_values
 from penstock.runtime.clock import Recorder
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.program import RankProgram, Wire
+from penstock.runtime.turns import Turns
 from penstock.runtime.values import GradientSums, Values
 from penstock.schedule import Action, Edge, Op
 from penstock.specs import TensorSpec, ValueSpec, flatten
@@ -79,22 +80,7 @@ class Machine:
         self._values = Values()
         self._gradients = GradientSums()
         self._posted: dict[Action, Ticket] = {}
-        self._handlers: dict[Op, Callable[[Action], None]] = {
-            Op.F: self._forward,
-            Op.B: self._backward,
-            Op.I: self._backward_input,
-            Op.W: self._backward_weight,
-            Op.SEND_F: self._send_values,
-            Op.RECV_F: self._post_values,
-            Op.SEND_B: self._send_gradients,
-            Op.RECV_B: self._post_gradients,
-            # The transport keeps what it sends until it has left, and nothing here is sharded.
-            Op.WAIT_SEND_F: _nothing,
-            Op.WAIT_SEND_B: _nothing,
-            Op.UNSHARD: _nothing,
-            Op.RESHARD: _nothing,
-            Op.REDUCE_GRAD: _nothing,
-        }
+        self._turns = {index: Turns() for index in stages}
 
     def run(self) -> Task[None]:
         """The program as a task, see :func:`penstock.runtime.driver.drive`."""
@@ -115,7 +101,7 @@ class Machine:
 
     def _do(self, action: Action) -> None:
         try:
-            self._handlers[action.op](action)
+            _HANDLERS[action.op](self, action)
         except StageError as error:
             raise self._failed(action, str(error)) from error.__cause__
         except PenstockError as error:
@@ -173,7 +159,11 @@ class Machine:
         stage, microbatch = self._stages[action.stage], _index(action)
         grads = self._output_gradients(stage, microbatch)
         with self._timed(action):
-            found = stage.backward(microbatch, grads)
+            if self._turns[action.stage].is_next(microbatch):
+                found = stage.backward(microbatch, grads)
+            else:
+                found = stage.backward_input(microbatch, grads)
+            self._add_weights(stage, microbatch)
         self._hand_back(stage, microbatch, found)
 
     def _backward_input(self, action: Action) -> None:
@@ -185,7 +175,13 @@ class Machine:
 
     def _backward_weight(self, action: Action) -> None:
         with self._timed(action):
-            self._stages[action.stage].backward_weight(_index(action))
+            self._add_weights(self._stages[action.stage], _index(action))
+
+    def _add_weights(self, stage: PipelineStage, microbatch: int) -> None:
+        """The weights' half of what is due, in the order of the microbatches whatever the schedule's."""
+        for due in self._turns[stage.index].arrived(microbatch):
+            if stage.owes_weights(due):
+                stage.backward_weight(due)
 
     def _output_gradients(self, stage: PipelineStage, microbatch: int) -> list[Tensor | None]:
         given = self._program.given(stage.index)
@@ -291,8 +287,27 @@ def _index(action: Action) -> int:
     return action.microbatch
 
 
-def _nothing(action: Action) -> None:
+def _nothing(machine: Machine, action: Action) -> None:
     """Some ops ask nothing of a stage that is neither sharded nor replicated."""
+
+
+# Functions, not bound methods: a machine that held those would be a cycle, and keep its step's tensors.
+_HANDLERS: dict[Op, Callable[[Machine, Action], None]] = {
+    Op.F: Machine._forward,
+    Op.B: Machine._backward,
+    Op.I: Machine._backward_input,
+    Op.W: Machine._backward_weight,
+    Op.SEND_F: Machine._send_values,
+    Op.RECV_F: Machine._post_values,
+    Op.SEND_B: Machine._send_gradients,
+    Op.RECV_B: Machine._post_gradients,
+    # The transport keeps what it sends until it has left, and nothing here is sharded.
+    Op.WAIT_SEND_F: _nothing,
+    Op.WAIT_SEND_B: _nothing,
+    Op.UNSHARD: _nothing,
+    Op.RESHARD: _nothing,
+    Op.REDUCE_GRAD: _nothing,
+}
 
 
 class _NotTimed:

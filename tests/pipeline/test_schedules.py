@@ -1,0 +1,109 @@
+"""Every schedule of the library trains, and all of them give the same bits."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+import torch
+
+from penstock import schedule as ps
+from penstock.errors import ScheduleError
+from penstock.runtime.turns import Turns
+from penstock.schedule import Action, Op, Schedule
+from penstock.testing import WorkerPool, compare
+from tests.pipeline.cases import deep_case
+
+TRAINING = tuple(name for name in ps.names() if name != "forward-only")
+RANKS = (1, 2, 3, 4)
+MICROBATCHES = (2, 3, 8)
+
+
+def built(name: str, ranks: int, microbatches: int) -> Schedule:
+    try:
+        return ps.build(name, ranks=ranks, microbatches=microbatches)
+    except ScheduleError as refusal:
+        pytest.skip(str(refusal))
+
+
+def digest(schedule: str | Schedule, stages: int, ranks: int, microbatches: int) -> dict[str, str]:
+    case = deep_case(torch.float32)
+    found = compare(case, schedule=schedule, stages=stages, ranks=ranks, microbatches=microbatches)
+    return found.digest()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches"), list(product(TRAINING, RANKS, MICROBATCHES))
+)
+def test_gradients_in_process(name: str, ranks: int, microbatches: int) -> None:
+    schedule = built(name, ranks, microbatches)
+    compare(deep_case(), schedule=schedule).check(1e-12)
+
+
+@pytest.mark.parametrize(("name", "ranks"), list(product(TRAINING, (2, 3, 4))))
+def test_gradients_on_gloo(workers: WorkerPool, name: str, ranks: int) -> None:
+    schedule = built(name, ranks, 8)
+    answers = workers.run(
+        "tests.pipeline.cases:run_deep",
+        ranks,
+        schedule=name,
+        stages=schedule.stages,
+        microbatches=8,
+    )
+    assert max(gap for answer in answers for gap in answer["differences"].values()) < 1e-12
+    bits = {name: text for answer in answers for name, text in answer["digest"].items()}
+    assert bits == digest("1F1B", schedule.stages, schedule.stages, 8)
+
+
+@pytest.mark.parametrize(("name", "microbatches"), list(product(TRAINING, (4, 5, 8))))
+def test_float32_bits_do_not_depend_on_the_schedule(name: str, microbatches: int) -> None:
+    schedule = built(
+        name, 4 if ps.build(name, ranks=4, microbatches=8).stages == 4 else 2, microbatches
+    )
+    expected = digest("GPipe", 4, 4, microbatches)
+    assert digest(schedule, 4, schedule.ranks, microbatches) == expected
+
+
+def shuffled(ranks: int, microbatches: int, seed: int) -> Schedule:
+    """A valid order of F, I, W and B drawn at random: each rank picks any action that may start."""
+    draw = random.Random(seed)
+    full = {m for m in range(microbatches) if draw.random() < 0.5}
+    programs = [list[Action]() for _ in range(ranks)]
+    done: set[Action] = set()
+    todo = [a for r in range(ranks) for m in range(microbatches) for a in lane(r, m, m in full)]
+    while todo:
+        ready = [a for a in todo if done.issuperset(needs(a, ranks, full))]
+        chosen = draw.choice(ready)
+        todo.remove(chosen)
+        done.add(chosen)
+        programs[chosen.stage].append(chosen)
+    return Schedule("shuffled", ps.looped(ranks), microbatches, tuple(map(tuple, programs)))
+
+
+def lane(stage: int, microbatch: int, full: bool) -> list[Action]:
+    ops = (Op.F, Op.B) if full else (Op.F, Op.I, Op.W)
+    return [Action(stage, op, microbatch) for op in ops]
+
+
+def needs(action: Action, stages: int, full: set[int]) -> list[Action]:
+    stage, op, microbatch, _ = action
+    gradient = Op.B if microbatch in full else Op.I
+    if op is Op.F:
+        return [Action(stage - 1, Op.F, microbatch)] if stage else []
+    if op is Op.W:
+        return [Action(stage, Op.I, microbatch)]
+    behind = [Action(stage + 1, gradient, microbatch)] if stage + 1 < stages else []
+    return [Action(stage, Op.F, microbatch), *behind]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_valid_order_gives_the_same_bits(seed: int) -> None:
+    found = digest(shuffled(3, 5, seed), 3, 3, 5)
+    assert found == digest("GPipe", 3, 3, 5)
+
+
+def test_turns_let_through_in_order() -> None:
+    turns = Turns()
+    found = [list(turns.arrived(microbatch)) for microbatch in (2, 0, 1, 3)]
+    assert found == [[], [0], [1, 2], [3]]
