@@ -96,7 +96,7 @@ def test_ticks_are_round() -> None:
 
 def test_the_text_names_stages_where_most_boxes_have_room() -> None:
     line = simulate(build("ZB-V", ranks=2, microbatches=2)).timeline
-    assert " 3F0 " in draw_text(line, width=120)
-    narrow = draw_text(line, width=75)
+    assert "3F0 " in draw_text(line, width=120)
+    narrow = draw_text(line, width=60)
     assert "3F0" not in narrow
     assert " F0 " in narrow

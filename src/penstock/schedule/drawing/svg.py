@@ -16,16 +16,17 @@ LABELS, SHARES = 62, 58
 """Width left and right of the rows, for ranks and idle shares."""
 TOP, LEGEND, AXIS, NOTE = 34, 24, 36, 20
 """Height of title, legend, time axis and note."""
-NARROWEST, WIDEST = 640, 3200
+NARROWEST, WIDEST, SCREEN = 640, 12_000, 2000
+"""Width of the rows at least and at most, and from where on one has to scroll."""
 ROOM = 21
 """Width of a box in which a number of two digits is read well."""
-DIGIT = 6.6
-"""Width of a digit of the labels."""
+DIGIT, TIGHT = 6.6, 4.6
+"""Width of a digit of the labels, and where there is less room."""
 
 _STYLE = (
     "text{font-family:Helvetica,Arial,sans-serif;font-size:12px;fill:#222}"
     ".title{font-size:16px;font-weight:bold}.small{font-size:8px}.box{font-size:11px;text-anchor:middle}"
-    ".right{text-anchor:end}.middle{text-anchor:middle}.note{font-style:italic;fill:#555}"
+    ".right{text-anchor:end}.middle{text-anchor:middle}.tight{font-size:8px;text-anchor:middle}.note{font-style:italic;fill:#555}"
     "rect{stroke:#fff;stroke-width:.7}.idle{fill:#f1f1f1;stroke:none}line{stroke:#ccc;stroke-width:1}"
 )
 
@@ -68,7 +69,8 @@ class _Sheet:
 
     @property
     def width(self) -> float:
-        return LABELS + max(self.length, NARROWEST) + SHARES
+        shares = SHARES if self.length <= SCREEN else SHARES + LABELS
+        return LABELS + max(self.length, NARROWEST) + shares
 
     @property
     def rows_top(self) -> int:
@@ -164,7 +166,8 @@ def _rank(sheet: _Sheet, rank: int, unit: Unit) -> Iterator[str]:
     together = _together(spans)
     for i, span in enumerate(spans):
         yield from _box(sheet, span, unit, shares=i in together)
-    yield _text(LABELS + sheet.length + 6, middle, percent(sheet.timeline.bubbles[rank]))
+    again = f"rank {rank}: " if sheet.length > SCREEN else ""
+    yield _text(LABELS + sheet.length + 6, middle, again + percent(sheet.timeline.bubbles[rank]))
 
 
 def _together(spans: Iterable[Span]) -> set[int]:
@@ -192,13 +195,14 @@ def _box(sheet: _Sheet, span: Span, unit: Unit, *, shares: bool) -> Iterator[str
     )
     rect = _rect(x, y, width, height, colour(op, places[stage], sheet.most_places))
     yield f"<g><title>{escape(tip.strip())}</title>{rect}"
-    if op in COMPUTE_OPS and width >= DIGIT * len(str(microbatch)) + 2:
-        yield from _labels(sheet, span, x + width / 2, y + height / 2)
+    if op in COMPUTE_OPS and width >= TIGHT * len(str(microbatch)) + 1:
+        kind = "box" if width >= DIGIT * len(str(microbatch)) + 2 else "tight"
+        with_stage = sheet.most_places > 1 and not shares
+        yield from _labels(span, x + width / 2, y + height / 2, kind, with_stage)
     yield "</g>"
 
 
-def _labels(sheet: _Sheet, span: Span, x: float, y: float) -> Iterator[str]:
-    several = sheet.most_places > 1
-    yield _text(x, y + (1 if several else 4), str(span.action.microbatch), "box")
-    if several:
+def _labels(span: Span, x: float, y: float, kind: str, with_stage: bool) -> Iterator[str]:
+    yield _text(x, y + (1 if with_stage else 4), str(span.action.microbatch), kind)
+    if with_stage:
         yield _text(x, y + 12, str(span.action.stage), "middle small")
