@@ -34,7 +34,8 @@ class Pipeline:
 
     Args:
         model: an ``nn.Sequential``, or a model whose forward is a chain of modules, cut by ``stages``.
-        schedule: a name (see :func:`penstock.schedule.names`) or a :class:`~penstock.schedule.Schedule`.
+        schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, or a
+            :class:`~penstock.schedule.Schedule`.
         ranks: how many ranks; by default the world size under torchrun, else as the stages need.
         microbatches: into how many parts a batch is split; by default two a rank.
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
@@ -54,7 +55,7 @@ class Pipeline:
         self,
         model: nn.Module,
         *,
-        schedule: str | Schedule = "1F1B",
+        schedule: str | os.PathLike[str] | Schedule = "1F1B",
         ranks: int | None = None,
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
@@ -82,7 +83,7 @@ class Pipeline:
         cls,
         stages: Sequence[PipelineStage],
         *,
-        schedule: str | Schedule,
+        schedule: str | os.PathLike[str] | Schedule,
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
         reduction: Reduction = "mean",

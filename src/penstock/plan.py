@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
 
 from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError, UsageError
 from penstock.partition import Partition, cut_chain, cut_sequential
-from penstock.schedule import Placement, Schedule, add_communication, build, validate
+from penstock.schedule import Placement, Schedule, add_communication, build, load, validate
 from penstock.schedule.library.forward_only import forward_only
 
 Stages = int | Sequence[Sequence[str]] | Partition | None
@@ -94,12 +96,15 @@ def prove(schedule: Schedule) -> Schedule:
 
 
 def make_plan(
-    schedule: str | Schedule, ranks: int | None, stages: Stages, microbatches: int | None
+    schedule: str | PathLike[str] | Schedule,
+    ranks: int | None,
+    stages: Stages,
+    microbatches: int | None,
 ) -> Plan:
     """Fill in what was left open.
 
     Args:
-        schedule: a name or a value.
+        schedule: a name, a file (``.csv``, ``.json``) or a value.
         ranks: how many ranks, or ``None`` for what the schedule or the stages say.
         stages: how the model is cut.
         microbatches: how many, or ``None`` for the schedule's number, else two a rank.
@@ -108,18 +113,34 @@ def make_plan(
         UsageError: numbers that contradict each other, or too little is given.
     """
     count = _count(stages)
+    schedule = _read(schedule)
     if isinstance(schedule, Schedule):
         _check_value(schedule, ranks, count, microbatches)
         return Plan(schedule, schedule.ranks, schedule.stages, schedule.microbatches)
-    ranks = ranks or count
-    if ranks is None:
-        raise UsageError("over how many ranks? Give ranks= or stages=, or run under torchrun")
+    ranks = _ranks_for(schedule, count) if ranks is None else ranks
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: must be at least 1")
     microbatches = 2 * ranks if microbatches is None else microbatches
     if count is None:
         count = build(schedule, ranks=ranks, microbatches=microbatches).stages
     return Plan(schedule, ranks, count, microbatches)
+
+
+def _read(schedule: str | PathLike[str] | Schedule) -> str | Schedule:
+    """The schedule of a file; a name or a value as it is."""
+    if isinstance(schedule, PathLike) or (
+        isinstance(schedule, str) and Path(schedule).suffix.lower() in (".csv", ".json")
+    ):
+        return load(schedule)
+    return schedule
+
+
+def _ranks_for(schedule: str, stages: int | None) -> int:
+    """How many ranks share so many stages, each as many as the schedule gives a rank."""
+    if stages is None:
+        raise UsageError("over how many ranks? Give ranks= or stages=, or run under torchrun")
+    each = build(schedule, ranks=1, microbatches=2).stages
+    return max(1, stages // each)
 
 
 def _count(stages: Stages) -> int | None:

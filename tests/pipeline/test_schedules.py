@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import random
 from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.pipelining import schedules as peer
+from torch.distributed.pipelining.stage import PipelineStage
 
 from penstock import schedule as ps
 from penstock.errors import ScheduleError
@@ -27,7 +32,9 @@ def built(name: str, ranks: int, microbatches: int) -> Schedule:
         pytest.skip(str(refusal))
 
 
-def digest(schedule: str | Schedule, stages: int, ranks: int, microbatches: int) -> dict[str, str]:
+def digest(
+    schedule: str | Path | Schedule, stages: int, ranks: int, microbatches: int
+) -> dict[str, str]:
     case = deep_case(torch.float32)
     found = compare(case, schedule=schedule, stages=stages, ranks=ranks, microbatches=microbatches)
     return found.digest()
@@ -63,6 +70,24 @@ def test_float32_bits_do_not_depend_on_the_schedule(name: str, microbatches: int
     )
     expected = digest("GPipe", 4, 4, microbatches)
     assert digest(schedule, 4, schedule.ranks, microbatches) == expected
+
+
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize(
+    "name", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
+def test_a_file_that_torch_wrote_trains(name: str, form: str, tmp_path: Path) -> None:
+    path = tmp_path / "torch.csv"
+    peer_schedule(name, 2, 8)._dump_csv(path, form)
+    assert digest(path, 4, 2, 8) == digest("GPipe", 4, 4, 8)
+
+
+def peer_schedule(name: str, ranks: int, microbatches: int) -> Any:
+    stages = [mock.create_autospec(PipelineStage, instance=True) for _ in range(2)]
+    for stage in stages:
+        stage.num_stages, stage.group_size, stage.group_rank = 2 * ranks, ranks, 0
+        stage.submod = None
+    return peer.get_schedule_class(name)(stages, microbatches)
 
 
 def shuffled(ranks: int, microbatches: int, seed: int) -> Schedule:

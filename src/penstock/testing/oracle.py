@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def _fingerprint(gradient: Tensor | None) -> str:
 def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
     case: Case,
     *,
-    schedule: str | Schedule,
+    schedule: str | PathLike[str] | Schedule,
     microbatches: int | None = None,
     ranks: int | None = None,
     stages: Stages = None,
