@@ -21,7 +21,8 @@ from penstock.schedule.action import (
     Op,
 )
 from penstock.schedule.dependencies import Half, Need, counterpart
-from penstock.schedule.packed import NOWHERE, OPS, Block, Packed
+from penstock.schedule.packed import NOWHERE, OPS, Packed
+from penstock.schedule.wiring import Block, Wiring
 
 
 class Finding(NamedTuple):
@@ -33,11 +34,12 @@ class Finding(NamedTuple):
     remedy: str
 
 
-Check = Callable[[Packed], Iterator[Finding]]
+Check = Callable[[Wiring], Iterator[Finding]]
 
 
-def missing(packed: Packed) -> Iterator[Finding]:
+def missing(wiring: Wiring) -> Iterator[Finding]:
     """Each stage runs each microbatch forward, and where the schedule trains, backward once."""
+    packed = wiring.packed
     schedule = packed.schedule
     for stage in range(schedule.stages):
         yield from _absent(packed, Need(stage, Op.F))
@@ -58,8 +60,9 @@ def _absent(packed: Packed, need: Need) -> Iterator[Finding]:
         yield Finding(NOWHERE, action, "missing", remedy)
 
 
-def duplicate(packed: Packed) -> Iterator[Finding]:
+def duplicate(wiring: Wiring) -> Iterator[Finding]:
     """No action occurs twice but UNSHARD and RESHARD; no microbatch has both B and I or W."""
+    packed = wiring.packed
     first = packed.first
     again = (first != np.arange(len(first))) & ~packed.having(frozenset({Op.UNSHARD, Op.RESHARD}))
     for number in np.flatnonzero(again).tolist():
@@ -82,8 +85,9 @@ def _both_backwards(packed: Packed) -> Iterator[Finding]:
                 yield Finding(number, None, what, "keep either B, or I and W")
 
 
-def wrong_rank(packed: Packed) -> Iterator[Finding]:
+def wrong_rank(wiring: Wiring) -> Iterator[Finding]:
     """Every action stands on the rank that holds its stage."""
+    packed = wiring.packed
     rank_of = np.array(packed.schedule.placement.rank_of, np.int32)
     for number in np.flatnonzero(rank_of[packed.stage] != packed.rank).tolist():
         home = int(rank_of[packed.stage[number]])
@@ -91,10 +95,11 @@ def wrong_rank(packed: Packed) -> Iterator[Finding]:
         yield Finding(number, None, what, f"move it to rank {home}")
 
 
-def order(packed: Packed) -> Iterator[Finding]:
+def order(wiring: Wiring) -> Iterator[Finding]:
     """What an action needs on its own rank stands before it; a message that it needs is posted there."""
-    for block in packed.blocks:
-        late = packed.late(block)
+    packed = wiring.packed
+    for block in wiring.blocks:
+        late = wiring.late(block)
         if late.any():
             for after, before in zip(
                 block.after[late].tolist(), block.before[late].tolist(), strict=True
@@ -121,9 +126,10 @@ def _unmet(packed: Packed, block: Block) -> Iterator[Finding]:
         yield Finding(int(block.after[i]), None, what, f"add {action} to rank {home}")
 
 
-def unreceived(packed: Packed) -> Iterator[Finding]:
+def unreceived(wiring: Wiring) -> Iterator[Finding]:
     """Every SEND has its RECV."""
-    lonely = packed.having(SEND_OPS) & (packed.partner == NOWHERE)
+    packed = wiring.packed
+    lonely = packed.having(SEND_OPS) & (wiring.partner == NOWHERE)
     for number in np.flatnonzero(lonely).tolist():
         receive = counterpart(packed.action(number))
         home = packed.schedule.placement.rank_of[receive.stage]
@@ -131,8 +137,9 @@ def unreceived(packed: Packed) -> Iterator[Finding]:
         yield Finding(number, None, what, f"add {receive} to rank {home}, or remove it")
 
 
-def purposeless(packed: Packed) -> Iterator[Finding]:
+def purposeless(wiring: Wiring) -> Iterator[Finding]:
     """Every message carries a value of the edge table to another rank."""
+    packed = wiring.packed
     known = _messages(packed)
     for lane, at in packed.lanes():
         if lane.op in SEND_OPS and (lane.stage, lane.op, lane.peer) not in known:
@@ -153,10 +160,11 @@ def _messages(packed: Packed) -> set[tuple[int, Op, int | None]]:
     return {(send.stage, send.op, send.peer) for send in sends}
 
 
-def channels(packed: Packed) -> Iterator[Finding]:
+def channels(wiring: Wiring) -> Iterator[Finding]:
     """Both ends of a channel have its messages in the same order."""
-    sends = np.flatnonzero(packed.having(SEND_OPS) & (packed.partner != NOWHERE))
-    received = packed.partner[sends]
+    packed = wiring.packed
+    sends = np.flatnonzero(packed.having(SEND_OPS) & (wiring.partner != NOWHERE))
+    received = wiring.partner[sends]
     key = (
         packed.rank[sends].astype(np.int64) * packed.schedule.ranks + packed.rank[received]
     ) * len(OPS)
@@ -175,8 +183,9 @@ def channels(packed: Packed) -> Iterator[Finding]:
         yield Finding(int(sends[i + 1]), None, what, "give both ends of the channel the same order")
 
 
-def shards(packed: Packed) -> Iterator[Finding]:
+def shards(wiring: Wiring) -> Iterator[Finding]:
     """Stages that are gathered and freed are gathered where they compute."""
+    packed = wiring.packed
     if Op.UNSHARD not in packed.schedule.ops:
         return
     by_stage = np.argsort(packed.stage, kind="stable")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.schedule.action import SEND_OPS
 from penstock.schedule.packed import NOWHERE, Column, Packed
+from penstock.schedule.wiring import Wiring
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,13 @@ class _Waits:
     """For each rank its first line, and one past the last rank's last."""
 
 
-def run(packed: Packed, *, blocking_sends: bool = False) -> Progress:
+def run(wiring: Wiring, *, blocking_sends: bool = False) -> Progress:
     """Run all programs under the meaning of SEND and RECV, or with sends that wait for their RECV.
 
     A need that nothing meets counts as met: it is a finding of its own, and others shall still be found.
     """
-    waits = _waits(packed, blocking_sends)
+    packed = wiring.packed
+    waits = _waits(wiring, blocking_sends)
     lines = waits.first[:-1]
     ends = waits.first[1:]
     reached = packed.starts[:-1].tolist()
@@ -80,11 +82,12 @@ def _advance(rank: int, waits: _Waits, line: int, end: int, reached: list[int]) 
     return line
 
 
-def _waits(packed: Packed, blocking_sends: bool) -> _Waits:
-    columns = [*packed.waits, *([_blocking(packed)] if blocking_sends else [])]
+def _waits(wiring: Wiring, blocking_sends: bool) -> _Waits:
+    packed = wiring.packed
+    columns = [*wiring.waits, *([_blocking(packed)] if blocking_sends else [])]
     after = [np.flatnonzero(column != NOWHERE) for column in columns]
     before = [column[at] for column, at in zip(columns, after, strict=True)]
-    ends = [_other_end(packed, numbers) for numbers in before]
+    ends = [_other_end(wiring, numbers) for numbers in before]
     afters, befores = _concatenate(after), _concatenate(ends)
     met = befores != NOWHERE
     afters, befores = afters[met], befores[met]
@@ -108,9 +111,9 @@ def _blocking(packed: Packed) -> Column:
     return np.where(sends, np.arange(len(packed), dtype=np.int32), np.int32(NOWHERE))
 
 
-def _other_end(packed: Packed, numbers: Column) -> Column:
+def _other_end(wiring: Wiring, numbers: Column) -> Column:
     """What a wait is for: of a message the end at the other rank, else the action itself."""
-    return np.where(packed.messages[numbers], packed.partner[numbers], numbers)
+    return np.where(wiring.packed.messages[numbers], wiring.partner[numbers], numbers)
 
 
 def circle(packed: Packed, progress: Progress) -> tuple[int, list[str]]:

@@ -18,6 +18,7 @@ from penstock.schedule.checks import CHECKS, Finding
 from penstock.schedule.collection import paused_collection
 from penstock.schedule.packed import NOWHERE, Packed
 from penstock.schedule.progress import circle, run
+from penstock.schedule.wiring import Wiring
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,14 @@ def validate(schedule: Schedule) -> Report:
     Returns:
         A report with every problem at once.
     """
-    packed = Packed(schedule)
-    problems = [_problem(packed, finding) for check in CHECKS for finding in check(packed)]
-    progress = run(packed)
+    wiring = Wiring(schedule)
+    packed = wiring.packed
+    problems = [_problem(packed, finding) for check in CHECKS for finding in check(wiring)]
+    progress = run(wiring)
     if not progress.complete:
         number, path = circle(packed, progress)
         problems.append(_stuck(packed, number, path))
-    blocking = not problems and run(packed, blocking_sends=True).complete
+    blocking = not problems and run(wiring, blocking_sends=True).complete
     return Report(schedule.name, tuple(problems), blocking)
 
 

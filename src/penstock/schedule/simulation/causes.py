@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from penstock.schedule.action import COMPUTE_OPS
-from penstock.schedule.packed import NOWHERE, Packed
+from penstock.schedule.packed import NOWHERE
 from penstock.schedule.simulation.clock import Times
+from penstock.schedule.wiring import Wiring
 
 
 class Causes:
     """Follows the times of a run backwards.
 
     Args:
-        packed: the schedule.
+        wiring: the schedule.
         times: when each action ran.
     """
 
-    def __init__(self, packed: Packed, times: Times) -> None:
+    def __init__(self, wiring: Wiring, times: Times) -> None:
+        packed = wiring.packed
+        self._wiring = wiring
         self._packed = packed
         self._times = times
         self._computes = packed.having(COMPUTE_OPS)
@@ -42,7 +45,7 @@ class Causes:
             return self._compute_before(number)
         if self._computes[awaited]:
             return awaited
-        other = int(self._packed.partner[awaited])
+        other = int(self._wiring.partner[awaited])
         later = max(awaited, other, key=lambda end: float(self._times.start[end]))
         return self.cause(later)
 
@@ -62,6 +65,6 @@ class Causes:
         return bool(self._times.start[number] > free)
 
     def _latest_wait(self, number: int) -> int:
-        waits = [int(column[number]) for column in self._packed.waits]
+        waits = [int(column[number]) for column in self._wiring.waits]
         found = [awaited for awaited in waits if awaited != NOWHERE]
         return max(found, key=lambda awaited: float(self._times.there[awaited]), default=NOWHERE)

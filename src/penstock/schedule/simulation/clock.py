@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from penstock.errors import ScheduleError
 from penstock.schedule.action import SEND_OPS, Op
 from penstock.schedule.packed import NOWHERE, Packed
+from penstock.schedule.wiring import Wiring
 
 Numbers = NDArray[np.float64]
 
@@ -48,24 +49,25 @@ class Times:
     there: Numbers
 
 
-def run_clocks(packed: Packed, prices: Prices) -> Times:
+def run_clocks(wiring: Wiring, prices: Prices) -> Times:
     """Work out when each action runs if each starts as soon as its rank and its needs allow.
 
     Raises:
         ScheduleError: the schedule does not complete.
     """
-    _check_needs(packed)
-    clocks = _Clocks(packed, prices)
+    _check_needs(wiring)
+    clocks = _Clocks(wiring, prices)
     clocks.run()
     return Times(*(np.frombuffer(column, np.float64) for column in clocks.columns))
 
 
-def _check_needs(packed: Packed) -> None:
-    lonely = np.flatnonzero(packed.messages & (packed.partner == NOWHERE))
+def _check_needs(wiring: Wiring) -> None:
+    packed = wiring.packed
+    lonely = np.flatnonzero(packed.messages & (wiring.partner == NOWHERE))
     if len(lonely):
         raise _refusal(packed, int(lonely[0]), "has nothing at its other end")
-    for block in packed.blocks:
-        wrong = np.flatnonzero(packed.late(block) | (block.before == NOWHERE))
+    for block in wiring.blocks:
+        wrong = np.flatnonzero(wiring.late(block) | (block.before == NOWHERE))
         if len(wrong):
             needed = packed.rule.settle(block.need, int(block.microbatch[wrong[0]]))
             why = f"needs {needed}, which does not stand before it"
@@ -116,7 +118,8 @@ class _Channels:
 class _Clocks:
     """Runs each rank until it must wait for a rank whose time is not known yet."""
 
-    def __init__(self, packed: Packed, prices: Prices) -> None:
+    def __init__(self, wiring: Wiring, prices: Prices) -> None:
+        packed = wiring.packed
         size = len(packed)
         self._packed = packed
         self._at = packed.starts[:-1].tolist()
@@ -127,13 +130,13 @@ class _Clocks:
         self._there = _doubles(np.full(size, NOT_YET))
         self._duration = _doubles(prices.duration)
         self._hidden = _doubles(prices.hidden)
-        self._waits = [_integers(column) for column in packed.waits]
+        self._waits = [_integers(column) for column in wiring.waits]
         self._first_halves = frozenset((packed.halves - 1).tolist())
         """An overlapped pair gives what it makes when both halves are done."""
         self._message = bytes(packed.messages.astype(np.uint8))
-        partner = _integers(packed.partner)
+        partner = _integers(wiring.partner)
         transfer = _doubles(prices.transfer)
-        self._channels = _Channels(partner, transfer, _integers(_channel(packed)), prices.latency)
+        self._channels = _Channels(partner, transfer, _integers(_channel(wiring)), prices.latency)
         self._sleepers: dict[int, list[int]] = {}
         self._ready = deque(range(len(self._at)))
 
@@ -205,9 +208,10 @@ class _Clocks:
             self._ready.extend(self._sleepers.pop(number))
 
 
-def _channel(packed: Packed) -> NDArray[np.int32]:
+def _channel(wiring: Wiring) -> NDArray[np.int32]:
     """For each SEND and RECV a number of its channel: the ranks it joins and the kind of message."""
-    other = packed.rank[packed.partner]
+    packed = wiring.packed
+    other = packed.rank[wiring.partner]
     is_send = packed.having(SEND_OPS)
     sender = np.where(is_send, packed.rank, other)
     receiver = np.where(is_send, other, packed.rank)

@@ -9,18 +9,20 @@ from penstock.schedule.base import Schedule
 from penstock.schedule.packed import CODE, NOWHERE, Packed
 from penstock.schedule.simulation.clock import Numbers, Prices
 from penstock.schedule.simulation.costs import Costs
+from penstock.schedule.wiring import Wiring
 
 _COST_OF = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
 
 
-def prices(packed: Packed, costs: Costs) -> Prices:
+def prices(wiring: Wiring, costs: Costs) -> Prices:
     """What each action of a schedule costs."""
+    packed = wiring.packed
     table = np.zeros((len(CODE), packed.schedule.stages))
     for op in COMPUTE_OPS:
         table[CODE[op]] = costs.per_stage(_COST_OF[op], packed.schedule.stages)
     duration = table[packed.op, packed.stage]
     return Prices(
-        duration, _transfers(packed, costs), _hidden(packed, duration, costs), costs.latency
+        duration, _transfers(wiring, costs), _hidden(packed, duration, costs), costs.latency
     )
 
 
@@ -31,8 +33,9 @@ def _hidden(packed: Packed, duration: Numbers, costs: Costs) -> Numbers:
     return hidden
 
 
-def _transfers(packed: Packed, costs: Costs) -> Numbers:
+def _transfers(wiring: Wiring, costs: Costs) -> Numbers:
     """How long each message is under way: at its SEND and its RECV, or at the action that makes its value."""
+    packed = wiring.packed
     transfer = np.zeros(len(packed))
     if not costs.message:
         return transfer
@@ -43,8 +46,8 @@ def _transfers(packed: Packed, costs: Costs) -> Numbers:
             transfer[there] = (
                 _bytes(packed, Action(lane.stage, lane.op, 0, lane.peer), costs) / costs.bandwidth
             )
-    sends = packed.messages & (packed.partner != NOWHERE)
-    transfer[sends] = np.maximum(transfer[sends], transfer[packed.partner[sends]])
+    sends = packed.messages & (wiring.partner != NOWHERE)
+    transfer[sends] = np.maximum(transfer[sends], transfer[wiring.partner[sends]])
     return transfer
 
 

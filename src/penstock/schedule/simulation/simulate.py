@@ -13,13 +13,14 @@ from penstock.errors import UsageError
 from penstock.schedule.action import COMPUTE_OPS, MESSAGE_OPS, WAIT_SEND_OPS, Action, Op
 from penstock.schedule.base import Schedule
 from penstock.schedule.collection import paused_collection
-from penstock.schedule.packed import CODE, NOWHERE, Packed
+from penstock.schedule.packed import CODE, NOWHERE
 from penstock.schedule.simulation.causes import Causes
 from penstock.schedule.simulation.clock import Numbers, Prices, Times, run_clocks
 from penstock.schedule.simulation.costs import Costs
 from penstock.schedule.simulation.memory import changes, peaks
 from penstock.schedule.simulation.prices import prices
 from penstock.schedule.timeline import Span, Timeline
+from penstock.schedule.wiring import Wiring
 
 
 class Gap(NamedTuple):
@@ -44,12 +45,14 @@ class Simulation:
     """A schedule run on simulated clocks; made by :func:`simulate`.
 
     Args:
-        packed: the schedule.
+        wiring: the schedule.
         costs: what was given.
         times: when each action ran.
     """
 
-    def __init__(self, packed: Packed, costs: Costs, times: Times) -> None:
+    def __init__(self, wiring: Wiring, costs: Costs, times: Times) -> None:
+        packed = wiring.packed
+        self._wiring = wiring
         self.schedule = packed.schedule
         self.costs = costs
         self._packed = packed
@@ -103,7 +106,7 @@ class Simulation:
 
     @cached_property
     def _causes(self) -> Causes:
-        return Causes(self._packed, self._times)
+        return Causes(self._wiring, self._times)
 
     @cached_property
     def _changes(self) -> Numbers:
@@ -132,7 +135,7 @@ class Simulation:
         """How many messages cross between ranks."""
         if self.schedule.communicates:
             return int(self._packed.messages.sum()) // 2
-        return sum(int((column != NOWHERE).sum()) for column in self._packed.waits)
+        return sum(int((column != NOWHERE).sum()) for column in self._wiring.waits)
 
     def span(self, action: Action) -> Span:
         """When an action ran.
@@ -191,8 +194,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         ScheduleError: the schedule does not complete.
     """
     costs = costs or Costs()
-    packed = Packed(schedule)
-    return Simulation(packed, costs, run_clocks(packed, prices(packed, costs)))
+    wiring = Wiring(schedule)
+    return Simulation(wiring, costs, run_clocks(wiring, prices(wiring, costs)))
 
 
 @paused_collection()
@@ -212,14 +215,15 @@ def replay(
         ScheduleError: the schedule does not complete.
         UsageError: a computing action has no duration.
     """
-    packed = Packed(schedule)
+    wiring = Wiring(schedule)
+    packed = wiring.packed
     actions = [action for rank in range(schedule.ranks) for action in schedule.actions(rank)]
     lacking = [str(a) for a in actions if a.op in COMPUTE_OPS and a not in durations]
     if lacking:
         raise UsageError(f"no duration for {len(lacking)} actions: {', '.join(lacking[:5])}")
     duration = np.array([durations.get(action, 0.0) for action in actions])
     none = np.zeros(len(packed))
-    times = run_clocks(packed, Prices(duration, none, none, latency))
+    times = run_clocks(wiring, Prices(duration, none, none, latency))
     shown = [i for i, action in enumerate(actions) if action.op not in MESSAGE_OPS | WAIT_SEND_OPS]
     rank, start, end = packed.rank.tolist(), times.start.tolist(), times.end.tolist()
     return Timeline(
