@@ -6,6 +6,7 @@ between them but what the engine itself keeps.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -13,7 +14,13 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from penstock.backward import stage_backward, stage_backward_input, stage_backward_weight
+from penstock.backward import (
+    DeferredBackward,
+    WeightGradStore,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
@@ -77,6 +84,31 @@ class FullEngine(GraphEngine):
 
     def weight_half(self, weights: Sequence[Tensor], state: Any) -> None:
         pass
+
+
+class DeferredEngine:
+    """The engine that takes weights out of the graph."""
+
+    def __init__(self) -> None:
+        self._of: dict[nn.Module, DeferredBackward] = {}
+        self._stores: deque[tuple[DeferredBackward, WeightGradStore]] = deque()
+
+    def forward(self, stage: Stage, inputs: Sequence[Any]) -> Any:
+        split = self._of.get(stage.model) or DeferredBackward(stage.model)
+        self._of = {stage.model: split}
+        output, store = split.forward(lambda: stage.run(inputs))
+        self._stores.append((split, store))
+        return output
+
+    def input_half(
+        self, output: Any, grads: Any, inputs: Sequence[Any], weights: Sequence[Tensor]
+    ) -> tuple[Gradients, Any]:
+        split, store = self._stores.popleft()
+        return split.input_half(output, grads, inputs, store), (split, store)
+
+    def weight_half(self, weights: Sequence[Tensor], state: Any) -> None:
+        split, store = state
+        split.weight_half(store)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from penstock.backward import capture
 from tests.backward import making, zoo
 from tests.backward.blocks import TransformerBlock
-from tests.backward.oracle import Engine, FullEngine, GraphEngine, Stage, seeds
+from tests.backward.oracle import DeferredEngine, Engine, FullEngine, GraphEngine, Stage, seeds
 from tests.backward.probes import StorageProbe, no_garbage_collection
 
 
@@ -44,12 +46,13 @@ def warm() -> None:
 
 
 @pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("engine", [GraphEngine, DeferredEngine])
 @pytest.mark.parametrize("name", zoo.ZOO)
-def test_nothing_of_a_microbatch_survives(name: str) -> None:
+def test_nothing_of_a_microbatch_survives(name: str, engine: Callable[[], Engine]) -> None:
     torch.manual_seed(0)
     stage = zoo.ZOO[name]()
     with no_garbage_collection():
-        assert kept(GraphEngine(), stage) == 0
+        assert kept(engine(), stage) == 0
 
 
 def test_what_no_weight_needs_is_freed_between_the_halves() -> None:

@@ -3,6 +3,8 @@
 The halves work on any autograd graph and need nothing but its outputs, inputs and weights.
 """
 
+from penstock.backward.deferred import DeferredBackward
+from penstock.backward.finders import register_function, register_module
 from penstock.backward.full import stage_backward
 from penstock.backward.graph import (
     ParamGroup,
@@ -12,14 +14,22 @@ from penstock.backward.graph import (
     get_param_groups,
     reverse_closure,
 )
+from penstock.backward.operations import Call, Operation
 from penstock.backward.split import stage_backward_input, stage_backward_weight
+from penstock.backward.store import WeightGradStore
 
 __all__ = [
+    "Call",
+    "DeferredBackward",
+    "Operation",
     "ParamGroup",
+    "WeightGradStore",
     "_get_grad_fn_or_grad_acc",
     "_null_coalesce_accumulate",
     "construct_reverse_graph",
     "get_param_groups",
+    "register_function",
+    "register_module",
     "reverse_closure",
     "stage_backward",
     "stage_backward_input",

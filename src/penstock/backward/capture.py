@@ -74,7 +74,7 @@ def _run(
     if not pairs or not wanted:
         return (None,) * len(inputs), {}
     outputs, seeds = zip(*pairs, strict=True)
-    with _hooks_suspended(targets.values()):
+    with hooks_suspended(targets.values()):
         grads = torch.autograd.grad(
             outputs, wanted, seeds, retain_graph=retain_graph, allow_unused=True
         )
@@ -115,7 +115,7 @@ def _is_compiled(node: Node) -> bool:
 
 
 @contextlib.contextmanager
-def _hooks_suspended(leaves: Iterable[Tensor]) -> Iterator[None]:
+def hooks_suspended(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Keeps tensor hooks on ``leaves`` from running, since they will when ``.grad`` is written."""
     with contextlib.ExitStack() as stack:
         for leaf in leaves:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from penstock.backward.structure import Pair, explained, pair_with_gradients, tensors_in
 
@@ -41,20 +42,38 @@ def stage_backward(
     if outputs_with_grads_idxs is not None:
         stage_output = [stage_output[i] for i in outputs_with_grads_idxs]
         output_grads = [output_grads[i] for i in outputs_with_grads_idxs]
-    pairs = _seeds(stage_output, output_grads)
+    pairs = seeds_of(stage_output, output_grads)
+    with explained("stage_backward", output=stage_output, gradient=output_grads):
+        return backward_through(pairs, input_values)
+
+
+def backward_through(
+    pairs: Sequence[Pair], input_values: Sequence[Any], *, as_edges: bool = False
+) -> tuple[Tensor | None, ...]:
+    """Runs backward from outputs with gradients, as `stage_backward` does.
+
+    Args:
+        pairs: The outputs with their gradients.
+        input_values: The inputs of the stage.
+        as_edges: Start from the outputs' gradient edges: modes that see functions of tensors stay
+            active then.
+
+    Returns:
+        One gradient of each input's shape, or None.
+    """
     inputs = [value for value in input_values if _needs_gradient(value)]
     for value in inputs:
         _expose_grad(value)
     try:
-        with explained("stage_backward", output=stage_output, gradient=output_grads):
-            _run_backward(pairs)
+        _run_backward(pairs, as_edges)
         return tuple(value.grad if _needs_gradient(value) else None for value in input_values)
     finally:
         for value in inputs:
             value.grad = None
 
 
-def _seeds(stage_output: Any, output_grads: Any) -> list[Pair]:
+def seeds_of(stage_output: Any, output_grads: Any) -> list[Pair]:
+    """Returns the outputs that have a gradient, with it; None for ``output_grads`` means ones."""
     if output_grads is None:
         return [(output, None) for output in tensors_in(stage_output)]
     pairs = pair_with_gradients(stage_output, output_grads)
@@ -71,6 +90,7 @@ def _expose_grad(value: Tensor) -> None:
         value.retain_grad()
 
 
-def _run_backward(pairs: Sequence[Pair]) -> None:
+def _run_backward(pairs: Sequence[Pair], as_edges: bool) -> None:
     if pairs:
-        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        roots = [get_gradient_edge(output) if as_edges else output for output, _ in pairs]
+        torch.autograd.backward(cast("Any", roots), [grad for _, grad in pairs])

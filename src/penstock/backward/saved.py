@@ -23,6 +23,11 @@ def is_checkpointed(node: Node) -> bool:
     return any(type(saved.data).__module__ == checkpoint.__name__ for saved in hooked)
 
 
+def has_hooks(node: Node) -> bool:
+    """Says whether hooks handle what ``node`` saved, as in a region that will be or is recomputed."""
+    return any(saved.unpack_hook is not None for saved in _saved(node))
+
+
 def release(nodes: Iterable[Node]) -> None:
     """Drops what ``nodes`` saved; they cannot run again.
 

@@ -1,0 +1,187 @@
+"""Run an operation so that the gradient of its weight is left to a store."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from penstock.backward.inner import gradients_inside
+from penstock.backward.operations import Call, Operation
+from penstock.backward.store import WeightGradStore
+from penstock.backward.weights import Target, target_of
+from penstock.errors import StageError
+
+_PLAIN = {Tensor, nn.Parameter}
+
+
+class Deferral:
+    """Defers the weight gradients of one stage.
+
+    It keeps the targets of parameters, and so their accumulators, from one microbatch to the next.
+    """
+
+    def __init__(self) -> None:
+        self._store: WeightGradStore | None = None
+        self._targets: dict[int, Target] = {}
+        self._anchors: dict[torch.device, Tensor] = {}
+
+    @contextlib.contextmanager
+    def into(self, store: WeightGradStore) -> Iterator[None]:
+        """Leaves gradients to ``store`` for as long as the context lasts."""
+        before, self._store = self._store, store
+        try:
+            yield
+        finally:
+            self._store = before
+
+    def run(self, call: Call) -> tuple[Tensor, bool]:
+        """Runs an operation.
+
+        Returns:
+            The output, and whether the gradient of the weight will be left to the store.
+        """
+        store = self._store
+        if store is None or not _can_wait(call.input, call.weight):
+            return call.operation.run(call.input, call.weight, call.bias, *call.options), False
+        if call.operation.autocast and torch.is_autocast_enabled(call.input.device.type):
+            call = _cast(call)
+        target = self._target(call.weight)
+        if target is None:
+            return call.operation.run(call.input, call.weight, call.bias, *call.options), False
+        store.expect(target)
+        anchor = self.anchor(call.weight.device)
+        waiting = _Waiting(call.operation, call.weight, call.options, target, store)
+        output = cast("Any", _Deferred).apply(call.input, call.bias, anchor, waiting)
+        return cast("Tensor", output), True
+
+    def gradients(self, *args: Any, **options: Any) -> Any:
+        """Is ``torch.autograd.grad`` for calls inside a forward pass."""
+        assert self._store is not None
+        return gradients_inside(self._store, self.anchor, *args, **options)
+
+    def anchor(self, device: torch.device) -> Tensor:
+        """Returns what makes autograd reach an operation whose input needs no gradient."""
+        if device not in self._anchors:
+            self._anchors[device] = torch.zeros(0, device=device, requires_grad=True)
+        return self._anchors[device]
+
+    def anchors(self) -> list[Tensor]:
+        """Returns all anchors."""
+        return list(self._anchors.values())
+
+    def _target(self, weight: Tensor) -> Target | None:
+        if weight.grad_fn is not None:
+            return target_of(weight)
+        known = self._targets.get(id(weight))
+        # Moving a parameter's data to another type or device gives it another accumulator.
+        if known is None or known.edge.node is not _accumulator(known, weight):
+            known = target_of(weight)
+            assert known is not None
+            self._targets[id(weight)] = known
+        return known
+
+
+def _accumulator(known: Target, weight: Tensor) -> Any:
+    metadata = cast("Any", known.edge.node)._input_metadata[0]
+    fits = metadata.dtype == weight.dtype and metadata.device == weight.device
+    return known.edge.node if fits and known.like is weight else None
+
+
+def _can_wait(value: Tensor, weight: Tensor) -> bool:
+    return (
+        weight.requires_grad
+        and torch.is_grad_enabled()
+        and type(weight) in _PLAIN
+        and type(value) in _PLAIN
+        and (weight.grad_fn is not None or type(weight) is nn.Parameter)
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
+
+
+def _cast(call: Call) -> Call:
+    """Casts the operands as autocast would; the weight's cast becomes a part of its graph."""
+    dtype = torch.get_autocast_dtype(call.input.device.type)
+    bias = None if call.bias is None else _lower(call.bias, dtype)
+    value, weight = _lower(call.input, dtype), _lower(call.weight, dtype)
+    return call._replace(input=value, weight=weight, bias=bias)
+
+
+def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if eligible else tensor
+
+
+class _Waiting:
+    """A call under way, hidden from autograd."""
+
+    __slots__ = ("operation", "options", "store", "target", "weight")
+
+    def __init__(
+        self,
+        operation: Operation,
+        weight: Tensor,
+        options: tuple[Any, ...],
+        target: Target,
+        store: WeightGradStore,
+    ) -> None:
+        self.operation = operation
+        self.weight: Tensor | None = weight
+        self.options = options
+        self.target = target
+        self.store = store
+
+    def keep(self, grad: Tensor, value: Tensor) -> None:
+        gradient = partial(self.operation.weight_gradient, grad, value, self.target.like)
+        compute = partial(_compute, gradient, self.options, value, value._version)
+        self.store.add((self.target,), compute)
+
+
+def _compute(
+    gradient: Callable[..., Tensor], options: tuple[Any, ...], value: Tensor, version: int
+) -> tuple[Tensor]:
+    if value._version != version:
+        raise StageError(
+            "an input of an operation with a weight was changed in place between the inputs' half "
+            f"and the weights' half of backward; its shape is {tuple(value.shape)}"
+        )
+    return (gradient(*options),)
+
+
+class _Deferred(torch.autograd.Function):
+    """An operation with no edge to its weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, bias: Tensor | None, anchor: Tensor, waiting: _Waiting
+    ) -> Tensor:
+        weight = cast("Tensor", waiting.weight)
+        # What a checkpoint will recompute must not be held here.
+        waiting.weight = None
+        ctx.is_deferred = True
+        ctx.waiting = waiting
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(value, weight)
+        return waiting.operation.run(value, weight, bias, *waiting.options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        if grad is None:
+            return None, None, None, None
+        waiting, (value, weight) = ctx.waiting, ctx.saved_tensors
+        if waiting.store.recording:
+            waiting.keep(grad, value)
+        operation, options, needed = waiting.operation, waiting.options, ctx.needs_input_grad
+        return (
+            operation.input_gradient(grad, value, weight, *options) if needed[0] else None,
+            operation.bias_gradient(grad, value, *options) if needed[1] else None,
+            None,
+            None,
+        )

@@ -1,0 +1,229 @@
+"""The weight gradients of a microbatch that wait for the weights' half of its backward pass.
+
+Inputs' half::
+
+    loss ── … ── Deferred ── … ── Deferred ── … ── input        one ordinary backward pass
+                    │                 │
+                 (x, dy)           (x, dy)                      what the store keeps
+
+Weights' half::
+
+    (x, dy) ──> dW ──> accumulator of the weight ──> .grad      in batches, each one backward pass
+
+The accumulators are autograd's own: they run the hooks, once per microbatch and weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from penstock.backward.weights import Target
+
+Compute: TypeAlias = Callable[[], Sequence[Tensor | None]]
+
+# Gradients that wait for their backward pass take memory, and a pass takes time of its own.
+BATCH_BYTES = 16 * 2**20
+
+
+@dataclass(eq=False, slots=True)
+class Use:
+    """A use of weights in one microbatch, and how to compute their gradients from it."""
+
+    targets: tuple[Target, ...]
+    compute: Compute
+
+
+class WeightGradStore:
+    """What one microbatch leaves for the weights' half of its backward pass."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.targets: dict[Target, None] = {}
+        self.uses: list[Use] = []
+
+    def expect(self, target: Target) -> None:
+        """Says that a use of a weight will wait here."""
+        self.targets[target] = None
+
+    def add(self, targets: tuple[Target, ...], compute: Compute) -> None:
+        """Keeps a use of weights, if the inputs' half is running."""
+        if self.recording:
+            self.uses.append(Use(targets, compute))
+
+    def hold(self, target: Target, gradient: Tensor) -> None:
+        """Keeps a gradient that is known already."""
+        self.uses.append(Use((target,), partial(_known, gradient)))
+
+    @contextlib.contextmanager
+    def record(self, recording: bool = True) -> Iterator[None]:
+        """Keeps uses, or with False keeps none, for as long as the context lasts."""
+        before, self.recording = self.recording, recording
+        try:
+            yield
+        finally:
+            self.recording = before
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[list[Use]]:
+        """Yields a list that gets what is recorded in the context, instead of the store."""
+        before, self.uses = self.uses, []
+        try:
+            with self.record():
+                yield self.uses
+        finally:
+            self.uses = before
+
+    def nodes(self) -> set[Node]:
+        """Returns the nodes that belong to the weights' half alone."""
+        return {node for target in self.targets for node in target.nodes}
+
+    def leaves(self) -> dict[Node, Target]:
+        """Returns the parameters whose gradients wait, by their accumulators."""
+        found = {}
+        for target in self.targets:
+            accumulators = (n for n in target.nodes if type(n).__name__ == "AccumulateGrad")
+            for node in accumulators:
+                leaf = cast("Any", node).variable
+                found[node] = Target(
+                    torch.autograd.graph.get_gradient_edge(leaf), (node,), (leaf,), leaf
+                )
+        return found
+
+    def deliver(self) -> None:
+        """Computes the gradients and adds them to the weights' ``.grad``; the store is empty then."""
+        uses, self.uses = self.uses, []
+        self.targets.clear()
+        for batch in _batches(uses):
+            if all(target.is_parameter for use in batch for target in use.targets):
+                _deliver_to_parameters(batch)
+            else:
+                _deliver_to_edges(batch)
+
+
+def _known(gradient: Tensor) -> tuple[Tensor]:
+    return (gradient,)
+
+
+# ---- what belongs in one backward pass
+
+
+def _batches(uses: list[Use]) -> Iterator[list[Use]]:
+    """Takes the list apart, so that what has been used is free.
+
+    All uses that reach one parameter are in one batch, since its accumulator is to run once.
+    """
+    groups = _groups(uses)
+    uses.clear()
+    batch: list[Use] = []
+    size = 0
+    while groups:
+        group = groups.pop(next(iter(groups)))
+        size += _bytes_of(group)
+        batch += group
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _groups(uses: Iterable[Use]) -> dict[int, list[Use]]:
+    """Returns the uses by a number that is the same for all that reach a common parameter."""
+    owner: dict[int, int] = {}
+    groups: dict[int, list[Use]] = {}
+    for use in uses:
+        leaves = {id(leaf) for target in use.targets for leaf in target.leaves}
+        joined = {owner[leaf] for leaf in leaves if leaf in owner}
+        first = min(joined) if joined else len(owner)
+        group = groups.setdefault(first, [])
+        for other in sorted(joined - {first}):
+            group += groups.pop(other)
+            owner.update((leaf, first) for leaf, mark in list(owner.items()) if mark == other)
+        group.append(use)
+        owner.update(dict.fromkeys(leaves, first))
+    return groups
+
+
+def _bytes_of(uses: Iterable[Use]) -> int:
+    targets = {target for use in uses for target in use.targets}
+    return sum(target.like.numel() * target.like.element_size() for target in targets)
+
+
+# ---- computing
+
+
+Key: TypeAlias = tuple[Node, int]
+
+
+def key_of(target: Target) -> Key:
+    """Returns what two targets have in common that are the same weight."""
+    return target.edge.node, target.edge.output_nr
+
+
+def summed(batch: list[Use]) -> dict[Key, Tensor]:
+    """Returns the gradients by weight, summed in the order of the uses; empties ``batch``."""
+    found: dict[Key, Tensor] = {}
+    batch.reverse()
+    while batch:
+        use = batch.pop()
+        for target, gradient in zip(use.targets, use.compute(), strict=True):
+            if gradient is not None:
+                key = key_of(target)
+                found[key] = _plus(found.pop(key, None), gradient)
+    return found
+
+
+def _plus(before: Tensor | None, gradient: Tensor) -> Tensor:
+    if before is None:
+        return gradient
+    # A dense tensor can take a sparse one, but not the reverse.
+    return gradient + before if before.is_sparse else before + gradient
+
+
+class _Delivery(torch.autograd.Function):
+    """A node above the accumulators of some parameters, whose backward computes their gradients.
+
+    They come into being inside the backward pass, so that nothing but the engine refers to them and
+    an accumulator may keep one as ``.grad`` without a copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, compute: Compute, device: torch.device, *weights: Tensor) -> Tensor:
+        ctx.compute = compute
+        return torch.empty((), device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None, *ctx.compute()
+
+
+def _deliver_to_parameters(batch: list[Use]) -> None:
+    targets = {key_of(t): t for use in batch for t in use.targets}
+    weights = [target.leaves[0] for target in targets.values()]
+    device = weights[0].device
+    compute = partial(_in_order, list(targets), batch)
+    with torch.enable_grad():
+        root = cast("Any", _Delivery).apply(compute, device, *weights)
+    torch.autograd.backward([root], [torch.empty((), device=device)])
+
+
+def _in_order(keys: list[Key], batch: list[Use]) -> list[Tensor | None]:
+    found = summed(batch)
+    return [found.pop(key, None) for key in keys]
+
+
+def _deliver_to_edges(batch: list[Use]) -> None:
+    targets = {key_of(t): t for use in batch for t in use.targets}
+    with torch.no_grad():
+        found = summed(batch)
+    if found:
+        edges = [targets[key].edge for key in found]
+        torch.autograd.backward(edges, list(found.values()))
