@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import steps
+from benchmarks import schedules, steps
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
+    "schedules": schedules.compare,
 }
 
 

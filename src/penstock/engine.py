@@ -67,9 +67,7 @@ class Pipeline:
     ) -> None:
         home = _device(device)
         found = _connect(home or home_of(model), group)
-        plan = make_plan(
-            schedule, ranks or (found[0].ranks if found else None), stages, microbatches
-        )
+        plan = make_plan(schedule, _world(found) if ranks is None else ranks, stages, microbatches)
         ends = _checked(plan, found)
         parts = cut(model, stages, plan.stages).modules
         # Only these are moved to the device: the others may not fit there.
@@ -104,8 +102,7 @@ class Pipeline:
         if not stages:
             raise UsageError("no stages were given; give this rank's stages")
         found = _connect(stages[0].device, group)
-        ranks = found[0].ranks if found else None
-        plan = make_plan(schedule, ranks, stages[0].count, microbatches)
+        plan = make_plan(schedule, _world(found), stages[0].count, microbatches)
         pipe = cls.__new__(cls)
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
         pipe._set_up(plan, _checked(plan, found), stages, loss, rules)
@@ -364,6 +361,11 @@ def _checked(plan: Plan, found: Sequence[Transport]) -> Sequence[Transport]:
             f"{found[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process a rank"
         )
     return found or in_process(plan.ranks)
+
+
+def _world(ends: Sequence[Transport]) -> int | None:
+    """How many ranks there are, where each is a process."""
+    return ends[0].ranks if ends else None
 
 
 def _held(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,7 +37,8 @@ class Microbatch:
     Args:
         args: positional arguments of the model.
         kwargs: arguments by name.
-        samples: how many samples of the batch it holds; 0 where no argument is split.
+        samples: how many samples of the batch it holds; 0 where no argument is split. Of one batch, parts
+            with as many samples are alike in all but data.
     """
 
     args: tuple[Any, ...]
@@ -75,8 +75,9 @@ def split(
             f"{batch} samples cannot be split into {count} microbatches; "
             f"use at most {batch} microbatches or a larger batch"
         )
-    bounds = _bounds(batch or 0, count)
-    return [_part(len(args), named, found, start, stop) for start, stop in bounds]
+    sizes = _sizes(batch or 0, count)
+    columns = {key: _cut(value, found.get(key, Split()), sizes) for key, value in named.items()}
+    return [_part(len(args), columns, index, size) for index, size in enumerate(sizes)]
 
 
 def _batch_size(named: Mapping[int | str, Any], rules: Rules) -> int | None:
@@ -117,34 +118,34 @@ def _tensors(value: Any, path: str) -> list[tuple[str, Tensor]]:
     return [found for key, item in items for found in _tensors(item, f"{path}[{key!r}]")]
 
 
-def _bounds(batch: int, count: int) -> list[tuple[int, int]]:
-    """Where each microbatch begins and ends; the first ones take what is left over."""
+def _sizes(batch: int, count: int) -> list[int]:
+    """How many samples each microbatch gets; the first ones take what is left over."""
     size, rest = divmod(batch, count)
-    starts = [index * size + min(index, rest) for index in range(count + 1)]
-    return list(pairwise(starts))
+    return [size + (index < rest) for index in range(count)]
 
 
 def _part(
-    positional: int, named: Mapping[int | str, Any], rules: Rules, start: int, stop: int
+    positional: int, columns: Mapping[int | str, Sequence[Any]], index: int, samples: int
 ) -> Microbatch:
-    parts = {key: _cut(value, rules.get(key, Split()), start, stop) for key, value in named.items()}
-    args = tuple(parts[index] for index in range(positional))
-    kwargs = {key: part for key, part in parts.items() if isinstance(key, str)}
-    return Microbatch(args, kwargs, stop - start)
+    args = tuple(columns[position][index] for position in range(positional))
+    kwargs = {key: column[index] for key, column in columns.items() if isinstance(key, str)}
+    return Microbatch(args, kwargs, samples)
 
 
-def _cut(value: Any, rule: Rule, start: int, stop: int) -> Any:
-    if isinstance(rule, Replicate):
-        return value
-    if isinstance(value, Tensor):
-        return value.narrow(rule.dim, start, stop - start)
-    if isinstance(value, (tuple, list)):
-        # A named tuple is made by a method of its own.
-        make = getattr(value, "_make", type(value))
-        return make(_cut(item, rule, start, stop) for item in value)
-    if isinstance(value, dict):
-        return {key: _cut(item, rule, start, stop) for key, item in value.items()}
-    return value
+def _cut(value: Any, rule: Rule, sizes: list[int]) -> Sequence[Any]:
+    """An argument's part in each microbatch."""
+    if isinstance(rule, Split):
+        if isinstance(value, Tensor):
+            return value.split(sizes, rule.dim)
+        if isinstance(value, (tuple, list)) and value:
+            columns = zip(*(_cut(item, rule, sizes) for item in value), strict=True)
+            # A named tuple is made by a method of its own.
+            make = getattr(value, "_make", type(value))
+            return [make(items) for items in columns]
+        if isinstance(value, dict) and value:
+            rows = zip(*(_cut(item, rule, sizes) for item in value.values()), strict=True)
+            return [dict(zip(value, items, strict=True)) for items in rows]
+    return [value] * len(sizes)
 
 
 def merge(outputs: Sequence[Any], dim: int = 0) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import SpecError
-from penstock.specs import TensorSpec, ValueSpec, flatten, map_tensors, specs_of_calls
+from penstock.specs import TensorSpec, ValueSpec, flatten, map_tensors, spec_of_arguments
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
 
@@ -121,14 +121,6 @@ def test_gradients_need_not_agree_without_training() -> None:
 # ---- calls
 
 
-def test_calls_alike_share_one_spec() -> None:
-    specs = specs_of_calls(
-        [((torch.zeros(2),), {}), ((torch.ones(2),), {}), ((torch.ones(1),), {})]
-    )
-    assert specs[0] is specs[1]
-    assert specs[2] != specs[0]
-
-
 def test_a_spec_of_a_call_holds_args_and_kwargs() -> None:
-    (spec,) = specs_of_calls([((torch.zeros(2),), {"mask": None})])
+    spec = spec_of_arguments((torch.zeros(2),), {"mask": None})
     assert spec.fill(["x"]) == (("x",), {"mask": None})

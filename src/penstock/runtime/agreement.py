@@ -12,7 +12,7 @@ import torch
 from penstock.errors import AgreementError, SpecError, StageError
 from penstock.runtime.arguments import as_arguments, as_values
 from penstock.runtime.driver import Task, Wait
-from penstock.runtime.machine import Specs
+from penstock.runtime.exchange import Specs
 from penstock.runtime.program import RankProgram
 from penstock.schedule import Schedule
 from penstock.specs import ValueSpec, infer_output, spec_of_arguments

@@ -14,10 +14,11 @@ from penstock.microbatch import Microbatch
 from penstock.runtime.agreement import OUTPUT, SpecBook, agree_specs
 from penstock.runtime.clock import Recorder
 from penstock.runtime.driver import Task, Wait
-from penstock.runtime.machine import Machine, Specs, Work
+from penstock.runtime.exchange import Specs
+from penstock.runtime.machine import Machine, Work
 from penstock.runtime.program import RankProgram
 from penstock.schedule import Schedule, Span
-from penstock.specs import flatten, specs_of_calls
+from penstock.specs import ValueSpec, flatten, spec_of_arguments
 from penstock.stage import PipelineStage
 from penstock.step import Loss, squared_norms, total
 from penstock.transport import Transport
@@ -92,7 +93,7 @@ class Rank:
     def run(self, order: Order) -> Task[Report]:
         """Carry out a call, as a task."""
         program = self._program(order.schedule)
-        calls = specs_of_calls((part.args, part.kwargs) for part in order.microbatches)
+        calls = _calls(order.microbatches)
         specs = yield from agree_specs(program, self.stages, self.transport, calls, self._book)
         device = next(iter(self.stages.values())).device
         recorder = Recorder(self.number, device) if order.record else None
@@ -187,6 +188,13 @@ def _tensor_at(value: Any, index: int) -> Tensor:
     return flatten(value)[0][index]
 
 
+def _calls(parts: Sequence[Microbatch]) -> list[ValueSpec]:
+    """The spec of each microbatch's arguments; microbatches alike share one object."""
+    unlike = {part.samples: part for part in parts}
+    specs = {size: spec_of_arguments(part.args, part.kwargs) for size, part in unlike.items()}
+    return [specs[part.samples] for part in parts]
+
+
 def check_stages(schedule: Schedule, rank: int, stages: Sequence[PipelineStage]) -> None:
     """Check that a rank was given exactly its stages.
 
@@ -199,8 +207,9 @@ def check_stages(schedule: Schedule, rank: int, stages: Sequence[PipelineStage])
         raise UsageError(
             f"rank {rank} holds stages {given}; {schedule.name} places {expected} there"
         )
-    counts = {stage.count for stage in stages}
-    if counts != {schedule.stages}:
+    counts = sorted({stage.count for stage in stages})
+    if counts != [schedule.stages]:
         raise UsageError(
-            f"the stages of rank {rank} belong to {counts} stages; the schedule has {schedule.stages}"
+            f"the stages of rank {rank} belong to pipelines of {counts} stages; "
+            f"{schedule.name} has {schedule.stages}"
         )

@@ -1,6 +1,6 @@
 """What a value between stages is: structure, shapes, dtypes; as JSON."""
 
-from penstock.specs.inference import infer_output, map_tensors, spec_of_arguments, specs_of_calls
+from penstock.specs.inference import infer_output, map_tensors, spec_of_arguments
 from penstock.specs.structure import Structure, flatten, unflatten
 from penstock.specs.value import TensorSpec, ValueSpec
 
@@ -12,6 +12,5 @@ __all__ = [
     "infer_output",
     "map_tensors",
     "spec_of_arguments",
-    "specs_of_calls",
     "unflatten",
 ]

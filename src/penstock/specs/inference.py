@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +12,6 @@ from torch.func import functional_call
 
 from penstock.specs.structure import flatten, unflatten
 from penstock.specs.value import ValueSpec
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def infer_output(module: nn.Module, arguments: ValueSpec, device: torch.device) -> ValueSpec:
@@ -73,16 +71,6 @@ def _generators(device: torch.device) -> list[int]:
 def spec_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueSpec:
     """The spec of a call's arguments."""
     return ValueSpec.of((args, kwargs))
-
-
-def specs_of_calls(calls: Iterable[Arguments]) -> list[ValueSpec]:
-    """The specs of several calls; calls alike share one object."""
-    specs: list[ValueSpec] = []
-    for call in calls:
-        tensors, structure = flatten(call)
-        alike = bool(specs) and specs[-1].fits(tensors, structure)
-        specs.append(specs[-1] if alike else ValueSpec.of(call))
-    return specs
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -1,0 +1,165 @@
+"""What a rank passes on in a step: values to the stages that use them, gradients to those that made them.
+
+Stages of one rank hand over directly; for the others there are messages, checked before they are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import SpecError
+from penstock.runtime.arguments import Call, as_arguments, as_values
+from penstock.runtime.program import RankProgram
+from penstock.runtime.values import GradientSums, Values
+from penstock.schedule import Action, Edge, Op
+from penstock.specs import TensorSpec, ValueSpec, flatten
+from penstock.transport import Ticket, Transport
+
+Specs = Mapping[str, ValueSpec]
+"""The spec of each value that travels, by name."""
+
+
+class Exchange:
+    """The values and gradients of one rank in one step.
+
+    Args:
+        program: what the rank does.
+        transport: its end.
+        specs: for each microbatch, what was agreed about its values.
+        devices: where each of its stages lives.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        transport: Transport,
+        specs: Sequence[Specs],
+        devices: Mapping[int, torch.device],
+    ) -> None:
+        self._program = program
+        self._transport = transport
+        self._specs = specs
+        self._devices = devices
+        self._values = Values()
+        self._gradients = GradientSums()
+        self._posted: dict[Action, Ticket] = {}
+
+    @property
+    def untaken(self) -> list[Action]:
+        """The receives whose messages nobody has used."""
+        return list(self._posted)
+
+    # ---- between the stages of this rank
+
+    def arguments(self, stage: int, microbatch: int) -> Call:
+        """What a stage is called with, from the values it uses."""
+        taken = self._program.taken(stage)
+        values = {edge.value: self._values.take(edge.value, microbatch) for edge in taken}
+        return as_arguments(taken, values)
+
+    def keep(self, stage: int, microbatch: int, output: Any) -> None:
+        """Keep the values that a stage's output holds until they are used and sent."""
+        given = self._program.given(stage)
+        for name, value in as_values(given, output).items() if given else ():
+            self._values.put(name, microbatch, value, self._program.uses_of[name])
+
+    def owed(self, stage: int, microbatch: int) -> list[Tensor | None]:
+        """The gradients that came back for a stage's values, one for each of their tensors."""
+        given = self._program.given(stage)
+        return [grad for edge in given for grad in self._total(edge, microbatch)]
+
+    def hand_back(self, stage: int, microbatch: int, grads: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of a stage's arguments for the stages that made the values."""
+        start = 0
+        for edge in self._program.taken(stage):
+            stop = start + len(self._spec(edge, microbatch).tensors)
+            if edge.gradient:
+                self._gradients.put(edge.value, microbatch, stage, grads[start:stop])
+            start = stop
+
+    def _total(self, edge: Edge, microbatch: int) -> list[Tensor | None]:
+        found = self._gradients.take(edge.value, microbatch)
+        return found or [None] * len(self._spec(edge, microbatch).tensors)
+
+    def _spec(self, edge: Edge, microbatch: int) -> ValueSpec:
+        return self._specs[microbatch][edge.value]
+
+    # ---- messages
+
+    def send_values(self, action: Action) -> None:
+        """Start a SEND_F.
+
+        Raises:
+            SpecError: a value is not what was agreed with the receiver; nothing is sent.
+        """
+        wire, microbatch = self._program.wire(action), microbatch_of(action)
+        tensors: list[Tensor] = []
+        for edge in wire.edges:
+            value = self._values.take(edge.value, microbatch)
+            tensors += _checked(value, self._spec(edge, microbatch), action)
+        self._transport.post_send(wire.channel, tensors)
+
+    def send_gradients(self, action: Action) -> None:
+        """Start a SEND_B: for each tensor a gradient, zeros where it has none."""
+        wire, microbatch = self._program.wire(action), microbatch_of(action)
+        tensors: list[Tensor] = []
+        for edge in wire.edges:
+            specs = self._spec(edge, microbatch).tensors
+            totals = self._total(edge, microbatch)
+            tensors += [
+                spec.empty(self._devices[action.stage]).zero_() if total is None else total
+                for spec, total in zip(specs, totals, strict=True)
+                if spec.requires_grad
+            ]
+        self._transport.post_send(wire.channel, tensors)
+
+    def post(self, action: Action) -> None:
+        """Start a RECV_F or RECV_B."""
+        wire, microbatch = self._program.wire(action), microbatch_of(action)
+        specs: list[TensorSpec] = []
+        for edge in wire.edges:
+            spec = self._spec(edge, microbatch)
+            specs += spec.tensors if action.op is Op.RECV_F else spec.differentiable
+        self._posted[action] = self._transport.post_receive(
+            wire.channel, specs, self._devices[action.stage]
+        )
+
+    def pending(self, receive: Action) -> Ticket | None:
+        """The ticket of a posted receive; of several stages that use one, the first takes it for all."""
+        return self._posted.get(receive)
+
+    def accept(self, receive: Action) -> None:
+        """Take a message apart: values for their users here, or gradients for their maker."""
+        arrived = iter(self._posted.pop(receive).take())
+        wire, microbatch = self._program.wire(receive), microbatch_of(receive)
+        for edge in wire.edges:
+            spec = self._spec(edge, microbatch)
+            if receive.op is Op.RECV_F:
+                tensors = [next(arrived).requires_grad_(t.requires_grad) for t in spec.tensors]
+                uses = self._program.uses_of[edge.value]
+                self._values.put(edge.value, microbatch, spec.fill(tensors), uses)
+            else:
+                grads = [next(arrived) if t.requires_grad else None for t in spec.tensors]
+                self._gradients.put(edge.value, microbatch, receive.peer_stage, grads)
+
+
+def _checked(value: Any, spec: ValueSpec, action: Action) -> list[Tensor]:
+    """The tensors of a value, if it is what was agreed with the receiver."""
+    tensors, structure = flatten(value)
+    if not spec.fits(tensors, structure, gradients=torch.is_grad_enabled()):
+        raise SpecError(
+            f"{action}: what stage {action.stage} made is not what was agreed: "
+            f"{spec.difference(ValueSpec.of(value))}"
+        )
+    return tensors
+
+
+def microbatch_of(action: Action) -> int:
+    """The microbatch of an action that has one."""
+    if action.microbatch is None:
+        raise SpecError(f"{action} names no microbatch")
+    return action.microbatch
