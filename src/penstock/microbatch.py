@@ -136,7 +136,8 @@ def _cut(value: Any, rule: Rule, sizes: list[int]) -> Sequence[Any]:
     """An argument's part in each microbatch."""
     if isinstance(rule, Split):
         if isinstance(value, Tensor):
-            return value.split(sizes, rule.dim)
+            parts: Sequence[Tensor] = value.split(sizes, rule.dim)
+            return parts
         if isinstance(value, (tuple, list)) and value:
             columns = zip(*(_cut(item, rule, sizes) for item in value), strict=True)
             # A named tuple is made by a method of its own.

@@ -131,7 +131,7 @@ def _read(schedule: str | PathLike[str] | Schedule) -> str | Schedule:
     if isinstance(schedule, PathLike) or (
         isinstance(schedule, str) and Path(schedule).suffix.lower() in (".csv", ".json")
     ):
-        return load(schedule)
+        return load(Path(schedule))
     return schedule
 
 

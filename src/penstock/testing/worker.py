@@ -23,17 +23,19 @@ def main(rank: int, size: int, store: str) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with Groups(rank, size, store) as groups:
         for line in sys.stdin:
-            _serve(json.loads(line), groups, results)
+            serve(json.loads(line), groups, results)
 
 
-def _serve(task: dict[str, Any], groups: Groups, results: IO[str]) -> None:
+def serve(task: dict[str, Any], groups: Groups, results: IO[str]) -> None:
+    """Run a task and write its answer as a line of JSON: its result, or the traceback of its error."""
     module, _, name = task["function"].partition(":")
     try:
         function = getattr(import_module(module), name)
-        answer = {"result": function(group=groups.first(task["ranks"]), **task["arguments"])}
+        result = function(group=groups.first(task["ranks"]), **task["arguments"])
+        answer = json.dumps({"result": result})
     except Exception:
-        answer = {"error": traceback.format_exc()}
-    print(json.dumps(answer), file=results, flush=True)
+        answer = json.dumps({"error": traceback.format_exc()})
+    print(answer, file=results, flush=True)
 
 
 if __name__ == "__main__":

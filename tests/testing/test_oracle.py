@@ -1,0 +1,135 @@
+"""The oracle itself: silent where all is right, loud where anything is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.testing import Case, Verdict, compare, plain_loop
+from tests.pipeline.models import X, Y, chain, gradients, mean_loss, sum_loss
+
+
+class Lies(torch.autograd.Function):
+    """The identity with a gradient that is a little off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] + 1e-6
+
+
+class WrongAfterASplit(nn.Module):
+    """Right for the whole batch, wrong for a microbatch: what a pipeline must not hide."""
+
+    def __init__(self, wrong: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.wrong = wrong
+        self.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.bias
+        return x if len(x) == len(X) else self.wrong(x)
+
+
+def case(wrong: Callable[[Tensor], Tensor] | None = None, **options: Any) -> Case:
+    layers = [*chain(2), *([WrongAfterASplit(wrong)] if wrong else [])]
+    return Case(nn.Sequential(*layers), (X,), Y, options.pop("loss_fn", mean_loss), **options)
+
+
+def run(made: Case, **options: Any) -> Verdict:
+    return compare(made, schedule="1F1B", ranks=2, microbatches=4, **options)
+
+
+def test_it_is_silent_where_all_is_right() -> None:
+    run(case()).check(1e-12)
+
+
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "gradient": cast("Any", Lies).apply,
+    "loss": lambda x: x + 1e-6,
+    "missing gradient": torch.Tensor.detach,
+    "not a number": lambda x: x * float("nan"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRONG))
+def test_it_is_loud_where_something_is_wrong(name: str) -> None:
+    verdict = run(case(WRONG[name]))
+    with pytest.raises(AssertionError, match="differs from the unsplit model by more than 1e-12"):
+        verdict.check(1e-12)
+
+
+def test_it_says_what_is_wrong() -> None:
+    gaps = run(case(WRONG["gradient"])).differences()
+    assert gaps["0.0.weight"] > 1e-7
+    assert gaps["loss"] < 1e-12
+
+
+def test_the_wrong_reduction_is_found() -> None:
+    with pytest.raises(AssertionError):
+        run(case(loss_fn=sum_loss)).check(1e-12)
+    run(case(loss_fn=sum_loss, reduction="sum")).check(1e-12)
+
+
+def test_the_model_is_left_alone() -> None:
+    made = case()
+    before = {name: t.clone() for name, t in made.model.state_dict().items()}
+    run(made, steps=2)
+    assert gradients(made.model) == {}
+    assert all(torch.equal(t, before[name]) for name, t in made.model.state_dict().items())
+
+
+# ---- verdicts
+
+
+def verdict(found: Tensor | None, expected: Tensor | None, loss: float = 1.0) -> Verdict:
+    return Verdict(loss, 1.0, {"w": found}, {"w": expected})
+
+
+A = torch.tensor([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "gap"),
+    [
+        (A, A + 0.5, 0.5),
+        (None, None, 0.0),
+        (A, None, float("inf")),
+        (None, A, float("inf")),
+        (torch.zeros(0), torch.zeros(0), 0.0),
+    ],
+)
+def test_differences(found: Tensor | None, expected: Tensor | None, gap: float) -> None:
+    assert verdict(found, expected).differences() == {"loss": 0.0, "w": gap}
+
+
+def test_digests_are_equal_for_equal_bits_alone() -> None:
+    same = [verdict(A, A).digest(), verdict(A.clone(), A).digest()]
+    other = [
+        verdict(A + 1e-6, A).digest(),
+        verdict(None, A).digest(),
+        verdict(A, A, loss=1.0 + 2**-52).digest(),
+        verdict(torch.tensor([0.0]), A).digest(),
+        verdict(torch.tensor([-0.0]), A).digest(),
+    ]
+    assert same[0] == same[1]
+    assert len({str(digest) for digest in [same[0], *other]}) == 6
+
+
+def test_a_gradient_without_elements_has_a_digest() -> None:
+    assert verdict(torch.zeros(0), None).digest() == verdict(torch.zeros(0), None).digest()
+
+
+def test_the_plain_loop_accumulates() -> None:
+    one, two = plain_loop(case()), plain_loop(case(), steps=2)
+    assert one[0] == two[0]
+    for name, gradient in one[1].items():
+        assert gradient is not None
+        torch.testing.assert_close(two[1][name], 2 * gradient)

@@ -1,0 +1,95 @@
+"""The pool of workers: results by rank, errors by name, and usable after each of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from penstock.errors import PenstockError
+from penstock.testing import WorkerError, WorkerPool
+
+TASKS = "tests.testing.tasks"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    """One of its own: what these tests do to it is not for others."""
+    with WorkerPool(2) as made:
+        yield made
+
+
+# ---- results
+
+
+def test_results_come_by_rank(pool: WorkerPool) -> None:
+    found = pool.run(f"{TASKS}:add", 2, first=2, second=3)
+    assert found == [[5, 0, 2], [5, 1, 2]]
+
+
+def test_a_task_may_need_fewer(pool: WorkerPool) -> None:
+    assert pool.run(f"{TASKS}:add", 1, first=2) == [[3, 0, 1]]
+
+
+def test_workers_share_a_group(pool: WorkerPool) -> None:
+    assert pool.run(f"{TASKS}:together", 2) == [2.0, 2.0]
+
+
+def test_each_has_one_thread(pool: WorkerPool) -> None:
+    assert pool.run(f"{TASKS}:threads", 2) == [1, 1]
+
+
+def test_what_a_task_prints_is_no_answer(pool: WorkerPool) -> None:
+    assert pool.run(f"{TASKS}:speak", 2) == ["answer", "answer"]
+
+
+# ---- errors
+
+FAILING: dict[str, tuple[Callable[[WorkerPool], Any], str]] = {
+    "a task that raises": (
+        lambda pool: pool.run(f"{TASKS}:fail", 2, rank=1),
+        r"worker 1:\nTraceback[\s\S]*KeyError: 'lost'",
+    ),
+    "a worker that dies": (
+        lambda pool: pool.run(f"{TASKS}:die", 2, rank=1),
+        r"worker 1 died:\n[\s\S]*last words",
+    ),
+    "a worker that dies between tasks": (lambda pool: die_between(pool), "worker 0 died"),
+    "a task beyond its time": (
+        lambda pool: pool.run(f"{TASKS}:sleep", 2, 0.2, seconds=60),
+        r"workers \[0, 1\] did not end in time",
+    ),
+}
+
+
+def die_between(pool: WorkerPool) -> None:
+    pool.run(f"{TASKS}:die_soon", 1)
+    while True:
+        pool.run(f"{TASKS}:add", 1, first=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(FAILING))
+def test_errors_are_told_and_the_pool_goes_on(pool: WorkerPool, name: str) -> None:
+    call, says = FAILING[name]
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=says) as caught:
+        call(pool)
+    assert isinstance(caught.value, PenstockError | RuntimeError)
+    assert time.monotonic() - start < 30, "the first error ends the wait for the others"
+    assert pool.run(f"{TASKS}:add", 1, first=1) == [[2, 0, 1]]
+
+
+def test_closing_before_and_between_and_twice() -> None:
+    pool = WorkerPool(1)
+    pool.close()
+    assert pool.run(f"{TASKS}:add", 1, first=1) == [[2, 0, 1]]
+    pool.close()
+    pool.close()
+
+
+def test_arguments_are_json(pool: WorkerPool) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        pool.run(f"{TASKS}:add", 1, first={1})

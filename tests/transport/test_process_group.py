@@ -1,0 +1,93 @@
+"""What the process-group transport does beyond the contract: where its group comes from."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.errors import PenstockError, UsageError
+from penstock.testing import WorkerPool
+from penstock.transport import ProcessGroupTransport, connect, launched
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment that torchrun makes for a single process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    found = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in found.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.mark.parametrize(("size", "expected"), [(None, False), ("1", False), ("2", True)])
+def test_a_launcher_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, size: str | None, expected: bool
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    assert launched() is expected
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_the_group_that_it_starts_it_ends() -> None:
+    end = connect(CPU, timeout=30.0)
+    assert (end.rank, end.ranks) == (0, 1)
+    assert dist.is_initialized()
+    assert not launched()
+    for _ in range(2):
+        end.close()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_the_group_that_it_finds_it_leaves() -> None:
+    dist.init_process_group("gloo")
+    connect(CPU).close()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
+def test_without_a_group_there_is_no_transport() -> None:
+    with pytest.raises(UsageError, match="no process group; start the processes with torchrun"):
+        ProcessGroupTransport(None, CPU, 1.0)
+
+
+# ---- in workers
+
+
+def join_a_group_of_others(group: Any) -> str:
+    """The last process of the pool is in no group of the first two."""
+    others = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        return str(connect(CPU, others).rank)
+    try:
+        connect(CPU, others)
+    except (PenstockError, ValueError) as error:
+        return str(error)
+    return "joined"
+
+
+def take_part_as(group: Any) -> list[Any]:
+    end = connect(CPU, group)
+    return [end.rank, end.ranks, launched()]
+
+
+def test_ranks_are_positions_in_the_group(workers: WorkerPool) -> None:
+    found = workers.run(f"{__name__}:take_part_as", 3, 30.0)
+    assert found == [[rank, 3, True] for rank in range(3)]
+
+
+def test_a_process_outside_the_group_is_told(workers: WorkerPool) -> None:
+    found = workers.run(f"{__name__}:join_a_group_of_others", 4, 30.0)
+    assert found[:2] == ["0", "1"]
+    assert all("not in the group" in text for text in found[2:])
