@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from penstock.backward import stage_backward, stage_backward_input, stage_backward_weight
+from penstock.backward import ENGINES, BackwardEngine
 from penstock.errors import UsageError
 from penstock.specs import flatten, unflatten
 
@@ -19,10 +19,12 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass
 class _Forward:
-    """What forward leaves for backward: the fresh leaves and what they led to."""
+    """What forward leaves for backward: the fresh leaves, what they led to, and the engine's part."""
 
     leaves: list[Tensor]
     roots: list[Tensor]
+    engine: BackwardEngine
+    state: Any
 
 
 class PipelineStage:
@@ -36,9 +38,12 @@ class PipelineStage:
         index: which stage of the pipeline it is, from 0.
         count: how many stages the pipeline has.
         device: where it lives; by default where its first parameter does, else the CPU.
+        engine: how backward is cut in two. ``"deferred"`` takes the heavy weights out of the graph
+            while forward runs, ``"graph"`` walks the graph afterwards, and ``"none"`` leaves nothing to
+            the weights' half. docs/backward.md compares them.
 
     Raises:
-        UsageError: the index is not below the count.
+        UsageError: the index is not below the count, or there is no such engine.
     """
 
     def __init__(
@@ -47,15 +52,20 @@ class PipelineStage:
         index: int,
         count: int,
         device: torch.device | str | None = None,
+        *,
+        engine: str = "deferred",
     ) -> None:
         if not 0 <= index < count:
             raise UsageError(f"stage {index} of {count}: stages count from 0")
+        if engine not in ENGINES:
+            raise UsageError(f"no backward engine {engine!r}; there are {', '.join(ENGINES)}")
         self.index = index
         self.count = count
         self.device = home_of(module) if device is None else torch.device(device)
         self.module = module.to(self.device)
         self._forwards: dict[int, _Forward] = {}
-        self._halves: dict[int, list[Any]] = {}
+        self._halves: dict[int, tuple[BackwardEngine, Any]] = {}
+        self._engine = ENGINES[engine](self.module)
 
     @property
     def is_first(self) -> bool:
@@ -92,10 +102,15 @@ class PipelineStage:
             The module's output.
         """
         leaves, (args, kwargs) = _enter(tuple(args), dict(kwargs or {}))
-        output = self.module(*args, **kwargs)
-        root = output if loss is None else loss(output)
-        if torch.is_grad_enabled():
-            self._forwards[microbatch] = _Forward(leaves, flatten(root)[0])
+
+        def run() -> tuple[Any, Any]:
+            output = self.module(*args, **kwargs)
+            return output, output if loss is None else loss(output)
+
+        if not torch.is_grad_enabled():
+            return run()[0]
+        (output, root), state = self._engine.forward(run)
+        self._forwards[microbatch] = _Forward(leaves, flatten(root)[0], self._engine, state)
         return output
 
     def backward(self, microbatch: int, output_grads: Sequence[Tensor | None] | None) -> Gradients:
@@ -110,31 +125,21 @@ class PipelineStage:
             A gradient or ``None`` for each tensor among forward's arguments, in order.
         """
         done = self._taken(self._forwards, microbatch, "forward")
-        return stage_backward(done.roots, output_grads, done.leaves)
+        return done.engine.full(done.roots, output_grads, done.leaves, done.state)
 
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None
     ) -> Gradients:
         """The inputs' half of backward; arguments and result as :meth:`backward`."""
         done = self._taken(self._forwards, microbatch, "forward")
-        found, halves = stage_backward_input(
-            done.roots,
-            output_grads,
-            done.leaves,
-            self.module.parameters(),
-            accumulate_grad=False,
-        )
-        self._halves[microbatch] = halves
+        found, state = done.engine.input_half(done.roots, output_grads, done.leaves, done.state)
+        self._halves[microbatch] = done.engine, state
         return found
-
-    def owes_weights(self, microbatch: int) -> bool:
-        """Whether a microbatch has had the inputs' half of backward and not the weights'."""
-        return microbatch in self._halves
 
     def backward_weight(self, microbatch: int) -> None:
         """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
-        halves = self._taken(self._halves, microbatch, "backward_input")
-        stage_backward_weight(self.module.parameters(), halves, return_grads=False)
+        engine, state = self._taken(self._halves, microbatch, "backward_input")
+        engine.weight_half(state)
 
     def _taken(self, left: dict[int, T], microbatch: int, by: str) -> T:
         if microbatch not in left:

@@ -4,6 +4,7 @@ The halves work on any autograd graph and need nothing but its outputs, inputs a
 """
 
 from penstock.backward.deferred import DeferredBackward
+from penstock.backward.engines import ENGINES, BackwardEngine
 from penstock.backward.finders import register_function, register_module
 from penstock.backward.full import stage_backward
 from penstock.backward.graph import (
@@ -19,6 +20,8 @@ from penstock.backward.split import stage_backward_input, stage_backward_weight
 from penstock.backward.store import WeightGradStore
 
 __all__ = [
+    "ENGINES",
+    "BackwardEngine",
     "Call",
     "DeferredBackward",
     "Operation",
