@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -209,6 +210,7 @@ def test_no_file_has(what: str) -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
+@cache
 def code_of(path: Path) -> str:
     """A file without its docstrings and comments, which may tell of what it does not do."""
     return ast.unparse(_Undocumented().visit(ast.parse(path.read_text())))

@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError, UsageError
 from penstock.partition import Partition, cut_chain, cut_sequential
-from penstock.schedule import Placement, Schedule, add_communication, build, load, validate
+from penstock.schedule import Schedule, add_communication, build, load, validate
 from penstock.schedule.library.forward_only import forward_only
 
 Stages = int | Sequence[Sequence[str]] | Partition | None
@@ -182,8 +182,3 @@ def cut(model: nn.Module, stages: Stages, count: int) -> Partition:
         f"a {type(model).__name__} is cut at module paths: stages=[['embed', 'blocks.0'], ['blocks.1', "
         "'head']] names each stage's modules in the order of the calls"
     )
-
-
-def placement_of(plan: Plan) -> Placement:
-    """Where the stages are."""
-    return plan.training.placement

@@ -123,11 +123,18 @@ def test_a_forward_of_its_own_is_no_chain() -> None:
 # ---- module paths
 
 CUT = [["embed", "body.blocks.0"], ["body.blocks.1"], ["body.blocks.2", "head"]]
+CUTS = {
+    "three": CUT,
+    "two": [["embed", "body.blocks.0", "body.blocks.1"], ["body.blocks.2", "head"]],
+    "one": [[path for paths in CUT for path in paths]],
+    "whole branches": [["embed"], ["body.blocks"], ["head"]],
+}
 
 
-def test_the_stages_of_a_chain_compute_what_the_model_does() -> None:
+@pytest.mark.parametrize("name", sorted(CUTS))
+def test_the_stages_of_a_chain_compute_what_the_model_does(name: str) -> None:
     model = Model().eval()
-    assert torch.equal(run(cut_chain(model, CUT), X), model(X))
+    assert torch.equal(run(cut_chain(model, CUTS[name]), X), model(X))
 
 
 def test_stages_share_the_models_parameters_and_names() -> None:

@@ -45,6 +45,12 @@ def test_what_a_task_prints_is_no_answer(pool: WorkerPool) -> None:
     assert pool.run(f"{TASKS}:speak", 2) == ["answer", "answer"]
 
 
+def test_closed_workers_are_started_anew(pool: WorkerPool) -> None:
+    for _ in range(2):
+        pool.close()
+    assert pool.run(f"{TASKS}:add", 1, first=1) == [[2, 0, 1]]
+
+
 # ---- errors
 
 FAILING: dict[str, tuple[Callable[[WorkerPool], Any], str]] = {
@@ -82,12 +88,9 @@ def test_errors_are_told_and_the_pool_goes_on(pool: WorkerPool, name: str) -> No
     assert pool.run(f"{TASKS}:add", 1, first=1) == [[2, 0, 1]]
 
 
-def test_closing_before_and_between_and_twice() -> None:
-    pool = WorkerPool(1)
-    pool.close()
-    assert pool.run(f"{TASKS}:add", 1, first=1) == [[2, 0, 1]]
-    pool.close()
-    pool.close()
+def test_a_pool_that_did_not_start_closes_too() -> None:
+    with WorkerPool(1) as unused:
+        unused.close()
 
 
 def test_arguments_are_json(pool: WorkerPool) -> None:

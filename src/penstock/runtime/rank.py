@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,11 +172,6 @@ class Rank:
         yield Wait(ticket, self.number, "waits for a value of every rank")
         values: list[Any] = ticket.take()
         return values
-
-    def apply(self, change: Callable[[torch.nn.Module], object]) -> None:
-        """Do something to the module of each stage."""
-        for stage in self.stages.values():
-            change(stage.module)
 
     def clear(self) -> None:
         """Drop what an interrupted call left in the stages."""

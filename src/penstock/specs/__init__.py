@@ -1,6 +1,6 @@
 """What a value between stages is: structure, shapes, dtypes; as JSON."""
 
-from penstock.specs.inference import infer_output, map_tensors, spec_of_arguments
+from penstock.specs.inference import infer_output, spec_of_arguments
 from penstock.specs.structure import Structure, flatten, unflatten
 from penstock.specs.value import TensorSpec, ValueSpec
 
@@ -10,7 +10,6 @@ __all__ = [
     "ValueSpec",
     "flatten",
     "infer_output",
-    "map_tensors",
     "spec_of_arguments",
     "unflatten",
 ]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from penstock.specs.structure import flatten, unflatten
 from penstock.specs.value import ValueSpec
 
 
@@ -71,9 +69,3 @@ def _generators(device: torch.device) -> list[int]:
 def spec_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueSpec:
     """The spec of a call's arguments."""
     return ValueSpec.of((args, kwargs))
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nested value with each tensor changed."""
-    tensors, structure = flatten(value)
-    return unflatten(structure, [change(tensor) for tensor in tensors])
