@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PipelineStage
+from penstock.backward import ENGINES
 from penstock.errors import UsageError
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -172,6 +173,37 @@ def test_microbatches_are_apart(backward: Backward) -> None:
     expected = 3 * X.sum(0).expand(3, 3)
     assert torch.allclose(grad(stage), expected, atol=1e-6)
     assert stage.in_flight == 0
+
+
+class AddsAWeight(nn.Module):
+    """Input and weight get the very same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_later_microbatches_leave_a_handed_back_gradient_alone(
+    backward: Backward, engine: str
+) -> None:
+    """It may still be on its way to another rank while they are added to the weight."""
+    stage = PipelineStage(AddsAWeight(), 1, 2, engine=engine)
+    grads = [torch.full((2, 3), float(microbatch + 1)) for microbatch in range(3)]
+    for microbatch in range(3):
+        stage.forward(microbatch, (learning(),))
+    found = [backward(stage, microbatch, [grads[microbatch]])[0] for microbatch in range(3)]
+    assert [gradient[0, 0].item() for gradient in found] == [1, 2, 3]
+    assert [gradient[0, 0].item() for gradient in grads] == [1, 2, 3]
+    assert grad(stage)[0, 0].item() == 6
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"no backward engine 'steam'; there are .*deferred"):
+        PipelineStage(nn.Tanh(), 0, 1, engine="steam")
 
 
 def test_weights_may_come_in_another_order() -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock import REPLICATE, Pipeline, PipelineStage, Split
 from penstock.microbatch import Rules
@@ -143,6 +144,58 @@ class Lookup(nn.Module):
         return x + self.table[index]
 
 
+class Rows(nn.Module):
+    """The number of each sample, as an index."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[:, 0] > 0).long()
+
+
+class Checkpoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(lambda x: self.lin(x).tanh(), x, use_reentrant=False)
+        return found
+
+
+class Turn(nn.Module):
+    """Gives a complex tensor that is conjugated in name only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(self.lin(x), x).conj()
+
+
+class Straighten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.lin(x.imag * x.real)
+        return found
+
+
+def doubles(module: nn.Module, given: Any, _: Any) -> Any:
+    return (given[0] * 2,)
+
+
+def hooked() -> nn.Module:
+    """On modules and on parameters; all change gradients."""
+    model = chain()
+    for layer in list(model)[1:]:
+        layer.register_full_backward_hook(doubles)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad * 3)
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "one module at several places": reused_activation,
     "frozen layers": partly_frozen,
@@ -158,6 +211,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "data-dependent": lambda: nn.Sequential(
         Lookup(), nn.Linear(WIDTH, WIDTH), Lookup(), nn.Linear(WIDTH, WIDTH)
     ).double(),
+    "sparse gradients": lambda: nn.Sequential(
+        Rows(), nn.Embedding(8, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
+    ).double(),
+    "a checkpoint": lambda: nn.Sequential(Checkpoint(), Checkpoint()).double(),
+    "hooks": hooked,
+    "complex numbers": lambda: nn.Sequential(Turn(), Straighten()).double(),
     "no parameters at the end": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double(),
     "no parameters at all": lambda: nn.Sequential(nn.Tanh(), nn.Tanh()),
 }

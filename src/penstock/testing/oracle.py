@@ -86,13 +86,14 @@ class Verdict:
 def _distance(found: Tensor | None, expected: Tensor | None) -> float:
     if found is None or expected is None:
         return 0.0 if found is expected else float("inf")
+    found, expected = found.to_dense(), expected.to_dense()
     return float((found - expected).abs().max()) if found.numel() else 0.0
 
 
 def _fingerprint(gradient: Tensor | None) -> str:
     if gradient is None:
         return "none"
-    raw = gradient.detach().cpu().contiguous().flatten().view(torch.uint8)
+    raw = gradient.detach().to_dense().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
 
