@@ -291,3 +291,36 @@ def test_there_is_one_backward_for_each_forward() -> None:
     stage.backward(0, [torch.ones(2, 3)])
     with pytest.raises(UsageError, match="once for each backward"):
         stage.backward(0, [torch.ones(2, 3)])
+
+
+# ---- the engine
+
+
+@pytest.mark.parametrize(
+    ("made_with", "preferred", "after_inputs"),
+    [
+        (None, "none", True),
+        (None, "graph", False),
+        ("graph", "none", False),
+        (None, "deferred", False),
+    ],
+)
+def test_a_schedule_picks_the_engine_unless_the_user_has(
+    made_with: str | None, preferred: str, after_inputs: bool
+) -> None:
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, engine=made_with)
+    stage.prefer_engine(preferred)
+    stage.forward(0, (torch.ones(1, 2),), loss=torch.sum)
+    stage.backward_input(0, None)
+    assert (stage.module.weight.grad is not None) == after_inputs
+    stage.backward_weight(0)
+    assert stage.module.weight.grad is not None
+
+
+def test_an_engine_can_be_picked_again() -> None:
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1)
+    stage.prefer_engine("none")
+    stage.prefer_engine("deferred")
+    stage.forward(0, (torch.ones(1, 2),), loss=torch.sum)
+    stage.backward_input(0, None)
+    assert stage.module.weight.grad is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +17,18 @@ from penstock.errors import MicrobatchError, PoisonedError, UsageError
 from penstock.microbatch import Microbatch, Rules, merge, split
 from penstock.partition import save_index, save_stage
 from penstock.plan import Plan, Stages, cut, make_plan
-from penstock.runtime import Order, Rank, Report, Task, agree_plan, channels, check_stages, drive
-from penstock.schedule import Schedule, Span, Timeline, parse_action, replay
+from penstock.runtime import (
+    Order,
+    Rank,
+    Report,
+    Task,
+    agree_plan,
+    channels,
+    check_stages,
+    drive,
+    engine_for,
+)
+from penstock.schedule import Action, Schedule, Span, Timeline, parse_action, replay
 from penstock.schedule.base import flat
 from penstock.stage import PipelineStage, home_of
 from penstock.step import Loss, LossFunction, Reduction, StepResult, scale_gradients
@@ -45,6 +56,7 @@ class Pipeline:
         device: where the stages live; by default where the model is. ``"cuda"`` under torchrun is the
             device of ``LOCAL_RANK``.
         group: under torchrun, the process group of this pipeline's ranks; by default all.
+        engine: how backward is cut in two, see :class:`PipelineStage`; by default what the schedule needs.
 
     Raises:
         UsageError: something asked for cannot be had; see its subclasses in :mod:`penstock.errors`.
@@ -64,6 +76,7 @@ class Pipeline:
         rules: Rules | None = None,
         device: torch.device | str | None = None,
         group: Any = None,
+        engine: str | None = None,
     ) -> None:
         home = _device(device)
         found = _connect(home or home_of(model), group)
@@ -72,7 +85,7 @@ class Pipeline:
         parts = cut(model, stages, plan.stages).modules
         # Only these are moved to the device: the others may not fit there.
         held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
-        made = [PipelineStage(parts[i], i, plan.stages, home) for i in held]
+        made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
         self._set_up(plan, ends, made, loss, rules)
 
@@ -119,6 +132,8 @@ class Pipeline:
         schedule = plan.training
         self._plan, self._loss, self._rules = plan, loss, rules
         self._ranks = [Rank(end, _held(schedule, end, stages, len(ends))) for end in ends]
+        for stage in self.stages:
+            stage.prefer_engine(engine_for(schedule, stage.index))
         self._failure: BaseException | None = None
         self._run([agree_plan(rank.transport, schedule) for rank in self._ranks])
         for rank in self._ranks:
@@ -294,8 +309,7 @@ class Pipeline:
     ) -> StepResult:
         loss = reports[0].loss
         if len(reports) == schedule.ranks > 1:
-            durations = {span.action: span.duration for r in reports for span in r.spans}
-            timeline = replay(schedule, durations)
+            timeline = replay(schedule, _durations(reports))
             return StepResult(loss, outputs, timeline, "replayed", timeline.bubble)
         timeline = self._gather(schedule, reports[0])
         return StepResult(loss, outputs, timeline, "measured", timeline.bubble)
@@ -336,6 +350,15 @@ class Pipeline:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+
+def _durations(reports: Sequence[Report]) -> dict[Action, float]:
+    """How long each action took, in seconds, in however many pieces."""
+    found: defaultdict[Action, float] = defaultdict(float)
+    for report in reports:
+        for span in report.spans:
+            found[span.action] += span.duration
+    return found
 
 
 def _device(device: torch.device | str | None) -> torch.device | None:

@@ -14,6 +14,7 @@ from penstock.errors import UsageError
 from penstock.specs import flatten, unflatten
 
 T = TypeVar("T")
+DEFAULT_ENGINE = "deferred"
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -40,7 +41,7 @@ class PipelineStage:
         device: where it lives; by default where its first parameter does, else the CPU.
         engine: how backward is cut in two. ``"deferred"`` takes the heavy weights out of the graph
             while forward runs, ``"graph"`` walks the graph afterwards, and ``"none"`` leaves nothing to
-            the weights' half. docs/backward.md compares them.
+            the weights' half. docs/backward.md compares them. By default what the schedule needs.
 
     Raises:
         UsageError: the index is not below the count, or there is no such engine.
@@ -53,11 +54,11 @@ class PipelineStage:
         count: int,
         device: torch.device | str | None = None,
         *,
-        engine: str = "deferred",
+        engine: str | None = None,
     ) -> None:
         if not 0 <= index < count:
             raise UsageError(f"stage {index} of {count}: stages count from 0")
-        if engine not in ENGINES:
+        if engine is not None and engine not in ENGINES:
             raise UsageError(f"no backward engine {engine!r}; there are {', '.join(ENGINES)}")
         self.index = index
         self.count = count
@@ -65,7 +66,13 @@ class PipelineStage:
         self.module = module.to(self.device)
         self._forwards: dict[int, _Forward] = {}
         self._halves: dict[int, tuple[BackwardEngine, Any]] = {}
-        self._engine = ENGINES[engine](self.module)
+        self._engine = ENGINES[engine or DEFAULT_ENGINE](self.module)
+        self._chosen = engine or ""
+
+    def prefer_engine(self, engine: str) -> None:
+        """Use a backward engine, where the stage was made without one."""
+        if not self._chosen:
+            self._engine = ENGINES[engine](self.module)
 
     @property
     def is_first(self) -> bool:

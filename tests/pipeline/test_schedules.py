@@ -130,5 +130,5 @@ def test_any_valid_order_gives_the_same_bits(seed: int) -> None:
 
 def test_turns_let_through_in_order() -> None:
     turns = Turns()
-    found = [list(turns.arrived(microbatch)) for microbatch in (2, 0, 1, 3)]
+    found = [turns.arrived(microbatch) for microbatch in (2, 0, 1, 3)]
     assert found == [[], [0], [1, 2], [3]]

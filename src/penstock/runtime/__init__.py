@@ -3,7 +3,7 @@
 from penstock.runtime.agreement import agree_plan
 from penstock.runtime.driver import Task, Wait, drive
 from penstock.runtime.machine import Machine, Work
-from penstock.runtime.program import RankProgram, channels
+from penstock.runtime.program import RankProgram, channels, engine_for
 from penstock.runtime.rank import Order, Rank, Report, check_stages
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "channels",
     "check_stages",
     "drive",
+    "engine_for",
 ]

@@ -26,6 +26,9 @@ from penstock.stage import PipelineStage
 from penstock.step import Loss
 from penstock.transport import Transport
 
+Backward = Callable[[int, Sequence[Tensor | None]], Sequence[Tensor | None]]
+"""A stage's backward, or its inputs' half, of a microbatch."""
+
 
 @dataclass
 class Work:
@@ -137,32 +140,33 @@ class Machine:
         return compute
 
     def _backward(self, action: Action) -> None:
-        stage, microbatch = self._stages[action.stage], microbatch_of(action)
-        grads = self._output_gradients(stage, microbatch)
-        with self._timed(action):
-            if self._turns[action.stage].is_next(microbatch):
-                found = stage.backward(microbatch, grads)
-            else:
-                found = stage.backward_input(microbatch, grads)
-            self._add_weights(stage, microbatch)
-        self._exchange.hand_back(stage.index, microbatch, found)
+        """Both halves at once, or the weights' half later where another microbatch is due before."""
+        turns = self._turns[action.stage]
+        if not turns.is_next(microbatch_of(action)):
+            self._backward_input(action)
+            self._backward_weight(action)
+            return
+        self._run_backward(action, self._stages[action.stage].backward)
+        self._add_weights(action, turns.passed())
 
     def _backward_input(self, action: Action) -> None:
+        self._run_backward(action, self._stages[action.stage].backward_input)
+
+    def _run_backward(self, action: Action, half: Backward) -> None:
         stage, microbatch = self._stages[action.stage], microbatch_of(action)
         grads = self._output_gradients(stage, microbatch)
         with self._timed(action):
-            found = stage.backward_input(microbatch, grads)
+            found = half(microbatch, grads)
         self._exchange.hand_back(stage.index, microbatch, found)
 
     def _backward_weight(self, action: Action) -> None:
-        with self._timed(action):
-            self._add_weights(self._stages[action.stage], microbatch_of(action))
+        self._add_weights(action, self._turns[action.stage].arrived(microbatch_of(action)))
 
-    def _add_weights(self, stage: PipelineStage, microbatch: int) -> None:
+    def _add_weights(self, action: Action, due: Sequence[int]) -> None:
         """The weights' half of what is due, in the order of the microbatches whatever the schedule's."""
-        for due in self._turns[stage.index].arrived(microbatch):
-            if stage.owes_weights(due):
-                stage.backward_weight(due)
+        with self._timed(action):
+            for microbatch in due:
+                self._stages[action.stage].backward_weight(microbatch)
 
     def _output_gradients(self, stage: PipelineStage, microbatch: int) -> list[Tensor | None]:
         if stage.is_last:

@@ -111,5 +111,19 @@ def channels(schedule: Schedule) -> list[Channel]:
     return sorted(found)
 
 
+def engine_for(schedule: Schedule, stage: int) -> str:
+    """The backward engine that suits what a schedule does with a stage.
+
+    Where backward never comes in halves, a plain one is fastest. Where microbatches go backward out of their
+    order, all gradients must wait for the weights' half, so that they can be added in order.
+    """
+    actions = schedule.actions(schedule.placement.rank_of[stage])
+    backwards = [a for a in actions if a.stage == stage and a.op in (Op.I, Op.B)]
+    order = [action.microbatch or 0 for action in backwards]
+    if order != sorted(order):
+        return "graph"
+    return "none" if all(action.op is Op.B for action in backwards) else "deferred"
+
+
 _SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 _RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 
 class Turns:
     """Lets microbatches through one after the other, from 0.
@@ -19,10 +17,20 @@ class Turns:
         """Whether it is this one's turn."""
         return microbatch == self._next
 
-    def arrived(self, microbatch: int) -> Iterator[int]:
+    def arrived(self, microbatch: int) -> list[int]:
         """Those whose turn it is, now that ``microbatch`` has come: none, or it and those that waited."""
         self._early.add(microbatch)
+        return self._due()
+
+    def passed(self) -> list[int]:
+        """Those whose turn it is, now that the next one has gone through by itself."""
+        self._next += 1
+        return self._due()
+
+    def _due(self) -> list[int]:
+        due = []
         while self._next in self._early:
             self._early.remove(self._next)
+            due.append(self._next)
             self._next += 1
-            yield self._next - 1
+        return due
