@@ -57,8 +57,7 @@ class Deferral:
         store.expect(target)
         anchor = self.anchor(call.weight.device)
         waiting = _Waiting(call.operation, call.weight, call.options, target, store)
-        output = cast("Any", _Deferred).apply(call.input, call.bias, anchor, waiting)
-        return cast("Tensor", output), True
+        return _apply(call.input, call.bias, anchor, waiting), True
 
     def gradients(self, *args: Any, **options: Any) -> Any:
         """Is ``torch.autograd.grad`` for calls inside a forward pass."""
@@ -79,18 +78,14 @@ class Deferral:
         if weight.grad_fn is not None:
             return target_of(weight)
         known = self._targets.get(id(weight))
-        # Moving a parameter's data to another type or device gives it another accumulator.
-        if known is None or known.edge.node is not _accumulator(known, weight):
-            known = target_of(weight)
-            assert known is not None
-            self._targets[id(weight)] = known
+        if known is None or not _is_current(known, weight):
+            known = self._targets[id(weight)] = cast("Target", target_of(weight))
         return known
 
 
-def _accumulator(known: Target, weight: Tensor) -> Any:
-    metadata = cast("Any", known.edge.node)._input_metadata[0]
-    fits = metadata.dtype == weight.dtype and metadata.device == weight.device
-    return known.edge.node if fits and known.like is weight else None
+def _is_current(known: Target, weight: Tensor) -> bool:
+    # Moving a parameter's data to another type or device gives it another accumulator.
+    return known.like is weight and known.kind == (weight.dtype, weight.device)
 
 
 def _can_wait(value: Tensor, weight: Tensor) -> bool:
@@ -138,20 +133,26 @@ class _Waiting:
         self.store = store
 
     def keep(self, grad: Tensor, value: Tensor) -> None:
-        gradient = partial(self.operation.weight_gradient, grad, value, self.target.like)
-        compute = partial(_compute, gradient, self.options, value, value._version)
+        compute = partial(
+            _compute, self.operation, self.options, self.target.like, grad, value, value._version
+        )
         self.store.add((self.target,), compute)
 
 
 def _compute(
-    gradient: Callable[..., Tensor], options: tuple[Any, ...], value: Tensor, version: int
+    operation: Operation,
+    options: tuple[Any, ...],
+    like: Tensor,
+    grad: Tensor,
+    value: Tensor,
+    version: int,
 ) -> tuple[Tensor]:
     if value._version != version:
         raise StageError(
             "an input of an operation with a weight was changed in place between the inputs' half "
             f"and the weights' half of backward; its shape is {tuple(value.shape)}"
         )
-    return (gradient(*options),)
+    return (operation.weight_gradient(grad, value, like, *options),)
 
 
 class _Deferred(torch.autograd.Function):
@@ -164,7 +165,6 @@ class _Deferred(torch.autograd.Function):
         weight = cast("Tensor", waiting.weight)
         # What a checkpoint will recompute must not be held here.
         waiting.weight = None
-        ctx.is_deferred = True
         ctx.waiting = waiting
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(value, weight)
@@ -185,3 +185,7 @@ class _Deferred(torch.autograd.Function):
             None,
             None,
         )
+
+
+# Function.apply looks for functorch first, which `_can_wait` has done; that would take half the time.
+_apply: Callable[..., Tensor] = cast("Any", super(torch.autograd.Function, _Deferred)).apply

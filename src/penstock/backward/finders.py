@@ -144,7 +144,8 @@ def _grouped(
     bias: Tensor | None = None,
     **options: Any,
 ) -> Call | None:
-    if offs is None or bias is not None or options or (value.dim(), weight.dim()) != (2, 3):
+    given = [option for option in (bias, *options.values()) if option is not None]
+    if offs is None or given or (value.dim(), weight.dim()) != (2, 3):
         return None
     return Call(GROUPED, value, weight, options=(offs,))
 
@@ -190,7 +191,8 @@ _OF_TORCH: dict[Any, Finder] = {
     torch.baddbmm: _with_bias,
     Tensor.baddbmm: _with_bias,
     functional.embedding: _embedding,
-    functional.grouped_mm: _grouped,
+    # What functional.grouped_mm calls; that one asks for no mode. Seen in torch 2.13.
+    torch._grouped_mm: _grouped,
     functional.conv1d: _convolution(1, transposed=False),
     functional.conv2d: _convolution(2, transposed=False),
     functional.conv3d: _convolution(3, transposed=False),

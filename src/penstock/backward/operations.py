@@ -83,13 +83,17 @@ def _by_columns(matrix: Tensor) -> bool:
 
 def _linear_input(grad: Tensor, value: Tensor, weight: Tensor) -> Tensor:
     if value.is_contiguous():
-        return (
-            grad @ weight.conj() if grad.dim() == 2 else (rows(grad) @ weight.conj()).view_as(value)
-        )
+        return grad @ weight.conj() if grad.is_contiguous() else _by_rows(grad, weight.conj())
     return left_gradient(rows(grad), rows(value), weight.mT).view(value.shape)
 
 
+def _by_rows(left: Tensor, right: Tensor) -> Tensor:
+    return (rows(left) @ right).view(*left.shape[:-1], right.shape[-1])
+
+
 def _linear_weight(grad: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+    if weight.is_contiguous():
+        return torch.mm(rows(grad).t(), rows(value).conj())
     return right_gradient(rows(grad), rows(value), weight.mT).mT
 
 

@@ -23,9 +23,9 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
-from penstock.backward.weights import Target
+from penstock.backward.weights import Target, parameter_target
 
 Compute: TypeAlias = Callable[[], Sequence[Tensor | None]]
 
@@ -87,22 +87,16 @@ class WeightGradStore:
 
     def leaves(self) -> dict[Node, Target]:
         """Returns the parameters whose gradients wait, by their accumulators."""
-        found = {}
-        for target in self.targets:
-            accumulators = (n for n in target.nodes if type(n).__name__ == "AccumulateGrad")
-            for node in accumulators:
-                leaf = cast("Any", node).variable
-                found[node] = Target(
-                    torch.autograd.graph.get_gradient_edge(leaf), (node,), (leaf,), leaf
-                )
-        return found
+        nodes = (n for n in self.nodes() if type(n).__name__ == "AccumulateGrad")
+        leaves = {node: cast("Any", node).variable for node in nodes}
+        return {n: parameter_target(get_gradient_edge(leaf), leaf) for n, leaf in leaves.items()}
 
     def deliver(self) -> None:
         """Computes the gradients and adds them to the weights' ``.grad``; the store is empty then."""
         uses, self.uses = self.uses, []
         self.targets.clear()
         for batch in _batches(uses):
-            if all(target.is_parameter for use in batch for target in use.targets):
+            if all(target.is_parameter for target in _targets_of(batch)):
                 _deliver_to_parameters(batch)
             else:
                 _deliver_to_edges(batch)
@@ -137,24 +131,35 @@ def _batches(uses: list[Use]) -> Iterator[list[Use]]:
 
 def _groups(uses: Iterable[Use]) -> dict[int, list[Use]]:
     """Returns the uses by a number that is the same for all that reach a common parameter."""
-    owner: dict[int, int] = {}
     groups: dict[int, list[Use]] = {}
+    if all(len(use.targets) == len(use.targets[0].leaves) == 1 for use in uses):
+        for use in uses:
+            groups.setdefault(id(use.targets[0].leaves[0]), []).append(use)
+        return groups
+    owner: dict[int, int] = {}
     for use in uses:
-        leaves = {id(leaf) for target in use.targets for leaf in target.leaves}
-        joined = {owner[leaf] for leaf in leaves if leaf in owner}
-        first = min(joined) if joined else len(owner)
-        group = groups.setdefault(first, [])
-        for other in sorted(joined - {first}):
-            group += groups.pop(other)
-            owner.update((leaf, first) for leaf, mark in list(owner.items()) if mark == other)
-        group.append(use)
-        owner.update(dict.fromkeys(leaves, first))
+        _join(use, groups, owner)
     return groups
 
 
+def _join(use: Use, groups: dict[int, list[Use]], owner: dict[int, int]) -> None:
+    leaves = {id(leaf) for target in use.targets for leaf in target.leaves}
+    joined = sorted({owner[leaf] for leaf in leaves if leaf in owner})
+    first = joined[0] if joined else len(owner)
+    group = groups.setdefault(first, [])
+    for other in joined[1:]:
+        group += groups.pop(other)
+        owner.update((leaf, first) for leaf, mark in list(owner.items()) if mark == other)
+    group.append(use)
+    owner.update(dict.fromkeys(leaves, first))
+
+
+def _targets_of(uses: Iterable[Use]) -> dict[Target, None]:
+    return {target: None for use in uses for target in use.targets}
+
+
 def _bytes_of(uses: Iterable[Use]) -> int:
-    targets = {target for use in uses for target in use.targets}
-    return sum(target.like.numel() * target.like.element_size() for target in targets)
+    return sum(target.like.nbytes for target in _targets_of(uses))
 
 
 # ---- computing
@@ -206,7 +211,7 @@ class _Delivery(torch.autograd.Function):
 
 
 def _deliver_to_parameters(batch: list[Use]) -> None:
-    targets = {key_of(t): t for use in batch for t in use.targets}
+    targets = {key_of(target): target for target in _targets_of(batch)}
     weights = [target.leaves[0] for target in targets.values()]
     device = weights[0].device
     compute = partial(_in_order, list(targets), batch)
@@ -221,7 +226,7 @@ def _in_order(keys: list[Key], batch: list[Use]) -> list[Tensor | None]:
 
 
 def _deliver_to_edges(batch: list[Use]) -> None:
-    targets = {key_of(t): t for use in batch for t in use.targets}
+    targets = {key_of(target): target for target in _targets_of(batch)}
     with torch.no_grad():
         found = summed(batch)
     if found:

@@ -24,12 +24,14 @@ class Target:
         nodes: The nodes below the edge, with the accumulators.
         leaves: The parameters that the gradient reaches in the end.
         like: The weight, if it is a parameter, else a tensor of its shape and strides without data.
+        kind: The type and device of the weight.
     """
 
     edge: GradientEdge
     nodes: tuple[Node, ...]
     leaves: tuple[Tensor, ...]
     like: Tensor
+    kind: tuple[torch.dtype, torch.device]
 
     @property
     def is_parameter(self) -> bool:
@@ -72,16 +74,21 @@ def below(weight: Tensor) -> tuple[tuple[Node, ...], tuple[Tensor, ...]] | None:
 def _is_of_weights(node: Any, leaf: Tensor | None) -> bool:
     if leaf is not None:
         return type(leaf) is nn.Parameter
-    return not getattr(node, "is_deferred", False) and not has_hooks(node)
+    return type(node).__name__ != "_DeferredBackward" and not has_hooks(node)
 
 
 def target_of(weight: Tensor) -> Target | None:
     """Returns where the gradient of a weight goes, or None if it cannot wait."""
     edge = get_gradient_edge(weight)
     if weight.grad_fn is None:
-        return Target(edge, (edge.node,), (weight,), weight)
+        return parameter_target(edge, weight)
     found = below(weight)
     if found is None:
         return None
     like = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
-    return Target(edge, *found, like)
+    return Target(edge, *found, like, (weight.dtype, weight.device))
+
+
+def parameter_target(edge: GradientEdge, weight: Tensor) -> Target:
+    """Returns where the gradient of a parameter goes."""
+    return Target(edge, (edge.node,), (weight,), weight, (weight.dtype, weight.device))

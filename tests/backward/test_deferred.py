@@ -1,0 +1,448 @@
+"""What the deferred engine does beyond giving the right gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import checkpoint
+
+from penstock.backward import (
+    Call,
+    DeferredBackward,
+    Operation,
+    WeightGradStore,
+    register_function,
+    register_module,
+    stage_backward,
+)
+from penstock.errors import StageError, UsageError
+from tests.backward.blocks import Lambda, TransformerBlock
+from tests.backward.making import linear, looped, rerun, weight, x
+from tests.backward.oracle import DeferredEngine, Stage, check
+from tests.backward.probes import OperationCounter, no_garbage_collection
+
+
+def halves(
+    split: DeferredBackward, run: Callable[[], Any], inputs: list[Tensor]
+) -> tuple[Any, WeightGradStore]:
+    """Runs forward and the inputs' half."""
+    output, store = split.forward(run)
+    dinputs = split.input_half(output, torch.ones_like(output), inputs, store)
+    return dinputs, store
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def plain(model: nn.Module, run: Callable[[], Tensor]) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    output = run()
+    output.backward(torch.ones_like(output))
+    found = {name: None if g is None else g.clone() for name, g in grads_of(model).items()}
+    model.zero_grad()
+    return found
+
+
+def check_model(model: nn.Module, *inputs: Any, tolerance: float = 1e-12) -> int:
+    """Compares two microbatches with plain backward; returns the uses that waited."""
+    expected = plain(model, lambda: model(*inputs))
+    split = DeferredBackward(model)
+    for _ in range(2):
+        model.zero_grad()
+        _, store = halves(split, lambda: model(*inputs), [])
+        waited = len(store.uses)
+        split.weight_half(store)
+        assert grads_of(model).keys() == expected.keys()
+        for name, grad in grads_of(model).items():
+            torch.testing.assert_close(
+                grad, expected[name], rtol=tolerance, atol=tolerance, msg=f"{name} differs"
+            )
+    return waited
+
+
+# ---- which uses wait
+
+
+class Conv1D(nn.Module):
+    """A linear layer with a transposed weight, as transformers has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight()), nn.Parameter(weight(6))
+
+    def forward(self, value: Tensor) -> Tensor:
+        flat = torch.addmm(self.bias, value.view(-1, value.size(-1)), self.weight)
+        return flat.view(value.shape)
+
+
+OPERATIONS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "linear": lambda m, v: functional.linear(v, m.w, m.b),
+    "linear of three dimensions": lambda m, v: functional.linear(v.view(2, 2, 6), m.w, m.b),
+    "linear of a transposed input": lambda m, v: functional.linear(v[:, :4].t() @ v, m.w),
+    "linear of a permuted input": lambda m, v: functional.linear(
+        v.view(2, 2, 6).transpose(0, 1), m.w, m.b
+    ),
+    "matmul": lambda m, v: v @ m.w,
+    "folded matmul": lambda m, v: torch.matmul(v.view(2, 2, 6), m.w),
+    "weight first": lambda m, v: m.w @ v.t(),
+    "mm": lambda m, v: v.mm(m.w),
+    "mm by name": lambda m, v: torch.mm(v, mat2=m.w),
+    "transposed weight": lambda m, v: v @ m.w.t(),
+    "addmm": lambda m, v: torch.addmm(m.b, v, m.w),
+    "bmm": lambda m, v: torch.bmm(v.view(1, 4, 6), m.w[None]),
+    "batched experts": lambda m, v: v.view(2, 2, 6) @ m.experts,
+    "batched experts with bias": lambda m, v: torch.baddbmm(m.b, v.view(2, 2, 6), m.experts),
+    "conv1d": lambda m, v: functional.conv1d(v.view(1, 4, 6), m.kernel, padding=1),
+    "conv1d, strided": lambda m, v: functional.conv1d(v.view(1, 4, 6), m.kernel, None, 2, 1, 2),
+    "conv transpose": lambda m, v: functional.conv_transpose1d(v.view(1, 2, 12), m.kernel),
+    "conv2d": lambda m, v: functional.conv2d(v.view(1, 4, 3, 2), m.kernel[..., None], m.b[:2]),
+    "embedding": lambda m, v: functional.embedding(torch.tensor([[1, 3], [3, 5]]), m.w, 5),
+    "scaled embedding": lambda m, v: functional.embedding(
+        torch.tensor([1, 1, 3]), m.w, scale_grad_by_freq=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_waits_and_gives_the_bits_of_autograd(name: str) -> None:
+    members = {"w": weight(), "b": weight(6), "experts": weight(2, 6, 6), "kernel": weight(2, 4, 3)}
+    model = Lambda(OPERATIONS[name], **members)
+    assert check_model(model, x(), tolerance=0) == 1
+
+
+OTHERS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "product with a vector": lambda m, v: functional.linear(v[0], m.w),
+    "broadcast product": lambda m, v: m.w @ v.view(2, 6, 2),
+    "scaled addmm": lambda m, v: torch.addmm(m.b, v, m.w, beta=2),
+    "embedding that is renormed": lambda m, v: functional.embedding(
+        torch.tensor([1, 3]), m.w * 1, max_norm=100.0
+    ),
+    "same padding": lambda m, v: functional.conv1d(v.view(1, 4, 6), m.kernel, padding="same"),
+    "elementwise": lambda m, v: v * m.b,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_operations_get_their_gradients_at_once(name: str) -> None:
+    model = Lambda(OTHERS[name], w=weight(), b=weight(6), kernel=weight(2, 4, 3))
+    assert check_model(model, x()) == 0
+
+
+def test_grouped_matmul_waits() -> None:
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+
+    def run(m: Any, v: Tensor) -> Tensor:
+        return functional.grouped_mm(v, m.experts, offs=ends)
+
+    model = Lambda(run, experts=torch.randn(2, 16, 16, dtype=torch.bfloat16))
+    value = torch.randn(8, 16, dtype=torch.bfloat16, requires_grad=True)
+    split = DeferredBackward(model)
+    _, store = halves(split, lambda: model(value), [value])
+    assert len(store.uses) == 1
+    split.weight_half(store)
+    expected = [
+        value[:3].float().t().sum(1, keepdim=True),
+        value[3:].float().t().sum(1, keepdim=True),
+    ]
+    grad = model.get_parameter("experts").grad
+    assert grad is not None
+    torch.testing.assert_close(
+        grad.float(), torch.stack(expected).expand(2, 16, 16), rtol=0.02, atol=0.05
+    )
+
+
+def test_transformers_conv1d_waits() -> None:
+    assert check_model(nn.Sequential(Conv1D(), nn.Tanh(), Conv1D()), x(2, 2, 6), tolerance=0) == 2
+
+
+def test_weights_under_checkpointed_functions_wait() -> None:
+    def run(m: Any, v: Tensor) -> Any:
+        return rerun(lambda u: (u @ m.w).tanh() @ m.w, v)
+
+    assert check_model(Lambda(run, w=weight()), x()) == 2
+
+
+def test_a_loss_with_weights_waits() -> None:
+    model, head = linear(), nn.Parameter(weight())
+    value = x()
+    split = DeferredBackward(model)
+    for _ in range(2):
+        _, store = halves(split, lambda: (model(value) @ head).sum(), [value])
+        assert len(store.uses) == 2
+        split.weight_half(store)
+    assert head.grad is not None
+
+
+def test_frozen_weights_leave_nothing() -> None:
+    model = nn.Sequential(linear(), linear()).requires_grad_(False)
+    value = x()
+    _, store = halves(DeferredBackward(model), lambda: model(value), [value])
+    assert not store.uses
+
+
+def test_low_rank_updates_wait_and_their_base_does_not() -> None:
+    model = Lambda(lambda m, v: m.base(v) + m.b(m.a(v)), base=linear(), a=linear(2), b=linear2())
+    model.get_submodule("base").requires_grad_(False)
+    assert check_model(model, x()) == 2
+
+
+def linear2() -> nn.Linear:
+    return nn.Linear(2, 6, dtype=torch.float64)
+
+
+# ---- types
+
+
+@pytest.mark.parametrize("rerun_block", [False, True])
+def test_autocast_gives_the_bits_of_autograd(rerun_block: bool) -> None:
+    block = TransformerBlock(8)
+
+    def run(value: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            result: Tensor = rerun(block, value) if rerun_block else block(value)
+            return result.float().sum()
+
+    value = torch.randn(2, 5, 8)
+    expected = plain(block, lambda: run(value))
+    split = DeferredBackward(block)
+    for _ in range(2):
+        block.zero_grad()
+        _, store = halves(split, lambda: run(value), [])
+        assert len(store.uses) == 4
+        split.weight_half(store)
+        torch.testing.assert_close(grads_of(block), expected, rtol=0, atol=0)
+
+
+def test_bfloat16_gives_the_bits_of_autograd() -> None:
+    model = TransformerBlock(8).bfloat16()
+    assert check_model(model, x(2, 5, 8, dtype=torch.bfloat16), tolerance=0) == 4
+
+
+def test_moving_the_model_between_steps_is_noticed() -> None:
+    model = linear()
+    split = DeferredBackward(model)
+    for dtype in torch.float64, torch.float32:
+        model.to(dtype).zero_grad()
+        value = x(dtype=dtype)
+        _, store = halves(split, lambda value=value: model(value), [value])  # type: ignore[misc]
+        split.weight_half(store)
+        assert model.weight.grad is not None
+        assert model.weight.grad.dtype == dtype
+
+
+# ---- what stays as it was
+
+
+def test_nothing_stays_in_the_modules() -> None:
+    model = nn.Sequential(linear(), Conv1D(), nn.Tanh())
+    value = x()
+    split = DeferredBackward(model)
+    for _ in range(2):
+        _, store = halves(split, lambda: model(value), [value])
+        split.weight_half(store)
+        assert not any("forward" in vars(module) for module in model.modules())
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(value), model(value))
+
+
+def test_a_replaced_forward_is_kept() -> None:
+    model = linear()
+    replaced = partial(nn.Linear.forward, model)
+    vars(model)["forward"] = replaced
+    assert check_model(nn.Sequential(model), x()) == 1
+    assert vars(model)["forward"] is replaced
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    model = Lambda(lambda m, v: m.layer(v) @ torch.ones(1), layer=linear())
+    split = DeferredBackward(model)
+    with pytest.raises(RuntimeError):
+        split.forward(lambda: model(x()))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_module_hooks_run() -> None:
+    model, calls = linear(), list[str]()
+    model.register_forward_hook(lambda *_: calls.append("forward"))
+    model.register_full_backward_hook(lambda *_: calls.append("backward"))
+    value = x()
+    _, store = halves(DeferredBackward(model), lambda: model(value), [value])
+    assert calls == ["forward", "backward"]
+    assert store.uses
+
+
+# ---- hooks
+
+
+HOOKED: dict[str, Callable[[], Stage]] = {
+    "once": lambda: Stage(linear(), lambda: [x()]),
+    "looped": lambda: Stage(Lambda(lambda m, v: looped(m.layer, v), layer=linear()), lambda: [x()]),
+    "both ways": lambda: Stage(
+        Lambda(lambda m, v: m.layer(v) @ m.layer.weight.exp(), layer=linear()), lambda: [x()]
+    ),
+    "checkpointed": lambda: Stage(
+        Lambda(lambda m, v: rerun(m.layer, v), layer=linear()), lambda: [x()]
+    ),
+    "computed": lambda: Stage(
+        Lambda(lambda m, v: v @ (m.w * 2) @ (m.w * 3) + m.w.sum(), w=weight()), lambda: [x()]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_run_once_and_in_the_weights_half(name: str) -> None:
+    stage = HOOKED[name]()
+    split, value = DeferredBackward(stage.model), x()
+    calls: list[str] = []
+    before: dict[str, Tensor] = {}
+
+    def look(kind: str, tensor: Tensor) -> None:
+        calls.append(kind)
+        before[kind] = (tensor if kind == "tensor" else tensor.grad).detach().clone()  # type: ignore[union-attr]
+
+    matrix = next(p for p in stage.model.parameters() if p.dim() == 2)
+    expected = plain(stage.model, lambda: stage.model(value))
+    matrix.register_hook(partial(look, "tensor"))
+    matrix.register_post_accumulate_grad_hook(partial(look, "post"))
+    for _ in range(2):
+        stage.model.zero_grad()
+        calls.clear()
+        _, store = halves(split, lambda: stage.model(value), [value])
+        assert calls == []
+        assert matrix.grad is None
+        split.weight_half(store)
+        assert calls == ["tensor", "post"]
+        (wanted,) = (expected[n] for n, p in stage.model.named_parameters() if p is matrix)
+        torch.testing.assert_close(
+            before, {"tensor": wanted, "post": wanted}, rtol=1e-12, atol=1e-12
+        )
+
+
+# ---- gradients inside forward
+
+
+def test_a_gradient_inside_forward_leaves_nothing_in_the_store() -> None:
+    model = linear()
+
+    def run(value: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(model(value).square().sum(), [value])
+        return slope * 1
+
+    split = DeferredBackward(model)
+    for _ in range(2):
+        _, store = split.forward(lambda: run(x()))
+        assert not store.uses
+
+
+def test_a_penalty_on_the_gradient_of_a_weight() -> None:
+    def run(m: Any, v: Tensor) -> Tensor:
+        hidden = m.layer(v).sin()
+        (slope,) = torch.autograd.grad(hidden.square().sum(), m.layer.weight, create_graph=True)
+        penalised: Tensor = hidden * slope.square().sum()
+        return penalised
+
+    made = Lambda(run, layer=linear())
+    check(DeferredEngine(), lambda: Stage(made, lambda: [x()]), seed=0)
+
+
+def test_an_unused_weight_inside_forward_is_an_error() -> None:
+    def run(m: Any, v: Tensor) -> Any:
+        hidden = m.layer(v)
+        return torch.autograd.grad(v.sum(), m.layer.weight)[0] + hidden
+
+    model = Lambda(run, layer=linear())
+    with pytest.raises(RuntimeError, match="allow_unused"):
+        DeferredBackward(model).forward(lambda: model(x()))
+
+
+# ---- registration
+
+
+def scaled(value: Tensor, scale: Tensor) -> Tensor:
+    if torch.overrides.has_torch_function((value, scale)):
+        result: Tensor = torch.overrides.handle_torch_function(scaled, (value, scale), value, scale)
+        return result
+    return value * scale
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(weight(6))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * self.scale
+
+
+SCALED = Operation(
+    run=lambda value, scale, bias: value * scale,
+    input_gradient=lambda grad, value, scale: grad * scale,
+    weight_gradient=lambda grad, value, scale: (grad * value).sum(0),
+)
+
+
+def test_a_registered_function_waits() -> None:
+    register_function(scaled, lambda value, scale: Call(SCALED, value, scale))
+    assert check_model(Lambda(lambda m, v: scaled(v, m.scale), scale=weight(6)), x()) == 1
+
+
+def test_a_registered_module_waits() -> None:
+    register_module(Scale, lambda module, value: Call(SCALED, value, module.scale))
+    assert check_model(nn.Sequential(Scale(), Scale()), x()) == 2
+    with pytest.raises(UsageError, match="registered already"):
+        register_module(Scale, lambda module, value: None)
+
+
+# ---- faults
+
+
+def test_an_input_that_changes_between_the_halves_is_an_error() -> None:
+    model, value = linear(), x(grad=False)
+    split = DeferredBackward(model)
+    _, store = halves(split, lambda: model(value), [])
+    value.add_(1)
+    with pytest.raises(StageError, match="changed in place"):
+        split.weight_half(store)
+
+
+def test_reentrant_checkpoints_get_their_gradients() -> None:
+    def run(m: Any, v: Tensor) -> Any:
+        return checkpoint.checkpoint(m.block, v, use_reentrant=True)
+
+    model = Lambda(run, block=TransformerBlock(6).double())
+    assert check_model(model, x(2, 3, 6)) == 4
+
+
+def test_the_peak_does_not_grow_from_step_to_step() -> None:
+    model, value = nn.Sequential(linear(), nn.Tanh(), linear()), x()
+    split = DeferredBackward(model)
+    with no_garbage_collection(), OperationCounter():
+        for _ in range(3):
+            output, store = split.forward(lambda: model(value))
+            split.input_half(output, torch.ones_like(output), [value], store)
+            split.weight_half(store)
+            assert not store.uses
+            assert not store.targets
+
+
+def test_the_halves_equal_the_full_pass_bit_by_bit() -> None:
+    model = TransformerBlock(8)
+    value = torch.randn(2, 5, 8, requires_grad=True)
+    expected_output = model(value)
+    seed = torch.ones_like(expected_output)
+    (expected,) = stage_backward(expected_output, seed, [value])
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    split = DeferredBackward(model)
+    (found,), store = halves(split, lambda: model(value), [value])
+    split.weight_half(store)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(grads_of(model), grads, rtol=0, atol=0)
