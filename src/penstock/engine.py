@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import MicrobatchError, PoisonedError, UsageError
+from penstock.hosting import connect_if_launched, ends_of, held_by, placed_on, world_of
 from penstock.microbatch import Microbatch, Rules, merge, split
 from penstock.partition import save_index, save_stage
 from penstock.plan import Plan, Stages, cut, make_plan
@@ -24,7 +25,6 @@ from penstock.runtime import (
     Task,
     agree_plan,
     channels,
-    check_stages,
     drive,
     engine_for,
 )
@@ -32,7 +32,7 @@ from penstock.schedule import Action, Schedule, Span, Timeline, parse_action, re
 from penstock.schedule.base import flat
 from penstock.stage import PipelineStage, home_of
 from penstock.step import Loss, LossFunction, Reduction, StepResult, scale_gradients
-from penstock.transport import Transport, connect, in_process, launched
+from penstock.transport import Transport
 
 T = TypeVar("T")
 
@@ -78,10 +78,12 @@ class Pipeline:
         group: Any = None,
         engine: str | None = None,
     ) -> None:
-        home = _device(device)
-        found = _connect(home or home_of(model), group)
-        plan = make_plan(schedule, _world(found) if ranks is None else ranks, stages, microbatches)
-        ends = _checked(plan, found)
+        home = placed_on(device)
+        found = connect_if_launched(home or home_of(model), group)
+        plan = make_plan(
+            schedule, world_of(found) if ranks is None else ranks, stages, microbatches
+        )
+        ends = ends_of(plan, found)
         parts = cut(model, stages, plan.stages).modules
         # Only these are moved to the device: the others may not fit there.
         held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
@@ -114,11 +116,11 @@ class Pipeline:
         """
         if not stages:
             raise UsageError("no stages were given; give this rank's stages")
-        found = _connect(stages[0].device, group)
-        plan = make_plan(schedule, _world(found), stages[0].count, microbatches)
+        found = connect_if_launched(stages[0].device, group)
+        plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
         pipe = cls.__new__(cls)
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
-        pipe._set_up(plan, _checked(plan, found), stages, loss, rules)
+        pipe._set_up(plan, ends_of(plan, found), stages, loss, rules)
         return pipe
 
     def _set_up(
@@ -131,7 +133,7 @@ class Pipeline:
     ) -> None:
         schedule = plan.training
         self._plan, self._loss, self._rules = plan, loss, rules
-        self._ranks = [Rank(end, _held(schedule, end, stages, len(ends))) for end in ends]
+        self._ranks = [Rank(end, held_by(schedule, end, stages, len(ends))) for end in ends]
         for stage in self.stages:
             stage.prefer_engine(engine_for(schedule, stage.index))
         self._failure: BaseException | None = None
@@ -359,46 +361,6 @@ def _durations(reports: Sequence[Report]) -> dict[Action, float]:
         for span in report.spans:
             found[span.action] += span.duration
     return found
-
-
-def _device(device: torch.device | str | None) -> torch.device | None:
-    if device is None:
-        return None
-    found = torch.device(device)
-    if found.type != "cpu" and found.index is None:
-        return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
-    return found
-
-
-def _connect(device: torch.device | None, group: Any) -> list[Transport]:
-    """This process's end where each rank is a process; else nothing."""
-    if group is None and not launched():
-        return []
-    return [connect(device or torch.device("cpu"), group)]
-
-
-def _checked(plan: Plan, found: Sequence[Transport]) -> Sequence[Transport]:
-    """The ends that are there, or those of all ranks in this process."""
-    if found and found[0].ranks != plan.ranks:
-        raise UsageError(
-            f"{found[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process a rank"
-        )
-    return found or in_process(plan.ranks)
-
-
-def _world(ends: Sequence[Transport]) -> int | None:
-    """How many ranks there are, where each is a process."""
-    return ends[0].ranks if ends else None
-
-
-def _held(
-    schedule: Schedule, end: Transport, stages: Sequence[PipelineStage], ends: int
-) -> list[PipelineStage]:
-    """The stages of a rank. In one process there are those of other ranks to leave out."""
-    expected = schedule.placement.stages_on(end.rank)
-    held = [stage for stage in stages if stage.index in expected or ends == 1]
-    check_stages(schedule, end.rank, held)
-    return held
 
 
 def _samples(args: Sequence[Any], kwargs: dict[str, Any], rules: Rules | None) -> int:

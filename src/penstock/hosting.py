@@ -1,0 +1,65 @@
+"""Which ranks live in this process, where they reach the others, and which stages they hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock.errors import UsageError
+from penstock.plan import Plan
+from penstock.runtime import check_stages
+from penstock.schedule import Schedule
+from penstock.stage import PipelineStage
+from penstock.transport import Transport, connect, in_process, launched
+
+
+def placed_on(device: torch.device | str | None) -> torch.device | None:
+    """The device that is meant: ``"cuda"`` is the one of ``LOCAL_RANK``, as torchrun numbers them."""
+    if device is None:
+        return None
+    found = torch.device(device)
+    if found.type != "cpu" and found.index is None:
+        return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+    return found
+
+
+def connect_if_launched(device: torch.device, group: Any) -> list[Transport]:
+    """This process's end where each rank is a process; else nothing."""
+    if group is None and not launched():
+        return []
+    return [connect(device, group)]
+
+
+def world_of(ends: Sequence[Transport]) -> int | None:
+    """How many ranks there are, where each is a process."""
+    return ends[0].ranks if ends else None
+
+
+def ends_of(plan: Plan, found: Sequence[Transport]) -> Sequence[Transport]:
+    """The ends that are there, or those of all ranks in this process.
+
+    Raises:
+        UsageError: there are more or fewer processes than ranks.
+    """
+    if found and found[0].ranks != plan.ranks:
+        raise UsageError(
+            f"{found[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process a rank"
+        )
+    return found or in_process(plan.ranks)
+
+
+def held_by(
+    schedule: Schedule, end: Transport, stages: Sequence[PipelineStage], ends: int
+) -> list[PipelineStage]:
+    """The stages of a rank. In one process there are those of other ranks to leave out.
+
+    Raises:
+        UsageError: the rank was not given exactly its stages.
+    """
+    expected = schedule.placement.stages_on(end.rank)
+    held = [stage for stage in stages if stage.index in expected or ends == 1]
+    check_stages(schedule, end.rank, held)
+    return held
