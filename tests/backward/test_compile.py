@@ -1,22 +1,96 @@
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.backward import stage_backward_input, stage_backward_weight
+from penstock.backward import DeferredBackward, stage_backward_input, stage_backward_weight
 from tests.backward.making import linear, x
 
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_blocks_give_all_gradients_in_the_first_half() -> None:
-    block = nn.Sequential(linear(), nn.Tanh(), linear())
-    model = nn.Sequential(linear(), block, linear())
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def block() -> nn.Module:
+    return nn.Sequential(linear(), nn.Tanh(), linear())
+
+
+def per_block() -> nn.Module:
+    compiled = block()
+    compiled.compile(backend="aot_eager")
+    return nn.Sequential(linear(), compiled, linear())
+
+
+def whole() -> nn.Module:
+    return torch.compile(block(), backend="aot_eager")  # type: ignore[return-value]
+
+
+class CompiledForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    @torch.compile(backend="aot_eager")
+    def forward(self, value: Tensor) -> Any:
+        return self.second(self.first(value).tanh())
+
+
+class CallsCompiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+        self.rest = torch.compile(self.run, backend="aot_eager")
+
+    def run(self, value: Tensor) -> Any:
+        return self.second(value).tanh()
+
+    def forward(self, value: Tensor) -> Any:
+        return self.rest(self.first(value)) @ self.second.weight
+
+
+def test_compiled_blocks_give_all_gradients_in_the_first_half_of_the_graph_engine() -> None:
+    model = nn.Sequential(linear(), block(), linear())
     leaf, weights = x(), list(model.parameters())
     expected = torch.autograd.grad(model(leaf).square().sum(), [leaf, *weights])
-    block.compile(backend="aot_eager")
+    model[1].compile(backend="aot_eager")
     (dinput,), groups = stage_backward_input([model(leaf).square().sum()], None, [leaf], weights)
     actual: list[Tensor | None] = [dinput, *stage_backward_weight(weights, groups)]
     torch.testing.assert_close(actual, list(expected), rtol=1e-12, atol=1e-12)
-    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("make", "waiting", "said"),
+    [
+        (per_block, 2, "1: it is compiled"),
+        (whole, 0, "it is compiled"),
+        (CompiledForward, 0, ""),
+        (CallsCompiled, 1, ""),
+    ],
+)
+def test_compiled_parts_do_not_wait_and_are_right(
+    make: Callable[[], nn.Module], waiting: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, leaf = make(), x()
+    model(leaf).square().sum().backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters()}
+    with caplog.at_level(logging.INFO, "penstock"):
+        split = DeferredBackward(model)
+    assert said in caplog.text
+    assert sum(record.name == "penstock" for record in caplog.records) == bool(said)
+    for _ in range(3):
+        model.zero_grad()
+        output, store = split.forward(lambda: model(leaf).square().sum())
+        split.input_half(output, None, [leaf], store)
+        assert len(store.uses) >= waiting
+        split.weight_half(store)
+        actual = {name: weight.grad for name, weight in model.named_parameters()}
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from penstock.backward import (
     Call,
     DeferredBackward,
     Operation,
+    SplitFunction,
     WeightGradStore,
     register_function,
     register_module,
@@ -399,6 +400,58 @@ def test_a_registered_module_waits() -> None:
     assert check_model(nn.Sequential(Scale(), Scale()), x()) == 2
     with pytest.raises(UsageError, match="registered already"):
         register_module(Scale, lambda module, value: None)
+
+
+class Affine(SplitFunction):
+    """A scale and a shift; counts the calls of its halves."""
+
+    weights = (1, 2)
+    calls: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        value, scale, shift, factor = args
+        ctx.save_for_backward(value, scale)
+        ctx.factor = factor
+        result: Tensor = value * scale * factor + shift
+        return result
+
+    @staticmethod
+    def backward_input(ctx: Any, *grads: Any) -> list[Tensor | None]:
+        Affine.calls.append("input")
+        return [grads[0] * ctx.saved_tensors[1] * ctx.factor, None, None, None]
+
+    @staticmethod
+    def backward_weight(ctx: Any, *grads: Any) -> list[Tensor]:
+        Affine.calls.append("weight")
+        return [(grads[0] * ctx.saved_tensors[0]).sum(0) * ctx.factor, grads[0].sum(0)]
+
+
+def affine(m: Any, v: Tensor) -> Any:
+    return looped(lambda u: Affine.apply(u, m.scale, m.shift, 0.5), v, times=2)
+
+
+@pytest.mark.parametrize("frozen", ["", "scale", "scale shift"])
+@pytest.mark.parametrize("rerun_all", [False, True])
+def test_a_function_that_offers_its_halves_waits(frozen: str, rerun_all: bool) -> None:
+    def run(m: Any, v: Tensor) -> Any:
+        return rerun(affine, m, v) if rerun_all else affine(m, v)
+
+    model = Lambda(run, scale=weight(6), shift=weight(6))
+    for name in frozen.split():
+        model.get_parameter(name).requires_grad_(False)
+    assert check_model(model, x()) == (0 if "shift" in frozen else 2)
+
+
+def test_the_halves_of_a_function_run_in_the_halves_of_backward() -> None:
+    model, value = Lambda(affine, scale=weight(6), shift=weight(6)), x()
+    Affine.calls.clear()
+    split = DeferredBackward(model)
+    _, store = halves(split, lambda: model(value), [value])
+    assert Affine.calls == ["input", "input"]
+    split.weight_half(store)
+    assert Affine.calls == ["input", "input", "weight", "weight"]
+    assert torch.autograd.gradcheck(partial(affine, model), (value,))
 
 
 # ---- faults

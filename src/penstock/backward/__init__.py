@@ -7,6 +7,7 @@ from penstock.backward.deferred import DeferredBackward
 from penstock.backward.engines import ENGINES, BackwardEngine
 from penstock.backward.finders import register_function, register_module
 from penstock.backward.full import stage_backward
+from penstock.backward.function import SplitFunction
 from penstock.backward.graph import (
     ParamGroup,
     _get_grad_fn_or_grad_acc,
@@ -26,6 +27,7 @@ __all__ = [
     "DeferredBackward",
     "Operation",
     "ParamGroup",
+    "SplitFunction",
     "WeightGradStore",
     "_get_grad_fn_or_grad_acc",
     "_null_coalesce_accumulate",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from penstock.backward.function import SplitFunction, run_apart, run_whole
 from penstock.backward.inner import gradients_inside
 from penstock.backward.operations import Call, Operation
 from penstock.backward.store import WeightGradStore
@@ -58,6 +59,19 @@ class Deferral:
         anchor = self.anchor(call.weight.device)
         waiting = _Waiting(call.operation, call.weight, call.options, target, store)
         return _apply(call.input, call.bias, anchor, waiting), True
+
+    def run_function(self, kind: type[SplitFunction], args: Sequence[Any]) -> tuple[Any, bool]:
+        """Runs a function that offers its halves; result as of `run`."""
+        weights = [args[position] for position in kind.weights]
+        used = [w for w in weights if isinstance(w, Tensor) and w.requires_grad]
+        store = self._store
+        if store is None or not used or not all(_can_wait(weight, weight) for weight in used):
+            return run_whole(kind, args), False
+        targets = {id(weight): self._target(weight) for weight in used}
+        if None in targets.values():
+            return run_whole(kind, args), False
+        places = [targets.get(id(weight)) for weight in weights]
+        return run_apart(kind, args, places, store, self.anchor(used[0].device)), True
 
     def gradients(self, *args: Any, **options: Any) -> Any:
         """Is ``torch.autograd.grad`` for calls inside a forward pass."""

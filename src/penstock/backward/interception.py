@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.backward.compiled import opaque_modules
 from penstock.backward.deferral import Deferral
 from penstock.backward.finders import Finder, function_finder, module_finder
+from penstock.backward.function import SplitFunction
 from penstock.backward.store import WeightGradStore
 
 Forward = Callable[..., Any]
@@ -172,6 +173,8 @@ class _Mode(TorchFunctionMode):
         if func is torch.autograd.grad:
             self._note()
             return self._deferral.gradients(*args, **options)
+        if isinstance(func, type) and issubclass(func, SplitFunction):
+            return self._noted(*self._deferral.run_function(func, args))
         find = function_finder(func)
         if find is None or not torch.is_grad_enabled():
             return func(*args, **options)
@@ -181,7 +184,9 @@ class _Mode(TorchFunctionMode):
         call = None if torch.compiler.is_compiling() else find(*args, **options)
         if call is None:
             return func(*args, **options)
-        output, waits = self._deferral.run(call)
+        return self._noted(*self._deferral.run(call))
+
+    def _noted(self, output: Any, waits: bool) -> Any:
         if waits:
             self._note()
         return output

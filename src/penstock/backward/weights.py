@@ -14,6 +14,8 @@ from penstock.backward.saved import has_hooks
 # Larger expressions are taken for activations; an orthogonal parametrisation has about thirty nodes.
 MOST_NODES = 64
 
+_DEFERRED = {"_DeferredBackward", "_ApartBackward"}
+
 
 @dataclass(eq=False, slots=True)
 class Target:
@@ -74,7 +76,7 @@ def below(weight: Tensor) -> tuple[tuple[Node, ...], tuple[Tensor, ...]] | None:
 def _is_of_weights(node: Any, leaf: Tensor | None) -> bool:
     if leaf is not None:
         return type(leaf) is nn.Parameter
-    return type(node).__name__ != "_DeferredBackward" and not has_hooks(node)
+    return type(node).__name__ not in _DEFERRED and not has_hooks(node)
 
 
 def target_of(weight: Tensor) -> Target | None:
