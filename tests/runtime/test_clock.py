@@ -32,6 +32,16 @@ def test_spans_count_from_the_beginning() -> None:
     assert recorder.elapsed() == 5.0
 
 
+@pytest.mark.usefixtures("ticking")
+def test_pieces_of_an_action_are_one_span() -> None:
+    recorder = Recorder(0, torch.device("cpu"))
+    for action in (FORWARD, BACKWARD, BACKWARD, FORWARD):
+        with recorder.timed(action):
+            pass
+    found = [(span.action, span.start, span.end) for span in recorder.spans]
+    assert found == [(FORWARD, 1.0, 2.0), (BACKWARD, 3.0, 6.0), (FORWARD, 7.0, 8.0)]
+
+
 def test_what_fails_is_not_noted() -> None:
     recorder = Recorder(0, torch.device("cpu"))
     with pytest.raises(KeyError), recorder.timed(FORWARD):

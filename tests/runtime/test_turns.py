@@ -20,6 +20,13 @@ def test_nobody_waits_longer_than_needed() -> None:
     assert [list(turns.arrived(index)) for index in (2, 0, 1, 3)] == [[], [0], [1, 2], [3]]
 
 
+def test_who_goes_through_by_itself_brings_those_that_waited() -> None:
+    turns = Turns()
+    assert list(turns.arrived(1)) == []
+    assert list(turns.passed()) == [1]
+    assert turns.is_next(2)
+
+
 def test_whose_turn_it_is() -> None:
     turns = Turns()
     assert turns.is_next(0)

@@ -32,12 +32,12 @@ class Recorder:
 
     @contextmanager
     def timed(self, action: Action) -> Iterator[None]:
-        """Note an action."""
-        start = self._now()
+        """Note an action; its pieces, where it has several one after the other, are one span."""
+        start = self._now() - self._origin
         yield
-        self.spans.append(
-            Span(self._rank, action, start - self._origin, self._now() - self._origin)
-        )
+        if self.spans and self.spans[-1].action == action:
+            start = self.spans.pop().start
+        self.spans.append(Span(self._rank, action, start, self._now() - self._origin))
 
     def elapsed(self) -> float:
         """Seconds since the recorder was made."""
