@@ -147,7 +147,9 @@ class Machine:
             self._backward_weight(action)
             return
         self._run_backward(action, self._stages[action.stage].backward)
-        self._add_weights(action, turns.passed())
+        late = turns.passed()
+        if late:
+            self._add_weights(action, late)
 
     def _backward_input(self, action: Action) -> None:
         self._run_backward(action, self._stages[action.stage].backward_input)
