@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from penstock.errors import PartitionError, ScheduleError, UsageError
 from penstock.partition import cut_sequential
 from penstock.plan import Plan, Stages, cut, make_plan, prove
 from penstock.schedule import Schedule, build
+from penstock.schedule.files import save
 
 
 def model(layers: int = 4) -> nn.Sequential:
@@ -41,6 +43,16 @@ def test_a_schedule_is_proven_once() -> None:
     plan = make_plan("1F1B", 2, None, 4)
     assert plan.training is plan.training
     assert plan.training == prove(build("1F1B", ranks=2, microbatches=4))
+
+
+@pytest.mark.parametrize("suffix", [".json", ".csv"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_schedule_may_come_from_a_file(tmp_path: Path, suffix: str, kind: type[Any]) -> None:
+    path = tmp_path / f"schedule{suffix}"
+    save(prove(VALUE), path)
+    plan = make_plan(kind(path), None, None, None)
+    assert (plan.ranks, plan.stages, plan.microbatches) == (3, 3, 5)
+    assert plan.training.programs == prove(VALUE).programs
 
 
 def test_a_named_schedule_is_built_for_any_number() -> None:
