@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import schedules, steps
+from benchmarks import backward, schedules, steps
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
     "schedules": schedules.compare,
+    "backward": backward.compare,
 }
 
 

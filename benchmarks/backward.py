@@ -1,0 +1,261 @@
+"""The two halves of a backward pass: Penstock, the peer and a plain backward pass, in turn."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import _backward as peer
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.live import LiveBytes
+from penstock.backward import ENGINES
+
+WIDTHS = {64: (1, 32), 256: (2, 128), 512: (2, 256), 1024: (1, 256)}
+BLOCKS = 4
+MICROBATCHES = 6
+
+
+class Block(nn.Module):
+    """A transformer block: RMSNorm and SwiGLU, or LayerNorm, biases and GELU."""
+
+    def __init__(self, width: int, *, gated: bool = True, rerun: bool = False) -> None:
+        super().__init__()
+        norm = nn.RMSNorm if gated else nn.LayerNorm
+        linear = partial(nn.Linear, bias=not gated)
+        self.heads, self.gated, self.rerun = max(1, width // 64), gated, rerun
+        self.before, self.between = norm(width), norm(width)
+        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
+        hidden = 8 * width // 3 // 8 * 8 if gated else 4 * width
+        self.up, self.down = linear(width, (1 + gated) * hidden), linear(hidden, width)
+
+    def forward(self, value: Tensor) -> Any:
+        """Returns the block's output."""
+        if self.rerun:
+            return checkpoint(self.run, value, use_reentrant=False)
+        return self.run(value)
+
+    def run(self, value: Tensor) -> Tensor:
+        """Is forward without a checkpoint."""
+        value = value + self.out(self.attend(self.before(value)))
+        hidden = self.up(self.between(value))
+        if self.gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = functional.silu(gate) * up
+        else:
+            hidden = functional.gelu(hidden)
+        result: Tensor = value + self.down(hidden)
+        return result
+
+    def attend(self, value: Tensor) -> Tensor:
+        """Mixes over the sequence."""
+        batch, length, width = value.shape
+        split = self.qkv(value).view(batch, length, 3, self.heads, -1)
+        query, key, mixed = split.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, mixed, is_causal=True)
+        return attended.transpose(1, 2).reshape(batch, length, width)
+
+
+@dataclass
+class Stage:
+    """A stage, its input and the gradient of its output."""
+
+    model: nn.Module
+    value: Tensor
+    grad: Tensor
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The parameters, in order."""
+        return list(self.model.parameters())
+
+
+def stage_of(width: int, **options: bool) -> Stage:
+    """A stage of four blocks on random input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width, **options) for _ in range(BLOCKS)))
+    shape = (*WIDTHS[width], width)
+    return Stage(model, torch.randn(shape, requires_grad=True), torch.randn(shape))
+
+
+# ---- ways to go backward: forward, the inputs' half and the weights' half
+
+
+class Ours:
+    """An engine of Penstock."""
+
+    def __init__(self, stage: Stage, name: str) -> None:
+        self.stage = stage
+        self.engine = ENGINES[name](stage.model)
+
+    def forward(self) -> Any:
+        """Runs forward; returns what the inputs' half needs."""
+        return self.engine.forward(lambda: self.stage.model(self.stage.value))
+
+    def input_half(self, made: Any) -> Any:
+        """Returns what the weights' half needs."""
+        output, state = made
+        return self.engine.input_half([output], [self.stage.grad], [self.stage.value], state)[1]
+
+    def weight_half(self, state: Any) -> None:
+        """Adds the weights' gradients to their ``.grad``."""
+        self.engine.weight_half(state)
+
+
+class Peers:
+    """The functions of the peer."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def forward(self) -> Any:
+        """Runs forward; returns what the inputs' half needs."""
+        return self.stage.model(self.stage.value)
+
+    def input_half(self, made: Any) -> Any:
+        """Returns what the weights' half needs."""
+        weights = iter(self.stage.weights)
+        return peer.stage_backward_input([made], [self.stage.grad], [self.stage.value], weights)[1]
+
+    def weight_half(self, state: Any) -> None:
+        """Adds the weights' gradients to their ``.grad``."""
+        peer.stage_backward_weight(iter(self.stage.weights), state)
+
+
+Way = Ours | Peers
+WAYS: dict[str, Callable[[Stage], Way]] = {
+    "deferred": partial(Ours, name="deferred"),
+    "graph": partial(Ours, name="graph"),
+    "peer": Peers,
+    "plain": partial(Ours, name="none"),
+}
+
+# ---- time
+
+
+def time_once(way: Way) -> dict[str, float]:
+    """Seconds of one microbatch's parts."""
+    start = perf_counter()
+    made = way.forward()
+    forward = perf_counter()
+    state = way.input_half(made)
+    del made
+    first = perf_counter()
+    way.weight_half(state)
+    second = perf_counter()
+    return {
+        "F": forward - start,
+        "I": first - forward,
+        "W": second - first,
+        "I+W": second - forward,
+    }
+
+
+def times(stage: Stage, rounds: int) -> dict[str, list[dict[str, float]]]:
+    """The parts' times of all ways, in turn, whose order changes from round to round."""
+    ways = {name: make(stage) for name, make in WAYS.items()}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for index in range(rounds + 2):
+        names = list(ways) if index % 2 else list(reversed(ways))
+        for name in names:
+            found[name].append(time_once(ways[name]))
+    return {name: measured[2:] for name, measured in found.items()}
+
+
+def ratio(
+    found: dict[str, list[dict[str, float]]], name: str, part: str, base: str = "plain"
+) -> float:
+    """The middle of the rounds' ratios of one way to another."""
+    pairs = zip(found[name], found[base], strict=True)
+    return statistics.median(mine[part] / other[part] for mine, other in pairs)
+
+
+def compare_times(width: int, rerun: bool, rounds: int) -> dict[str, Any]:
+    """Times and ratios of one width."""
+    found = times(stage_of(width, rerun=rerun), rounds)
+    figures: dict[str, Any] = {
+        "milliseconds": {
+            name: {part: 1e3 * statistics.median(m[part] for m in measured) for part in measured[0]}
+            for name, measured in found.items()
+        },
+        "F of plain": ratio(found, "deferred", "F"),
+        "I+W of plain": {name: ratio(found, name, "I+W") for name in WAYS},
+        "I+W of peer": ratio(found, "deferred", "I+W", "peer"),
+    }
+    each = ", ".join(f"{n} {figures['I+W of plain'][n]:.3f}" for n in WAYS if n != "plain")
+    print(
+        f"backward, width {width:4}{', checkpointed' if rerun else '':14}: I+W of plain: {each}; "
+        f"F {figures['F of plain']:.3f}; aims {'1.15' if width < 256 else '1.02, F 1.03'}"
+    )
+    return figures
+
+
+# ---- memory
+
+
+def live_bytes(name: str, stage: Stage) -> dict[str, int]:
+    """Bytes alive after all forwards, after all inputs' halves, after all weights' halves."""
+    probe, way = LiveBytes(), WAYS[name](stage)
+    finish(way)
+    found = {}
+    with probe:
+        made = [way.forward() for _ in range(MICROBATCHES)]
+        found["F"] = probe.count(kept_by(stage))
+        states = [way.input_half(made.pop(0)) for _ in range(MICROBATCHES)]
+        found["I"] = probe.count(kept_by(stage))
+        while states:
+            way.weight_half(states.pop(0))
+        found["W"] = probe.count(kept_by(stage))
+    return found
+
+
+def finish(way: Way) -> None:
+    """Runs a microbatch: the first explores, and leaves gradients."""
+    way.weight_half(way.input_half(way.forward()))
+
+
+def kept_by(stage: Stage) -> Iterable[Tensor | None]:
+    """What is there in any case."""
+    kept: list[Tensor | None] = [stage.value, stage.value.grad, stage.grad]
+    return kept + [tensor for weight in stage.weights for tensor in (weight, weight.grad)]
+
+
+def compare_bytes(width: int, **options: bool) -> dict[str, Any]:
+    """Bytes of all ways for one kind of block."""
+    found = {name: live_bytes(name, stage_of(width, **options)) for name in WAYS}
+    ours, others = found["deferred"], found["peer"]
+    figures = {
+        "bytes": found,
+        "I of F": ours["I"] / ours["F"],
+        "I of peer": ours["I"] / others["I"],
+    }
+    kind = "SwiGLU, RMSNorm" if options.get("gated", True) else "GELU, LayerNorm"
+    kind += ", checkpointed" if options.get("rerun") else ""
+    mib = {name: [round(b / 2**20) for b in parts.values()] for name, parts in found.items()}
+    print(
+        f"backward, {kind}, MiB after F, I, W: {mib}; "
+        f"I of F {figures['I of F']:.2f}, I of the peer's {figures['I of peer']:.2f}"
+    )
+    return figures
+
+
+def compare(rounds: int) -> dict[str, Any]:
+    """All figures, printed, and as JSON data."""
+    found: dict[str, Any] = {"times": {}, "bytes": {}}
+    for width in WIDTHS:
+        for rerun in False, True:
+            few = max(2, rounds * 3 if width == 64 else rounds if width < 1024 else rounds // 3)
+            name = f"{width}{', checkpointed' if rerun else ''}"
+            found["times"][name] = compare_times(width, rerun, few)
+    for gated in True, False:
+        for rerun in False, True:
+            name = f"{'gated' if gated else 'plain'}{', checkpointed' if rerun else ''}"
+            found["bytes"][name] = compare_bytes(512, gated=gated, rerun=rerun)
+    return found
