@@ -220,3 +220,28 @@ def test_a_changed_model_is_agreed_on_anew(name: str) -> None:
         CHANGES[name](counted.modules[1])
     assert counted.step()[0] == EACH_STAGE
     assert counted.step()[0] == 0
+
+
+# ---- autocast
+
+
+def stepped(pipe: Pipeline, dtype: torch.dtype | None) -> list[Tensor | None]:
+    pipe.zero_grad()
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        pipe.step(X.float(), target=X.float())
+    return [parameter.grad for parameter in pipe.parameters()]
+
+
+def plain(dtype: torch.dtype | None) -> list[Tensor | None]:
+    whole = model().float()
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        for half in (slice(0, 2), slice(2, 4)):
+            (loss(whole(X[half].float()), X[half].float()) / 2).backward()
+    return [parameter.grad for parameter in whole.parameters()]
+
+
+@pytest.mark.parametrize("schedule_name", ["1F1B", "ZB-H1"])
+def test_autocast_may_be_turned_on_and_off_between_steps(schedule_name: str) -> None:
+    pipe = Pipeline(model().float(), schedule=schedule_name, ranks=2, microbatches=2, loss_fn=loss)
+    for dtype in (None, torch.bfloat16, None):
+        torch.testing.assert_close(stepped(pipe, dtype), plain(dtype))

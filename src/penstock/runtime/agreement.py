@@ -15,7 +15,7 @@ from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.runtime.program import RankProgram
 from penstock.schedule import Schedule
-from penstock.specs import ValueSpec, infer_output, spec_of_arguments
+from penstock.specs import ValueSpec, autocast_types, infer_output, spec_of_arguments
 from penstock.stage import PipelineStage
 from penstock.transport import Transport
 
@@ -96,7 +96,7 @@ def agree_specs(
         AgreementError: ranks were called with different shapes.
         StageError: a stage refused its arguments; raised on every rank.
     """
-    digests = _digests(calls, "train" if program.schedule.trains else "evaluate")
+    digests = _digests(calls, _mode(program))
     changed = book.outdated(_traits(stages))
     new = any(digest not in book for digest in digests)
     ticket = transport.sum(_control_word(changed, new, digests))
@@ -116,8 +116,13 @@ def agree_specs(
     return [book[digest] for digest in digests]
 
 
+def _mode(program: RankProgram) -> str:
+    """What else the values depend on: a model may give others in evaluation, and under autocast."""
+    return " ".join(["train" if program.schedule.trains else "evaluate", *autocast_types()])
+
+
 def _digests(calls: Sequence[ValueSpec], mode: str) -> list[str]:
-    """A text for each call. In training a model may give other values than in evaluation."""
+    """A text for each call in a mode."""
     # Calls alike share one object, so that a step of many microbatches describes few of them.
     described = {key: call.digest() for key, call in {id(call): call for call in calls}.items()}
     return [f"{mode} {described[id(call)]}" for call in calls]

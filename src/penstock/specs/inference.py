@@ -28,6 +28,8 @@ def infer_output(module: nn.Module, arguments: ValueSpec, device: torch.device) 
         Exception: whatever the module raises when run for real.
     """
     try:
+        if autocast_types():
+            raise NotImplementedError("autocast does nothing on the meta device")
         return _run(_without_data(module), {}, arguments, torch.device("meta"))
     except Exception:
         with torch.random.fork_rng(_generators(device), device_type=device.type):
@@ -64,6 +66,17 @@ def _generators(device: torch.device) -> list[int]:
     if device.type == "cpu":
         return []
     return [device.index if device.index is not None else torch.accelerator.current_device_index()]
+
+
+def autocast_types() -> list[str]:
+    """The types that autocast casts to now, on this machine's devices; empty without autocast."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return [
+        f"{kind}:{torch.get_autocast_dtype(kind)}"
+        for kind in kinds
+        if torch.is_autocast_enabled(kind)
+    ]
 
 
 def spec_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueSpec:
