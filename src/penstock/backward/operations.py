@@ -83,7 +83,8 @@ def _by_columns(matrix: Tensor) -> bool:
 
 def _linear_input(grad: Tensor, value: Tensor, weight: Tensor) -> Tensor:
     if value.is_contiguous():
-        return grad @ weight.conj() if grad.is_contiguous() else _by_rows(grad, weight.conj())
+        weight = weight.conj() if weight.is_complex() else weight
+        return grad @ weight if grad.is_contiguous() else _by_rows(grad, weight)
     return left_gradient(rows(grad), rows(value), weight.mT).view(value.shape)
 
 
@@ -93,7 +94,8 @@ def _by_rows(left: Tensor, right: Tensor) -> Tensor:
 
 def _linear_weight(grad: Tensor, value: Tensor, weight: Tensor) -> Tensor:
     if weight.is_contiguous():
-        return torch.mm(rows(grad).t(), rows(value).conj())
+        value = value.conj() if value.is_complex() else value
+        return rows(grad).t().mm(rows(value))
     return right_gradient(rows(grad), rows(value), weight.mT).mT
 
 

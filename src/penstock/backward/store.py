@@ -95,47 +95,110 @@ class WeightGradStore:
         """Computes the gradients and adds them to the weights' ``.grad``; the store is empty then."""
         uses, self.uses = self.uses, []
         self.targets.clear()
-        for batch in _batches(uses):
-            if all(target.is_parameter for target in _targets_of(batch)):
-                _deliver_to_parameters(batch)
-            else:
-                _deliver_to_edges(batch)
+        if all(len(use.targets) == 1 and use.targets[0].is_parameter for use in uses):
+            _deliver_in_batches(_by_parameter(uses))
+        else:
+            _deliver_connected(uses)
 
 
 def _known(gradient: Tensor) -> tuple[Tensor]:
     return (gradient,)
 
 
-# ---- what belongs in one backward pass
+def _plus(before: Tensor | None, gradient: Tensor) -> Tensor:
+    if before is None:
+        return gradient
+    # A dense tensor can take a sparse one, but not the reverse.
+    return gradient + before if before.is_sparse else before + gradient
 
 
-def _batches(uses: list[Use]) -> Iterator[list[Use]]:
-    """Takes the list apart, so that what has been used is free.
+# ---- uses of parameters, each by itself
 
-    All uses that reach one parameter are in one batch, since its accumulator is to run once.
-    """
-    groups = _groups(uses)
+
+Group: TypeAlias = tuple[Tensor, list[Use]]
+"""A parameter and all its uses."""
+
+
+def _by_parameter(uses: list[Use]) -> list[Group]:
+    """Takes the list apart, so that what has been used is free; the last group comes first."""
+    groups: dict[int, Group] = {}
+    for use in uses:
+        weight = use.targets[0].like
+        groups.setdefault(id(weight), (weight, []))[1].append(use)
     uses.clear()
-    batch: list[Use] = []
+    return list(groups.values())[::-1]
+
+
+def _deliver_in_batches(groups: list[Group]) -> None:
+    batch: list[Group] = []
     size = 0
     while groups:
-        group = groups.pop(next(iter(groups)))
-        size += _bytes_of(group)
-        batch += group
-        if size >= BATCH_BYTES:
-            yield batch
+        batch.append(groups.pop())
+        size += batch[-1][0].nbytes
+        if size >= BATCH_BYTES or not groups:
+            _deliver_to_parameters(batch)
             batch, size = [], 0
-    if batch:
-        yield batch
 
 
-def _groups(uses: Iterable[Use]) -> dict[int, list[Use]]:
+class _Delivery(torch.autograd.Function):
+    """A node above the accumulators of some parameters, whose backward computes their gradients.
+
+    They come into being inside the backward pass, so that nothing but the engine refers to them and
+    an accumulator may keep one as ``.grad`` without a copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, groups: list[Group], *weights: Tensor) -> Tensor:
+        ctx.groups = groups
+        return torch.empty((), device=weights[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, *[_total(uses) for _, uses in ctx.groups]
+
+
+def _deliver_to_parameters(groups: list[Group]) -> None:
+    with torch.enable_grad():
+        root = cast("Any", _Delivery).apply(groups, *[weight for weight, _ in groups])
+    torch.autograd.backward([root], [root.detach()])
+
+
+def _total(uses: list[Use]) -> Tensor | None:
+    """Returns the sum of the gradients in the order of the uses; empties the list."""
+    uses.reverse()
+    total: Tensor | None = None
+    while uses:
+        (gradient,) = uses.pop().compute()
+        if gradient is not None:
+            total = _plus(total, gradient)
+    return total
+
+
+# ---- uses that are connected through common parameters
+
+
+Key: TypeAlias = tuple[Node, int]
+
+
+def key_of(target: Target) -> Key:
+    """Returns what two targets have in common that are the same weight."""
+    return target.edge.node, target.edge.output_nr
+
+
+def _deliver_connected(uses: list[Use]) -> None:
+    """Delivers in one backward pass all uses that reach one parameter: its accumulator runs once."""
+    groups = _connected(uses)
+    uses.clear()
+    while groups:
+        batch: list[Use] = []
+        while groups and _bytes_of(batch) < BATCH_BYTES:
+            batch += groups.pop(next(iter(groups)))
+        _deliver_to_edges(batch)
+
+
+def _connected(uses: Iterable[Use]) -> dict[int, list[Use]]:
     """Returns the uses by a number that is the same for all that reach a common parameter."""
     groups: dict[int, list[Use]] = {}
-    if all(len(use.targets) == len(use.targets[0].leaves) == 1 for use in uses):
-        for use in uses:
-            groups.setdefault(id(use.targets[0].leaves[0]), []).append(use)
-        return groups
     owner: dict[int, int] = {}
     for use in uses:
         _join(use, groups, owner)
@@ -154,23 +217,16 @@ def _join(use: Use, groups: dict[int, list[Use]], owner: dict[int, int]) -> None
     owner.update(dict.fromkeys(leaves, first))
 
 
-def _targets_of(uses: Iterable[Use]) -> dict[Target, None]:
-    return {target: None for use in uses for target in use.targets}
-
-
 def _bytes_of(uses: Iterable[Use]) -> int:
-    return sum(target.like.nbytes for target in _targets_of(uses))
+    return sum(target.like.nbytes for target in {t: None for use in uses for t in use.targets})
 
 
-# ---- computing
-
-
-Key: TypeAlias = tuple[Node, int]
-
-
-def key_of(target: Target) -> Key:
-    """Returns what two targets have in common that are the same weight."""
-    return target.edge.node, target.edge.output_nr
+def _deliver_to_edges(batch: list[Use]) -> None:
+    edges = {key_of(target): target.edge for use in batch for target in use.targets}
+    with torch.no_grad():
+        found = summed(batch)
+    if found:
+        torch.autograd.backward([edges[key] for key in found], list(found.values()))
 
 
 def summed(batch: list[Use]) -> dict[Key, Tensor]:
@@ -184,51 +240,3 @@ def summed(batch: list[Use]) -> dict[Key, Tensor]:
                 key = key_of(target)
                 found[key] = _plus(found.pop(key, None), gradient)
     return found
-
-
-def _plus(before: Tensor | None, gradient: Tensor) -> Tensor:
-    if before is None:
-        return gradient
-    # A dense tensor can take a sparse one, but not the reverse.
-    return gradient + before if before.is_sparse else before + gradient
-
-
-class _Delivery(torch.autograd.Function):
-    """A node above the accumulators of some parameters, whose backward computes their gradients.
-
-    They come into being inside the backward pass, so that nothing but the engine refers to them and
-    an accumulator may keep one as ``.grad`` without a copy.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, compute: Compute, device: torch.device, *weights: Tensor) -> Tensor:
-        ctx.compute = compute
-        return torch.empty((), device=device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return None, None, *ctx.compute()
-
-
-def _deliver_to_parameters(batch: list[Use]) -> None:
-    targets = {key_of(target): target for target in _targets_of(batch)}
-    weights = [target.leaves[0] for target in targets.values()]
-    device = weights[0].device
-    compute = partial(_in_order, list(targets), batch)
-    with torch.enable_grad():
-        root = cast("Any", _Delivery).apply(compute, device, *weights)
-    torch.autograd.backward([root], [torch.empty((), device=device)])
-
-
-def _in_order(keys: list[Key], batch: list[Use]) -> list[Tensor | None]:
-    found = summed(batch)
-    return [found.pop(key, None) for key in keys]
-
-
-def _deliver_to_edges(batch: list[Use]) -> None:
-    targets = {key_of(target): target for target in _targets_of(batch)}
-    with torch.no_grad():
-        found = summed(batch)
-    if found:
-        edges = [targets[key].edge for key in found]
-        torch.autograd.backward(edges, list(found.values()))
