@@ -42,9 +42,11 @@ class PipelineStage:
         engine: how backward is cut in two. ``"deferred"`` takes the heavy weights out of the graph
             while forward runs, ``"graph"`` walks the graph afterwards, and ``"none"`` leaves nothing to
             the weights' half. docs/backward.md compares them. By default what the schedule needs.
+        options: of the deferred engine: ``fused`` and ``joined``, two faster ways to add up weight
+            gradients that change bits. docs/backward.md says what else they change.
 
     Raises:
-        UsageError: the index is not below the count, or there is no such engine.
+        UsageError: the index is not below the count, or there is no such engine or option.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class PipelineStage:
         device: torch.device | str | None = None,
         *,
         engine: str | None = None,
+        **options: Any,
     ) -> None:
         if not 0 <= index < count:
             raise UsageError(f"stage {index} of {count}: stages count from 0")
@@ -66,13 +69,22 @@ class PipelineStage:
         self.module = module.to(self.device)
         self._forwards: dict[int, _Forward] = {}
         self._halves: dict[int, tuple[BackwardEngine, Any]] = {}
-        self._engine = ENGINES[engine or DEFAULT_ENGINE](self.module)
         self._chosen = engine or ""
+        self._options = options
+        self._name = engine or DEFAULT_ENGINE
+        self._engine = self._new_engine()
 
     def prefer_engine(self, engine: str) -> None:
         """Use a backward engine, where the stage was made without one."""
         if not self._chosen:
-            self._engine = ENGINES[engine](self.module)
+            self._name = engine
+            self._engine = self._new_engine()
+
+    def _new_engine(self) -> BackwardEngine:
+        if unknown := self._options.keys() - {"fused", "joined"}:
+            raise UsageError(f"a stage has no option {', '.join(sorted(unknown))}")
+        options = self._options if self._name == "deferred" else {}
+        return ENGINES[self._name](self.module, **options)
 
     @property
     def is_first(self) -> bool:
@@ -132,7 +144,9 @@ class PipelineStage:
             A gradient or ``None`` for each tensor among forward's arguments, in order.
         """
         done = self._taken(self._forwards, microbatch, "forward")
-        return done.engine.full(done.roots, output_grads, done.leaves, done.state)
+        found = done.engine.full(done.roots, output_grads, done.leaves, done.state)
+        self._finish(done.engine)
+        return found
 
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None
@@ -147,6 +161,12 @@ class PipelineStage:
         """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
         engine, state = self._taken(self._halves, microbatch, "backward_input")
         engine.weight_half(state)
+        self._finish(engine)
+
+    def _finish(self, engine: BackwardEngine) -> None:
+        """Lets an engine do what it has put off, once no microbatch is under way."""
+        if not self.in_flight:
+            engine.flush()
 
     def _taken(self, left: dict[int, T], microbatch: int, by: str) -> T:
         if microbatch not in left:
@@ -160,6 +180,7 @@ class PipelineStage:
         """Drop whatever microbatches have left here."""
         self._forwards.clear()
         self._halves.clear()
+        self._engine = self._new_engine()
 
 
 def home_of(module: nn.Module) -> torch.device:

@@ -166,18 +166,19 @@ def run_split(
     return Result([dinputs for dinputs, _ in halves], weight_grads(stage))
 
 
-def check(engine: Engine, make_stage: Callable[[], Stage], seed: int) -> None:
-    """Compares ``engine`` with plain autograd on one fresh stage and two microbatches."""
+def check(engines: Mapping[str, Engine], make_stage: Callable[[], Stage], seed: int) -> None:
+    """Compares engines with plain autograd on one fresh stage and two microbatches."""
     torch.manual_seed(seed)
     stage = make_stage()
     microbatches = [stage.inputs(), stage.inputs()]
     expected = run_plain(stage, microbatches, seed)
-    actual = run_split(engine, stage, microbatches, seed)
-    for mine, plain in zip(actual.inputs, expected.inputs, strict=True):
-        for index, pair in enumerate(zip(mine, plain, strict=True)):
-            check_equal(*pair, f"input {index}")
-    for name, plain_grad in expected.weights.items():
-        check_equal(actual.weights[name], plain_grad, name)
+    for name, engine in engines.items():
+        actual = run_split(engine, stage, microbatches, seed)
+        for mine, plain in zip(actual.inputs, expected.inputs, strict=True):
+            for index, pair in enumerate(zip(mine, plain, strict=True)):
+                check_equal(*pair, f"{name}: input {index}")
+        for weight, plain_grad in expected.weights.items():
+            check_equal(actual.weights[weight], plain_grad, f"{name}: {weight}")
 
 
 def check_bits(engine: Engine, make_stage: Callable[[], Stage], seed: int) -> None:

@@ -351,7 +351,7 @@ def test_a_penalty_on_the_gradient_of_a_weight() -> None:
         return penalised
 
     made = Lambda(run, layer=linear())
-    check(DeferredEngine(), lambda: Stage(made, lambda: [x()]), seed=0)
+    check({"deferred": DeferredEngine()}, lambda: Stage(made, lambda: [x()]), seed=0)
 
 
 def test_an_unused_weight_inside_forward_is_an_error() -> None:

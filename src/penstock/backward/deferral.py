@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,9 +13,9 @@ from torch.autograd import forward_ad
 from penstock.backward.function import SplitFunction, run_apart, run_whole
 from penstock.backward.inner import gradients_inside
 from penstock.backward.operations import Call, Operation
+from penstock.backward.pending import Pending
 from penstock.backward.store import WeightGradStore
 from penstock.backward.weights import Target, target_of
-from penstock.errors import StageError
 
 _PLAIN = {Tensor, nn.Parameter}
 
@@ -147,26 +146,9 @@ class _Waiting:
         self.store = store
 
     def keep(self, grad: Tensor, value: Tensor) -> None:
-        compute = partial(
-            _compute, self.operation, self.options, self.target.like, grad, value, value._version
-        )
-        self.store.add((self.target,), compute)
-
-
-def _compute(
-    operation: Operation,
-    options: tuple[Any, ...],
-    like: Tensor,
-    grad: Tensor,
-    value: Tensor,
-    version: int,
-) -> tuple[Tensor]:
-    if value._version != version:
-        raise StageError(
-            "an input of an operation with a weight was changed in place between the inputs' half "
-            f"and the weights' half of backward; its shape is {tuple(value.shape)}"
-        )
-    return (operation.weight_gradient(grad, value, like, *options),)
+        like, version = self.target.like, value._version
+        pending = Pending(self.operation, self.options, like, grad, value, version)
+        self.store.add((self.target,), pending)
 
 
 class _Deferred(torch.autograd.Function):

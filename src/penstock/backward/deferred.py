@@ -18,7 +18,7 @@ from penstock.backward.interception import Interception
 from penstock.backward.partial import Gradients
 from penstock.backward.store import WeightGradStore
 from penstock.backward.structure import Pair, explained
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UsageError
 
 T = TypeVar("T")
 
@@ -33,9 +33,25 @@ class DeferredBackward:
 
     Args:
         module: The stage's module.
+        fused: Multiply the weights' gradients straight into ``.grad``, once that is there, with no
+            tensor of a weight's size in between. It changes bits, and the accumulators do not run: for
+            weights without hooks of their own only, and not together with DistributedDataParallel.
+            ``.grad`` keeps its type; ``weight.grad_dtype`` says which that is.
+        joined: Of how many microbatches to compute the weights' gradients as one larger product. It
+            changes bits, holds the pairs longer, and hooks run once for all of them. `flush` computes
+            what is left over.
+
+    Raises:
+        UsageError: ``joined`` is less than 1.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, fused: bool = False, joined: int = 1) -> None:
+        if joined < 1:
+            raise UsageError(
+                f"joined={joined}: weight gradients of at least 1 microbatch are computed"
+            )
+        self._fused, self._joined = fused, joined
+        self._left: list[WeightGradStore] = []
         self._interception = Interception(module)
         self._shared = False
         if self._interception.reason is not None:
@@ -78,8 +94,19 @@ class DeferredBackward:
 
     def weight_half(self, store: WeightGradStore) -> None:
         """Adds to the weights' ``.grad`` what `input_half` has left in ``store``."""
+        self._left.append(store)
+        if len(self._left) >= self._joined:
+            self.flush()
+
+    def flush(self) -> None:
+        """Computes what has been left for a larger product."""
+        left, self._left = self._left, []
+        if not left:
+            return
+        for store in left[1:]:
+            left[0].take(store)
         with explained("the weights' half of backward"):
-            store.deliver()
+            left[0].deliver(fused=self._fused, joined=len(left) > 1)
 
     def _input_half(
         self, pairs: Sequence[Pair], inputs: Sequence[Any], store: WeightGradStore

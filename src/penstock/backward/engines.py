@@ -37,12 +37,15 @@ class BackwardEngine(Protocol):
     def weight_half(self, state: Any) -> None:
         """Adds to the weights' ``.grad`` what the other half has left."""
 
+    def flush(self) -> None:
+        """Does what the weights' halves have put off; the stage has no microbatch under way."""
+
 
 class Deferred:
     """The deferred engine; a full backward is one half and then the other."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._split = DeferredBackward(module)
+    def __init__(self, module: nn.Module, *, fused: bool = False, joined: int = 1) -> None:
+        self._split = DeferredBackward(module, fused=fused, joined=joined)
 
     def forward(self, run: Callable[[], T]) -> tuple[T, WeightGradStore]:
         """Calls ``run`` with the heavy weights taken out of the graph."""
@@ -65,6 +68,10 @@ class Deferred:
     def weight_half(self, state: WeightGradStore) -> None:
         """Computes what is in the store."""
         self._split.weight_half(state)
+
+    def flush(self) -> None:
+        """Computes what was to be joined with more."""
+        self._split.flush()
 
 
 class Graph:
@@ -94,6 +101,9 @@ class Graph:
         """Takes what was captured down to the weights."""
         stage_backward_weight(self._module.parameters(), state, return_grads=False)
 
+    def flush(self) -> None:
+        """Has put nothing off."""
+
 
 class Unsplit:
     """No split: everything is done in the inputs' half."""
@@ -120,8 +130,11 @@ class Unsplit:
     def weight_half(self, state: None) -> None:
         """Has nothing to do."""
 
+    def flush(self) -> None:
+        """Has put nothing off."""
 
-ENGINES: dict[str, Callable[[nn.Module], BackwardEngine]] = {
+
+ENGINES: dict[str, Callable[..., BackwardEngine]] = {
     "deferred": Deferred,
     "graph": Graph,
     "none": Unsplit,

@@ -35,6 +35,7 @@ class Operation:
         autocast: Whether autocast runs it in the lower precision.
         by_rows: Whether inputs of several microbatches can be put together along all but their last
             dimension, and the output likewise.
+        product: ``(grad, input)``, two matrices whose product is the weight's gradient, if there are.
     """
 
     run: Callable[..., Tensor]
@@ -43,6 +44,7 @@ class Operation:
     bias_gradient: Callable[..., Tensor] = _same
     autocast: bool = True
     by_rows: bool = False
+    product: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 class Call(NamedTuple):
@@ -129,10 +131,25 @@ def _folded_weight(grad: Tensor, value: Tensor, weight: Tensor) -> Tensor:
     return right_gradient(rows(grad), rows(value), weight)
 
 
-LINEAR = Operation(functional.linear, _linear_input, _linear_weight, _linear_bias, by_rows=True)
+def _linear_product(grad: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return rows(grad).t(), rows(value).conj()
+
+
+def _folded_product(grad: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return rows(value).mH, rows(grad)
+
+
+LINEAR = Operation(
+    functional.linear,
+    _linear_input,
+    _linear_weight,
+    _linear_bias,
+    by_rows=True,
+    product=_linear_product,
+)
 RIGHT = Operation(_product, left_gradient, right_gradient)
 LEFT = Operation(_left_is_weight, _left_input, _left_weight)
-FOLDED = Operation(_product, _folded_input, _folded_weight, by_rows=True)
+FOLDED = Operation(_product, _folded_input, _folded_weight, by_rows=True, product=_folded_product)
 
 
 # ---- convolution

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from penstock.backward.pending import Pending, add_to_grad, join
 from penstock.backward.weights import Target, parameter_target
 
 Compute: TypeAlias = Callable[[], Sequence[Tensor | None]]
@@ -91,12 +92,25 @@ class WeightGradStore:
         leaves = {node: cast("Any", node).variable for node in nodes}
         return {n: parameter_target(get_gradient_edge(leaf), leaf) for n, leaf in leaves.items()}
 
-    def deliver(self) -> None:
-        """Computes the gradients and adds them to the weights' ``.grad``; the store is empty then."""
+    def take(self, other: WeightGradStore) -> None:
+        """Takes over what is in another store."""
+        self.uses += other.uses
+        other.uses.clear()
+        other.targets.clear()
+
+    def deliver(self, *, fused: bool = False, joined: bool = False) -> None:
+        """Computes the gradients and adds them to the weights' ``.grad``; the store is empty then.
+
+        Args:
+            fused: Multiply straight into ``.grad`` where that is possible.
+            joined: Compute as one product what can be.
+        """
         uses, self.uses = self.uses, []
         self.targets.clear()
         if all(len(use.targets) == 1 and use.targets[0].is_parameter for use in uses):
-            _deliver_in_batches(_by_parameter(uses))
+            groups = _by_parameter(uses)
+            groups = list(map(_joined, groups)) if joined else groups
+            _deliver_in_batches([group for group in groups if not (fused and _fused(group))])
         else:
             _deliver_connected(uses)
 
@@ -138,6 +152,26 @@ def _deliver_in_batches(groups: list[Group]) -> None:
         if size >= BATCH_BYTES or not groups:
             _deliver_to_parameters(batch)
             batch, size = [], 0
+
+
+def _joined(group: Group) -> Group:
+    weight, uses = group
+    pending = [use.compute for use in uses if isinstance(use.compute, Pending)]
+    others = [use for use in uses if not isinstance(use.compute, Pending)]
+    return weight, [Use(uses[0].targets, one) for one in join(pending)] + others
+
+
+def _fused(group: Group) -> bool:
+    """Multiplies into ``.grad`` and returns whether that was all that there was to do."""
+    weight, uses = group
+    with torch.no_grad():
+        uses[:] = [
+            use
+            for use in uses
+            if not isinstance(use.compute, Pending)
+            or not add_to_grad(use.compute, cast("Any", weight))
+        ]
+    return not uses
 
 
 class _Delivery(torch.autograd.Function):
