@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,8 @@ from penstock.backward.function import SplitFunction, run_apart, run_whole
 from penstock.backward.inner import gradients_inside
 from penstock.backward.operations import Call, Operation
 from penstock.backward.pending import Pending
-from penstock.backward.store import WeightGradStore
+from penstock.backward.store import Use, WeightGradStore
 from penstock.backward.weights import Target, target_of
-
-_PLAIN = {Tensor, nn.Parameter}
 
 
 class Deferral:
@@ -46,18 +44,18 @@ class Deferral:
         Returns:
             The output, and whether the gradient of the weight will be left to the store.
         """
+        operation, value, weight, bias, options = call
         store = self._store
-        if store is None or not _can_wait(call.input, call.weight):
-            return call.operation.run(call.input, call.weight, call.bias, *call.options), False
-        if call.operation.autocast and torch.is_autocast_enabled(call.input.device.type):
-            call = _cast(call)
-        target = self._target(call.weight)
+        if store is None or not _can_wait(value, weight):
+            return operation.run(value, weight, bias, *options), False
+        if operation.autocast and _is_autocast(value):
+            _, value, weight, bias, _ = _cast(call)
+        target = self._target(weight)
         if target is None:
-            return call.operation.run(call.input, call.weight, call.bias, *call.options), False
-        store.expect(target)
-        anchor = self.anchor(call.weight.device)
-        waiting = _Waiting(call.operation, call.weight, call.options, target, store)
-        return _apply(call.input, call.bias, anchor, waiting), True
+            return operation.run(value, weight, bias, *options), False
+        store.targets[target] = None
+        waiting = operation, options, target, store, [weight]
+        return _apply(value, bias, self._anchors[target.kind[1]], waiting), True
 
     def run_function(self, kind: type[SplitFunction], args: Sequence[Any]) -> tuple[Any, bool]:
         """Runs a function that offers its halves; result as of `run`."""
@@ -79,8 +77,6 @@ class Deferral:
 
     def anchor(self, device: torch.device) -> Tensor:
         """Returns what makes autograd reach an operation whose input needs no gradient."""
-        if device not in self._anchors:
-            self._anchors[device] = torch.zeros(0, device=device, requires_grad=True)
         return self._anchors[device]
 
     def anchors(self) -> list[Tensor]:
@@ -88,29 +84,38 @@ class Deferral:
         return list(self._anchors.values())
 
     def _target(self, weight: Tensor) -> Target | None:
-        if weight.grad_fn is not None:
-            return target_of(weight)
         known = self._targets.get(id(weight))
-        if known is None or not _is_current(known, weight):
-            known = self._targets[id(weight)] = cast("Target", target_of(weight))
-        return known
+        if known is not None and _is_current(known, weight):
+            return known
+        target = target_of(weight)
+        if target is not None and target.kind[1] not in self._anchors:
+            device = target.kind[1]
+            self._anchors[device] = torch.zeros(0, device=device, requires_grad=True)
+        if target is not None and target.is_parameter:
+            self._targets[id(weight)] = target
+        return target
 
 
 def _is_current(known: Target, weight: Tensor) -> bool:
     # Moving a parameter's data to another type or device gives it another accumulator.
-    return known.like is weight and known.kind == (weight.dtype, weight.device)
+    dtype, device = known.kind
+    return known.like is weight and weight.dtype is dtype and weight.device == device
 
 
 def _can_wait(value: Tensor, weight: Tensor) -> bool:
     return (
         weight.requires_grad
         and torch.is_grad_enabled()
-        and type(weight) in _PLAIN
-        and type(value) in _PLAIN
-        and (weight.grad_fn is not None or type(weight) is nn.Parameter)
+        and (type(weight) is nn.Parameter or (type(weight) is Tensor and not weight.is_leaf))
+        and (type(value) is Tensor or type(value) is nn.Parameter)
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
     )
+
+
+def _is_autocast(value: Tensor) -> bool:
+    # The public question alone takes a quarter of what deferring a small layer costs.
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(value.device.type)
 
 
 def _cast(call: Call) -> Call:
@@ -126,29 +131,8 @@ def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if eligible else tensor
 
 
-class _Waiting:
-    """A call under way, hidden from autograd."""
-
-    __slots__ = ("operation", "options", "store", "target", "weight")
-
-    def __init__(
-        self,
-        operation: Operation,
-        weight: Tensor,
-        options: tuple[Any, ...],
-        target: Target,
-        store: WeightGradStore,
-    ) -> None:
-        self.operation = operation
-        self.weight: Tensor | None = weight
-        self.options = options
-        self.target = target
-        self.store = store
-
-    def keep(self, grad: Tensor, value: Tensor) -> None:
-        like, version = self.target.like, value._version
-        pending = Pending(self.operation, self.options, like, grad, value, version)
-        self.store.add((self.target,), pending)
+Waiting: TypeAlias = tuple[Operation, tuple[Any, ...], Target, WeightGradStore, list[Tensor]]
+"""A call under way, in which autograd does not see the weight."""
 
 
 class _Deferred(torch.autograd.Function):
@@ -156,25 +140,28 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, bias: Tensor | None, anchor: Tensor, waiting: _Waiting
+        ctx: Any, value: Tensor, bias: Tensor | None, anchor: Tensor, waiting: Waiting
     ) -> Tensor:
-        weight = cast("Tensor", waiting.weight)
+        operation, options, _, _, weights = waiting
         # What a checkpoint will recompute must not be held here.
-        waiting.weight = None
+        weight = weights.pop()
         ctx.waiting = waiting
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(value, weight)
-        return waiting.operation.run(value, weight, bias, *waiting.options)
+        return operation.run(value, weight, bias, *options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         if grad is None:
             return None, None, None, None
-        waiting, (value, weight) = ctx.waiting, ctx.saved_tensors
-        if waiting.store.recording:
-            waiting.keep(grad, value)
-        operation, options, needed = waiting.operation, waiting.options, ctx.needs_input_grad
+        operation, options, target, store, _ = ctx.waiting
+        value, weight = ctx.saved_tensors
+        if store.recording:
+            version = value._version
+            pending = Pending(operation, options, target.like, grad, value, version)
+            store.uses.append(Use((target,), pending))
+        needed = ctx.needs_input_grad
         return (
             operation.input_gradient(grad, value, weight, *options) if needed[0] else None,
             operation.bias_gradient(grad, value, *options) if needed[1] else None,
