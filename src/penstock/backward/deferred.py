@@ -54,8 +54,7 @@ class DeferredBackward:
         self._left: list[WeightGradStore] = []
         self._interception = Interception(module)
         self._shared = False
-        if self._interception.reason is not None:
-            log.info("weight gradients do not wait in %s", self._interception.reason)
+        self._reason = self._interception.reason
 
     def forward(self, run: Callable[[], T]) -> tuple[T, WeightGradStore]:
         """Calls ``run``, the stage's forward and loss, so that the halves can follow.
@@ -63,6 +62,9 @@ class DeferredBackward:
         Returns:
             What ``run`` returned, and what the halves will need.
         """
+        if self._reason is not None:
+            log.info("weight gradients do not wait in %s", self._reason)
+            self._reason = None
         store = WeightGradStore()
         with self._interception.forward(store):
             return run(), store
