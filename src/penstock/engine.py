@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import MicrobatchError, PoisonedError, UsageError
-from penstock.hosting import connect_if_launched, ends_of, held_by, placed_on, world_of
-from penstock.microbatch import Microbatch, Rules, merge, split
+from penstock.errors import PoisonedError, UsageError
+from penstock.hosting import check_given, connect_if_launched, ends_of, held_by, placed_on, world_of
+from penstock.microbatch import Microbatch, Rules, merge, output_dim, split_batch
 from penstock.partition import save_index, save_stage
-from penstock.plan import Plan, Stages, cut, make_plan
+from penstock.plan import Plan, Stages, check_model, cut, make_plan
 from penstock.runtime import (
     Order,
     Rank,
@@ -52,7 +52,8 @@ class Pipeline:
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
         reduction: whether ``loss_fn`` is a ``"mean"`` or a ``"sum"`` over samples.
         stages: how many, or for each stage its modules' paths in the order of the calls, or a Partition.
-        rules: how arguments are split, by position or name; by default along dimension 0.
+        rules: how arguments are split, by position or name; by default along dimension 0. ``"target"``
+            says it of the target, and ``"output"`` along which dimension outputs are put together.
         device: where the stages live; by default where the model is. ``"cuda"`` under torchrun is the
             device of ``LOCAL_RANK``.
         group: under torchrun, the process group of this pipeline's ranks; by default all.
@@ -78,6 +79,7 @@ class Pipeline:
         group: Any = None,
         engine: str | None = None,
     ) -> None:
+        check_model(model)
         home = placed_on(device)
         found = connect_if_launched(home or home_of(model), group)
         plan = make_plan(
@@ -114,8 +116,7 @@ class Pipeline:
             rules: how arguments are split.
             group: the process group of this pipeline's ranks.
         """
-        if not stages:
-            raise UsageError("no stages were given; give this rank's stages")
+        check_given(stages)
         found = connect_if_launched(stages[0].device, group)
         plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
         pipe = cls.__new__(cls)
@@ -183,6 +184,8 @@ class Pipeline:
     def step(self, *args: Any, target: Any, record: bool = False, **kwargs: Any) -> StepResult:
         """Forward and backward of a batch; gradients are added to the parameters' ``.grad``.
 
+        Arguments that require grad get theirs too, on the rank that holds the first stage.
+
         Args:
             args: the model's arguments; under torchrun the same on every rank.
             target: what ``loss_fn`` compares with, split like the arguments.
@@ -202,7 +205,11 @@ class Pipeline:
             raise UsageError(
                 f"the schedule {self.schedule.name!r} has no backward; eval does without"
             )
-        parts, targets = self._parts(args, kwargs, target, self._plan.microbatches)
+        if torch.is_inference_mode_enabled():
+            raise UsageError(
+                "step under torch.inference_mode() has no gradients; call it outside, or use eval"
+            )
+        parts, targets = self._parts(args, kwargs, target, fewer=False)
         order = Order(self._plan.training, parts, targets, self._loss, record=record)
         return self._carry_out(order)
 
@@ -217,14 +224,14 @@ class Pipeline:
         """
         if self._loss is None:
             raise UsageError("eval needs a loss; give the Pipeline a loss_fn, or use predict")
-        parts, targets = self._parts(args, kwargs, target, None)
+        parts, targets = self._parts(args, kwargs, target)
         schedule = self._plan.proven(len(parts), trains=False)
         with self._evaluating():
             return self._carry_out(Order(schedule, parts, targets, self._loss, outputs=outputs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch in evaluation mode, on every rank."""
-        parts, _ = self._parts(args, kwargs, None, None)
+        parts, _ = self._parts(args, kwargs)
         schedule = self._plan.proven(len(parts), trains=False)
         with self._evaluating():
             return self._carry_out(Order(schedule, parts, outputs=True)).outputs
@@ -280,28 +287,18 @@ class Pipeline:
     # ---- how
 
     def _parts(
-        self, args: Sequence[Any], kwargs: dict[str, Any], target: Any, count: int | None
+        self, args: Sequence[Any], kwargs: dict[str, Any], target: Any = None, *, fewer: bool = True
     ) -> tuple[list[Microbatch], list[Any]]:
-        """The microbatches of a call and their targets; as many as there are samples for, if open."""
-        if count is None:
-            count = min(self._plan.microbatches, _samples(args, kwargs, self._rules))
-        parts = split(args, kwargs, count, self._rules)
-        if target is None:
-            return parts, [None] * count
-        targets = split((target,), {}, count)
-        unlike = [(a.samples, b.samples) for a, b in zip(parts, targets, strict=True)]
-        if any(a != b and a and b for a, b in unlike):
-            raise MicrobatchError(
-                f"{sum(a for a, _ in unlike)} samples, but a target for {sum(b for _, b in unlike)}"
-            )
-        return parts, [part.args[0] for part in targets]
+        count = self._plan.microbatches
+        return split_batch(args, kwargs, target, self._rules, count, fewer=fewer)
 
     def _carry_out(self, order: Order) -> StepResult:
+        dim = output_dim(self._rules) if order.outputs else 0
         training = order.schedule.trains
         with torch.set_grad_enabled(training):
             reports = self._run([rank.run(order) for rank in self._ranks])
         first = reports[0]
-        outputs = merge(first.outputs) if order.outputs else None
+        outputs = merge(first.outputs, dim) if order.outputs else None
         if not order.record:
             return StepResult(first.loss, outputs)
         return self._with_timeline(order.schedule, reports, outputs)
@@ -361,8 +358,3 @@ def _durations(reports: Sequence[Report]) -> dict[Action, float]:
         for span in report.spans:
             found[span.action] += span.duration
     return found
-
-
-def _samples(args: Sequence[Any], kwargs: dict[str, Any], rules: Rules | None) -> int:
-    whole = split(args, kwargs, 1, rules)[0]
-    return whole.samples or 1

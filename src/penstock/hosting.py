@@ -26,6 +26,22 @@ def placed_on(device: torch.device | str | None) -> torch.device | None:
     return found
 
 
+def check_given(stages: Sequence[PipelineStage]) -> None:
+    """Check that what was given are stages.
+
+    Raises:
+        UsageError: there are none, or they are something else.
+    """
+    if not stages:
+        raise UsageError("no stages were given; give this rank's stages")
+    others = [type(stage).__name__ for stage in stages if not isinstance(stage, PipelineStage)]
+    if others:
+        raise UsageError(
+            f"from_stages was given {', '.join(others)}; "
+            "make a stage of each module with PipelineStage(module, index, count)"
+        )
+
+
 def connect_if_launched(device: torch.device, group: Any) -> list[Transport]:
     """This process's end where each rank is a process; else nothing."""
     if group is None and not launched():

@@ -27,7 +27,12 @@ class Replicate:
 REPLICATE = Replicate()
 Rule = Split | Replicate
 Rules = Mapping[int | str, Rule]
-"""For an argument, by position or name, how it is split. Without a rule: along dimension 0."""
+"""For an argument, by position or name, how it is split. Without a rule: along dimension 0.
+
+``"target"`` says it of the target, and ``"output"`` along which dimension outputs are put together.
+"""
+TARGET = "target"
+OUTPUT = "output"
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ def split(
     if unknown:
         raise MicrobatchError(f"rules for {unknown}, but the arguments are {list(named)}")
     batch = _batch_size(named, found)
+    if batch == 0:
+        raise MicrobatchError("the batch is empty; give it at least one sample a microbatch")
     if batch is not None and batch < count:
         raise MicrobatchError(
             f"{batch} samples cannot be split into {count} microbatches; "
@@ -78,6 +85,66 @@ def split(
     sizes = _sizes(batch or 0, count)
     columns = {key: _cut(value, found.get(key, Split()), sizes) for key, value in named.items()}
     return [_part(len(args), columns, index, size) for index, size in enumerate(sizes)]
+
+
+def split_batch(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    rules: Rules | None,
+    count: int,
+    *,
+    fewer: bool = False,
+) -> tuple[list[Microbatch], list[Any]]:
+    """Split the arguments of a call and its target.
+
+    Args:
+        args: positional arguments.
+        kwargs: arguments by name.
+        target: what the loss compares with; ``None`` where there is none.
+        rules: also for :data:`TARGET`.
+        count: how many microbatches.
+        fewer: whether there may be fewer of them, where there are fewer samples.
+
+    Returns:
+        The microbatches, and for each its target.
+
+    Raises:
+        MicrobatchError: as :func:`split`, or the target has another number of samples.
+    """
+    spare = {TARGET, OUTPUT} - kwargs.keys()
+    own = {key: rule for key, rule in (rules or {}).items() if key not in spare}
+    if fewer:
+        count = min(count, split(args, kwargs, 1, own)[0].samples or 1)
+    parts = split(args, kwargs, count, own)
+    if target is None:
+        return parts, [None] * count
+    given = (rules or {}).get(TARGET, Split())
+    targets = split((), {TARGET: target}, count, {TARGET: given})
+    unlike = [(a.samples, b.samples) for a, b in zip(parts, targets, strict=True)]
+    if any(a != b and a and b for a, b in unlike):
+        raise MicrobatchError(
+            f"{sum(a for a, _ in unlike)} samples, but a target for {sum(b for _, b in unlike)}"
+        )
+    return parts, [part.kwargs[TARGET] for part in targets]
+
+
+def output_dim(rules: Rules | None) -> int:
+    """Along which dimension outputs are put together.
+
+    Raises:
+        MicrobatchError: arguments are split along another dimension than 0, and no rule says it of outputs.
+    """
+    given = (rules or {}).get(OUTPUT)
+    if isinstance(given, Split):
+        return given.dim
+    dims = sorted({rule.dim for rule in (rules or {}).values() if isinstance(rule, Split)} - {0})
+    if dims:
+        raise MicrobatchError(
+            f"arguments are split along dimension {dims[0]}; say along which one outputs are put "
+            f"together: rules={{'output': Split({dims[0]})}} or Split(0)"
+        )
+    return 0
 
 
 def _batch_size(named: Mapping[int | str, Any], rules: Rules) -> int | None:
@@ -137,7 +204,9 @@ def _cut(value: Any, rule: Rule, sizes: list[int]) -> Sequence[Any]:
     if isinstance(rule, Split):
         if isinstance(value, Tensor):
             parts: Sequence[Tensor] = value.split(sizes, rule.dim)
-            return parts
+            # Views count changes in place together; what a model does to one microbatch is not done to
+            # the next one, so each counts for itself.
+            return parts if value.requires_grad else [part.data for part in parts]
         if isinstance(value, (tuple, list)) and value:
             columns = zip(*(_cut(item, rule, sizes) for item in value), strict=True)
             # A named tuple is made by a method of its own.

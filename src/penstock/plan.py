@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import index
 from os import PathLike
 from pathlib import Path
 
@@ -112,6 +113,7 @@ def make_plan(
     Raises:
         UsageError: numbers that contradict each other, or too little is given.
     """
+    ranks, microbatches = _whole("ranks", ranks), _whole("microbatches", microbatches)
     count = _count(stages)
     schedule = _read(schedule)
     if isinstance(schedule, Schedule):
@@ -132,6 +134,8 @@ def _read(schedule: str | PathLike[str] | Schedule) -> str | Schedule:
         isinstance(schedule, str) and Path(schedule).suffix.lower() in (".csv", ".json")
     ):
         return load(Path(schedule))
+    if not isinstance(schedule, str | Schedule):
+        raise UsageError(f"schedule={schedule!r}: must be a name, a file or a Schedule")
     return schedule
 
 
@@ -143,10 +147,30 @@ def _ranks_for(schedule: str, stages: int | None) -> int:
     return max(1, stages // each)
 
 
+def _whole(name: str, number: int | None) -> int | None:
+    """A number that is whole, also one of numpy.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    try:
+        return None if number is None else index(number)
+    except TypeError:
+        raise UsageError(f"{name}={number!r}: must be a whole number") from None
+
+
 def _count(stages: Stages) -> int | None:
-    if stages is None or isinstance(stages, int):
-        return stages
-    return len(stages.modules) if isinstance(stages, Partition) else len(stages)
+    """How many stages are asked for."""
+    if isinstance(stages, Partition):
+        return len(stages.modules)
+    if not isinstance(stages, Sequence):
+        return _whole("stages", stages)
+    if isinstance(stages, str) or any(isinstance(paths, str) for paths in stages):
+        raise PartitionError(
+            f"stages={stages!r}: must hold a list of module paths for each stage, such as "
+            "[['embed', 'blocks.0'], ['blocks.1', 'head']]"
+        )
+    return len(stages)
 
 
 def _check_value(
@@ -163,6 +187,16 @@ def _check_value(
         raise UsageError(f"the schedule {schedule.name!r} has {has}, but {wrong} was asked for")
 
 
+def check_model(model: nn.Module) -> None:
+    """Check that a model is one.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model: must be an nn.Module, not a {type(model).__name__}")
+
+
 def cut(model: nn.Module, stages: Stages, count: int) -> Partition:
     """Cut a model into ``count`` stages.
 
@@ -172,7 +206,7 @@ def cut(model: nn.Module, stages: Stages, count: int) -> Partition:
     if isinstance(stages, Partition):
         stages.check_covers(model)
         return stages
-    if stages is not None and not isinstance(stages, int):
+    if isinstance(stages, Sequence):
         return cut_chain(model, stages)
     if isinstance(model, nn.Sequential) and count > 1:
         return cut_sequential(model, count)

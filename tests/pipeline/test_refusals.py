@@ -139,7 +139,7 @@ CALLING: dict[str, Refusal] = {
         MicrobatchError,
         "3 samples cannot be split into 4 microbatches; use at most 3",
     ),
-    "no samples": (lambda: make().predict(X[:0]), MicrobatchError, "0 samples"),
+    "no samples": (lambda: make().predict(X[:0]), MicrobatchError, "the batch is empty"),
     "another target": (
         lambda: make().step(X, target=Y[:7]),
         MicrobatchError,

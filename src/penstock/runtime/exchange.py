@@ -153,7 +153,8 @@ def _checked(value: Any, spec: ValueSpec, action: Action) -> list[Tensor]:
     if not spec.fits(tensors, structure, gradients=torch.is_grad_enabled()):
         raise SpecError(
             f"{action}: what stage {action.stage} made is not what was agreed: "
-            f"{spec.difference(ValueSpec.of(value))}"
+            f"{spec.difference(ValueSpec.of(value))}; what a stage gives may depend on the shapes and "
+            "types of what it is called with, not on the numbers in it"
         )
     return tensors
 

@@ -22,6 +22,7 @@ from penstock.runtime.exchange import Exchange, Specs, microbatch_of
 from penstock.runtime.program import RankProgram
 from penstock.runtime.turns import Turns
 from penstock.schedule import Action, Op
+from penstock.specs import flatten
 from penstock.stage import PipelineStage
 from penstock.step import Loss
 from penstock.transport import Transport
@@ -42,6 +43,9 @@ class Work:
         weights: from what each microbatch's backward starts.
         keep_outputs: whether to keep the last stage's outputs.
         recorder: notes when each action ran, where asked.
+        losses: of each microbatch, not scaled.
+        outputs: of the last stage for each microbatch, where asked.
+        owed: arguments of the call and their gradients, until :meth:`settle`.
     """
 
     microbatches: Sequence[Microbatch]
@@ -53,6 +57,24 @@ class Work:
     recorder: Recorder | None = None
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+    owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def owe(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
+        """Note the gradients of a microbatch's own arguments, where they require some."""
+        if any(gradient is not None for gradient in gradients):
+            part = self.microbatches[microbatch]
+            tensors, _ = flatten((part.args, part.kwargs))
+            self.owed += [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None]
+
+    def settle(self) -> None:
+        """Lead those gradients back to where the caller has the arguments from.
+
+        All at once: what made them may serve several microbatches, and is freed by a backward.
+        """
+        if self.owed:
+            tensors, gradients = zip(*self.owed, strict=True)
+            torch.autograd.backward(tensors, gradients)
+            self.owed.clear()
 
 
 class Machine:
@@ -159,7 +181,10 @@ class Machine:
         grads = self._output_gradients(stage, microbatch)
         with self._timed(action):
             found = half(microbatch, grads)
-        self._exchange.hand_back(stage.index, microbatch, found)
+        if self._program.taken(stage.index):
+            self._exchange.hand_back(stage.index, microbatch, found)
+        else:
+            self._work.owe(microbatch, found)
 
     def _backward_weight(self, action: Action) -> None:
         self._add_weights(action, self._turns[action.stage].arrived(microbatch_of(action)))

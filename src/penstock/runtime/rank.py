@@ -107,6 +107,7 @@ class Rank:
             recorder=recorder,
         )
         yield from Machine(program, self.stages, self.transport, work).run()
+        work.settle()
         elapsed = recorder.elapsed() if recorder else 0.0
         self.transport.finish()
         return (yield from self._report(program, work, elapsed))
@@ -143,7 +144,10 @@ class Rank:
 
     def _share(self, source: int, output: Any, specs: Specs) -> Task[Any]:
         if OUTPUT not in specs:
-            raise SpecError("the model's output holds values that cannot travel to other ranks")
+            raise SpecError(
+                "the model's output holds values that cannot travel to other ranks; give tensors, None, "
+                "bools, ints, floats, strings, and tuples, lists and dicts of them, or use step and eval"
+            )
         spec = specs[OUTPUT]
         device = next(iter(self.stages.values())).device
         shared = []

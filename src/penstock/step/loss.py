@@ -48,13 +48,26 @@ class Loss:
         """The loss of a microbatch, not scaled.
 
         Raises:
-            UsageError: the function gave no scalar tensor.
+            UsageError: the function gave no scalar tensor, or one that no gradient leads back from.
         """
         loss = self.function(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"loss_fn must give a scalar tensor, not {found}")
+        if _requires_grad(output) and torch.is_grad_enabled() and not loss.requires_grad:
+            raise UsageError(
+                "loss_fn gave a loss that requires no grad for an output that does, so nothing would be "
+                "trained; leave out detach(), item() and the like, and for a constant add output.sum() * 0"
+            )
         return loss
+
+
+def _requires_grad(output: Any) -> bool:
+    if isinstance(output, tuple | list):
+        return any(map(_requires_grad, output))
+    if isinstance(output, dict):
+        return any(map(_requires_grad, output.values()))
+    return isinstance(output, Tensor) and output.requires_grad
 
 
 def total(losses: Sequence[Tensor], weights: Sequence[float]) -> float:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from penstock.errors import UsageError
+
 
 def squared_norms(parameters: Sequence[Tensor]) -> Tensor:
     """The squared 2-norm of each parameter's gradient, 0 where there is none: float64 on the CPU."""
@@ -20,9 +22,17 @@ def squared_norms(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def scale_gradients(parameters: Iterable[Tensor], norm: float, largest: float) -> None:
-    """Scale gradients so that a total norm of ``norm`` becomes at most ``largest``."""
+    """Scale gradients so that a total norm of ``norm`` becomes at most ``largest``.
+
+    Of a norm that is no number all gradients become none, as with torch's own clipping.
+
+    Raises:
+        UsageError: ``largest`` is below 0, which would turn gradients round, or no number.
+    """
+    if not largest >= 0:
+        raise UsageError(f"max_norm={largest}: must be at least 0")
     factor = largest / (norm + 1e-6)
-    if factor < 1.0:
+    if not factor >= 1.0:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
