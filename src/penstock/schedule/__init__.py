@@ -17,6 +17,7 @@ from penstock.schedule.passes import (
     merge_backward,
     prefetch,
     reduce_gradients,
+    release_sends,
     remove_wait_sends,
 )
 from penstock.schedule.placement import Placement, looped, v_shaped
@@ -59,6 +60,7 @@ __all__ = [
     "parse_action",
     "prefetch",
     "reduce_gradients",
+    "release_sends",
     "remove_wait_sends",
     "replay",
     "save",

@@ -7,6 +7,7 @@ from penstock.schedule.passes.delay_receives import delay_receives
 from penstock.schedule.passes.merge_backward import merge_backward
 from penstock.schedule.passes.prefetch import prefetch
 from penstock.schedule.passes.reduce_gradients import reduce_gradients
+from penstock.schedule.passes.release_sends import release_sends
 from penstock.schedule.passes.wait_sends import add_wait_sends, remove_wait_sends
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "merge_backward",
     "prefetch",
     "reduce_gradients",
+    "release_sends",
     "remove_wait_sends",
 ]

@@ -10,10 +10,16 @@ from penstock.schedule.base import Schedule
 _WAIT = {Op.SEND_F: Op.WAIT_SEND_F, Op.SEND_B: Op.WAIT_SEND_B}
 
 
+def wait_of(send: Action) -> Action:
+    """The WAIT_SEND of a SEND."""
+    return Action(send.stage, _WAIT[send.op], send.microbatch, send.peer)
+
+
 def add_wait_sends(schedule: Schedule) -> Schedule:
     """Add a WAIT_SEND for each SEND, at the end of the program where it can hold nothing up.
 
-    Newer versions of torch want them in files. A schedule that has some already is returned as it is.
+    Newer versions of torch want them in files. A schedule that has some already is returned as it is. For
+    waits that come early, so that little is kept, see :func:`release_sends`.
     """
     if not schedule.ops.isdisjoint(WAIT_SEND_OPS):
         return schedule
@@ -23,7 +29,7 @@ def add_wait_sends(schedule: Schedule) -> Schedule:
 def _waits(program: Program) -> Iterator[Entry]:
     for entry in program:
         if isinstance(entry, Action) and entry.op in SEND_OPS:
-            yield entry._replace(op=_WAIT[entry.op])
+            yield wait_of(entry)
 
 
 def remove_wait_sends(schedule: Schedule) -> Schedule:
