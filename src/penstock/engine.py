@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PoisonedError, UsageError
+from penstock.crew import Crew
+from penstock.errors import UsageError
 from penstock.hosting import check_given, connect_if_launched, ends_of, held_by, placed_on, world_of
-from penstock.microbatch import Microbatch, Rules, merge, output_dim, split_batch
-from penstock.partition import save_index, save_stage
+from penstock.microbatch import MISSING, Batch, Rules, merge, output_dim, split_batch
+from penstock.partition import Describe, save_index, save_stage
 from penstock.plan import Plan, Stages, check_model, cut, make_plan
-from penstock.runtime import (
-    Order,
-    Rank,
-    Report,
-    Task,
-    agree_plan,
-    channels,
-    drive,
-    engine_for,
-)
-from penstock.schedule import Action, Schedule, Span, Timeline, parse_action, replay
-from penstock.schedule.base import flat
+from penstock.runtime import Order, Rank, engine_for
+from penstock.schedule import Schedule
+from penstock.schedule.edges import Edges
 from penstock.stage import PipelineStage, home_of
 from penstock.step import Loss, LossFunction, Reduction, StepResult, scale_gradients
 from penstock.transport import Transport
-
-T = TypeVar("T")
 
 
 class Pipeline:
@@ -86,12 +75,13 @@ class Pipeline:
             schedule, world_of(found) if ranks is None else ranks, stages, microbatches
         )
         ends = ends_of(plan, found)
-        parts = cut(model, stages, plan.stages).modules
+        partition = cut(model, stages, plan.stages)
+        parts, plan = partition.modules, replace(plan, edges=partition.edges or None)
         # Only these are moved to the device: the others may not fit there.
         held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
         made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
-        self._set_up(plan, ends, made, loss, rules)
+        self._set_up(plan, ends, made, loss, rules, partition.describe)
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -103,6 +93,7 @@ class Pipeline:
         loss_fn: LossFunction | None = None,
         reduction: Reduction = "mean",
         rules: Rules | None = None,
+        edges: Edges | None = None,
         group: Any = None,
     ) -> Pipeline:
         """A pipeline of stages placed by hand.
@@ -114,11 +105,14 @@ class Pipeline:
             loss_fn: computes the loss on the last stage.
             reduction: ``"mean"`` or ``"sum"``.
             rules: how arguments are split.
+            edges: which values travel between the stages; by default each feeds the next. A stage that
+                makes several gives them by name in a dict, and gets several by name.
             group: the process group of this pipeline's ranks.
         """
         check_given(stages)
         found = connect_if_launched(stages[0].device, group)
         plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
+        plan = replace(plan, edges=None if edges is None else tuple(edges))
         pipe = cls.__new__(cls)
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
         pipe._set_up(plan, ends_of(plan, found), stages, loss, rules)
@@ -131,36 +125,34 @@ class Pipeline:
         stages: Sequence[PipelineStage],
         loss: Loss | None,
         rules: Rules | None,
+        describe: Describe | None = None,
     ) -> None:
         schedule = plan.training
         self._plan, self._loss, self._rules = plan, loss, rules
-        self._ranks = [Rank(end, held_by(schedule, end, stages, len(ends))) for end in ends]
+        self._crew = Crew(
+            [Rank(end, held_by(schedule, end, stages, len(ends)), describe) for end in ends]
+        )
         for stage in self.stages:
             stage.prefer_engine(engine_for(schedule, stage.index))
-        self._failure: BaseException | None = None
-        self._run([agree_plan(rank.transport, schedule) for rank in self._ranks])
-        for rank in self._ranks:
-            rank.transport.open(channels(schedule))
-        counts = self._run([rank.exchange(len(rank.parameters)) for rank in self._ranks])
-        self._counts: list[int] = counts[0]
+        self._crew.assemble(schedule)
+        self._counts: list[int] = self._crew.each(lambda rank: rank.exchange(len(rank.parameters)))
 
     # ---- what a pipeline is
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of a training step, with its messages."""
+        """The schedule of a training step, with its messages; a call may need other edges than this."""
         return self._plan.training
 
     @property
     def leads(self) -> bool:
         """Whether rank 0 lives in this process: the one that prints and writes for all."""
-        return any(rank.number == 0 for rank in self._ranks)
+        return self._crew.leads
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
         """The stages that live in this process, in order."""
-        held = {index: stage for rank in self._ranks for index, stage in rank.stages.items()}
-        return tuple(held[index] for index in sorted(held))
+        return self._crew.stages
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that live in this process, under their names in the unsplit model."""
@@ -181,16 +173,26 @@ class Pipeline:
 
     # ---- what a pipeline does
 
-    def step(self, *args: Any, target: Any, record: bool = False, **kwargs: Any) -> StepResult:
+    def step(
+        self,
+        *args: Any,
+        target: Any = MISSING,
+        microbatches: int | None = None,
+        record: bool = False,
+        **kwargs: Any,
+    ) -> StepResult:
         """Forward and backward of a batch; gradients are added to the parameters' ``.grad``.
 
-        Arguments that require grad get theirs too, on the rank that holds the first stage.
+        Arguments that require grad get theirs too, on the ranks whose stages use them.
 
         Args:
-            args: the model's arguments; under torchrun the same on every rank.
-            target: what ``loss_fn`` compares with, split like the arguments.
+            args: the model's arguments. Under torchrun they may be given to every rank; at least to those
+                whose stages use them.
+            target: what ``loss_fn`` compares with, split like the arguments; at least for the rank of the
+                last stage.
+            microbatches: how many this time; by default as the Pipeline was made for.
             record: whether to note when each action ran.
-            kwargs: the model's arguments by name.
+            kwargs: the model's arguments by name; they go to the stages that take them.
 
         Returns:
             The same result on every rank.
@@ -209,11 +211,13 @@ class Pipeline:
             raise UsageError(
                 "step under torch.inference_mode() has no gradients; call it outside, or use eval"
             )
-        parts, targets = self._parts(args, kwargs, target, fewer=False)
-        order = Order(self._plan.training, parts, targets, self._loss, record=record)
-        return self._carry_out(order)
+        count = self._plan.microbatches if microbatches is None else microbatches
+        batch = split_batch(args, kwargs, target, self._rules, count)
+        return self._carry_out(batch, self._loss, trains=True, record=record)
 
-    def eval(self, *args: Any, target: Any, outputs: bool = False, **kwargs: Any) -> StepResult:
+    def eval(
+        self, *args: Any, target: Any = MISSING, outputs: bool = False, **kwargs: Any
+    ) -> StepResult:
         """The loss of a batch in evaluation mode, without gradients.
 
         Args:
@@ -224,17 +228,17 @@ class Pipeline:
         """
         if self._loss is None:
             raise UsageError("eval needs a loss; give the Pipeline a loss_fn, or use predict")
-        parts, targets = self._parts(args, kwargs, target)
-        schedule = self._plan.proven(len(parts), trains=False)
-        with self._evaluating():
-            return self._carry_out(Order(schedule, parts, targets, self._loss, outputs=outputs))
+        count = self._plan.microbatches
+        batch = split_batch(args, kwargs, target, self._rules, count, fewer=True)
+        with self._crew.evaluating():
+            return self._carry_out(batch, self._loss, trains=False, outputs=outputs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch in evaluation mode, on every rank."""
-        parts, _ = self._parts(args, kwargs)
-        schedule = self._plan.proven(len(parts), trains=False)
-        with self._evaluating():
-            return self._carry_out(Order(schedule, parts, outputs=True)).outputs
+        count = self._plan.microbatches
+        batch = split_batch(args, kwargs, MISSING, self._rules, count, fewer=True)
+        with self._crew.evaluating():
+            return self._carry_out(batch, None, trains=False, outputs=True).outputs
 
     def zero_grad(self) -> None:
         """Drop the gradients of the parameters that live in this process."""
@@ -247,31 +251,29 @@ class Pipeline:
         Returns:
             The norm before, the same on every rank.
         """
-        norm = self._run([rank.gradient_norm(self._counts) for rank in self._ranks])[0]
+        norm = self._crew.each(lambda rank: rank.gradient_norm(self._counts))
         scale_gradients(self.parameters(), norm, max_norm)
         return norm
 
     def agree(self, value: Any) -> list[Any]:
         """Exchange a JSON value between the ranks: all ranks' values, in rank order."""
-        return self._run([rank.exchange(value) for rank in self._ranks])[0]
+        return self._crew.each(lambda rank: rank.exchange(value))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the weights as safetensors, a file a stage and an index, under the model's names."""
         path, count = Path(folder), self._plan.stages
-        sizes = [
-            [[i, save_stage(stage.module, path, i, count)] for i, stage in rank.stages.items()]
-            for rank in self._ranks
-        ]
-        gathered = self._run(
-            [rank.exchange(found) for rank, found in zip(self._ranks, sizes, strict=True)]
-        )[0]
+
+        def write(rank: Rank) -> list[Any]:
+            held = rank.stages.items()
+            return [[i, save_stage(stage.module, path, i, count)] for i, stage in held]
+
+        gathered: list[Any] = self._crew.each(lambda rank: rank.exchange(write(rank)))
         if self.leads:
             save_index(path, {index: found for of in gathered for index, found in of})
 
     def close(self) -> None:
         """Give back what the transport holds, and the process group where this Pipeline started it."""
-        for rank in self._ranks:
-            rank.transport.close()
+        self._crew.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -286,75 +288,24 @@ class Pipeline:
 
     # ---- how
 
-    def _parts(
-        self, args: Sequence[Any], kwargs: dict[str, Any], target: Any = None, *, fewer: bool = True
-    ) -> tuple[list[Microbatch], list[Any]]:
-        count = self._plan.microbatches
-        return split_batch(args, kwargs, target, self._rules, count, fewer=fewer)
-
-    def _carry_out(self, order: Order) -> StepResult:
-        dim = output_dim(self._rules) if order.outputs else 0
-        training = order.schedule.trains
-        with torch.set_grad_enabled(training):
-            reports = self._run([rank.run(order) for rank in self._ranks])
-        first = reports[0]
-        outputs = merge(first.outputs, dim) if order.outputs else None
-        if not order.record:
-            return StepResult(first.loss, outputs)
-        return self._with_timeline(order.schedule, reports, outputs)
-
-    def _with_timeline(
-        self, schedule: Schedule, reports: Sequence[Report], outputs: Any
+    def _carry_out(
+        self,
+        batch: Batch,
+        loss: Loss | None,
+        *,
+        trains: bool,
+        outputs: bool = False,
+        record: bool = False,
     ) -> StepResult:
-        loss = reports[0].loss
-        if len(reports) == schedule.ranks > 1:
-            timeline = replay(schedule, _durations(reports))
-            return StepResult(loss, outputs, timeline, "replayed", timeline.bubble)
-        timeline = self._gather(schedule, reports[0])
-        return StepResult(loss, outputs, timeline, "measured", timeline.bubble)
+        dim = output_dim(self._rules) if outputs else 0
 
-    def _gather(self, schedule: Schedule, report: Report) -> Timeline:
-        """All ranks' spans, each on its own clock from the moment its program began."""
-        rows = self.agree([[str(s.action), s.start, s.end] for s in report.spans])
-        spans = (
-            Span(rank, action, start, end)
-            for rank, row in enumerate(rows)
-            for text, start, end in row
-            for action in flat((parse_action(text),))
-        )
-        return Timeline(tuple(spans), schedule.ranks)
+        def schedules(count: int, edges: Edges | None) -> Schedule:
+            return self._plan.proven(count, edges, trains=trains)
 
-    def _run(self, tasks: Sequence[Task[T]]) -> list[T]:
-        if self._failure is not None:
-            raise PoisonedError(
-                f"an earlier call failed ({type(self._failure).__name__}: {self._failure}); "
-                "build a new Pipeline"
-            ) from self._failure
-        try:
-            return drive(tasks)
-        except BaseException as error:
-            self._failure = error
-            for rank in self._ranks:
-                rank.clear()
-            raise
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Evaluation mode, with each module's own mode restored afterwards."""
-        modes = [(m, m.training) for stage in self.stages for m in stage.module.modules()]
-        for stage in self.stages:
-            stage.module.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-
-
-def _durations(reports: Sequence[Report]) -> dict[Action, float]:
-    """How long each action took, in seconds, in however many pieces."""
-    found: defaultdict[Action, float] = defaultdict(float)
-    for report in reports:
-        for span in report.spans:
-            found[span.action] += span.duration
-    return found
+        order = Order(schedules, batch, loss, trains=trains, outputs=outputs, record=record)
+        reports = self._crew.carry_out(order)
+        merged = merge(reports[0].outputs, dim) if outputs else None
+        if not record:
+            return StepResult(reports[0].loss, merged)
+        timeline, kind = self._crew.timeline(reports)
+        return StepResult(reports[0].loss, merged, timeline, kind, timeline.bubble)

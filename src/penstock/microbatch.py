@@ -42,13 +42,41 @@ class Microbatch:
     Args:
         args: positional arguments of the model.
         kwargs: arguments by name.
-        samples: how many samples of the batch it holds; 0 where no argument is split. Of one batch, parts
-            with as many samples are alike in all but data.
+        samples: how many samples of the batch it holds; 0 where no argument is split.
+        kind: parts of one batch and kind are alike in all but data; ``None`` says nothing.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     samples: int
+    kind: int | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a process brings to a call of the pipeline.
+
+    Args:
+        parts: the microbatches; ``None`` where this process was given no argument.
+        targets: for each microbatch, what the loss compares with; ``None`` where none was given.
+        samples: how many samples each microbatch holds; ``None`` where that is not known here.
+        count: how many microbatches there are; ``None`` where that is not known here.
+    """
+
+    parts: Sequence[Microbatch] | None = None
+    targets: Sequence[Any] | None = None
+    samples: Sequence[int] | None = None
+    count: int | None = None
+
+
+class _Missing:
+    """Nothing was given; ``None`` is something."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()
 
 
 def split(
@@ -95,38 +123,45 @@ def split_batch(
     count: int,
     *,
     fewer: bool = False,
-) -> tuple[list[Microbatch], list[Any]]:
-    """Split the arguments of a call and its target.
+) -> Batch:
+    """Split the arguments of a call and its target, as far as this process was given them.
 
     Args:
         args: positional arguments.
         kwargs: arguments by name.
-        target: what the loss compares with; ``None`` where there is none.
+        target: what the loss compares with; :data:`MISSING` where there is none.
         rules: also for :data:`TARGET`.
         count: how many microbatches.
         fewer: whether there may be fewer of them, where there are fewer samples.
-
-    Returns:
-        The microbatches, and for each its target.
 
     Raises:
         MicrobatchError: as :func:`split`, or the target has another number of samples.
     """
     spare = {TARGET, OUTPUT} - kwargs.keys()
-    own = {key: rule for key, rule in (rules or {}).items() if key not in spare}
+    given = {*range(len(args)), *kwargs}
+    own = {k: rule for k, rule in (rules or {}).items() if k not in spare}
+    named: Rules = {TARGET: (rules or {}).get(TARGET, Split())}
+    asked = None if target is MISSING else {TARGET: target}
     if fewer:
-        count = min(count, split(args, kwargs, 1, own)[0].samples or 1)
-    parts = split(args, kwargs, count, own)
-    if target is None:
-        return parts, [None] * count
-    given = (rules or {}).get(TARGET, Split())
-    targets = split((), {TARGET: target}, count, {TARGET: given})
+        whole = split(args, kwargs, 1, own) if given else split((), asked or {}, 1, named)
+        count = min(count, whole[0].samples or 1)
+    parts = split(args, kwargs, count, own) if given else None
+    targets = None if asked is None else split((), asked, count, named)
+    if parts and targets:
+        _check_alike(parts, targets)
+    known = parts or targets
+    if known is None:
+        return Batch()
+    found = None if targets is None else [part.kwargs[TARGET] for part in targets]
+    return Batch(parts, found, [part.samples for part in known], count)
+
+
+def _check_alike(parts: Sequence[Microbatch], targets: Sequence[Microbatch]) -> None:
     unlike = [(a.samples, b.samples) for a, b in zip(parts, targets, strict=True)]
     if any(a != b and a and b for a, b in unlike):
         raise MicrobatchError(
             f"{sum(a for a, _ in unlike)} samples, but a target for {sum(b for _, b in unlike)}"
         )
-    return parts, [part.kwargs[TARGET] for part in targets]
 
 
 def output_dim(rules: Rules | None) -> int:
@@ -196,7 +231,7 @@ def _part(
 ) -> Microbatch:
     args = tuple(columns[position][index] for position in range(positional))
     kwargs = {key: column[index] for key, column in columns.items() if isinstance(key, str)}
-    return Microbatch(args, kwargs, samples)
+    return Microbatch(args, kwargs, samples, kind=samples)
 
 
 def _cut(value: Any, rule: Rule, sizes: list[int]) -> Sequence[Any]:

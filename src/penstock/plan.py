@@ -12,7 +12,15 @@ from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError, UsageError
 from penstock.partition import Partition, cut_chain, cut_sequential
-from penstock.schedule import Schedule, add_communication, build, load, validate
+from penstock.schedule import (
+    Schedule,
+    add_communication,
+    build,
+    compute_only,
+    load,
+    validate,
+)
+from penstock.schedule.edges import Edges
 from penstock.schedule.library.forward_only import forward_only
 
 Stages = int | Sequence[Sequence[str]] | Partition | None
@@ -27,30 +35,40 @@ class Plan:
         schedule: a name, or a value that is used as it is.
         ranks: how many ranks share the model.
         stages: how many stages there are.
-        microbatches: how many a training step has.
+        microbatches: how many a training step has, unless it says otherwise.
+        edges: which values travel between the stages; by default as the schedule says.
     """
 
     schedule: str | Schedule
     ranks: int
     stages: int
     microbatches: int
-    _proven: dict[tuple[int, bool], Schedule] = field(default_factory=dict, compare=False)
+    edges: Edges | None = None
+    _proven: dict[tuple[int, bool, Edges | None], Schedule] = field(
+        default_factory=dict, compare=False
+    )
 
     @property
     def training(self) -> Schedule:
         """The schedule of a training step, with its messages."""
         return self.proven(self.microbatches, trains=True)
 
-    def proven(self, microbatches: int, *, trains: bool) -> Schedule:
+    def proven(self, microbatches: int, edges: Edges | None = None, *, trains: bool) -> Schedule:
         """The schedule for so many microbatches: with its messages, and proven not to hang.
+
+        Args:
+            microbatches: how many.
+            edges: which values travel, where that depends on the call.
+            trains: whether there is a backward.
 
         Raises:
             ScheduleError: the report of :func:`penstock.schedule.validate`, where it fails.
         """
-        key = (microbatches, trains)
+        edges = self.edges if edges is None else edges
+        key = (microbatches, trains, edges)
         if key not in self._proven:
             made = self._named(microbatches) if trains else self._forward_only(microbatches)
-            self._proven[key] = prove(made)
+            self._proven[key] = prove(made if edges is None else with_edges(made, edges))
         return self._proven[key]
 
     def _named(self, microbatches: int) -> Schedule:
@@ -67,6 +85,13 @@ class Plan:
         training = self.training
         plain = forward_only(self.ranks, microbatches, training.placement)
         return plain.with_edges(training.edges)
+
+
+def with_edges(schedule: Schedule, edges: Edges) -> Schedule:
+    """A schedule for another edge table; messages that it spells out for its own are worked out anew."""
+    if schedule.edges == edges:
+        return schedule
+    return (compute_only(schedule) if schedule.communicates else schedule).with_edges(edges)
 
 
 def _build(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:

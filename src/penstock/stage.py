@@ -87,6 +87,11 @@ class PipelineStage:
         return ENGINES[self._name](self.module, **options)
 
     @property
+    def wired(self) -> bool:
+        """Whether the module is called with values by name and the whole call, see ``Partition``."""
+        return bool(getattr(self.module, "wired", False))
+
+    @property
     def is_first(self) -> bool:
         """Whether the batch enters here."""
         return self.index == 0

@@ -59,6 +59,10 @@ class CountingTransport(InProcessTransport):
         self.calls["agree"] += 1
         return super().agree(value)
 
+    def gather(self, values: Tensor) -> Ticket:
+        self.calls["gather"] += 1
+        return super().gather(values)
+
     def sum(self, values: Tensor) -> Ticket:
         self.calls["sum"] += 1
         return super().sum(values)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PipelineStage
-from penstock.microbatch import split
+from penstock.microbatch import Batch, split
 from penstock.plan import prove
 from penstock.runtime import Order, Rank, channels, drive
 from penstock.schedule import Action, Edge, Op, Placement, Schedule
@@ -163,9 +163,12 @@ def held(schedule: Schedule, rank: int) -> tuple[int, ...]:
 
 def order_of(schedule: Schedule, batch: Tensor = BATCH, *, loss: bool = True) -> Order:
     parts = split((batch,), {}, schedule.microbatches)
+    brought = Batch(
+        parts, [p.args[0] for p in parts], [p.samples for p in parts], schedule.microbatches
+    )
     if not loss:
-        return Order(schedule, parts, outputs=True)
-    return Order(schedule, parts, [part.args[0] for part in parts], Loss(square_loss))
+        return Order(lambda *_: schedule, brought, trains=False, outputs=True)
+    return Order(lambda *_: schedule, brought, Loss(square_loss), trains=schedule.trains)
 
 
 def pipelined(

@@ -252,6 +252,14 @@ def sum_adds_in_rank_order(end: Transport) -> Task[Any]:
     return found.tolist()
 
 
+@case(*[[[0.0, 5.0], [1.0, 6.0], [2.0, 7.0]]] * 3)
+def gather_gives_every_ranks_tensor(end: Transport) -> Task[Any]:
+    mine = numbers(end.rank, end.rank + 5)
+    found = yield from take(end, end.gather(mine))
+    mine.zero_()
+    return [row.tolist() for row in found]
+
+
 @case(*[2**60 * 3 + 3] * 3)
 def sum_of_integers_is_exact(end: Transport) -> Task[Any]:
     found = yield from take(end, end.sum(torch.tensor([2**60 + end.rank])))

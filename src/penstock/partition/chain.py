@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.base import Partition
+from penstock.specs import named_arguments
 
 
 class ChainStage(nn.Module):
@@ -26,20 +27,32 @@ class ChainStage(nn.Module):
         super().__init__()
         self._paths = tuple(paths)
         self._spread = spread
+        self._takes: dict[str, tuple[str, ...]] = {}
         for path in self._paths:
             _graft(self, path, model.get_submodule(path))
+            self._takes[path] = named_arguments(model.get_submodule(path))
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The arguments by name that the modules take; all but the first get theirs from the one before."""
+        first, *rest = self._paths
+        later = (name for path in rest for name in self._takes[path][1:])
+        return tuple(dict.fromkeys((*self._takes[first], *later)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the modules in order; the arguments go to the first."""
+        """Call the modules in order; the first gets the arguments, and each those by name that it takes."""
         if not self._spread and len(args) > 1:
             # Between stages a tuple travels as several arguments; here it is one again.
             args = (args,)
         first, *rest = self._paths
-        value = self.get_submodule(first)(*args, **kwargs)
+        others = set(self.takes).difference(self._takes[first])
+        own = {name: given for name, given in kwargs.items() if name not in others}
+        value = self.get_submodule(first)(*args, **own)
         for path in rest:
             module = self.get_submodule(path)
+            own = {name: kwargs[name] for name in self._takes[path][1:] if name in kwargs}
             spread = self._spread and isinstance(value, tuple)
-            value = module(*value) if spread else module(value)
+            value = module(*value, **own) if spread else module(value, **own)
         return value
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import SpecError
-from penstock.runtime.arguments import Call, as_arguments, as_values
+from penstock.runtime.arguments import as_values
 from penstock.runtime.program import RankProgram
 from penstock.runtime.values import GradientSums, Values
 from penstock.schedule import Action, Edge, Op
@@ -55,16 +55,15 @@ class Exchange:
 
     # ---- between the stages of this rank
 
-    def arguments(self, stage: int, microbatch: int) -> Call:
-        """What a stage is called with, from the values it uses."""
+    def values(self, stage: int, microbatch: int) -> dict[str, Any]:
+        """The values that a stage uses, by name."""
         taken = self._program.taken(stage)
-        values = {edge.value: self._values.take(edge.value, microbatch) for edge in taken}
-        return as_arguments(taken, values)
+        return {edge.value: self._values.take(edge.value, microbatch) for edge in taken}
 
-    def keep(self, stage: int, microbatch: int, output: Any) -> None:
+    def keep(self, stage: int, microbatch: int, output: Any, *, wired: bool = False) -> None:
         """Keep the values that a stage's output holds until they are used and sent."""
         given = self._program.given(stage)
-        for name, value in as_values(given, output).items() if given else ():
+        for name, value in as_values(given, output, wired=wired).items() if given else ():
             self._values.put(name, microbatch, value, self._program.uses_of[name])
 
     def owed(self, stage: int, microbatch: int) -> list[Tensor | None]:
@@ -72,14 +71,21 @@ class Exchange:
         given = self._program.given(stage)
         return [grad for edge in given for grad in self._total(edge, microbatch)]
 
-    def hand_back(self, stage: int, microbatch: int, grads: Sequence[Tensor | None]) -> None:
-        """Keep the gradients of a stage's arguments for the stages that made the values."""
+    def hand_back(
+        self, stage: int, microbatch: int, grads: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """Keep the gradients of a stage's arguments for the stages that made the values.
+
+        Returns:
+            The gradients of what was no value but the batch's.
+        """
         start = 0
         for edge in self._program.taken(stage):
             stop = start + len(self._spec(edge, microbatch).tensors)
             if edge.gradient:
                 self._gradients.put(edge.value, microbatch, stage, grads[start:stop])
             start = stop
+        return grads[start:]
 
     def _total(self, edge: Edge, microbatch: int) -> list[Tensor | None]:
         found = self._gradients.take(edge.value, microbatch)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.errors import MessageError, PenstockError, StageError
 from penstock.microbatch import Microbatch
-from penstock.runtime.arguments import Call
+from penstock.runtime.arguments import Call, Inputs
 from penstock.runtime.clock import Recorder
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Exchange, Specs, microbatch_of
@@ -45,7 +45,8 @@ class Work:
         recorder: notes when each action ran, where asked.
         losses: of each microbatch, not scaled.
         outputs: of the last stage for each microbatch, where asked.
-        owed: arguments of the call and their gradients, until :meth:`settle`.
+        owed: arguments of the call and their gradients.
+        inputs: which of the model's arguments each stage is given.
     """
 
     microbatches: Sequence[Microbatch]
@@ -58,23 +59,7 @@ class Work:
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def owe(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
-        """Note the gradients of a microbatch's own arguments, where they require some."""
-        if any(gradient is not None for gradient in gradients):
-            part = self.microbatches[microbatch]
-            tensors, _ = flatten((part.args, part.kwargs))
-            self.owed += [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None]
-
-    def settle(self) -> None:
-        """Lead those gradients back to where the caller has the arguments from.
-
-        All at once: what made them may serve several microbatches, and is freed by a backward.
-        """
-        if self.owed:
-            tensors, gradients = zip(*self.owed, strict=True)
-            torch.autograd.backward(tensors, gradients)
-            self.owed.clear()
+    inputs: Inputs = field(default_factory=lambda: Inputs({}))
 
 
 class Machine:
@@ -139,15 +124,14 @@ class Machine:
         args, kwargs = self._arguments(stage, microbatch)
         with self._timed(action):
             output = stage.forward(microbatch, args, kwargs, self._loss_of(stage, microbatch))
-        self._exchange.keep(stage.index, microbatch, output)
+        self._exchange.keep(stage.index, microbatch, output, wired=stage.wired)
         if stage.is_last and self._work.keep_outputs:
             self._work.outputs[microbatch] = output
 
     def _arguments(self, stage: PipelineStage, microbatch: int) -> Call:
-        if self._program.taken(stage.index):
-            return self._exchange.arguments(stage.index, microbatch)
-        batch = self._work.microbatches[microbatch]
-        return batch.args, batch.kwargs
+        values = self._exchange.values(stage.index, microbatch)
+        taken, part = self._program.taken(stage.index), self._work.microbatches[microbatch]
+        return self._work.inputs.arguments(stage, taken, values, part)
 
     def _loss_of(self, stage: PipelineStage, microbatch: int) -> Callable[[Any], Tensor] | None:
         loss, work = self._work.loss, self._work
@@ -181,10 +165,18 @@ class Machine:
         grads = self._output_gradients(stage, microbatch)
         with self._timed(action):
             found = half(microbatch, grads)
-        if self._program.taken(stage.index):
-            self._exchange.hand_back(stage.index, microbatch, found)
-        else:
-            self._work.owe(microbatch, found)
+        rest = self._exchange.hand_back(stage.index, microbatch, found)
+        if any(gradient is not None for gradient in rest):
+            self._owe(stage, microbatch, rest)
+
+    def _owe(
+        self, stage: PipelineStage, microbatch: int, gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Note the gradients of the batch's own tensors, where they require some."""
+        taken, part = self._program.taken(stage.index), self._work.microbatches[microbatch]
+        tensors, _ = flatten(self._work.inputs.batch_part(stage, taken, part))
+        pairs = zip(tensors, gradients, strict=True)
+        self._work.owed.extend((tensor, found) for tensor, found in pairs if found is not None)
 
     def _backward_weight(self, action: Action) -> None:
         self._add_weights(action, self._turns[action.stage].arrived(microbatch_of(action)))

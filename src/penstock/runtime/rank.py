@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,56 +10,73 @@ import torch
 from torch import Tensor
 
 from penstock.errors import SpecError, UsageError
-from penstock.microbatch import Microbatch
-from penstock.runtime.agreement import OUTPUT, SpecBook, agree_specs
+from penstock.microbatch import Batch
+from penstock.runtime.agreement import Book, Page, agree_call, look_up
+from penstock.runtime.arguments import Inputs
+from penstock.runtime.calls import Brought, ModelCall
 from penstock.runtime.clock import Recorder
+from penstock.runtime.describing import OUTPUT, Describe, describe_by_stage, describe_whole
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.runtime.machine import Machine, Work
-from penstock.runtime.program import RankProgram
-from penstock.schedule import Schedule, Span
-from penstock.specs import ValueSpec, flatten, spec_of_arguments
+from penstock.runtime.program import RankProgram, channels
+from penstock.schedule import Edge, Schedule, Span
+from penstock.specs import ValueSpec, autocast_types, flatten, named_arguments
 from penstock.stage import PipelineStage
 from penstock.step import Loss, squared_norms, total
 from penstock.transport import Transport
 
+Schedules = Callable[[int, tuple[Edge, ...] | None], Schedule]
+"""The proven schedule for so many microbatches, and for these edges where they depend on the call."""
+
 
 @dataclass(frozen=True)
 class Order:
-    """One call of the pipeline, the same for all ranks.
+    """One call of the pipeline; every rank has one, alike but for what its process was given.
 
     Args:
-        schedule: with its messages, for as many microbatches as there are.
-        microbatches: the parts of the batch.
-        targets: for each microbatch, what the loss compares with; empty without a loss.
+        schedules: the schedule for what comes out to be called with.
+        batch: what this process was given.
         loss: how to compute the loss, where there is one.
+        trains: whether gradients are wanted.
         outputs: whether every rank shall get the last stage's outputs.
         record: whether to note when each action ran.
     """
 
-    schedule: Schedule
-    microbatches: Sequence[Microbatch]
-    targets: Sequence[Any] = ()
+    schedules: Schedules
+    batch: Batch
     loss: Loss | None = None
+    trains: bool = True
     outputs: bool = False
     record: bool = False
 
     @property
-    def weights(self) -> list[float]:
-        """By what each microbatch's loss is scaled."""
-        if self.loss is None:
-            return []
-        return self.loss.weights([part.samples for part in self.microbatches])
+    def mode(self) -> str:
+        """What else the values depend on: a model may give others in evaluation, and under autocast."""
+        doing = "train" if self.trains else "evaluate"
+        losses = "with" if self.loss else "without"
+        return " ".join([doing, losses, "loss", *autocast_types()])
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank knows after a call."""
+    """What a rank knows after a call.
 
+    Attributes:
+        schedule: what was run.
+        loss: of the whole batch.
+        outputs: of the last stage, where asked.
+        spans: when each action ran, where asked.
+        elapsed: seconds, where asked.
+        owed: the batch's tensors that require grad, and their gradients.
+    """
+
+    schedule: Schedule
     loss: float
     outputs: list[Any] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     elapsed: float = 0.0
+    owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class Rank:
@@ -68,13 +85,21 @@ class Rank:
     Args:
         transport: its end.
         stages: those it holds.
+        describe: how the partition tells what travels for a call, where it does.
     """
 
-    def __init__(self, transport: Transport, stages: Sequence[PipelineStage]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        stages: Sequence[PipelineStage],
+        describe: Describe | None = None,
+    ) -> None:
         self.transport = transport
         self.stages = {stage.index: stage for stage in stages}
+        self._describe = describe
         self._programs: dict[int, tuple[Schedule, RankProgram]] = {}
-        self._book = SpecBook()
+        self._book = Book()
+        self._inputs: Inputs | None = None
 
     @property
     def number(self) -> int:
@@ -92,25 +117,76 @@ class Rank:
 
     def run(self, order: Order) -> Task[Report]:
         """Carry out a call, as a task."""
-        program = self._program(order.schedule)
-        calls = _calls(order.microbatches)
-        specs = yield from agree_specs(program, self.stages, self.transport, calls, self._book)
+        inputs = self._inputs or (yield from self._introduce())
+        page = yield from self._agree(order, inputs)
+        program = self._program(page.schedule)
         device = next(iter(self.stages.values())).device
         recorder = Recorder(self.number, device) if order.record else None
         work = Work(
-            order.microbatches,
-            specs,
-            order.targets,
+            page.call.completed(self.number, order.batch.parts),
+            page.specs,
+            order.batch.targets or [None] * page.call.count,
             order.loss,
-            order.weights,
+            [] if order.loss is None else order.loss.weights(page.call.samples),
             keep_outputs=order.outputs,
             recorder=recorder,
+            inputs=inputs,
         )
         yield from Machine(program, self.stages, self.transport, work).run()
-        work.settle()
         elapsed = recorder.elapsed() if recorder else 0.0
         self.transport.finish()
         return (yield from self._report(program, work, elapsed))
+
+    def _introduce(self) -> Task[Inputs]:
+        """Tell the other ranks which arguments the stages here take by name."""
+        mine = [
+            [index, None if stage.wired else list(named_arguments(stage.module))]
+            for index, stage in self.stages.items()
+        ]
+        told = yield from self.exchange(mine)
+        self._inputs = Inputs({index: names for rank in told for index, names in rank})
+        return self._inputs
+
+    def _agree(self, order: Order, inputs: Inputs) -> Task[Page]:
+        """The page of the book for what all ranks bring; it is written where there is none."""
+        brought = Brought(order.batch, order.mode)
+        traits = _traits(self.stages.values())
+        key, page = yield from look_up(self.transport, brought, self._book, traits)
+        if page is None:
+            call = yield from agree_call(self.transport, brought)
+            page = yield from self._page(order, call, inputs)
+            self._book.write(key, page)
+        return page
+
+    def _page(self, order: Order, call: ModelCall, inputs: Inputs) -> Task[Page]:
+        described = self._book.described
+        digests = [f"{order.mode} {spec.digest()}" for spec in call.specs]
+        news = {d: spec for d, spec in zip(digests, call.specs, strict=True) if d not in described}
+        if self._describe is None:
+            # Before a stage is asked what it gives for arguments that it has not got.
+            _check_given(call, inputs, order.schedules(call.count, None), order)
+        if news:
+            found = yield from self._describe_all(order, call, inputs, list(news.values()))
+            described.update(zip(news, found, strict=True))
+        edges = _one_table([described[digest][0] for digest in digests])
+        schedule = order.schedules(call.count, edges)
+        _check_given(call, inputs, schedule, order)
+        self.transport.open(channels(schedule))
+        return Page(call, tuple(described[digest][1] for digest in digests), schedule)
+
+    def _describe_all(
+        self, order: Order, call: ModelCall, inputs: Inputs, calls: Sequence[ValueSpec]
+    ) -> Task[Sequence[tuple[tuple[Edge, ...] | None, Specs]]]:
+        """The edges, where they depend on the call, and specs of what travels for each of these calls."""
+        if self._describe is not None:
+            return (
+                yield from describe_whole(
+                    self.transport, self._describe, calls, trains=order.trains
+                )
+            )
+        program = self._program(order.schedules(call.count, None))
+        found = yield from describe_by_stage(program, self.stages, self.transport, inputs, calls)
+        return [(None, specs) for specs in found]
 
     def _program(self, schedule: Schedule) -> RankProgram:
         """The schedule's program, prepared once; held with it, since it is found by identity."""
@@ -126,7 +202,7 @@ class Rank:
         if work.keep_outputs:
             outputs = yield from self._share_outputs(program, work)
         spans = work.recorder.spans if work.recorder else []
-        return Report(float(loss), outputs, spans, elapsed)
+        return Report(program.schedule, float(loss), outputs, spans, elapsed, work.owed)
 
     def _sum(self, values: Tensor) -> Task[Tensor]:
         ticket = self.transport.sum(values)
@@ -187,11 +263,53 @@ def _tensor_at(value: Any, index: int) -> Tensor:
     return flatten(value)[0][index]
 
 
-def _calls(parts: Sequence[Microbatch]) -> list[ValueSpec]:
-    """The spec of each microbatch's arguments; microbatches alike share one object."""
-    unlike = {part.samples: part for part in parts}
-    specs = {size: spec_of_arguments(part.args, part.kwargs) for size, part in unlike.items()}
-    return [specs[part.samples] for part in parts]
+def _traits(stages: Iterable[PipelineStage]) -> tuple[tuple[torch.dtype, bool], ...]:
+    """Of each parameter its type and whether it is trained."""
+    return tuple(
+        (parameter.dtype, parameter.requires_grad)
+        for stage in stages
+        for parameter in stage.module.parameters()
+    )
+
+
+def _one_table(tables: Sequence[tuple[Edge, ...] | None]) -> tuple[Edge, ...] | None:
+    """The edge table that all microbatches of a call have.
+
+    Raises:
+        SpecError: they differ.
+    """
+    if any(table != tables[0] for table in tables):
+        raise SpecError(
+            "the microbatches of one call need different values between the stages; call the model "
+            "with the same arguments for all of them"
+        )
+    return tables[0]
+
+
+def _check_given(call: ModelCall, inputs: Inputs, schedule: Schedule, order: Order) -> None:
+    """Check that the ranks were given what their stages need; the same on every rank.
+
+    Raises:
+        UsageError: a rank lacks an argument of a stage, or the target.
+    """
+    positions, names = call.names
+    rank_of = schedule.placement.rank_of
+    used = {stage for edge in schedule.edges for stage in edge.targets}
+    for stage, rank in enumerate(rank_of):
+        if inputs.named.get(stage) is None:
+            continue
+        first = stage not in used
+        needed = [*(positions if first else ()), *inputs.by_name(stage, names, first=first)]
+        lacking = [key for key in needed if key not in call.given[rank]]
+        if lacking:
+            raise UsageError(
+                f"rank {rank} was not given the arguments {lacking}, which stage {stage} takes; pass "
+                "them there, or the whole batch to every rank"
+            )
+    if order.loss is not None and not call.targets[rank_of[-1]]:
+        raise UsageError(
+            f"rank {rank_of[-1]}, which has the last stage, was given no target; pass target= there"
+        )
 
 
 def check_stages(schedule: Schedule, rank: int, stages: Sequence[PipelineStage]) -> None:

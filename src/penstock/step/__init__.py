@@ -2,13 +2,14 @@
 
 from penstock.step.loss import Loss, LossFunction, Reduction, total
 from penstock.step.norms import scale_gradients, squared_norms
-from penstock.step.result import StepResult
+from penstock.step.result import StepResult, TimelineKind
 
 __all__ = [
     "Loss",
     "LossFunction",
     "Reduction",
     "StepResult",
+    "TimelineKind",
     "scale_gradients",
     "squared_norms",
     "total",

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from penstock.schedule import Timeline
 
+TimelineKind = Literal["measured", "replayed"]
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -24,5 +26,5 @@ class StepResult:
     loss: float
     outputs: Any = None
     timeline: Timeline | None = None
-    timeline_kind: Literal["measured", "replayed"] | None = None
+    timeline_kind: TimelineKind | None = None
     bubble: float | None = None

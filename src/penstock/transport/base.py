@@ -1,6 +1,6 @@
 """The seam between a rank's program and whatever carries its messages.
 
-A transport is one rank's end. It can post a send, post a receive, and run three control operations in
+A transport is one rank's end. It can post a send, post a receive, and run four control operations in
 which all ranks take part. What is posted gives a :class:`Ticket`: is it ready, wait for it, take it.
 Messages travel on FIFO channels, one for each ordered pair of ranks and kind, so that a gradient never
 stands behind an activation.
@@ -94,6 +94,10 @@ class Transport(ABC):
     @abstractmethod
     def sum(self, values: Tensor) -> Ticket:
         """Add a CPU tensor of numbers over all ranks, in rank order; a ticket for the sum."""
+
+    @abstractmethod
+    def gather(self, values: Tensor) -> Ticket:
+        """Exchange CPU tensors of one spec; a ticket for the list of all ranks' tensors, in rank order."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Ticket:

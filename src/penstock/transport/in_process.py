@@ -60,6 +60,10 @@ class InProcessTransport(Transport):
         """Add the ranks' tensors in rank order."""
         return self._rounds.join(self.rank, values.clone(), _add_in_order)
 
+    def gather(self, values: Tensor) -> Ticket:
+        """Hand round copies of the ranks' tensors."""
+        return self._rounds.join(self.rank, values.clone(), list)
+
     def broadcast(self, tensor: Tensor, source: int) -> Ticket:
         """Hand out the source's tensor."""
         return self._rounds.join(

@@ -150,9 +150,16 @@ class ProcessGroupTransport(Transport):
 
     def sum(self, values: Tensor) -> Ticket:
         """Gather, then add in rank order, so that the bits do not depend on the backend."""
+        return _Sum(self._gathered(values))
+
+    def gather(self, values: Tensor) -> Ticket:
+        """Gather over the control group."""
+        return self._gathered(values)
+
+    def _gathered(self, values: Tensor) -> _Gathered:
         rows = [torch.empty_like(values) for _ in range(self.ranks)]
         work = dist.all_gather(rows, values, group=self._control, async_op=True)
-        return _Sum(_posted(work), rows)
+        return _Gathered(_posted(work), rows)
 
     def broadcast(self, tensor: Tensor, source: int) -> Ticket:
         """Broadcast over the control group, on the CPU, as bytes: gloo knows only some types."""
@@ -220,7 +227,7 @@ class _Arrival(Ticket):
         return buffers
 
 
-class _Sum(Ticket):
+class _Gathered(Ticket):
     def __init__(self, work: dist.Work, rows: list[Tensor]) -> None:
         self._work = work
         self._rows = rows
@@ -231,10 +238,24 @@ class _Sum(Ticket):
     def wait(self) -> None:
         self._work.wait()
 
-    def take(self) -> Tensor:
+    def take(self) -> list[Tensor]:
         self.wait()
-        total = self._rows[0]
-        for row in self._rows[1:]:
+        return self._rows
+
+
+class _Sum(Ticket):
+    def __init__(self, gathered: _Gathered) -> None:
+        self._gathered = gathered
+
+    def ready(self) -> bool:
+        return self._gathered.ready()
+
+    def wait(self) -> None:
+        self._gathered.wait()
+
+    def take(self) -> Tensor:
+        total, *rows = self._gathered.take()
+        for row in rows:
             total = total + row
         return total
 

@@ -1,0 +1,129 @@
+"""The ranks of a pipeline that live in this process, and how they run together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from penstock.errors import PoisonedError
+from penstock.runtime import Order, Rank, Report, Task, agree_plan, channels, drive
+from penstock.schedule import Action, Schedule, Span, Timeline, parse_action, replay
+from penstock.schedule.base import flat
+from penstock.stage import PipelineStage
+from penstock.step import TimelineKind
+
+T = TypeVar("T")
+
+
+class Crew:
+    """All ranks where one process runs the pipeline, or the one rank of this process.
+
+    Args:
+        ranks: those that live here.
+    """
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self.ranks = tuple(ranks)
+        self._failure: BaseException | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether rank 0 lives in this process: the one that prints and writes for all."""
+        return any(rank.number == 0 for rank in self.ranks)
+
+    @property
+    def stages(self) -> tuple[PipelineStage, ...]:
+        """The stages that live in this process, in order."""
+        held = {index: stage for rank in self.ranks for index, stage in rank.stages.items()}
+        return tuple(held[index] for index in sorted(held))
+
+    def assemble(self, schedule: Schedule) -> None:
+        """Check that all ranks were given one plan, and open their channels.
+
+        Raises:
+            AgreementError: they were not.
+        """
+        self.run([agree_plan(rank.transport, schedule) for rank in self.ranks])
+        for rank in self.ranks:
+            rank.transport.open(channels(schedule))
+
+    def run(self, tasks: Sequence[Task[T]]) -> list[T]:
+        """Run a task of each rank until all are done.
+
+        Raises:
+            PoisonedError: an earlier run failed.
+        """
+        if self._failure is not None:
+            raise PoisonedError(
+                f"an earlier call failed ({type(self._failure).__name__}: {self._failure}); "
+                "build a new Pipeline"
+            ) from self._failure
+        try:
+            return drive(tasks)
+        except BaseException as error:
+            self._failure = error
+            for rank in self.ranks:
+                rank.clear()
+            raise
+
+    def each(self, task: Callable[[Rank], Task[T]]) -> T:
+        """Run a task that gives the same on every rank."""
+        return self.run([task(rank) for rank in self.ranks])[0]
+
+    def carry_out(self, order: Order) -> list[Report]:
+        """Run a call of the pipeline; gradients of the batch's tensors go to where they come from."""
+        with torch.set_grad_enabled(order.trains):
+            reports = self.run([rank.run(order) for rank in self.ranks])
+        owed = [pair for report in reports for pair in report.owed]
+        if owed:
+            # All at once: what made the tensors may serve several of them, and is freed by a backward.
+            tensors, gradients = zip(*owed, strict=True)
+            torch.autograd.backward(tensors, gradients)
+        return reports
+
+    def timeline(self, reports: Sequence[Report]) -> tuple[Timeline, TimelineKind]:
+        """Who did what when, and whether it was measured or replayed."""
+        schedule = reports[0].schedule
+        if len(reports) == schedule.ranks > 1:
+            return replay(schedule, _durations(reports)), "replayed"
+        return self._gather(schedule, reports[0]), "measured"
+
+    def _gather(self, schedule: Schedule, report: Report) -> Timeline:
+        """All ranks' spans, each on its own clock from the moment its program began."""
+        mine = [[str(span.action), span.start, span.end] for span in report.spans]
+        rows: list[Any] = self.each(lambda rank: rank.exchange(mine))
+        spans = (
+            Span(rank, action, start, end)
+            for rank, row in enumerate(rows)
+            for text, start, end in row
+            for action in flat((parse_action(text),))
+        )
+        return Timeline(tuple(spans), schedule.ranks)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode, with each module's own mode restored afterwards."""
+        modes = [(m, m.training) for stage in self.stages for m in stage.module.modules()]
+        for stage in self.stages:
+            stage.module.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def close(self) -> None:
+        """Give back what the ranks' transports hold."""
+        for rank in self.ranks:
+            rank.transport.close()
+
+
+def _durations(reports: Sequence[Report]) -> dict[Action, float]:
+    found: dict[Action, float] = {}
+    for report in reports:
+        for span in report.spans:
+            found[span.action] = found.get(span.action, 0.0) + span.duration
+    return found

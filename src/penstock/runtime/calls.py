@@ -1,0 +1,204 @@
+"""What the ranks together call the model with: each brings what it was given, and all agree on the whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import AgreementError, UsageError
+from penstock.microbatch import Batch, Microbatch
+from penstock.specs import ValueSpec, spec_of_arguments
+
+Key = int | str
+"""An argument, by position or name."""
+
+
+class Brought:
+    """What one rank brings to a call.
+
+    Args:
+        batch: as far as this process was given it.
+        mode: what else the values depend on, such as whether the model is in training.
+    """
+
+    def __init__(self, batch: Batch, mode: str) -> None:
+        self._batch = batch
+        self._mode = mode
+        self._kinds: list[Microbatch] = []
+        self._specs: list[ValueSpec] = []
+        self._of: list[int] = []
+        for part in batch.parts or ():
+            self._enter(part)
+
+    def _enter(self, part: Microbatch) -> None:
+        """Note a microbatch; those of one kind are described once."""
+        for index, known in enumerate(self._kinds):
+            if part.kind is not None and part.kind == known.kind:
+                self._of.append(index)
+                return
+        self._of.append(len(self._kinds))
+        self._kinds.append(part)
+        self._specs.append(spec_of_arguments(part.args, part.kwargs))
+
+    @cached_property
+    def number(self) -> int:
+        """A number of 62 bits that differs where anything does."""
+        shapes = "\n".join(spec.digest() for spec in self._specs)
+        text = f"{self._mode}\n{self._facts()}\n{self._of}\n{shapes}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 2
+
+    def _facts(self) -> dict[str, Any]:
+        batch = self._batch
+        samples = None if batch.samples is None else list(batch.samples)
+        return {"count": batch.count, "samples": samples, "target": batch.targets is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for :func:`merge_calls`."""
+        kinds = [
+            [[key, ValueSpec.of(value).to_json()] for key, value in _named(part).items()]
+            for part in self._kinds
+        ]
+        return {"mode": self._mode, "kinds": kinds, "of": self._of, **self._facts()}
+
+
+def _named(part: Microbatch) -> dict[Key, Any]:
+    named: dict[Key, Any] = dict(enumerate(part.args))
+    return named | part.kwargs
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """What the model is called with, on all ranks together.
+
+    Args:
+        specs: of each microbatch's ``(args, kwargs)``.
+        samples: how many each microbatch holds.
+        given: for each rank the arguments that it was given.
+        targets: for each rank whether it was given the target.
+    """
+
+    specs: tuple[ValueSpec, ...]
+    samples: tuple[int, ...]
+    given: tuple[frozenset[Key], ...]
+    targets: tuple[bool, ...]
+
+    @property
+    def count(self) -> int:
+        """How many microbatches there are."""
+        return len(self.specs)
+
+    @cached_property
+    def names(self) -> tuple[list[Key], list[str]]:
+        """The arguments by position, and those by name."""
+        everything = frozenset().union(*self.given)
+        positions = [key for key in everything if isinstance(key, int)]
+        return sorted(positions), sorted(key for key in everything if isinstance(key, str))
+
+    def completed(self, rank: int, parts: Sequence[Microbatch] | None) -> Sequence[Microbatch]:
+        """A rank's microbatches; what it was not given is there without data, on the meta device."""
+        positions, names = self.names
+        if parts is not None and self.given[rank] >= {*positions, *names}:
+            return parts
+        own = parts or [Microbatch((), {}, 0)] * self.count
+        return [
+            _with_placeholders(part, spec, samples)
+            for part, spec, samples in zip(own, self.specs, self.samples, strict=True)
+        ]
+
+
+def _with_placeholders(part: Microbatch, spec: ValueSpec, samples: int) -> Microbatch:
+    args, kwargs = spec.fill([found.empty("meta") for found in spec.tensors])
+    mine = _named(part)
+    args = tuple(mine.get(position, value) for position, value in enumerate(args))
+    kwargs = {name: mine.get(name, value) for name, value in kwargs.items()}
+    return Microbatch(args, kwargs, samples, part.kind)
+
+
+def merge_calls(brought: Sequence[Mapping[str, Any]]) -> ModelCall:
+    """Put together what the ranks brought; the same on every rank, errors too.
+
+    Args:
+        brought: each rank's :meth:`Brought.to_json`, in rank order.
+
+    Raises:
+        AgreementError: ranks differ in what more than one was given.
+        UsageError: something was given to no rank.
+    """
+    _check_one(brought, "mode", "what they do")
+    count = _check_one(brought, "count", "the number of microbatches")
+    samples = _check_one(brought, "samples", "the samples of the microbatches")
+    if count is None or not any(rank["kinds"] for rank in brought):
+        raise UsageError("no rank was given a batch; pass it at least to the first stage's rank")
+    specs = _merged_specs(brought, count)
+    given = tuple(frozenset(key for key, _ in _first_kind(rank)) for rank in brought)
+    targets = tuple(bool(rank["target"]) for rank in brought)
+    return ModelCall(tuple(specs), tuple(samples or [0] * count), given, targets)
+
+
+def _first_kind(rank: Mapping[str, Any]) -> list[Any]:
+    kinds: list[list[Any]] = rank["kinds"]
+    return kinds[0] if kinds else []
+
+
+def _check_one(brought: Sequence[Mapping[str, Any]], key: str, what: str) -> Any:
+    """What all ranks have that have it."""
+    found = {rank: own[key] for rank, own in enumerate(brought) if own[key] is not None}
+    if len({json.dumps(value) for value in found.values()}) > 1:
+        listed = "; ".join(f"rank {rank}: {value}" for rank, value in found.items())
+        raise AgreementError(f"ranks differ in {what}: {listed}")
+    return next(iter(found.values()), None)
+
+
+def _merged_specs(brought: Sequence[Mapping[str, Any]], count: int) -> list[ValueSpec]:
+    known: dict[tuple[int, ...], ValueSpec] = {}
+    specs = []
+    for microbatch in range(count):
+        kinds = tuple(rank["of"][microbatch] if rank["of"] else -1 for rank in brought)
+        if kinds not in known:
+            known[kinds] = _merged_spec(brought, kinds, microbatch)
+        specs.append(known[kinds])
+    return specs
+
+
+def _merged_spec(
+    brought: Sequence[Mapping[str, Any]], kinds: Sequence[int], microbatch: int
+) -> ValueSpec:
+    found: dict[Key, tuple[int, Any]] = {}
+    for rank, (own, kind) in enumerate(zip(brought, kinds, strict=True)):
+        for key, spec in own["kinds"][kind] if kind >= 0 else ():
+            first, other = found.setdefault(key, (rank, spec))
+            if other != spec:
+                gap = ValueSpec.from_json(other).difference(ValueSpec.from_json(spec))
+                raise AgreementError(
+                    f"ranks were called with different shapes: argument {key!r} of microbatch "
+                    f"{microbatch}, rank {first} beside rank {rank}: {gap}; pass every rank the same batch"
+                )
+    return _spec_of({key: spec for key, (_, spec) in found.items()})
+
+
+def _spec_of(specs: Mapping[Key, Any]) -> ValueSpec:
+    values = {key: _placeholder(ValueSpec.from_json(spec)) for key, spec in specs.items()}
+    positions = sorted(key for key in values if isinstance(key, int))
+    if positions != list(range(len(positions))):
+        raise UsageError(
+            f"arguments {positions} were given by position; those before are missing on all ranks"
+        )
+    kwargs = {key: value for key, value in values.items() if isinstance(key, str)}
+    return spec_of_arguments(tuple(values[position] for position in positions), kwargs)
+
+
+def _placeholder(spec: ValueSpec) -> Any:
+    return spec.fill([placeholder(tensor) for tensor in spec.tensors])
+
+
+def placeholder(spec: Any) -> Tensor:
+    """A tensor of a spec without data."""
+    tensor: torch.Tensor = spec.empty("meta")
+    return tensor.requires_grad_(spec.requires_grad)
