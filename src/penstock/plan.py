@@ -18,6 +18,7 @@ from penstock.schedule import (
     build,
     compute_only,
     load,
+    release_sends,
     validate,
 )
 from penstock.schedule.edges import Edges
@@ -109,7 +110,7 @@ def _build(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
 
 
 def prove(schedule: Schedule) -> Schedule:
-    """Spell out the messages of a schedule and check that it cannot hang.
+    """Spell out the messages of a schedule, check that it cannot hang, and say when sends are let go.
 
     Raises:
         ScheduleError: every problem that was found.
@@ -118,7 +119,7 @@ def prove(schedule: Schedule) -> Schedule:
     report = validate(lowered)
     if not report.ok:
         raise ScheduleError(f"the schedule {schedule.name!r} cannot run:\n{report}")
-    return lowered
+    return release_sends(lowered)
 
 
 def make_plan(

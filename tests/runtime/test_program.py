@@ -9,7 +9,16 @@ import pytest
 from penstock.errors import SpecError
 from penstock.runtime import RankProgram, channels
 from penstock.runtime.arguments import as_arguments, as_values
-from penstock.schedule import Edge, Placement, Schedule, add_communication, build, parse_action
+from penstock.schedule import (
+    Edge,
+    Placement,
+    Schedule,
+    add_communication,
+    add_wait_sends,
+    build,
+    parse_action,
+)
+from penstock.schedule.action import MESSAGE_OPS
 from penstock.transport import BACKWARD, FORWARD, Channel
 from tests.runtime.graphs import schedule_of
 
@@ -29,7 +38,7 @@ def wires(program: RankProgram) -> dict[str, tuple[Channel, list[str]]]:
 
 
 def is_message(action: Any) -> bool:
-    return "_" in action.op
+    return action.op in MESSAGE_OPS
 
 
 def chained() -> Schedule:
@@ -41,15 +50,20 @@ def chained() -> Schedule:
 
 def test_actions_wait_for_their_receives() -> None:
     found = {
-        str(i.action): list(map(str, i.receives)) for i in RankProgram(chained(), 1).instructions
+        str(i.action): list(map(str, i.messages)) for i in RankProgram(chained(), 1).instructions
     }
     assert found["1F0"] == ["1RECV_F0"]
     assert found["1B1"] == ["1RECV_B1"]
     assert found["1SEND_F0"] == found["1RECV_F0"] == []
 
 
+def test_a_wait_for_a_send_waits_for_it() -> None:
+    found = RankProgram(add_wait_sends(chained()), 0).instructions[-1]
+    assert [str(found.action), *map(str, found.messages)] == ["0WAIT_SEND_F1", "0SEND_F1"]
+
+
 def test_stages_of_one_rank_wait_for_no_message() -> None:
-    assert not any(receives for _, receives in program(0, 0, 0, 0, 0).instructions)
+    assert not any(messages for _, messages in program(0, 0, 0, 0, 0).instructions)
 
 
 # ---- where messages go

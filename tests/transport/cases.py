@@ -206,6 +206,54 @@ def a_message_is_ready_when_it_is_there(end: Transport) -> Task[Any]:
     return [before, ticket.ready()]
 
 
+@case([False, True], None)
+def a_send_is_ready_when_it_is_received(end: Transport) -> Task[Any]:
+    if end.rank == 1:
+        yield from take(end, end.agree("the send is posted"))
+        yield from take(end, receive(end, THERE, numbers(0)))
+        return None
+    ticket = end.post_send(THERE, [numbers(1)])
+    before = ticket.ready()
+    yield from take(end, end.agree(None))
+    assert (yield from take(end, ticket)) is None
+    return [before, ticket.ready()]
+
+
+@case([0.0], None)
+def sends_are_waited_for_in_any_order(end: Transport) -> Task[Any]:
+    if end.rank == 1:
+        tickets = [receive(end, THERE, numbers(0)) for _ in range(3)]
+        for ticket in reversed(tickets):
+            yield from take(end, ticket)
+        return None
+    sent = [end.post_send(THERE, [numbers(value)]) for value in range(3)]
+    for index in (1, 0, 2):
+        yield from take(end, sent[index])
+    sent[0].wait()
+    return [0.0]
+
+
+@case(None, True)
+def small_and_large_tensors_in_one_message(end: Transport) -> Task[Any]:
+    tensors = [torch.full((size,), size, dtype=torch.int32) for size in (3, 20_000, 0, 5, 10_000)]
+    tensors[3] = tensors[3].to(torch.float64)
+    arrived = yield from exchange(end, *tensors)
+    return all(map(same_bits, arrived, tensors)) if end.rank else None
+
+
+@case(None, 0)
+def tensors_of_one_message_are_apart(end: Transport) -> Task[Any]:
+    """A change in place of one is none of the others', in memory or in what autograd counts."""
+    arrived = yield from exchange(end, numbers(1, 2), numbers(3, 4))
+    if not arrived:
+        return None
+    first, second = arrived
+    before = first._version
+    second.add_(1)
+    assert first.tolist() == [1, 2]
+    return first._version - before
+
+
 @case([6.0], [5.0])
 def messages_go_both_ways_at_once(end: Transport) -> Task[Any]:
     mine, theirs = (THERE, BACK) if end.rank == 0 else (BACK, THERE)

@@ -50,6 +50,16 @@ def test_a_message_that_nobody_sends_is_an_error(ends: list[InProcessTransport])
         ticket.take()
 
 
+def test_a_send_that_nobody_receives_is_an_error(ends: list[InProcessTransport]) -> None:
+    ticket = ends[0].post_send(THERE, [torch.ones(2)])
+    with pytest.raises(
+        MessageError, match="F channel from rank 0 to rank 1: a message was sent that"
+    ):
+        ticket.wait()
+    receive(ends)
+    ticket.wait()
+
+
 def test_a_message_is_taken_once(ends: list[InProcessTransport]) -> None:
     send(ends)
     ticket = receive(ends)

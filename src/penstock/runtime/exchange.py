@@ -16,6 +16,7 @@ from penstock.runtime.arguments import as_values
 from penstock.runtime.program import RankProgram
 from penstock.runtime.values import GradientSums, Values
 from penstock.schedule import Action, Edge, Op
+from penstock.schedule.action import RECV_OPS
 from penstock.specs import TensorSpec, ValueSpec, flatten
 from penstock.transport import Ticket, Transport
 
@@ -51,7 +52,7 @@ class Exchange:
     @property
     def untaken(self) -> list[Action]:
         """The receives whose messages nobody has used."""
-        return list(self._posted)
+        return [action for action in self._posted if action.op in RECV_OPS]
 
     # ---- between the stages of this rank
 
@@ -107,7 +108,7 @@ class Exchange:
         for edge in wire.edges:
             value = self._values.take(edge.value, microbatch)
             tensors += _checked(value, self._spec(edge, microbatch), action)
-        self._transport.post_send(wire.channel, tensors)
+        self._posted[action] = self._transport.post_send(wire.channel, tensors)
 
     def send_gradients(self, action: Action) -> None:
         """Start a SEND_B: for each tensor a gradient, zeros where it has none."""
@@ -121,7 +122,7 @@ class Exchange:
                 for spec, total in zip(specs, totals, strict=True)
                 if spec.requires_grad
             ]
-        self._transport.post_send(wire.channel, tensors)
+        self._posted[action] = self._transport.post_send(wire.channel, tensors)
 
     def post(self, action: Action) -> None:
         """Start a RECV_F or RECV_B."""
@@ -134,20 +135,28 @@ class Exchange:
             wire.channel, specs, self._devices[action.stage]
         )
 
-    def pending(self, receive: Action) -> Ticket | None:
-        """The ticket of a posted receive; of several stages that use one, the first takes it for all."""
-        return self._posted.get(receive)
+    def pending(self, message: Action) -> Ticket | None:
+        """The ticket of what was posted; of several stages that use a message, the first takes it for all."""
+        return self._posted.get(message)
 
-    def accept(self, receive: Action) -> None:
+    def settle(self, message: Action) -> None:
+        """Let go of what was sent, or take what arrived."""
+        ticket = self._posted.pop(message)
+        if message.op in RECV_OPS:
+            self._accept(message, ticket.take())
+        else:
+            ticket.take()
+
+    def _accept(self, receive: Action, tensors: Sequence[Tensor]) -> None:
         """Take a message apart: values for their users here, or gradients for their maker."""
-        arrived = iter(self._posted.pop(receive).take())
+        arrived = iter(tensors)
         wire, microbatch = self._program.wire(receive), microbatch_of(receive)
         for edge in wire.edges:
             spec = self._spec(edge, microbatch)
             if receive.op is Op.RECV_F:
-                tensors = [next(arrived).requires_grad_(t.requires_grad) for t in spec.tensors]
+                given = [next(arrived).requires_grad_(t.requires_grad) for t in spec.tensors]
                 uses = self._program.uses_of[edge.value]
-                self._values.put(edge.value, microbatch, spec.fill(tensors), uses)
+                self._values.put(edge.value, microbatch, spec.fill(given), uses)
             else:
                 grads = [next(arrived) if t.requires_grad else None for t in spec.tensors]
                 self._gradients.put(edge.value, microbatch, receive.peer_stage, grads)

@@ -89,14 +89,14 @@ class Machine:
     def run(self) -> Task[None]:
         """The program as a task, see :func:`penstock.runtime.driver.drive`."""
         rank, exchange = self._program.rank, self._exchange
-        for action, receives in self._program.instructions:
-            for receive in receives:
-                ticket = exchange.pending(receive)
+        for action, messages in self._program.instructions:
+            for message in messages:
+                ticket = exchange.pending(message)
                 if ticket is None:
                     continue
                 if not ticket.ready():
-                    yield Wait(ticket, rank, f"waits in {action} for {receive}")
-                exchange.accept(receive)
+                    yield Wait(ticket, rank, f"waits in {action} for {message}")
+                exchange.settle(message)
             self._do(action)
         if exchange.untaken:
             left = ", ".join(map(str, exchange.untaken))
@@ -207,7 +207,7 @@ class Machine:
 
 
 def _nothing(machine: Machine, action: Action) -> None:
-    """Some ops ask nothing of a stage that is neither sharded nor replicated."""
+    """Some ops ask nothing of a stage."""
 
 
 # Functions, not bound methods: a machine that held those would be a cycle, and keep its step's tensors.
@@ -220,9 +220,10 @@ _HANDLERS: dict[Op, Callable[[Machine, Action], None]] = {
     Op.RECV_F: Machine._post,
     Op.SEND_B: Machine._send_gradients,
     Op.RECV_B: Machine._post,
-    # The transport keeps what it sends until it has left, and nothing here is sharded.
+    # The wait itself, as for every message, comes before the action.
     Op.WAIT_SEND_F: _nothing,
     Op.WAIT_SEND_B: _nothing,
+    # Nothing here is sharded.
     Op.UNSHARD: _nothing,
     Op.RESHARD: _nothing,
     Op.REDUCE_GRAD: _nothing,

@@ -7,14 +7,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.schedule import Action, Dependencies, Edge, Op, Schedule
+from penstock.schedule.action import MESSAGE_OPS, SEND_OPS, WAIT_SEND_OPS
 from penstock.transport import BACKWARD, FORWARD, Channel
 
 
 class Instruction(NamedTuple):
-    """An action and the receives that must have arrived before it."""
+    """An action and the messages of this rank that must be complete before it."""
 
     action: Action
-    receives: tuple[Action, ...]
+    messages: tuple[Action, ...]
 
 
 class Wire(NamedTuple):
@@ -41,7 +42,7 @@ class RankProgram:
         """The rank's actions in order."""
         rule = Dependencies(self.schedule)
         return tuple(
-            Instruction(action, tuple(rule.receives(action)))
+            Instruction(action, tuple(_messages(rule, action)))
             for action in self.schedule.actions(self.rank)
         )
 
@@ -51,7 +52,7 @@ class RankProgram:
         found: dict[tuple[Op, int, int], Wire] = {}
         for action, _ in self.instructions:
             key = (action.op, action.stage, action.peer if action.peer is not None else -1)
-            if action.op in _SENDS | _RECEIVES and key not in found:
+            if action.op in MESSAGE_OPS and key not in found:
                 found[key] = self._wire(action)
         return found
 
@@ -62,7 +63,7 @@ class RankProgram:
     def _wire(self, action: Action) -> Wire:
         rank_of = self.schedule.placement.rank_of
         other = rank_of[action.peer_stage]
-        ends = (self.rank, other) if action.op in _SENDS else (other, self.rank)
+        ends = (self.rank, other) if action.op in SEND_OPS else (other, self.rank)
         forward = action.op in (Op.SEND_F, Op.RECV_F)
         source, carrier = sorted((action.stage, action.peer_stage))
         edges = (
@@ -103,6 +104,11 @@ class RankProgram:
         return uses
 
 
+def _messages(rule: Dependencies, action: Action) -> list[Action]:
+    """The receives that an action needs; for a WAIT_SEND the send."""
+    return rule.before(action) if action.op in WAIT_SEND_OPS else rule.receives(action)
+
+
 def channels(schedule: Schedule) -> list[Channel]:
     """The channels that a schedule's messages use, in the same order on every rank."""
     found: dict[Channel, None] = {}
@@ -123,7 +129,3 @@ def engine_for(schedule: Schedule, stage: int) -> str:
     if order != sorted(order):
         return "graph"
     return "none" if all(action.op is Op.B for action in backwards) else "deferred"
-
-
-_SENDS = frozenset({Op.SEND_F, Op.SEND_B})
-_RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})

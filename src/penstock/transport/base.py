@@ -69,8 +69,13 @@ class Transport(ABC):
         """Prepare channels before they are used; every rank names the same ones in the same order."""
 
     @abstractmethod
-    def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> None:
-        """Start to send tensors over a channel from this rank; they must not change until taken."""
+    def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> Ticket:
+        """Start to send tensors over a channel from this rank.
+
+        Returns:
+            A ticket that is complete when the receiver has posted its end and the message has left. Until
+            then it is kept, also where nobody keeps the ticket, and the tensors must not change.
+        """
 
     @abstractmethod
     def post_receive(
@@ -105,7 +110,7 @@ class Transport(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until everything that this rank sent has left it."""
+        """Wait for the sends whose tickets nobody has waited for."""
 
     @abstractmethod
     def close(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +15,18 @@ from penstock.errors import InternalError, MessageError, SpecError
 from penstock.specs import TensorSpec
 from penstock.transport.base import Channel, Ticket, Transport
 
-_Mail = dict[Channel, deque[list[Tensor]]]
+
+@dataclass
+class _Box:
+    """A channel: messages that nobody has received yet, and receives that wait for one."""
+
+    letters: deque[list[Tensor]] = field(default_factory=deque)
+    waiting: deque[_Message] = field(default_factory=deque)
+    sent: int = 0
+    asked: int = 0
+
+
+_Mail = defaultdict[Channel, _Box]
 
 
 class InProcessTransport(Transport):
@@ -29,26 +41,29 @@ class InProcessTransport(Transport):
         self.ranks = ranks
         self._mail = mail
         self._rounds = rounds
-        self._tickets: dict[Channel, deque[_Message]] = {}
 
     def open(self, channels: Iterable[Channel]) -> None:
         """Give each channel its place in the post office."""
         for channel in channels:
-            self._mail.setdefault(channel, deque())
+            self._mail[channel] = self._mail[channel]
 
-    def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> None:
+    def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> Ticket:
         """Put the tensors themselves into the channel."""
         _check_end(channel, channel.source, self.rank)
-        self._mail.setdefault(channel, deque()).append([t.detach() for t in tensors])
+        box = self._mail[channel]
+        box.letters.append([t.detach() for t in tensors])
+        box.sent += 1
+        return _Sent(channel, box, box.sent)
 
     def post_receive(
         self, channel: Channel, specs: Sequence[TensorSpec], device: torch.device
     ) -> Ticket:
         """Queue for the channel's next message."""
         _check_end(channel, channel.target, self.rank)
-        waiting = self._tickets.setdefault(channel, deque())
-        ticket = _Message(channel, specs, device, self._mail.setdefault(channel, deque()), waiting)
-        waiting.append(ticket)
+        box = self._mail[channel]
+        ticket = _Message(channel, specs, device, box)
+        box.waiting.append(ticket)
+        box.asked += 1
         return ticket
 
     def agree(self, value: Any) -> Ticket:
@@ -71,19 +86,19 @@ class InProcessTransport(Transport):
         )
 
     def finish(self) -> None:
-        """Nothing is on its way: a send is complete when it is posted."""
+        """Nothing to do: what was sent stays until it is received."""
 
     def close(self) -> None:
         """Drop what this rank did not take; what it sent is still there for the others."""
-        self._tickets.clear()
-        for channel, letters in self._mail.items():
+        for channel, box in self._mail.items():
             if channel.target == self.rank:
-                letters.clear()
+                box.letters.clear()
+                box.waiting.clear()
 
 
 def in_process(ranks: int) -> list[InProcessTransport]:
     """The ends of a pipeline of ``ranks`` ranks inside this process."""
-    mail: _Mail = {}
+    mail: _Mail = defaultdict(_Box)
     rounds = _Rounds(ranks)
     return [InProcessTransport(rank, ranks, mail, rounds) for rank in range(ranks)]
 
@@ -108,19 +123,18 @@ class _Message(Ticket):
         channel: Channel,
         specs: Sequence[TensorSpec],
         device: torch.device,
-        sent: deque[list[Tensor]],
-        waiting: deque[_Message],
+        box: _Box,
     ) -> None:
         self._channel = channel
         self._specs = specs
         self._device = device
-        self._sent = sent
-        self._waiting = waiting
+        self._box = box
         self._tensors: list[Tensor] | None = None
 
     def ready(self) -> bool:
-        while self._sent and self._waiting and self._tensors is None:
-            self._waiting.popleft().arrive(self._sent.popleft())
+        box = self._box
+        while box.letters and box.waiting and self._tensors is None:
+            box.waiting.popleft().arrive(box.letters.popleft())
         return self._tensors is not None
 
     def arrive(self, tensors: list[Tensor]) -> None:
@@ -139,6 +153,25 @@ class _Message(Ticket):
         self.wait()
         tensors, self._tensors = self._tensors, None
         return tensors or []
+
+
+class _Sent(Ticket):
+    """A send: complete when the receive that takes it is posted."""
+
+    def __init__(self, channel: Channel, box: _Box, number: int) -> None:
+        self._channel = channel
+        self._box = box
+        self._number = number
+
+    def ready(self) -> bool:
+        return self._box.asked >= self._number
+
+    def wait(self) -> None:
+        if not self.ready():
+            raise MessageError(f"{self._channel}: a message was sent that nobody receives")
+
+    def take(self) -> None:
+        self.wait()
 
 
 class _Rounds:

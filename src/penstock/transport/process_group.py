@@ -1,19 +1,19 @@
 """A process a rank, over a ``torch.distributed`` process group: gloo on CPU, NCCL on GPU.
 
 On gloo all channels share the given group and have a tag each. On NCCL every channel is a group of its own
-with its own communicator and stream, so that a receive never stands in front of a send. The NCCL side is
-the same code; two GPUs, which its test needs, were not at hand.
+with its own communicator and stream, so that a receive never stands in front of a send; the communicators are
+made when the channels are opened, by all ranks in the same order, since making one waits for the other end.
+The NCCL side is the same code; two GPUs, which its test needs, were not at hand.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,10 @@ from torch import Tensor
 from penstock.errors import InternalError, UsageError
 from penstock.specs import TensorSpec
 from penstock.transport.base import KINDS, Channel, Ticket, Transport
+from penstock.transport.messages import Departure, Wire, settled
 
 _TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=0x50)}
 """Tags of messages; away from 0, the default of other code on the same group."""
-
-
-class _Wire(NamedTuple):
-    """How to reach the other end of a channel."""
-
-    group: dist.ProcessGroup
-    peer: int
-    tag: int
 
 
 def launched() -> bool:
@@ -85,8 +78,8 @@ class ProcessGroupTransport(Transport):
         self._control = (
             parent if _carries(parent, "cpu") else self._new_group(self._members, "gloo")
         )
-        self._wires: dict[Channel, _Wire] = {}
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._wires: dict[Channel, Wire] = {}
+        self._leaving: set[Departure] = set()
         self._closed = False
 
     def open(self, channels: Iterable[Channel]) -> None:
@@ -95,43 +88,43 @@ class ProcessGroupTransport(Transport):
             if channel not in self._wires:
                 self._wires[channel] = self._wire(channel)
 
-    def _wire(self, channel: Channel) -> _Wire:
+    def _wire(self, channel: Channel) -> Wire:
         """The group, the other end's rank in it, and the tag."""
         other = channel.target if channel.source == self.rank else channel.source
         if self._device.type == "cpu":
-            return _Wire(self._control, other, _TAGS[channel.kind])
+            return Wire(self._control, other, _TAGS[channel.kind])
         ends = sorted((channel.source, channel.target))
         # Every rank makes every group, also those it is no end of, since torch counts them.
-        group = self._new_group([self._members[end] for end in ends], "nccl")
-        return _Wire(group, ends.index(other), 0)
+        backend = dist.get_default_backend_for_device(self._device)
+        group = self._new_group([self._members[end] for end in ends], backend, self._device)
+        return Wire(group, ends.index(other), 0)
 
-    def _new_group(self, members: list[int], backend: str) -> dist.ProcessGroup:
-        """A group that this pipeline's ranks make together; those outside it get a stand-in."""
+    def _new_group(
+        self, members: list[int], backend: str, device: torch.device | None = None
+    ) -> dist.ProcessGroup:
+        """A group that this pipeline's ranks make together; those outside it get a stand-in.
+
+        With a device its members connect at once.
+        """
         partial = len(self._members) < dist.get_world_size()
         made: dist.ProcessGroup = dist.new_group(
             members,
             timedelta(seconds=self._timeout),
             backend,
             use_local_synchronization=partial,
+            device_id=device,
         )
         return made
 
-    def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> None:
-        """Start sends that run beside the next actions; the tensors are kept until :meth:`finish`."""
-        wire, to, tag = self._wires[channel]
-        for tensor in tensors:
-            data = _settled(tensor)
-            if data.numel():
-                self._sent.append((wire.send([data], to, tag), data))
+    def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> Ticket:
+        """Start sends that run beside the next actions; the ticket keeps the tensors until it is complete."""
+        return self._wires[channel].send(tensors, self._leaving)
 
     def post_receive(
         self, channel: Channel, specs: Sequence[TensorSpec], device: torch.device
     ) -> Ticket:
         """Start receives into new buffers."""
-        wire, source, tag = self._wires[channel]
-        buffers = [spec.empty(device) for spec in specs]
-        works = [wire.recv([buffer], source, tag) for buffer in buffers if buffer.numel()]
-        return _Arrival(works, buffers)
+        return self._wires[channel].receive(specs, device)
 
     def agree(self, value: Any) -> Ticket:
         """Exchange JSON bytes: first their lengths, then all padded to the longest."""
@@ -163,21 +156,21 @@ class ProcessGroupTransport(Transport):
 
     def broadcast(self, tensor: Tensor, source: int) -> Ticket:
         """Broadcast over the control group, on the CPU, as bytes: gloo knows only some types."""
-        data = _settled(tensor).flatten().view(torch.uint8).cpu().clone()
+        data = settled(tensor).flatten().view(torch.uint8).cpu().clone()
         dist.broadcast(data, self._members[source], group=self._control)
         return _Done(data.view(tensor.dtype).reshape(tensor.shape).to(tensor.device))
 
     def finish(self) -> None:
-        """Wait for the sends and let go of their tensors."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        """Wait for the sends that nobody has waited for, and let go of their tensors."""
+        for departure in list(self._leaving):
+            departure.wait()
 
     def close(self) -> None:
         """End the default group if it was started here."""
         if self._closed:
             return
         self._closed = True
-        self._sent.clear()
+        self._leaving.clear()
         if self._owns_world:
             dist.destroy_process_group()
 
@@ -195,36 +188,10 @@ def _carries(group: dist.ProcessGroup, device_type: str) -> bool:
     return device_type in backends
 
 
-def _settled(tensor: Tensor) -> Tensor:
-    """The tensor with its elements in order in memory, and negated or conjugated where only marked so."""
-    return tensor.detach().resolve_neg().resolve_conj().contiguous()
-
-
 def _posted(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise InternalError("this process is not in the group of the message")
     return work
-
-
-class _Arrival(Ticket):
-    """Receives under way. Whether they are complete is not known on gloo before a wait."""
-
-    def __init__(self, works: list[dist.Work], buffers: list[Tensor]) -> None:
-        self._works = works
-        self._buffers = buffers
-
-    def ready(self) -> bool:
-        return not self._works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = []
-
-    def take(self) -> list[Tensor]:
-        self.wait()
-        buffers, self._buffers = self._buffers, []
-        return buffers
 
 
 class _Gathered(Ticket):

@@ -1,0 +1,137 @@
+"""Messages over a process group: each a few tensors of known shapes, of which the small ones travel as one.
+
+A receive's buffers and a send's tensors are used on the stream that is current at the post, and the waits
+are on that stream too: on GPUs a wait holds up that stream, not the host, and memory that is given back after
+it is safe to use again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.specs import TensorSpec
+from penstock.transport.base import Ticket
+
+SMALL = 32 * 1024
+"""Bytes up to which copying a tensor costs less than sending it by itself."""
+
+
+class Wire(NamedTuple):
+    """How to reach the other end of a channel."""
+
+    group: dist.ProcessGroup
+    peer: int
+    tag: int
+
+    def send(self, tensors: Sequence[Tensor], keep: set[Departure]) -> Departure:
+        """Start to send; the ticket is kept among others until it is complete."""
+        parcels = _pack([settled(tensor) for tensor in tensors])
+        works = [self.group.send([parcel], self.peer, self.tag) for parcel in parcels]
+        return Departure(works, parcels, keep)
+
+    def receive(self, specs: Sequence[TensorSpec], device: torch.device) -> Arrival:
+        """Start to receive into new buffers."""
+        tensors = [spec.empty(device) for spec in specs]
+        small, large = _split(tensors)
+        parcels = [_parcel_for(small), *large] if small else large
+        works = [self.group.recv([parcel], self.peer, self.tag) for parcel in parcels]
+        return Arrival(works, tensors, (parcels[0], small) if small else None)
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor with its elements in order in memory, and negated or conjugated where only marked so."""
+    return tensor.detach().resolve_neg().resolve_conj().contiguous()
+
+
+class Departure(Ticket):
+    """Sends under way, with what they send. Gloo tells only by a wait whether they are complete."""
+
+    def __init__(self, works: list[dist.Work], parcels: list[Tensor], keep: set[Departure]) -> None:
+        self._works = works
+        self._parcels = parcels
+        self._keep = keep
+        keep.add(self)
+
+    def ready(self) -> bool:
+        """Whether it was waited for."""
+        return not self._works
+
+    def wait(self) -> None:
+        """Wait, and let go of the tensors."""
+        for work in self._works:
+            work.wait()
+        self._works, self._parcels = [], []
+        self._keep.discard(self)
+
+    def take(self) -> None:
+        """Wait; nothing arrives here."""
+        self.wait()
+
+
+Packed = tuple[Tensor, list[Tensor]]
+"""A parcel, and the tensors it is for."""
+
+
+class Arrival(Ticket):
+    """Receives under way. Gloo tells only by a wait whether they are complete."""
+
+    def __init__(
+        self, works: list[dist.Work], tensors: list[Tensor], packed: Packed | None
+    ) -> None:
+        self._works = works
+        self._tensors = tensors
+        self._packed = packed
+
+    def ready(self) -> bool:
+        """Whether it was waited for."""
+        return not self._works
+
+    def wait(self) -> None:
+        """Wait, and take parcels apart."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        if self._packed is not None:
+            _unpack(*self._packed)
+            self._packed = None
+
+    def take(self) -> list[Tensor]:
+        """The tensors, once."""
+        self.wait()
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+
+def _split(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that travel together, and those that travel alone; what is empty does not travel."""
+    there = [tensor for tensor in tensors if tensor.numel()]
+    small = [tensor for tensor in there if tensor.nbytes <= SMALL]
+    if len(small) < 2:
+        return [], there
+    return small, [tensor for tensor in there if tensor.nbytes > SMALL]
+
+
+def _pack(tensors: list[Tensor]) -> list[Tensor]:
+    small, large = _split(tensors)
+    return [torch.cat([_bytes_of(tensor) for tensor in small]), *large] if small else large
+
+
+def _parcel_for(tensors: list[Tensor]) -> Tensor:
+    size = sum(tensor.nbytes for tensor in tensors)
+    return torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+
+
+def _unpack(parcel: Tensor, tensors: list[Tensor]) -> None:
+    """Copy, so that the tensors share no memory, and with it no count of changes in place."""
+    parts: Any = parcel.split([tensor.nbytes for tensor in tensors])
+    for part, tensor in zip(parts, tensors, strict=True):
+        _bytes_of(tensor).copy_(part)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
