@@ -121,9 +121,15 @@ REFUSALS = {
     "no microbatches": Refusal((rows(3),), {}, 0, {}, "into 0 microbatches; use at least 1"),
     "a rule for nothing": Refusal((rows(3),), {}, 1, {"mask": REPLICATE}, r"rules for \['mask'\]"),
     "no such dimension": Refusal((rows(3),), {}, 1, {0: Split(2)}, r"\[3, 2\] has no dimension 2"),
-    "a scalar": Refusal((torch.tensor(1.0),), {}, 1, {}, "keep it whole with REPLICATE"),
+    "a scalar that shall be split": Refusal(
+        (torch.tensor(1.0),), {}, 1, {0: Split()}, "keep it whole with REPLICATE"
+    ),
     "other sizes": Refusal(
-        (rows(3),), {"y": [rows(4)]}, 1, {}, r"argument 0: 3, argument 'y'\[0\]: 4"
+        (rows(3),),
+        {"y": [rows(4)]},
+        1,
+        {},
+        r"3 samples \(argument 0 of shape \[3, 2\] .* but argument 'y'\[0\] of shape \[4, 2\] has 4",
     ),
 }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.engine import Pipeline
-    from penstock.microbatch import REPLICATE, Split
+    from penstock.microbatch import REPLICATE, Microbatches, Split
     from penstock.partition import Partition
     from penstock.stage import PipelineStage
     from penstock.step import StepResult
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Microbatches": "penstock.microbatch",
     "Partition": "penstock.partition",
     "Pipeline": "penstock.engine",
     "PipelineStage": "penstock.stage",
@@ -26,7 +27,15 @@ _HOMES = {
     "StepResult": "penstock.step",
 }
 
-__all__ = ["REPLICATE", "Partition", "Pipeline", "PipelineStage", "Split", "StepResult"]
+__all__ = [
+    "REPLICATE",
+    "Microbatches",
+    "Partition",
+    "Pipeline",
+    "PipelineStage",
+    "Split",
+    "StepResult",
+]
 
 
 def __getattr__(name: str) -> Any:

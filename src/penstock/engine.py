@@ -212,7 +212,8 @@ class Pipeline:
                 "step under torch.inference_mode() has no gradients; call it outside, or use eval"
             )
         count = self._plan.microbatches if microbatches is None else microbatches
-        batch = split_batch(args, kwargs, target, self._rules, count)
+        batch = split_batch(args, kwargs, target, self._rules, count, fewer=True)
+        self._plan.check_trains(batch.count)
         return self._carry_out(batch, self._loss, trains=True, record=record)
 
     def eval(
@@ -304,7 +305,8 @@ class Pipeline:
 
         order = Order(schedules, batch, loss, trains=trains, outputs=outputs, record=record)
         reports = self._crew.carry_out(order)
-        merged = merge(reports[0].outputs, dim) if outputs else None
+        found = reports[0].outputs if outputs else None
+        merged = merge(found, dim) if found and not reports[0].ready else found
         if not record:
             return StepResult(reports[0].loss, merged)
         timeline, kind = self._crew.timeline(reports)

@@ -72,6 +72,23 @@ class Plan:
             self._proven[key] = prove(made if edges is None else with_edges(made, edges))
         return self._proven[key]
 
+    def check_trains(self, microbatches: int | None) -> None:
+        """Check that a step may have so many microbatches, where their number is known.
+
+        Raises:
+            ScheduleError: the schedule is for others.
+        """
+        if microbatches is None or microbatches == self.microbatches:
+            return
+        try:
+            self.proven(microbatches, trains=True)
+        except ScheduleError as error:
+            raise ScheduleError(
+                f"this step has {microbatches} microbatches instead of {self.microbatches}: {error}; a batch "
+                "with fewer samples than microbatches has as many as it has samples: leave it out, or use "
+                "a schedule that takes any number, such as 1F1B"
+            ) from error
+
     def _named(self, microbatches: int) -> Schedule:
         if isinstance(self.schedule, str):
             return _build(self.schedule, self.ranks, self.stages, microbatches)

@@ -33,7 +33,7 @@ from tests.pipeline.models import (
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
-@pytest.mark.parametrize("samples", [4, 5, 7, 8])
+@pytest.mark.parametrize("samples", [1, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize(("loss", "reduction"), [(mean_loss, "mean"), (sum_loss, "sum")])
 def test_uneven_batches(schedule: str, samples: int, loss: Any, reduction: Any) -> None:
     case = Case(chain(), (X[:samples],), Y[:samples], loss, reduction)

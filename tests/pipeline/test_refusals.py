@@ -135,15 +135,15 @@ CALLING: dict[str, Refusal] = {
         "the schedule 'forward-only' has no backward",
     ),
     "too few samples": (
-        lambda: make().step(X[:3], target=Y[:3]),
-        MicrobatchError,
-        "3 samples cannot be split into 4 microbatches; use at most 3",
+        lambda: make(schedule="DualPipeV", stages=4, model=chain(4)).step(X[:3], target=Y[:3]),
+        ScheduleError,
+        "this step has 3 microbatches instead of 4: DualPipeV on ranks=2 needs microbatches=4",
     ),
     "no samples": (lambda: make().predict(X[:0]), MicrobatchError, "the batch is empty"),
     "another target": (
         lambda: make().step(X, target=Y[:7]),
         MicrobatchError,
-        "8 samples, but a target for 7",
+        r"8 samples \(argument 0 of .* but the target of shape \[7, 4\] has 7 in dimension 0",
     ),
     "a rule for nothing": (
         lambda: make(rules={"mask": REPLICATE}).step(X, target=Y),

@@ -163,7 +163,7 @@ def test_a_usage_error_says_where() -> None:
 def test_what_is_refused_before_the_step_poisons_nothing() -> None:
     made = pipe(Passes(), Passes())
     with pytest.raises(UsageError):
-        made.step(X[:2], target=X[:2])
+        made.step(X, target=X[:2])
     assert made.step(X, target=X).loss == float(X.sum()) / 4
 
 

@@ -57,7 +57,12 @@ class Brought:
     def _facts(self) -> dict[str, Any]:
         batch = self._batch
         samples = None if batch.samples is None else list(batch.samples)
-        return {"count": batch.count, "samples": samples, "target": batch.targets is not None}
+        return {
+            "count": batch.count,
+            "samples": samples,
+            "target": batch.targets is not None,
+            "ready": None if batch.count is None else batch.ready,
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for :func:`merge_calls`."""
@@ -82,12 +87,14 @@ class ModelCall:
         samples: how many each microbatch holds.
         given: for each rank the arguments that it was given.
         targets: for each rank whether it was given the target.
+        ready: whether the user split the batch.
     """
 
     specs: tuple[ValueSpec, ...]
     samples: tuple[int, ...]
     given: tuple[frozenset[Key], ...]
     targets: tuple[bool, ...]
+    ready: bool = False
 
     @property
     def count(self) -> int:
@@ -139,7 +146,8 @@ def merge_calls(brought: Sequence[Mapping[str, Any]]) -> ModelCall:
     specs = _merged_specs(brought, count)
     given = tuple(frozenset(key for key, _ in _first_kind(rank)) for rank in brought)
     targets = tuple(bool(rank["target"]) for rank in brought)
-    return ModelCall(tuple(specs), tuple(samples or [0] * count), given, targets)
+    ready = bool(_check_one(brought, "ready", "whether the batch is split already"))
+    return ModelCall(tuple(specs), tuple(samples or [0] * count), given, targets, ready)
 
 
 def _first_kind(rank: Mapping[str, Any]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ class Report:
         spans: when each action ran, where asked.
         elapsed: seconds, where asked.
         owed: the batch's tensors that require grad, and their gradients.
+        ready: whether the user split the batch, and so gets its outputs one by one.
     """
 
     schedule: Schedule
@@ -77,6 +78,7 @@ class Report:
     spans: list[Span] = field(default_factory=list)
     elapsed: float = 0.0
     owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    ready: bool = False
 
 
 class Rank:
@@ -135,7 +137,8 @@ class Rank:
         yield from Machine(program, self.stages, self.transport, work).run()
         elapsed = recorder.elapsed() if recorder else 0.0
         self.transport.finish()
-        return (yield from self._report(program, work, elapsed))
+        report = yield from self._report(program, work, elapsed)
+        return replace(report, ready=page.call.ready)
 
     def _introduce(self) -> Task[Inputs]:
         """Tell the other ranks which arguments the stages here take by name."""
