@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.draws import randomness
     from penstock.engine import Pipeline
     from penstock.microbatch import REPLICATE, Microbatches, Split
     from penstock.partition import Partition
@@ -25,6 +26,7 @@ _HOMES = {
     "REPLICATE": "penstock.microbatch",
     "Split": "penstock.microbatch",
     "StepResult": "penstock.step",
+    "randomness": "penstock.draws",
 }
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "PipelineStage",
     "Split",
     "StepResult",
+    "randomness",
 ]
 
 

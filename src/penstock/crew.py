@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
+from penstock.draws import Generators
 from penstock.errors import PoisonedError
 from penstock.runtime import Order, Rank, Report, Task, agree_plan, channels, drive
 from penstock.schedule import Action, Schedule, Span, Timeline, parse_action, replay
@@ -28,6 +29,7 @@ class Crew:
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self.ranks = tuple(ranks)
         self._failure: BaseException | None = None
+        self._generators = Generators(stage.device for stage in self.stages)
 
     @property
     def leads(self) -> bool:
@@ -75,7 +77,9 @@ class Crew:
 
     def carry_out(self, order: Order) -> list[Report]:
         """Run a call of the pipeline; gradients of the batch's tensors go to where they come from."""
-        with torch.set_grad_enabled(order.trains):
+        # A step's random numbers are its own: those of its caller go on as if it had drawn none.
+        kept = nullcontext() if order.draw is None else self._generators.kept()
+        with torch.set_grad_enabled(order.trains), kept:
             reports = self.run([rank.run(order) for rank in self.ranks])
         owed = [pair for report in reports for pair in report.owed]
         if owed:

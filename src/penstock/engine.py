@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from penstock.crew import Crew
+from penstock.draws import Randomness, Seed, own_seed
 from penstock.errors import UsageError
 from penstock.hosting import check_given, connect_if_launched, ends_of, held_by, placed_on, world_of
 from penstock.microbatch import MISSING, Batch, Rules, merge, output_dim, split_batch
@@ -47,6 +48,9 @@ class Pipeline:
             device of ``LOCAL_RANK``.
         group: under torchrun, the process group of this pipeline's ranks; by default all.
         engine: how backward is cut in two, see :class:`PipelineStage`; by default what the schedule needs.
+        seed: of the random numbers that steps draw, such as dropout's, which depend on it, the step, the
+            microbatch and the module's path alone; by default the one rank 0 gave ``torch.manual_seed``.
+            ``"off"`` draws from torch's generators as they are. See docs/randomness.md.
 
     Raises:
         UsageError: something asked for cannot be had; see its subclasses in :mod:`penstock.errors`.
@@ -67,6 +71,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         group: Any = None,
         engine: str | None = None,
+        seed: Seed = None,
     ) -> None:
         check_model(model)
         home = placed_on(device)
@@ -82,6 +87,7 @@ class Pipeline:
         made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
         self._set_up(plan, ends, made, loss, rules, partition.describe)
+        self._agree_on(own_seed(seed))
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -95,6 +101,7 @@ class Pipeline:
         rules: Rules | None = None,
         edges: Edges | None = None,
         group: Any = None,
+        seed: Seed = None,
     ) -> Pipeline:
         """A pipeline of stages placed by hand.
 
@@ -108,6 +115,7 @@ class Pipeline:
             edges: which values travel between the stages; by default each feeds the next. A stage that
                 makes several gives them by name in a dict, and gets several by name.
             group: the process group of this pipeline's ranks.
+            seed: of the random numbers that steps draw.
         """
         check_given(stages)
         found = connect_if_launched(stages[0].device, group)
@@ -116,6 +124,8 @@ class Pipeline:
         pipe = cls.__new__(cls)
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
         pipe._set_up(plan, ends_of(plan, found), stages, loss, rules)
+        pipe._agree_on(own_seed(seed))
+        pipe._tell_stages_apart()
         return pipe
 
     def _set_up(
@@ -137,12 +147,30 @@ class Pipeline:
         self._crew.assemble(schedule)
         self._counts: list[int] = self._crew.each(lambda rank: rank.exchange(len(rank.parameters)))
 
+    def _agree_on(self, seed: int | Literal["off"]) -> None:
+        """Rank 0's seed is that of all."""
+        seeds: list[Any] = self._crew.each(lambda rank: rank.exchange(seed))
+        self._randomness = Randomness(seeds[0])
+
+    def _tell_stages_apart(self) -> None:
+        """Stages made by hand may call their modules alike, which must not draw alike for that."""
+        gathered: list[Any] = self._crew.each(lambda rank: rank.exchange(rank.drawing_names))
+        names = [name for rank in gathered for name in rank]
+        if len(set(names)) < len(names):
+            for rank in self._crew.ranks:
+                rank.tell_stages_apart()
+
     # ---- what a pipeline is
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of a training step, with its messages; a call may need other edges than this."""
         return self._plan.training
+
+    @property
+    def randomness(self) -> Randomness:
+        """The seed of what steps draw and the number of the next one: saved and loaded with a checkpoint."""
+        return self._randomness
 
     @property
     def leads(self) -> bool:
@@ -303,8 +331,13 @@ class Pipeline:
         def schedules(count: int, edges: Edges | None) -> Schedule:
             return self._plan.proven(count, edges, trains=trains)
 
-        order = Order(schedules, batch, loss, trains=trains, outputs=outputs, record=record)
+        draw = self._randomness.next if trains else None
+        order = Order(
+            schedules, batch, loss, trains=trains, outputs=outputs, record=record, draw=draw
+        )
         reports = self._crew.carry_out(order)
+        if trains:
+            self._randomness.advance()
         found = reports[0].outputs if outputs else None
         merged = merge(found, dim) if found and not reports[0].ready else found
         if not record:

@@ -17,6 +17,7 @@ from penstock.errors import MessageError, PenstockError, StageError
 from penstock.microbatch import Microbatch
 from penstock.runtime.arguments import Call, Inputs
 from penstock.runtime.clock import Recorder
+from penstock.runtime.companions import Companions
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Exchange, Specs, microbatch_of
 from penstock.runtime.program import RankProgram
@@ -47,6 +48,7 @@ class Work:
         outputs: of the last stage for each microbatch, where asked.
         owed: arguments of the call and their gradients.
         inputs: which of the model's arguments each stage is given.
+        companions: what goes along with each stage's microbatches.
     """
 
     microbatches: Sequence[Microbatch]
@@ -60,6 +62,7 @@ class Work:
     outputs: dict[int, Any] = field(default_factory=dict)
     owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     inputs: Inputs = field(default_factory=lambda: Inputs({}))
+    companions: Companions = field(default_factory=dict)
 
 
 class Machine:
@@ -85,6 +88,7 @@ class Machine:
         devices = {index: stage.device for index, stage in stages.items()}
         self._exchange = Exchange(program, transport, work.specs, devices)
         self._turns = {index: Turns() for index in stages}
+        self._companions = {index: work.companions.get(index, ()) for index in stages}
 
     def run(self) -> Task[None]:
         """The program as a task, see :func:`penstock.runtime.driver.drive`."""
@@ -123,6 +127,8 @@ class Machine:
         stage, microbatch = self._stages[action.stage], microbatch_of(action)
         args, kwargs = self._arguments(stage, microbatch)
         with self._timed(action):
+            for companion in self._companions[stage.index]:
+                companion.forward(microbatch)
             output = stage.forward(microbatch, args, kwargs, self._loss_of(stage, microbatch))
         self._exchange.keep(stage.index, microbatch, output, wired=stage.wired)
         if stage.is_last and self._work.keep_outputs:
@@ -139,6 +145,8 @@ class Machine:
             return None
 
         def compute(output: Any) -> Tensor:
+            for companion in self._companions[stage.index]:
+                companion.loss(microbatch)
             found = loss.of_microbatch(output, work.targets[microbatch])
             work.losses[microbatch] = found.detach()
             return found
@@ -153,6 +161,7 @@ class Machine:
             self._backward_weight(action)
             return
         self._run_backward(action, self._stages[action.stage].backward)
+        self._done(action.stage, microbatch_of(action))
         late = turns.passed()
         if late:
             self._add_weights(action, late)
@@ -164,6 +173,8 @@ class Machine:
         stage, microbatch = self._stages[action.stage], microbatch_of(action)
         grads = self._output_gradients(stage, microbatch)
         with self._timed(action):
+            for companion in self._companions[stage.index]:
+                companion.backward(microbatch)
             found = half(microbatch, grads)
         rest = self._exchange.hand_back(stage.index, microbatch, found)
         if any(gradient is not None for gradient in rest):
@@ -185,7 +196,14 @@ class Machine:
         """The weights' half of what is due, in the order of the microbatches whatever the schedule's."""
         with self._timed(action):
             for microbatch in due:
+                for companion in self._companions[action.stage]:
+                    companion.backward(microbatch)
                 self._stages[action.stage].backward_weight(microbatch)
+                self._done(action.stage, microbatch)
+
+    def _done(self, stage: int, microbatch: int) -> None:
+        for companion in self._companions[stage]:
+            companion.done(microbatch)
 
     def _output_gradients(self, stage: PipelineStage, microbatch: int) -> list[Tensor | None]:
         if stage.is_last:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.draws import Draw, Generators, Streams
 from penstock.errors import SpecError, UsageError
 from penstock.microbatch import Batch
 from penstock.runtime.agreement import Book, Page, agree_call, look_up
 from penstock.runtime.arguments import Inputs
 from penstock.runtime.calls import Brought, ModelCall
 from penstock.runtime.clock import Recorder
+from penstock.runtime.companions import Companions
 from penstock.runtime.describing import OUTPUT, Describe, describe_by_stage, describe_whole
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
@@ -41,6 +44,7 @@ class Order:
         trains: whether gradients are wanted.
         outputs: whether every rank shall get the last stage's outputs.
         record: whether to note when each action ran.
+        draw: what random numbers are drawn for; without it they come from torch's generators as they are.
     """
 
     schedules: Schedules
@@ -49,6 +53,7 @@ class Order:
     trains: bool = True
     outputs: bool = False
     record: bool = False
+    draw: Draw | None = None
 
     @property
     def mode(self) -> str:
@@ -102,6 +107,9 @@ class Rank:
         self._programs: dict[int, tuple[Schedule, RankProgram]] = {}
         self._book = Book()
         self._inputs: Inputs | None = None
+        self._streams = {
+            stage.index: Streams(stage.module, Generators([stage.device])) for stage in stages
+        }
 
     @property
     def number(self) -> int:
@@ -117,6 +125,16 @@ class Rank:
             for parameter in self.stages[index].module.parameters()
         ]
 
+    @property
+    def drawing_names(self) -> list[str]:
+        """Under which names its stages' modules draw random numbers."""
+        return [name for streams in self._streams.values() for name in streams.names]
+
+    def tell_stages_apart(self) -> None:
+        """Let those names begin with the stage."""
+        for index, streams in self._streams.items():
+            streams.put_before(f"stage {index}: ")
+
     def run(self, order: Order) -> Task[Report]:
         """Carry out a call, as a task."""
         inputs = self._inputs or (yield from self._introduce())
@@ -124,21 +142,34 @@ class Rank:
         program = self._program(page.schedule)
         device = next(iter(self.stages.values())).device
         recorder = Recorder(self.number, device) if order.record else None
-        work = Work(
-            page.call.completed(self.number, order.batch.parts),
-            page.specs,
-            order.batch.targets or [None] * page.call.count,
-            order.loss,
-            [] if order.loss is None else order.loss.weights(page.call.samples),
-            keep_outputs=order.outputs,
-            recorder=recorder,
-            inputs=inputs,
-        )
-        yield from Machine(program, self.stages, self.transport, work).run()
+        with self._accompanied(order) as companions:
+            work = Work(
+                page.call.completed(self.number, order.batch.parts),
+                page.specs,
+                order.batch.targets or [None] * page.call.count,
+                order.loss,
+                [] if order.loss is None else order.loss.weights(page.call.samples),
+                keep_outputs=order.outputs,
+                recorder=recorder,
+                inputs=inputs,
+                companions=companions,
+            )
+            yield from Machine(program, self.stages, self.transport, work).run()
         elapsed = recorder.elapsed() if recorder else 0.0
         self.transport.finish()
         report = yield from self._report(program, work, elapsed)
         return replace(report, ready=page.call.ready)
+
+    @contextmanager
+    def _accompanied(self, order: Order) -> Iterator[Companions]:
+        """What goes along with the stages' microbatches in this call."""
+        with ExitStack() as stack:
+            if order.draw is None:
+                yield {}
+                return
+            for streams in self._streams.values():
+                stack.enter_context(streams.installed(order.draw))
+            yield {index: (streams,) for index, streams in self._streams.items()}
 
     def _introduce(self) -> Task[Inputs]:
         """Tell the other ranks which arguments the stages here take by name."""

@@ -1,0 +1,18 @@
+"""Where random numbers come from: a stream for each step, microbatch and module call."""
+
+from penstock.draws.generators import Generators, devices_of
+from penstock.draws.keys import Draw
+from penstock.draws.plain import randomness
+from penstock.draws.state import Randomness, Seed, own_seed
+from penstock.draws.streams import Streams
+
+__all__ = [
+    "Draw",
+    "Generators",
+    "Randomness",
+    "Seed",
+    "Streams",
+    "devices_of",
+    "own_seed",
+    "randomness",
+]

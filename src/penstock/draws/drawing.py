@@ -1,0 +1,66 @@
+"""Which modules may draw random numbers, and under which names."""
+
+from __future__ import annotations
+
+from torch import nn
+
+# What torch offers draws nothing itself, but for these. Of a user's class one cannot know.
+_DRAWING = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+    nn.RReLU,
+    nn.MultiheadAttention,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_HARMLESS = ("torch.nn.modules.", "penstock.partition.chain")
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Whether calling the module, without the modules that it calls, may draw random numbers."""
+    if not type(module).__module__.startswith(_HARMLESS) or _is_changed(module):
+        return True
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0
+    return isinstance(module, _DRAWING)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether somebody has put code of his own into the module."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    ) or is_compiled(module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether what happens inside the module cannot be seen."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    return bool(kinds & {"OptimizedModule", "ScriptModule"}) or bool(module._compiled_call_impl)
+
+
+def visible(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+    """Every module of a tree and its paths in it, but for what is inside compiled modules.
+
+    A wrapper has the name of what it wraps, so that names do not depend on wrappers.
+    """
+    hidden = {
+        inner
+        for module in root.modules()
+        if is_compiled(module)
+        for inner in module.modules()
+        if inner is not module
+    }
+    found: dict[nn.Module, tuple[str, ...]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        if module not in hidden:
+            found[module] = (*found.get(module, ()), _unwrapped(path))
+    return found
+
+
+def _unwrapped(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)

@@ -1,0 +1,183 @@
+"""What steps draw depends on seed, step, microbatch and module, not on how they are run."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Pipeline, PipelineStage
+from penstock.errors import UsageError
+from penstock.testing import WorkerPool
+from tests.pipeline.noisy import piped, plain
+
+# The schedule, how many ranks, how many stages.
+CASES = [
+    ("GPipe", 1, 1),
+    ("GPipe", 2, 2),
+    ("1F1B", 2, 2),
+    ("1F1B", 4, 4),
+    ("Interleaved1F1B", 2, 4),
+    ("ZB-V", 1, 2),
+    ("ZB-V", 2, 4),
+    ("DualPipeV", 2, 4),
+]
+ON_GLOO = [("GPipe", 2), ("1F1B", 2), ("Interleaved1F1B", 4), ("ZB-V", 4), ("DualPipeV", 4)]
+RECOMPUTE = ("", "kept", "dropped")
+"""Without checkpoints, and with such that keep the generators' state or do not."""
+
+
+@cache
+def expected(recompute: str) -> dict[str, Any]:
+    return plain(recompute)
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found["gradients"] == wanted["gradients"]
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize(("schedule", "ranks", "stages"), CASES)
+def test_in_process(schedule: str, ranks: int, stages: int, recompute: str) -> None:
+    found = piped(schedule=schedule, ranks=ranks, stages=stages, recompute=recompute)
+    same(found, expected(recompute))
+
+
+@pytest.mark.parametrize("engine", ["deferred", "graph", "none"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_every_engine_of_backward(engine: str, recompute: str) -> None:
+    found = piped(schedule="ZB-H1", ranks=2, recompute=recompute, engine=engine)
+    same(found, expected(recompute))
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize(("schedule", "stages"), ON_GLOO)
+def test_on_gloo(workers: WorkerPool, schedule: str, stages: int, recompute: str) -> None:
+    answers = workers.run(
+        "tests.pipeline.noisy:piped", 2, schedule=schedule, stages=stages, recompute=recompute
+    )
+    together = {name: text for answer in answers for name, text in answer["gradients"].items()}
+    same(answers[0] | {"gradients": together}, expected(recompute))
+
+
+def test_recomputation_gives_the_same_gradients() -> None:
+    assert expected("") == expected("kept")
+
+
+def test_each_step_and_microbatch_draws_anew() -> None:
+    pipe = dropping(seed=1)
+    first, second = (masks(pipe) for _ in range(2))
+    assert len({*first, *second}) == 8
+
+
+def test_the_callers_generator_goes_on_as_if_nothing_had_been_drawn() -> None:
+    pipe = dropping(seed=1)
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    masks(pipe)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_switched_off_it_draws_from_the_callers_generator() -> None:
+    pipe = dropping(seed="off", ranks=1)
+    torch.manual_seed(4)
+    ones = torch.ones(8, 16)
+    expected = [nn.functional.dropout(part, 0.5) for part in ones.chunk(4)]
+    torch.manual_seed(4)
+    assert masks(pipe) == [part.numpy().tobytes() for part in expected]
+    assert pipe.randomness.state_dict() == {"seed": "off", "step": 1}
+
+
+def test_without_a_seed_it_is_the_one_that_torch_was_given() -> None:
+    torch.manual_seed(77)
+    pipe = dropping()
+    torch.manual_seed(78)
+    assert pipe.randomness.seed == 77
+    assert masks(pipe) == masks(dropping(seed=77))
+    assert masks(pipe) != masks(dropping(seed=78))
+
+
+def test_under_torchrun_it_is_the_one_that_rank_0_was_given(workers: WorkerPool) -> None:
+    seeds = workers.run("tests.pipeline.noisy:seed_by_rank", 2)
+    assert seeds == [100, 100]
+
+
+def test_a_later_pipeline_of_another_shape_goes_on() -> None:
+    whole = plain("", steps=3)
+    first = piped(schedule="ZB-V", ranks=2, stages=4, recompute="", steps=2)
+    later = piped(schedule="1F1B", ranks=2, recompute="", steps=1, first=2)
+    assert [*first["losses"], *later["losses"]] == pytest.approx(whole["losses"], rel=1e-6)
+
+
+def test_a_state_tells_the_next_step() -> None:
+    pipe = dropping(seed=5)
+    masks(pipe)
+    state = pipe.randomness.state_dict()
+    assert state == {"seed": 5, "step": 1}
+    again = dropping(seed=6)
+    again.randomness.load_state_dict(state)
+    assert masks(again) == masks(pipe)
+
+
+@pytest.mark.parametrize("state", [{"seed": 5}, {"seed": 5, "step": -1}, {"seed": 1.5, "step": 0}])
+def test_what_is_no_state(state: Any) -> None:
+    with pytest.raises(UsageError, match=r"step|seed"):
+        dropping(seed=5).randomness.load_state_dict(state)
+
+
+@pytest.mark.parametrize("seed", [1.5, True, "on"])
+def test_what_is_no_seed(seed: Any) -> None:
+    with pytest.raises(UsageError, match="whole number"):
+        dropping(seed=seed)
+
+
+def test_evaluation_takes_no_part() -> None:
+    pipe = dropping(seed=5)
+    ones = torch.ones(8, 16)
+    assert torch.equal(pipe.predict(ones), ones)
+    assert pipe.randomness.step == 0
+
+
+def test_stages_by_hand_whose_modules_have_one_name_draw_apart() -> None:
+    seen: list[bytes] = []
+    parts = [watched(nn.Sequential(nn.Dropout(0.5)), seen) for _ in range(2)]
+    stages = [PipelineStage(part, index, 2) for index, part in enumerate(parts)]
+    pipe = Pipeline.from_stages(stages, schedule="GPipe", microbatches=1, loss_fn=mean, seed=2)
+    x = torch.ones(4, 16, requires_grad=True)
+    pipe.step(x, target=x)
+    assert seen[-2] != seen[-1]
+
+
+def dropping(ranks: int = 2, **options: Any) -> Pipeline:
+    layers = nn.Sequential(nn.Dropout(0.5), *[nn.Identity() for _ in range(3)])
+    return Pipeline(layers, ranks=ranks, microbatches=4, loss_fn=mean, **options)
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean()
+
+
+def watched(module: nn.Module, seen: list[bytes]) -> nn.Module:
+    """It notes which numbers its outputs leave, as bytes."""
+    module.register_forward_hook(
+        lambda _, args, output: seen.append((output != 0).numpy().tobytes())
+    )
+    return module
+
+
+def masks(pipe: Pipeline) -> list[bytes]:
+    """What a step's dropout makes of ones, for each microbatch."""
+    seen: list[bytes] = []
+    first = pipe.stages[0].module.get_submodule("0")
+    handle = first.register_forward_hook(
+        lambda _, args, output: seen.append(output.detach().numpy().tobytes())
+    )
+    x = torch.ones(8, 16, requires_grad=True)
+    pipe.step(x, target=x)
+    handle.remove()
+    # The first time it is also called to find what it gives.
+    return seen[-4:]
