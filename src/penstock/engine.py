@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -299,6 +299,11 @@ class Pipeline:
         gathered: list[Any] = self._crew.each(lambda rank: rank.exchange(write(rank)))
         if self.leads:
             save_index(path, {index: found for of in gathered for index, found in of})
+
+    def wrap_transports(self, wrap: Callable[[Transport], Transport]) -> None:
+        """Put something between the ranks of this process and their wires, such as a counter."""
+        for rank in self._crew.ranks:
+            rank.wrap_transport(wrap)
 
     def close(self) -> None:
         """Give back what the transport holds, and the process group where this Pipeline started it."""

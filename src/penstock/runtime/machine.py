@@ -148,7 +148,8 @@ class Machine:
             for companion in self._companions[stage.index]:
                 companion.loss(microbatch)
             found = loss.of_microbatch(output, work.targets[microbatch])
-            work.losses[microbatch] = found.detach()
+            # A copy: the scalar that mse_loss gives lies in memory as large as the output.
+            work.losses[microbatch] = found.detach().clone()
             return found
 
         return compute

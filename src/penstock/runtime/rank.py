@@ -135,6 +135,10 @@ class Rank:
         for index, streams in self._streams.items():
             streams.put_before(f"stage {index}: ")
 
+    def wrap_transport(self, wrap: Callable[[Transport], Transport]) -> None:
+        """Put something between this rank and its end of the transport."""
+        self.transport = wrap(self.transport)
+
     def run(self, order: Order) -> Task[Report]:
         """Carry out a call, as a task."""
         inputs = self._inputs or (yield from self._introduce())

@@ -1,0 +1,157 @@
+"""Count what travels: messages and bytes by channel, control operations, and what is under way at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine import Pipeline
+from penstock.specs import TensorSpec
+from penstock.transport import Channel, Ticket, Transport
+
+
+@dataclass
+class Traffic:
+    """What one rank has sent or received.
+
+    Attributes:
+        messages: by channel; those that carry nothing do not travel and do not count.
+        bytes: by channel.
+        pending: bytes of what is posted and not complete yet.
+        most: the most bytes that were pending at a time.
+    """
+
+    messages: Counter[Channel] = field(default_factory=Counter)
+    bytes: Counter[Channel] = field(default_factory=Counter)
+    pending: int = 0
+    most: int = 0
+
+    def post(self, channel: Channel, size: int, inner: Ticket) -> Ticket:
+        """Count a message of so many bytes, until its ticket is complete."""
+        if size:
+            self.messages[channel] += 1
+            self.bytes[channel] += size
+        self.pending += size
+        self.most = max(self.most, self.pending)
+        return _Counted(inner, self, size)
+
+    def reset(self) -> None:
+        """Start anew; what is pending stays so."""
+        self.messages.clear()
+        self.bytes.clear()
+        self.most = self.pending
+
+
+class _Counted(Ticket):
+    """The ticket of a message, whose bytes are pending until it is complete."""
+
+    def __init__(self, inner: Ticket, traffic: Traffic, size: int) -> None:
+        self._inner = inner
+        self._traffic = traffic
+        self._size = size
+
+    def ready(self) -> bool:
+        return self._inner.ready()
+
+    def wait(self) -> None:
+        self._inner.wait()
+
+    def take(self) -> Any:
+        found = self._inner.take()
+        self._traffic.pending -= self._size
+        self._size = 0
+        return found
+
+
+class CountingTransport(Transport):
+    """Counts what goes over another transport.
+
+    Args:
+        inner: carries it.
+
+    Attributes:
+        sent: what this rank sent.
+        received: what this rank received.
+        control: how often each control operation was run.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self.rank = inner.rank
+        self.ranks = inner.ranks
+        self.sent = Traffic()
+        self.received = Traffic()
+        self.control: Counter[str] = Counter()
+        self._inner = inner
+
+    def reset(self) -> None:
+        """Start anew, such as after the first step."""
+        self.sent.reset()
+        self.received.reset()
+        self.control.clear()
+
+    def open(self, channels: Iterable[Channel]) -> None:
+        """As of the transport within."""
+        self._inner.open(channels)
+
+    def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> Ticket:
+        """Send, and count."""
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return self.sent.post(channel, size, self._inner.post_send(channel, tensors))
+
+    def post_receive(
+        self, channel: Channel, specs: Sequence[TensorSpec], device: torch.device
+    ) -> Ticket:
+        """Receive, and count."""
+        size = sum(prod(spec.shape) * spec.torch_dtype.itemsize for spec in specs)
+        ticket = self._inner.post_receive(channel, specs, device)
+        return self.received.post(channel, size, ticket)
+
+    def agree(self, value: Any) -> Ticket:
+        """Agree, and count."""
+        self.control["agree"] += 1
+        return self._inner.agree(value)
+
+    def gather(self, values: Tensor) -> Ticket:
+        """Gather, and count."""
+        self.control["gather"] += 1
+        return self._inner.gather(values)
+
+    def sum(self, values: Tensor) -> Ticket:
+        """Sum, and count."""
+        self.control["sum"] += 1
+        return self._inner.sum(values)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Ticket:
+        """Broadcast, and count."""
+        self.control["broadcast"] += 1
+        return self._inner.broadcast(tensor, source)
+
+    def finish(self) -> None:
+        """As of the transport within."""
+        self._inner.finish()
+
+    def close(self) -> None:
+        """As of the transport within."""
+        self._inner.close()
+
+
+def count_messages(pipe: Pipeline) -> list[CountingTransport]:
+    """Count what the ranks of this process exchange from now on.
+
+    Returns:
+        A counter for each rank that lives here.
+    """
+    counters: list[CountingTransport] = []
+
+    def wrap(transport: Transport) -> Transport:
+        counters.append(CountingTransport(transport))
+        return counters[-1]
+
+    pipe.wrap_transports(wrap)
+    return counters
