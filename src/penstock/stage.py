@@ -111,7 +111,7 @@ class PipelineStage:
         microbatch: int,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
-        loss: Callable[[Any], Tensor] | None = None,
+        loss: Callable[[Any], Any] | None = None,
     ) -> Any:
         """Run the module for a microbatch.
 
@@ -120,7 +120,8 @@ class PipelineStage:
             args: the module's positional arguments. A tensor that requires grad comes to the module as a
                 fresh non-leaf over a fresh leaf: hooks and in-place changes touch nothing else.
             kwargs: its arguments by name.
-            loss: makes a scalar of the output; backward then starts there.
+            loss: makes of the output what backward starts from: a scalar, or those of several values that
+                gradients come for.
 
         Returns:
             The module's output.
@@ -142,8 +143,8 @@ class PipelineStage:
 
         Args:
             microbatch: its index.
-            output_grads: a gradient or ``None`` for each tensor of the output, in order; ``None`` where
-                forward was given a loss.
+            output_grads: a gradient or ``None`` for each tensor of the output, in order, or
+                of what ``loss`` made of it; ``None`` where that is a scalar.
 
         Returns:
             A gradient or ``None`` for each tensor among forward's arguments, in order.

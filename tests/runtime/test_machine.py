@@ -104,7 +104,7 @@ SURPRISES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "shape": (lambda hidden: hidden[:1], r"expected float32\[2, 3\].*found float32\[1, 3\]"),
     "dtype": (lambda hidden: hidden.double(), "found float64"),
     "no gradient": (torch.Tensor.detach, r"requires grad, found float32\[2, 3\]"),
-    "structure": (lambda hidden: (hidden,), "expected the structure"),
+    "structure": (lambda hidden: (hidden,), "the value: expected a tensor, found nothing there"),
 }
 
 
@@ -113,10 +113,11 @@ def test_another_value_than_agreed_is_refused_before_it_is_sent(name: str) -> No
     make, says = SURPRISES[name]
     seen = Watch()
     with pytest.raises(
-        SpecError, match=f"0SEND_F0: what stage 0 made is not what was agreed: .*{says}"
+        SpecError,
+        match=f"the value '.*' of stage 0, microbatch 0, is not what was agreed: .*{says}",
     ) as caught:
         run(STEP, [Gives(make), seen])
-    assert caught.value.__notes__ == ["on rank 0, in 0SEND_F0"]
+    assert caught.value.__notes__ == ["on rank 0, in 0F0"]
     assert not seen.called
 
 

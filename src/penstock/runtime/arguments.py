@@ -77,6 +77,11 @@ def as_arguments(taken: Sequence[Edge], values: Mapping[str, Any]) -> Call:
     return (value if isinstance(value, tuple) else (value,)), {}
 
 
+def chosen(given: Sequence[Edge], output: Any, *, wired: bool = False) -> list[Any]:
+    """The values that a stage's output holds, in the order of the edges; none where none is used."""
+    return list(as_values(given, output, wired=wired).values()) if given else []
+
+
 def as_values(given: Sequence[Edge], output: Any, *, wired: bool = False) -> dict[str, Any]:
     """The values that a stage's output holds: the whole output, or several by name from a dict.
 

@@ -55,6 +55,8 @@ def _described(
 ) -> tuple[list[tuple[tuple[Edge, ...], Specs]], dict[str, str]]:
     try:
         found = [_as_tuple(describe(call, trains)) for call in calls]
+        for _, specs in found:
+            _check_travel({n: spec for n, spec in specs.items() if n != OUTPUT}, "the model")
     except Exception as error:
         return [], _trouble(error)
     text = json.dumps(
@@ -137,7 +139,19 @@ def _stage_specs(
     if not given:
         return {OUTPUT: output.to_json()}
     found = as_values(given, _without_data(output), wired=stage.wired)
-    return {name: ValueSpec.of(value).to_json() for name, value in found.items()}
+    values = {name: ValueSpec.of(value) for name, value in found.items()}
+    _check_travel(values, f"stage {stage.index}")
+    return {name: spec.to_json() for name, spec in values.items()}
+
+
+def _check_travel(values: Specs, source: str) -> None:
+    """Check that all values can be sent; that of stages on one rank is not, but could be tomorrow.
+
+    Raises:
+        SpecError: one cannot.
+    """
+    for name, spec in values.items():
+        spec.check_travels(f"{source}, value {name!r}")
 
 
 def _without_data(spec: ValueSpec) -> Any:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import SpecError
-from penstock.runtime.arguments import as_values
+from penstock.runtime.arguments import chosen
 from penstock.runtime.program import RankProgram
-from penstock.runtime.values import GradientSums, Values
+from penstock.runtime.values import GradientSums, Held, Values
 from penstock.schedule import Action, Edge, Op
 from penstock.schedule.action import RECV_OPS
 from penstock.specs import TensorSpec, ValueSpec, flatten
@@ -59,13 +59,19 @@ class Exchange:
     def values(self, stage: int, microbatch: int) -> dict[str, Any]:
         """The values that a stage uses, by name."""
         taken = self._program.taken(stage)
-        return {edge.value: self._values.take(edge.value, microbatch) for edge in taken}
+        return {edge.value: self._values.take(edge.value, microbatch).value for edge in taken}
 
     def keep(self, stage: int, microbatch: int, output: Any, *, wired: bool = False) -> None:
-        """Keep the values that a stage's output holds until they are used and sent."""
+        """Keep the values that a stage's output holds until they are used and sent.
+
+        Raises:
+            SpecError: one is not what was agreed on; nothing of it is sent.
+        """
         given = self._program.given(stage)
-        for name, value in as_values(given, output, wired=wired).items() if given else ():
-            self._values.put(name, microbatch, value, self._program.uses_of[name])
+        for edge, value in zip(given, chosen(given, output, wired=wired), strict=True):
+            tensors = _checked(value, self._spec(edge, microbatch), edge, microbatch)
+            uses = self._program.uses_of[edge.value]
+            self._values.put(edge.value, microbatch, Held(value, tensors), uses)
 
     def owed(self, stage: int, microbatch: int) -> list[Tensor | None]:
         """The gradients that came back for a stage's values, one for each of their tensors."""
@@ -98,16 +104,12 @@ class Exchange:
     # ---- messages
 
     def send_values(self, action: Action) -> None:
-        """Start a SEND_F.
-
-        Raises:
-            SpecError: a value is not what was agreed with the receiver; nothing is sent.
-        """
+        """Start a SEND_F."""
         wire, microbatch = self._program.wire(action), microbatch_of(action)
         tensors: list[Tensor] = []
         for edge in wire.edges:
-            value = self._values.take(edge.value, microbatch)
-            tensors += _checked(value, self._spec(edge, microbatch), action)
+            found = self._values.take(edge.value, microbatch).tensors
+            tensors += _packed(self._spec(edge, microbatch).tensors, found)
         self._posted[action] = self._transport.post_send(wire.channel, tensors)
 
     def send_gradients(self, action: Action) -> None:
@@ -115,10 +117,10 @@ class Exchange:
         wire, microbatch = self._program.wire(action), microbatch_of(action)
         tensors: list[Tensor] = []
         for edge in wire.edges:
-            specs = self._spec(edge, microbatch).tensors
+            specs, device = self._spec(edge, microbatch).tensors, self._devices[action.stage]
             totals = self._total(edge, microbatch)
             tensors += [
-                spec.empty(self._devices[action.stage]).zero_() if total is None else total
+                spec.packed.zeros(device) if total is None else spec.pack(total)
                 for spec, total in zip(specs, totals, strict=True)
                 if spec.requires_grad
             ]
@@ -130,7 +132,8 @@ class Exchange:
         specs: list[TensorSpec] = []
         for edge in wire.edges:
             spec = self._spec(edge, microbatch)
-            specs += spec.tensors if action.op is Op.RECV_F else spec.differentiable
+            tensors = spec.tensors if action.op is Op.RECV_F else spec.differentiable
+            specs += [tensor.packed for tensor in tensors]
         self._posted[action] = self._transport.post_receive(
             wire.channel, specs, self._devices[action.stage]
         )
@@ -154,24 +157,35 @@ class Exchange:
         for edge in wire.edges:
             spec = self._spec(edge, microbatch)
             if receive.op is Op.RECV_F:
-                given = [next(arrived).requires_grad_(t.requires_grad) for t in spec.tensors]
+                given = [
+                    t.unpack(next(arrived)).requires_grad_(t.requires_grad) for t in spec.tensors
+                ]
                 uses = self._program.uses_of[edge.value]
-                self._values.put(edge.value, microbatch, spec.fill(given), uses)
+                self._values.put(edge.value, microbatch, Held(spec.fill(given), given), uses)
             else:
-                grads = [next(arrived) if t.requires_grad else None for t in spec.tensors]
+                grads = [t.unpack(next(arrived)) if t.requires_grad else None for t in spec.tensors]
                 self._gradients.put(edge.value, microbatch, receive.peer_stage, grads)
 
 
-def _checked(value: Any, spec: ValueSpec, action: Action) -> list[Tensor]:
-    """The tensors of a value, if it is what was agreed with the receiver."""
-    tensors, structure = flatten(value)
-    if not spec.fits(tensors, structure, gradients=torch.is_grad_enabled()):
-        raise SpecError(
-            f"{action}: what stage {action.stage} made is not what was agreed: "
-            f"{spec.difference(ValueSpec.of(value))}; what a stage gives may depend on the shapes and "
-            "types of what it is called with, not on the numbers in it"
-        )
-    return tensors
+def _checked(value: Any, spec: ValueSpec, edge: Edge, microbatch: int) -> list[Tensor]:
+    """The tensors of a value, if it is what was agreed with those that use it."""
+    gradients = torch.is_grad_enabled()
+    try:
+        tensors, structure = flatten(value)
+        if spec.fits(tensors, structure, gradients=gradients):
+            return tensors
+        gap = spec.difference(ValueSpec.of(value), gradients=gradients)
+    except SpecError as error:
+        gap = str(error)
+    raise SpecError(
+        f"the value {edge.value!r} of stage {edge.source}, microbatch {microbatch}, is not what was agreed: "
+        f"{gap}; what a stage gives may depend on the shapes and types of what it is called with, not on "
+        "the numbers in it"
+    )
+
+
+def _packed(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [spec.pack(tensor) for spec, tensor in zip(specs, tensors, strict=True)]
 
 
 def microbatch_of(action: Action) -> int:

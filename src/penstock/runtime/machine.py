@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from penstock.errors import MessageError, PenstockError, StageError
 from penstock.microbatch import Microbatch
-from penstock.runtime.arguments import Call, Inputs
+from penstock.runtime.arguments import Call, Inputs, chosen
 from penstock.runtime.clock import Recorder
 from penstock.runtime.companions import Companions
 from penstock.runtime.driver import Task, Wait
@@ -126,10 +127,11 @@ class Machine:
     def _forward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], microbatch_of(action)
         args, kwargs = self._arguments(stage, microbatch)
+        root = self._loss_of(stage, microbatch) or self._values_of(stage)
         with self._timed(action):
             for companion in self._companions[stage.index]:
                 companion.forward(microbatch)
-            output = stage.forward(microbatch, args, kwargs, self._loss_of(stage, microbatch))
+            output = stage.forward(microbatch, args, kwargs, root)
         self._exchange.keep(stage.index, microbatch, output, wired=stage.wired)
         if stage.is_last and self._work.keep_outputs:
             self._work.outputs[microbatch] = output
@@ -138,6 +140,13 @@ class Machine:
         values = self._exchange.values(stage.index, microbatch)
         taken, part = self._program.taken(stage.index), self._work.microbatches[microbatch]
         return self._work.inputs.arguments(stage, taken, values, part)
+
+    def _values_of(self, stage: PipelineStage) -> Callable[[Any], list[Any]] | None:
+        """Picks out what gradients come back for, where that is not the output as it is."""
+        given = self._program.given(stage.index)
+        if not given or (len(given) == 1 and not stage.wired):
+            return None
+        return partial(chosen, given, wired=stage.wired)
 
     def _loss_of(self, stage: PipelineStage, microbatch: int) -> Callable[[Any], Tensor] | None:
         loss, work = self._work.loss, self._work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from penstock.errors import InternalError
 Gradients = Sequence[Tensor | None]
 _Key = tuple[str, int]
 """The name of a value, and a microbatch."""
+
+
+class Held(NamedTuple):
+    """A value, and the tensors in it."""
+
+    value: Any
+    tensors: Sequence[Tensor]
 
 
 class Values:

@@ -1,9 +1,12 @@
 """What a value between stages is: structure, shapes, dtypes; as JSON."""
 
+from penstock.specs.classes import register_type
+from penstock.specs.constants import Structure
 from penstock.specs.inference import autocast_types, infer_output, spec_of_arguments
 from penstock.specs.signature import named_arguments
-from penstock.specs.structure import Structure, flatten, unflatten
-from penstock.specs.value import TensorSpec, ValueSpec
+from penstock.specs.structure import flatten, unflatten
+from penstock.specs.tensors import TensorSpec
+from penstock.specs.value import ValueSpec
 
 __all__ = [
     "Structure",
@@ -13,6 +16,7 @@ __all__ = [
     "flatten",
     "infer_output",
     "named_arguments",
+    "register_type",
     "spec_of_arguments",
     "unflatten",
 ]

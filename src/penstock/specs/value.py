@@ -4,55 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.errors import SpecError
-from penstock.specs.structure import Structure, flatten, paths, unflatten
-
-_DTYPES = {
-    str(found).removeprefix("torch."): found
-    for found in vars(torch).values()
-    if isinstance(found, torch.dtype)
-}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor without its data.
-
-    Args:
-        shape: its size in each dimension.
-        dtype: the name of its type, such as ``float32``.
-        requires_grad: whether a gradient comes back for it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    requires_grad: bool
-
-    @staticmethod
-    def of(tensor: Tensor) -> TensorSpec:
-        """The spec of a tensor."""
-        return TensorSpec(
-            tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
-        )
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The type, as torch's object."""
-        return _DTYPES[self.dtype]
-
-    def empty(self, device: torch.device | str) -> Tensor:
-        """An uninitialised tensor to receive into, without ``requires_grad``."""
-        return torch.empty(self.shape, dtype=self.torch_dtype, device=device)
-
-    def __str__(self) -> str:
-        grad = ", requires grad" if self.requires_grad else ""
-        return f"{self.dtype}{list(self.shape)}{grad}"
+from penstock.specs.constants import Structure
+from penstock.specs.structure import check, difference, flatten, paths, unflatten
+from penstock.specs.tensors import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -72,7 +32,7 @@ class ValueSpec:
         """The spec of a value.
 
         Raises:
-            SpecError: the value holds something that cannot travel.
+            SpecError: the value holds something that cannot be described.
         """
         tensors, structure = flatten(value)
         return ValueSpec(tuple(map(TensorSpec.of, tensors)), structure)
@@ -97,46 +57,69 @@ class ValueSpec:
             gradients: whether ``requires_grad`` must agree too.
         """
         return structure == self.structure and all(
-            tensor.shape == spec.shape
-            and tensor.dtype is _DTYPES[spec.dtype]
-            and (tensor.requires_grad is spec.requires_grad or not gradients)
+            spec.fits(tensor, gradients=gradients)
             for tensor, spec in zip(tensors, self.tensors, strict=True)
         )
 
+    def check_travels(self, name: str) -> None:
+        """Check that such a value can be sent.
+
+        Args:
+            name: what it is called in the message.
+
+        Raises:
+            SpecError: one of its tensors cannot; the message says which and what to do.
+        """
+        for path, tensor in zip(paths(self.structure), self.tensors, strict=True):
+            if obstacle := tensor.obstacle():
+                raise SpecError(f"{name}, {path}: {obstacle}")
+
     def to_json(self) -> dict[str, Any]:
         """Plain data for :meth:`from_json`."""
-        return {"tensors": [asdict(t) for t in self.tensors], "structure": self.structure}
+        return {"tensors": [t.to_json() for t in self.tensors], "structure": self.structure}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> ValueSpec:
         """Read what :meth:`to_json` gave, after a way through JSON text.
 
         Raises:
-            SpecError: the data is not a spec.
+            SpecError: the data is not a spec, or of a class that this program does not have.
         """
         try:
-            tensors = tuple(
-                TensorSpec(tuple(map(int, t["shape"])), t["dtype"], bool(t["requires_grad"]))
-                for t in data["tensors"]
-            )
-            unknown = [t.dtype for t in tensors if t.dtype not in _DTYPES]
-            if unknown:
-                raise SpecError(f"unknown dtypes {unknown}")
-            unflatten(data["structure"], tensors)
+            tensors = tuple(TensorSpec.from_json(tensor) for tensor in data["tensors"])
+            check(data["structure"], len(tensors))
             return ValueSpec(tensors, data["structure"])
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RuntimeError,
+            RecursionError,
+        ) as error:
+            if isinstance(error, SpecError):
+                raise
             raise SpecError(f"not the spec of a value: {error}") from error
 
     def digest(self) -> str:
         """A text that is equal for equal specs."""
         return json.dumps(self.to_json(), separators=(",", ":"))
 
-    def difference(self, other: ValueSpec) -> str | None:
-        """How ``other`` differs from this spec, in words, or ``None``."""
-        if other.structure != self.structure:
-            return f"expected the structure {self.structure}, found {other.structure}"
+    def difference(self, other: ValueSpec, *, gradients: bool = True) -> str | None:
+        """How ``other`` differs from this spec, in words, or ``None``.
+
+        Args:
+            other: what was found.
+            gradients: whether ``requires_grad`` must agree too.
+        """
+        if told := difference(self.structure, other.structure):
+            return told
         where = paths(self.structure)
         for path, expected, found in zip(where, self.tensors, other.tensors, strict=True):
-            if expected != found:
+            if expected != (found if gradients else _as_trained(found, expected)):
                 return f"{path}: expected {expected}, found {found}"
         return None
+
+
+def _as_trained(found: TensorSpec, expected: TensorSpec) -> TensorSpec:
+    return TensorSpec(found.shape, found.dtype, expected.requires_grad, found.layout)
