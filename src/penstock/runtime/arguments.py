@@ -21,9 +21,12 @@ class Inputs:
     Args:
         named: for each stage the names of its module's arguments; ``None`` for a wired one, which is given
             the whole call.
+        by_hand: for each stage the arguments by name that it is given, where its rank was given them for
+            just that; then they go by no names.
     """
 
     named: Mapping[int, Sequence[str] | None]
+    by_hand: Mapping[int, frozenset[str]] | None = None
 
     def by_name(self, stage: int, names: Sequence[str], *, first: bool) -> list[str]:
         """The arguments by name that go to a stage.
@@ -33,6 +36,8 @@ class Inputs:
             names: of all arguments by name.
             first: whether the batch enters there: it also gets what no other stage takes.
         """
+        if self.by_hand is not None:
+            return [name for name in names if name in self.by_hand[stage]]
         if not first:
             # The first of its own arguments is the value that it uses.
             own = (self.named.get(stage) or ())[1:]

@@ -6,7 +6,7 @@ block, or let another rank run meanwhile. What an action does stands in one meth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,9 +21,10 @@ from penstock.runtime.clock import Recorder
 from penstock.runtime.companions import Companions
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Exchange, Specs, microbatch_of
-from penstock.runtime.program import RankProgram
+from penstock.runtime.program import RankProgram, parts
 from penstock.runtime.turns import Turns
-from penstock.schedule import Action, Op
+from penstock.schedule import Action, Op, Overlap
+from penstock.schedule.action import OVERLAPPED, Entry
 from penstock.specs import flatten
 from penstock.stage import PipelineStage
 from penstock.step import Loss
@@ -31,6 +32,12 @@ from penstock.transport import Transport
 
 Backward = Callable[[int, Sequence[Tensor | None]], Sequence[Tensor | None]]
 """A stage's backward, or its inputs' half, of a microbatch."""
+
+
+Perform = Callable[[Action], Any]
+"""Does an action as it would be done; a forward gives its output."""
+Replacement = Callable[[Entry, Perform], None]
+"""Does an action, or an overlapped pair, in its own way."""
 
 
 @dataclass
@@ -50,6 +57,7 @@ class Work:
         owed: arguments of the call and their gradients.
         inputs: which of the model's arguments each stage is given.
         companions: what goes along with each stage's microbatches.
+        replaced: by kind of work, what does it instead.
     """
 
     microbatches: Sequence[Microbatch]
@@ -64,6 +72,7 @@ class Work:
     owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     inputs: Inputs = field(default_factory=lambda: Inputs({}))
     companions: Companions = field(default_factory=dict)
+    replaced: Mapping[str, Replacement] = field(default_factory=dict)
 
 
 class Machine:
@@ -94,7 +103,7 @@ class Machine:
     def run(self) -> Task[None]:
         """The program as a task, see :func:`penstock.runtime.driver.drive`."""
         rank, exchange = self._program.rank, self._exchange
-        for action, messages in self._program.instructions:
+        for action, messages in self._entries():
             for message in messages:
                 ticket = exchange.pending(message)
                 if ticket is None:
@@ -107,9 +116,19 @@ class Machine:
             left = ", ".join(map(str, exchange.untaken))
             raise MessageError(f"rank {rank}: nobody used what came with {left}")
 
-    def _do(self, action: Action) -> None:
+    def _entries(self) -> Iterable[tuple[Entry, tuple[Action, ...]]]:
+        """What to do and the messages to wait for before; a pair is one where something does it as one."""
+        if OVERLAPPED in self._work.replaced:
+            return self._program.paired
+        return self._program.instructions
+
+    def _do(self, entry: Entry) -> None:
+        action = parts(entry)[0]
         try:
-            _HANDLERS[action.op](self, action)
+            if self._work.replaced:
+                self._replace(entry)
+            else:
+                _HANDLERS[action.op](self, action)
         except StageError as error:
             raise self._failed(action, str(error)) from error.__cause__
         except PenstockError as error:
@@ -118,13 +137,25 @@ class Machine:
         except Exception as error:
             raise self._failed(action, f"{type(error).__name__}: {error}") from error
 
+    def _replace(self, entry: Entry) -> None:
+        """Do an action as the caller wants it done, or as it would be."""
+        name = OVERLAPPED if isinstance(entry, Overlap) else entry.op.value
+        if name in self._work.replaced:
+            self._work.replaced[name](entry, self._perform)
+            return
+        for action in parts(entry):
+            self._perform(action)
+
+    def _perform(self, action: Action) -> Any:
+        return _HANDLERS[action.op](self, action)
+
     def _failed(self, action: Action, what: str) -> StageError:
         return StageError(
             f"rank {self._program.rank}, stage {action.stage}, microbatch {action.microbatch}, "
             f"action {action}: {what}"
         )
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action) -> Any:
         stage, microbatch = self._stages[action.stage], microbatch_of(action)
         args, kwargs = self._arguments(stage, microbatch)
         root = self._loss_of(stage, microbatch) or self._values_of(stage)
@@ -135,6 +166,7 @@ class Machine:
         self._exchange.keep(stage.index, microbatch, output, wired=stage.wired)
         if stage.is_last and self._work.keep_outputs:
             self._work.outputs[microbatch] = output
+        return output
 
     def _arguments(self, stage: PipelineStage, microbatch: int) -> Call:
         values = self._exchange.values(stage.index, microbatch)
@@ -239,7 +271,7 @@ def _nothing(machine: Machine, action: Action) -> None:
 
 
 # Functions, not bound methods: a machine that held those would be a cycle, and keep its step's tensors.
-_HANDLERS: dict[Op, Callable[[Machine, Action], None]] = {
+_HANDLERS: dict[Op, Callable[[Machine, Action], Any]] = {
     Op.F: Machine._forward,
     Op.B: Machine._backward,
     Op.I: Machine._backward_input,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.schedule import Action, Dependencies, Edge, Op, Schedule
-from penstock.schedule.action import MESSAGE_OPS, SEND_OPS, WAIT_SEND_OPS
+from penstock.schedule import Action, Dependencies, Edge, Op, Overlap, Schedule
+from penstock.schedule.action import MESSAGE_OPS, SEND_OPS, WAIT_SEND_OPS, Entry
 from penstock.transport import BACKWARD, FORWARD, Channel
 
 
@@ -44,6 +44,15 @@ class RankProgram:
         return tuple(
             Instruction(action, tuple(_messages(rule, action)))
             for action in self.schedule.actions(self.rank)
+        )
+
+    @cached_property
+    def paired(self) -> tuple[tuple[Entry, tuple[Action, ...]], ...]:
+        """As :attr:`instructions`, with overlapped pairs as one."""
+        messages = dict(self.instructions)
+        return tuple(
+            (entry, tuple(message for action in parts(entry) for message in messages[action]))
+            for entry in self.schedule.programs[self.rank]
         )
 
     @cached_property
@@ -107,6 +116,11 @@ class RankProgram:
 def _messages(rule: Dependencies, action: Action) -> list[Action]:
     """The receives that an action needs; for a WAIT_SEND the send."""
     return rule.before(action) if action.op in WAIT_SEND_OPS else rule.receives(action)
+
+
+def parts(entry: Entry) -> tuple[Action, ...]:
+    """An action, or the two of an overlapped pair."""
+    return (entry.forward, entry.backward) if isinstance(entry, Overlap) else (entry,)
 
 
 def channels(schedule: Schedule) -> list[Channel]:

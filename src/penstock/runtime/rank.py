@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +21,7 @@ from penstock.runtime.companions import Companions
 from penstock.runtime.describing import OUTPUT, Describe, describe_by_stage, describe_whole
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
-from penstock.runtime.machine import Machine, Work
+from penstock.runtime.machine import Machine, Replacement, Work
 from penstock.runtime.program import RankProgram, channels
 from penstock.schedule import Edge, Schedule, Span
 from penstock.specs import ValueSpec, autocast_types, flatten, named_arguments
@@ -45,6 +45,8 @@ class Order:
         outputs: whether every rank shall get the last stage's outputs.
         record: whether to note when each action ran.
         draw: what random numbers are drawn for; without it they come from torch's generators as they are.
+        keep: whether the rank of the last stage shall report its losses and outputs as they are.
+        replaced: by kind of work, what does it instead.
     """
 
     schedules: Schedules
@@ -54,6 +56,8 @@ class Order:
     outputs: bool = False
     record: bool = False
     draw: Draw | None = None
+    keep: bool = False
+    replaced: Mapping[str, Replacement] = field(default_factory=dict)
 
     @property
     def mode(self) -> str:
@@ -75,6 +79,8 @@ class Report:
         elapsed: seconds, where asked.
         owed: the batch's tensors that require grad, and their gradients.
         ready: whether the user split the batch, and so gets its outputs one by one.
+        losses: of the microbatches, not scaled, on the rank of the last stage.
+        kept: the last stage's outputs there, where asked.
     """
 
     schedule: Schedule
@@ -84,6 +90,8 @@ class Report:
     elapsed: float = 0.0
     owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     ready: bool = False
+    losses: list[Tensor] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
 
 
 class Rank:
@@ -93,6 +101,8 @@ class Rank:
         transport: its end.
         stages: those it holds.
         describe: how the partition tells what travels for a call, where it does.
+        by_hand: whether arguments by name go to all stages of the rank that was given them, and to no other,
+            rather than to those that take them.
     """
 
     def __init__(
@@ -100,8 +110,11 @@ class Rank:
         transport: Transport,
         stages: Sequence[PipelineStage],
         describe: Describe | None = None,
+        *,
+        by_hand: bool = False,
     ) -> None:
         self.transport = transport
+        self._by_hand = by_hand
         self.stages = {stage.index: stage for stage in stages}
         self._describe = describe
         self._programs: dict[int, tuple[Schedule, RankProgram]] = {}
@@ -153,15 +166,16 @@ class Rank:
                 order.batch.targets or [None] * page.call.count,
                 order.loss,
                 [] if order.loss is None else order.loss.weights(page.call.samples),
-                keep_outputs=order.outputs,
+                keep_outputs=order.outputs or order.keep,
                 recorder=recorder,
-                inputs=inputs,
+                inputs=self._for_call(inputs, page.call, page.schedule),
+                replaced=order.replaced,
                 companions=companions,
             )
             yield from Machine(program, self.stages, self.transport, work).run()
         elapsed = recorder.elapsed() if recorder else 0.0
         self.transport.finish()
-        report = yield from self._report(program, work, elapsed)
+        report = yield from self._report(program, work, elapsed, order)
         return replace(report, ready=page.call.ready)
 
     @contextmanager
@@ -174,6 +188,14 @@ class Rank:
             for streams in self._streams.values():
                 stack.enter_context(streams.installed(order.draw))
             yield {index: (streams,) for index, streams in self._streams.items()}
+
+    def _for_call(self, inputs: Inputs, call: ModelCall, schedule: Schedule) -> Inputs:
+        """Which arguments each stage is given in a call."""
+        if not self._by_hand:
+            return inputs
+        named = [frozenset(key for key in given if isinstance(key, str)) for given in call.given]
+        rank_of = schedule.placement.rank_of
+        return replace(inputs, by_hand={stage: named[rank] for stage, rank in enumerate(rank_of)})
 
     def _introduce(self) -> Task[Inputs]:
         """Tell the other ranks which arguments the stages here take by name."""
@@ -202,7 +224,9 @@ class Rank:
         news = {d: spec for d, spec in zip(digests, call.specs, strict=True) if d not in described}
         if self._describe is None:
             # Before a stage is asked what it gives for arguments that it has not got.
-            _check_given(call, inputs, order.schedules(call.count, None), order)
+            schedule = order.schedules(call.count, None)
+            inputs = self._for_call(inputs, call, schedule)
+            _check_given(call, inputs, schedule, order)
         if news:
             found = yield from self._describe_all(order, call, inputs, list(news.values()))
             described.update(zip(news, found, strict=True))
@@ -232,15 +256,27 @@ class Rank:
             self._programs[id(schedule)] = (schedule, RankProgram(schedule, self.number))
         return self._programs[id(schedule)][1]
 
-    def _report(self, program: RankProgram, work: Work, elapsed: float) -> Task[Report]:
+    def _report(
+        self, program: RankProgram, work: Work, elapsed: float, order: Order
+    ) -> Task[Report]:
         found = [work.losses[index] for index in sorted(work.losses)]
         mine = torch.tensor([total(found, work.weights)], dtype=torch.float64)
         loss = yield from self._sum(mine)
         outputs: list[Any] = []
-        if work.keep_outputs:
+        if order.outputs:
             outputs = yield from self._share_outputs(program, work)
         spans = work.recorder.spans if work.recorder else []
-        return Report(program.schedule, float(loss), outputs, spans, elapsed, work.owed)
+        kept = [work.outputs[index] for index in sorted(work.outputs)] if order.keep else []
+        return Report(
+            program.schedule,
+            float(loss),
+            outputs,
+            spans,
+            elapsed,
+            work.owed,
+            losses=found,
+            kept=kept,
+        )
 
     def _sum(self, values: Tensor) -> Task[Tensor]:
         ticket = self.transport.sum(values)

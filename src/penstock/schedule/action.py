@@ -82,6 +82,10 @@ class Action(NamedTuple):
         return self.stage + NEIGHBOUR[self.op] if self.peer is None else self.peer
 
 
+OVERLAPPED = "OVERLAP_F_B"
+"""The kind of work of an overlapped pair."""
+
+
 class Overlap(NamedTuple):
     """A forward and a backward that run at the same time on one rank (``OVERLAP_F_B``).
 
@@ -92,7 +96,7 @@ class Overlap(NamedTuple):
     backward: Action
 
     def __str__(self) -> str:
-        return f"({self.forward};{self.backward})OVERLAP_F_B"
+        return f"({self.forward};{self.backward}){OVERLAPPED}"
 
 
 Entry = Action | Overlap

@@ -1,0 +1,366 @@
+"""What all schedules of this face share: they take a batch, split it, run it, and give what torch's give."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from penstock.errors import MicrobatchError, UsageError
+from penstock.pipelining.actions import ActionTuple, ComputationType, to_entry, to_order
+from penstock.pipelining.microbatch import (
+    TensorChunkSpec,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+    split_tensor,
+)
+from penstock.pipelining.refusals import CallError, PlacementError
+from penstock.pipelining.running import CUSTOM_OPS, Chunks, Custom, Runner
+from penstock.pipelining.stage import StageBase
+from penstock.plan import prove
+from penstock.schedule import (
+    Placement,
+    Schedule,
+    add_communication,
+    build,
+    compute_only,
+    from_csv,
+    to_csv,
+)
+from penstock.step import Loss
+
+
+@dataclass
+class PipelineContext:
+    """What a custom function is told besides its action.
+
+    Attributes:
+        schedule_ref: the schedule that runs.
+        arg_mbs: for each microbatch the positional arguments, where this process was given some.
+        kwarg_mbs: for each microbatch the arguments by name.
+        target_mbs: for each microbatch the target.
+        losses: the list that the caller gave for the losses.
+    """
+
+    schedule_ref: PipelineSchedule
+    arg_mbs: list[tuple[Any, ...]] | None = None
+    kwarg_mbs: list[dict[str, Any]] | None = None
+    target_mbs: list[Any] | None = None
+    losses: list[Any] | None = None
+
+    @property
+    def stages(self) -> list[StageBase]:
+        """The stages of this process."""
+        return self.schedule_ref.stages
+
+
+class PipelineSchedule:
+    """A schedule over stages that are already placed; the base of all.
+
+    Args:
+        stages: those of this process.
+        n_microbatches: into how many parts a batch is split.
+        loss_fn: ``(output, target) -> scalar``; without it only forward runs.
+        args_chunk_spec: how positional arguments are split.
+        kwargs_chunk_spec: how arguments by name are split.
+        output_merge_spec: how outputs are put together.
+        scale_grads: whether the loss is a mean over samples, so that the microbatches' gradients are
+            averaged; else they are added up. The loss is scaled before backward, never a gradient after it.
+    """
+
+    recipe: ClassVar[str | None] = None
+    """The name of Penstock's schedule."""
+
+    def __init__(  # noqa: PLR0913 - torch's arguments
+        self,
+        stages: Sequence[StageBase],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+    ) -> None:
+        self._stages = list(stages)
+        self._num_stages = stages[0].num_stages
+        self.pp_group_size = stages[0].group_size
+        self.rank = stages[0].group_rank
+        self._n_microbatches = n_microbatches
+        self._loss_fn = loss_fn
+        self._args_chunk_spec = args_chunk_spec
+        self._kwargs_chunk_spec = kwargs_chunk_spec
+        self._output_merge_spec = output_merge_spec
+        self.scale_grads = scale_grads
+        self._has_backward = loss_fn is not None
+        self._requires_autograd = True
+        self._custom: dict[str, Custom] = {}
+        self._schedule: Schedule | None = None
+        self._runner: Runner | None = None
+        self.fwd_recv_ops: Any = _Arrived()
+        self.bwd_recv_ops: Any = _Arrived()
+        self.backward_counter: Counter[int] = Counter()
+        if n_microbatches < 1:
+            raise UsageError(f"n_microbatches={n_microbatches}: must be at least 1")
+
+    @property
+    def stages(self) -> list[StageBase]:
+        """The stages of this process."""
+        return self._stages
+
+    @property
+    def schedule(self) -> Schedule:
+        """Penstock's schedule of a training step.
+
+        Raises:
+            CallError: there is none yet.
+        """
+        if self._schedule is None:
+            raise CallError(
+                f"{type(self).__name__} has no actions yet; load them with _load_csv, or take a class such "
+                "as ScheduleInterleaved1F1B"
+            )
+        return self._schedule
+
+    @property
+    def stage_index_to_group_rank(self) -> dict[int, int]:
+        """On which rank each stage is."""
+        return dict(enumerate(self.schedule.placement.rank_of))
+
+    @property
+    def pipeline_order(self) -> dict[int, list[ActionTuple | None]]:
+        """Each rank's work, by rank."""
+        return to_order(compute_only(self.schedule).programs)
+
+    @property
+    def pipeline_order_with_comms(self) -> dict[int, list[ActionTuple | None]]:
+        """Each rank's work and messages, by rank."""
+        return to_order(prove(self.schedule).programs)
+
+    def _adopt(self, schedule: Schedule) -> None:
+        """Take a schedule, if the stages here are where it has them.
+
+        Raises:
+            PlacementError: they are elsewhere.
+        """
+        if (schedule.ranks, schedule.stages) != (self.pp_group_size, self._num_stages):
+            raise PlacementError(
+                f"{schedule.name} has {schedule.stages} stages on {schedule.ranks} ranks, but here are "
+                f"{self._num_stages} stages on {self.pp_group_size} ranks"
+            )
+        if schedule.microbatches != self._n_microbatches:
+            raise PlacementError(
+                f"{schedule.name} is for {schedule.microbatches} microbatches, not {self._n_microbatches}"
+            )
+        self._schedule = schedule
+
+    def _build(self) -> None:
+        """Build the schedule that the class is named after."""
+        if self.recipe is None:
+            return
+        each, left = divmod(self._num_stages, self.pp_group_size)
+        if left:
+            raise PlacementError(
+                f"{self._num_stages} stages cannot be shared evenly by {self.pp_group_size} ranks"
+            )
+        self._adopt(
+            build(
+                self.recipe,
+                ranks=self.pp_group_size,
+                microbatches=self._n_microbatches,
+                stages_per_rank=each,
+            )
+        )
+
+    # ---- running
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a batch: forward, and backward where there is a loss.
+
+        Args:
+            args: the model's arguments, on the rank of the first stage.
+            target: what the loss compares with, on the rank of the last stage.
+            losses: is filled with the microbatches' losses there.
+            return_outputs: whether to give the output.
+            loss_kwargs: more arguments for ``loss_fn``.
+            kwargs: arguments by name for the stages of this process.
+
+        Returns:
+            The output on the rank of the last stage, else ``None``.
+
+        Raises:
+            RuntimeError: gradients are disabled.
+        """
+        if self._has_backward and self._requires_autograd and not torch.is_grad_enabled():
+            raise CallError("step needs gradients; under torch.no_grad() call eval")
+        return self._run(
+            args, kwargs, target, losses, return_outputs, loss_kwargs, trains=self._has_backward
+        )
+
+    def eval(
+        self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Run the forwards of a batch; arguments and result as :meth:`step`."""
+        return self._run(args, kwargs, target, losses, True, None, trains=False)
+
+    def _run(  # noqa: PLR0913 - what step takes
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        losses: list[Any] | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
+        *,
+        trains: bool,
+    ) -> Any:
+        if losses is not None and not isinstance(losses, list):
+            raise TypeError(f"losses must be a list, not a {type(losses).__name__}")
+        chunks = self._split(args, kwargs, target)
+        context = PipelineContext(self, chunks.args, chunks.kwargs, chunks.targets, losses)
+        for stage in self._stages:
+            stage.has_backward = trains
+        found = self._current_runner().run(
+            chunks, self._loss(loss_kwargs, trains, target), self._custom, context, trains=trains
+        )
+        last = any(stage.is_last for stage in self._stages)
+        if losses is not None and last:
+            losses[:] = found.losses
+        if not (last and return_outputs):
+            return None
+        return merge_chunks(found.outputs, self._output_merge_spec)
+
+    def _loss(self, more: dict[str, Any] | None, trains: bool, target: Any) -> Loss | None:
+        last = any(stage.is_last for stage in self._stages)
+        if self._loss_fn is None or (last and target is None and not trains):
+            return None
+        function = partial(self._loss_fn, **more) if more else self._loss_fn
+        return Loss(function, "mean" if self.scale_grads else "sum")
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Chunks:
+        count = self._n_microbatches
+        targets = None
+        if target is not None:
+            targets = list(split_tensor(target, TensorChunkSpec(0), count))
+        if not args and not kwargs:
+            return Chunks(None, None, targets)
+        split_args, split_kwargs = split_args_kwargs_into_chunks(
+            args, kwargs, count, self._args_chunk_spec, self._kwargs_chunk_spec
+        )
+        if len(split_args) != count:
+            raise MicrobatchError(
+                f"expected {count} microbatches, but the arguments have only {len(split_args)} slices; "
+                "give a larger batch or fewer microbatches"
+            )
+        return Chunks(split_args, split_kwargs, targets)
+
+    def _current_runner(self) -> Runner:
+        """The runner; a new one where a stage's module was replaced."""
+        if self._runner is None or not self._runner.serves(self.schedule, self._stages):
+            self._runner = Runner(self.schedule, self._stages)
+        return self._runner
+
+    # ---- custom functions
+
+    def register_custom_function(
+        self, computation_type: ComputationType, custom_function: Custom
+    ) -> None:
+        """Let a function do a kind of work.
+
+        Args:
+            computation_type: which kind; messages are not for custom functions.
+            custom_function: ``(action, context)``. It may call the stages' ``forward_one_chunk``,
+                ``backward_one_chunk`` and ``backward_weight_one_chunk``, which do what the action would have.
+
+        Raises:
+            ValueError: a kind that cannot be replaced.
+        """
+        name = ComputationType(computation_type).value
+        if name not in CUSTOM_OPS:
+            raise UsageError(f"{name} cannot be replaced; {', '.join(sorted(CUSTOM_OPS))} can")
+        self._custom[name] = custom_function
+
+    def _maybe_compute_loss(self, *_: Any, **__: Any) -> None:
+        """Nothing: the loss is computed where the last stage's forward runs."""
+
+    def _maybe_get_loss(self, stage: StageBase, mb_index: int) -> None:
+        """Nothing: a backward of the last stage starts at its loss by itself."""
+
+    # ---- files
+
+    def _dump_csv(self, filename: Any, format: str = "compute_comms") -> None:
+        """Write the schedule, a row a rank.
+
+        Args:
+            filename: where to.
+            format: ``"compute_comms"`` with messages, ``"compute_only"`` without.
+        """
+        form = {"compute_comms": add_communication, "compute_only": compute_only}.get(format)
+        if form is None:
+            raise NotImplementedError(
+                f"format={format!r}: must be 'compute_only' or 'compute_comms'"
+            )
+        Path(filename).write_text(to_csv(form(self.schedule)), encoding="utf-8", newline="")
+
+    def _load_csv(self, filename: Any, format: str = "compute_only") -> None:
+        """Read a schedule and prove that it can run.
+
+        Args:
+            filename: a file of either format.
+            format: ``"compute_only"``: messages are worked out; ``"compute_comms"``: they are in the file.
+
+        Raises:
+            InputFileError: what the file holds is no schedule.
+            PlacementError: it is for other stages, or misses or repeats actions.
+        """
+        if format not in ("compute_only", "compute_comms"):
+            raise NotImplementedError(
+                f"format={format!r}: must be 'compute_only' or 'compute_comms'"
+            )
+        found = from_csv(Path(filename).read_text(encoding="utf-8"), name=Path(filename).stem)
+        if format == "compute_only" and found.communicates:
+            raise PlacementError(
+                f"{filename} spells out messages; load it with format='compute_comms'"
+            )
+        prove(found)
+        self._adopt(found)
+
+
+class _Arrived:
+    """The receives that a custom function may ask for: all have arrived, there is nothing to wait for."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def pop(self, key: object, default: Any = None) -> list[Any]:
+        """No work to wait for."""
+        return []
+
+
+def schedule_of(
+    order: dict[int, list[ActionTuple | None]], stages: int, microbatches: int
+) -> Schedule:
+    """The schedule that ranks' actions make, each stage on the rank that computes it."""
+    programs = tuple(
+        tuple(to_entry(action) for action in order[rank] if action is not None)
+        for rank in sorted(order)
+    )
+    rank_of = dict.fromkeys(range(stages), 0)
+    for rank in sorted(order):
+        for action in order[rank]:
+            parts = () if action is None else action.sub_actions or (action,)
+            rank_of |= {part.stage_index: rank for part in parts if part.is_compute_op}
+    placement = Placement(tuple(rank_of[stage] for stage in range(stages)))
+    return Schedule("by hand", placement, microbatches, programs)

@@ -1,0 +1,244 @@
+"""Split arguments into chunks and merge chunks of outputs, as ``torch.distributed.pipelining.microbatch``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+# No public name reaches types that users register as trees; torch 2.13 has this one since 2.0.
+from torch.utils import _pytree as pytree
+
+from penstock.parallel import is_dtensor, merge_dtensors, split_dtensor
+from penstock.pipelining.refusals import ChunkError
+
+DEFAULT_CHUNK_DIM = 0
+
+
+class TensorChunkSpec:
+    """Along which dimension a tensor is split.
+
+    Args:
+        split_dim: the dimension.
+    """
+
+    def __init__(self, split_dim: int) -> None:
+        self.split_dim = split_dim
+
+    def __repr__(self) -> str:
+        return f"TensorChunkSpec({self.split_dim})"
+
+    @staticmethod
+    def from_tuple(chunk_dims: tuple[Any, ...]) -> Any:
+        """For each positional argument the spec of its dimension; the dimensions may be nested."""
+        return pytree.tree_map(TensorChunkSpec, chunk_dims)
+
+    @staticmethod
+    def from_dict(chunk_dims: Mapping[str, Any]) -> Any:
+        """For each argument by name the spec of its dimension."""
+        return pytree.tree_map(TensorChunkSpec, chunk_dims)
+
+
+class Replicated:
+    """Every chunk gets the whole."""
+
+
+class CustomReducer:
+    """How outputs of microbatches become one.
+
+    Args:
+        init_value: where to start.
+        reduce_fn: ``(so far, next) -> so far``.
+    """
+
+    def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
+        self.init_value = init_value
+        self.reduce_fn = reduce_fn
+
+
+sum_reducer = CustomReducer(torch.tensor(0.0), operator.add)
+_Replicate = Replicated
+_CustomReducer = CustomReducer
+
+
+def split_args_kwargs_into_chunks(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    chunks: int,
+    args_chunk_spec: Any = None,
+    kwargs_chunk_spec: Any = None,
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """Split the arguments of a call.
+
+    Args:
+        args: positional arguments.
+        kwargs: arguments by name.
+        chunks: into how many parts. Where a tensor has fewer slices, there are as many parts as slices.
+        args_chunk_spec: for each argument a :class:`TensorChunkSpec` or a tree of them; by default tensors
+            and block masks are split along dimension 0, and the rest goes to every chunk.
+        kwargs_chunk_spec: likewise by name.
+
+    Raises:
+        ChunkError: a spec that fits no value.
+    """
+    whole = (tuple(args), dict(kwargs or {}))
+    specs = (
+        _default_specs(whole[0]) if args_chunk_spec is None else tuple(args_chunk_spec),
+        _default_specs(whole[1]) if kwargs_chunk_spec is None else dict(kwargs_chunk_spec),
+    )
+    if specs[1].keys() != whole[1].keys() or len(specs[0]) != len(whole[0]):
+        raise ChunkError(
+            f"chunk specs for {len(specs[0])} positional arguments and {list(specs[1])}, but there are "
+            f"{len(whole[0])} and {list(whole[1])}; give a spec for each"
+        )
+    leaves, tree = pytree.tree_flatten(whole, is_leaf=_is_mask)
+    wanted, _ = pytree.tree_flatten(specs, is_leaf=_is_mask)
+    if len(wanted) != len(leaves):
+        raise ChunkError(f"{len(wanted)} chunk specs for {len(leaves)} values; give one for each")
+    pairs = list(zip(leaves, wanted, strict=True))
+    count = min([chunks, *(_slices(leaf, spec, chunks) for leaf, spec in pairs)])
+    columns = [_pieces(leaf, spec, count) for leaf, spec in pairs]
+    parts = [pytree.tree_unflatten([column[i] for column in columns], tree) for i in range(count)]
+    return [part[0] for part in parts], [part[1] for part in parts]
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, BlockMask)
+
+
+def _default_specs(values: Any) -> Any:
+    def spec(value: Any) -> Any:
+        split = isinstance(value, Tensor | BlockMask)
+        return TensorChunkSpec(DEFAULT_CHUNK_DIM) if split else Replicated()
+
+    return pytree.tree_map(spec, values, is_leaf=_is_mask)
+
+
+def _is_replicated(spec: Any) -> bool:
+    return spec is Replicated or isinstance(spec, Replicated)
+
+
+def _slices(value: Any, spec: Any, chunks: int) -> int:
+    """Into how many parts a value can be split."""
+    if _is_replicated(spec):
+        return chunks
+    if not isinstance(spec, TensorChunkSpec) or not isinstance(value, Tensor | BlockMask):
+        raise ChunkError(
+            f"the chunk spec {spec!r} does not fit a value of type {type(value).__name__}; give tensors a "
+            "TensorChunkSpec and leave other values to every chunk"
+        )
+    if isinstance(value, Tensor):
+        return value.size(spec.split_dim)
+    if spec.split_dim != 0:
+        raise ChunkError(f"a BlockMask is split along dimension 0, not {spec.split_dim}")
+    batch = value.kv_num_blocks.size(0)
+    return chunks if batch == 1 else batch
+
+
+def _pieces(value: Any, spec: Any, count: int) -> Sequence[Any]:
+    if _is_replicated(spec):
+        return [value] * count
+    return split_mask(value, count) if _is_mask(value) else split_tensor(value, spec, count)
+
+
+def split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequence[Tensor]:
+    """A tensor in parts whose sizes differ by at most one.
+
+    Raises:
+        ChunkError: it has fewer slices than parts are wanted.
+    """
+    if tensor.size(spec.split_dim) < num_chunks:
+        raise ChunkError(
+            f"a tensor of shape {list(tensor.shape)} cannot be split into {num_chunks} chunks along "
+            f"dimension {spec.split_dim}"
+        )
+    if is_dtensor(tensor):
+        return split_dtensor(tensor, num_chunks, spec.split_dim)
+    return torch.tensor_split(tensor, num_chunks, spec.split_dim)
+
+
+_split_tensor = split_tensor
+
+
+def split_mask(mask: BlockMask, num_chunks: int) -> list[BlockMask]:
+    """A block mask in parts along the batch; one for all samples goes to every part.
+
+    Raises:
+        ChunkError: it has fewer samples than parts are wanted.
+    """
+    batch = mask.kv_num_blocks.size(0)
+    if batch == 1:
+        return [mask] * num_chunks
+    if batch < num_chunks:
+        raise ChunkError(f"a BlockMask of {batch} samples cannot be split into {num_chunks} chunks")
+    starts = [len(part) for part in torch.arange(batch).tensor_split(num_chunks)]
+    bounds = [0, *torch.tensor(starts).cumsum(0).tolist()]
+    return [_mask_slice(mask, a, b) for a, b in pairwise(bounds)]
+
+
+def _mask_slice(mask: BlockMask, start: int, stop: int) -> BlockMask:
+    def of(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[start:stop]
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        # The function counts samples in the whole batch.
+        found: Tensor = mask.mask_mod(b + start, h, q, kv)
+        return found
+
+    return BlockMask.from_kv_blocks(
+        mask.kv_num_blocks[start:stop],
+        mask.kv_indices[start:stop],
+        of(mask.full_kv_num_blocks),
+        of(mask.full_kv_indices),
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask_mod,
+        seq_lengths=mask.seq_lengths,
+    )
+
+
+def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
+    """Put the outputs of microbatches together.
+
+    Args:
+        chunks: one for each microbatch.
+        chunk_spec: for each leaf a :class:`TensorChunkSpec`, a reducer, or another value: then all chunks
+            must have the same. ``None`` concatenates everything along dimension 0.
+
+    Raises:
+        ValueError: chunks that do not fit the spec.
+        ChunkError: values that differ, or tensors that cannot be concatenated.
+    """
+    leaves, tree = pytree.tree_flatten(chunks[0])
+    specs: list[Any] = [TensorChunkSpec(DEFAULT_CHUNK_DIM)] * len(leaves)
+    if chunk_spec is not None:
+        specs, tree = pytree.tree_flatten(chunk_spec)
+    rows = [pytree.tree_flatten(chunk)[0] for chunk in chunks]
+    wrong = [len(row) for row in rows if len(row) != len(specs)]
+    if wrong:
+        raise ChunkError(f"chunks hold {wrong} values, but the chunk spec is for {len(specs)}")
+    columns = zip(*rows, strict=True)
+    merged = [_merged(list(col), spec) for col, spec in zip(columns, specs, strict=True)]
+    return pytree.tree_unflatten(merged, tree)
+
+
+def _merged(values: list[Any], spec: Any) -> Any:
+    if isinstance(spec, CustomReducer):
+        reduced = spec.init_value
+        for value in values:
+            reduced = spec.reduce_fn(reduced, value)
+        return reduced
+    if not isinstance(spec, TensorChunkSpec):
+        if any(value != values[0] for value in values):
+            raise ChunkError(f"microbatches gave different values: {values}")
+        return values[0]
+    marks = {is_dtensor(value) for value in values}
+    if marks == {True}:
+        return merge_dtensors(values, spec.split_dim)
+    if marks == {True, False}:
+        raise ChunkError("some microbatches gave DTensors and some did not; give the same kind")
+    return torch.cat(values, dim=spec.split_dim)

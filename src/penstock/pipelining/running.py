@@ -1,0 +1,149 @@
+"""Carry out a schedule over the stages of this face, on Penstock's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from penstock.crew import Crew
+from penstock.hosting import connect_if_launched, ends_of, held_by
+from penstock.microbatch import Batch, Microbatch
+from penstock.pipelining.actions import ActionTuple, to_entry, to_tuple
+from penstock.pipelining.stage import StageBase
+from penstock.plan import Plan
+from penstock.runtime import Order, Rank, Report, engine_for
+from penstock.schedule import Action, Op, Schedule
+from penstock.schedule.action import OVERLAPPED, Entry
+from penstock.stage import PipelineStage as OwnStage
+from penstock.step import Loss
+
+Custom = Callable[[ActionTuple, Any], None]
+
+
+class Chunks(NamedTuple):
+    """A batch in microbatches, as far as this process was given it."""
+
+    args: list[tuple[Any, ...]] | None
+    kwargs: list[dict[str, Any]] | None
+    targets: list[Any] | None
+
+
+class Outcome(NamedTuple):
+    """What is left on this process after a call: of the last stage, where it is here."""
+
+    losses: list[Tensor]
+    outputs: list[Any]
+
+
+class Runner:
+    """The ranks of this process for one schedule; made together by all processes of the group.
+
+    Args:
+        schedule: a training step, without or with its messages.
+        stages: those of this process.
+    """
+
+    def __init__(self, schedule: Schedule, stages: Sequence[StageBase]) -> None:
+        self._faces = list(stages)
+        self._held: list[OwnStage] = [stage.own() for stage in stages]
+        edges = next((tuple(s.edges) for s in stages if s.edges is not None), None)
+        self._plan = Plan(
+            schedule, schedule.ranks, schedule.stages, schedule.microbatches, edges or None
+        )
+        training = self._plan.training
+        found = connect_if_launched(self._held[0].device, stages[0].group)
+        ends = ends_of(self._plan, found)
+        for stage in self._held:
+            stage.prefer_engine(engine_for(training, stage.index))
+        self._crew = Crew(
+            [Rank(end, held_by(training, end, self._held, len(ends)), by_hand=True) for end in ends]
+        )
+        self._crew.assemble(training)
+
+    def serves(self, schedule: Schedule, stages: Sequence[StageBase]) -> bool:
+        """Whether this is still the runner for a schedule and the modules of its stages."""
+        held = [stage.own() for stage in stages]
+        return self._plan.schedule is schedule and all(
+            a is b for a, b in zip(held, self._held, strict=True)
+        )
+
+    def run(
+        self,
+        chunks: Chunks,
+        loss: Loss | None,
+        custom: Mapping[str, Custom],
+        context: Any,
+        *,
+        trains: bool,
+    ) -> Outcome:
+        """Run a training step, or its forwards alone."""
+        batch = _batch(chunks, self._plan.microbatches)
+
+        def schedules(count: int, edges: Any) -> Schedule:
+            return self._plan.proven(count, edges, trains=trains)
+
+        replaced = {name: self._replacing(function, context) for name, function in custom.items()}
+        order = Order(schedules, batch, loss, trains=trains, keep=True, replaced=replaced)
+        reports: list[Report] = self._crew.carry_out(order)
+        return Outcome(
+            [found for report in reports for found in report.losses],
+            [found for report in reports for found in report.kept],
+        )
+
+    def _replacing(self, function: Custom, context: Any) -> Callable[[Entry, Any], None]:
+        """A custom function as the runtime calls it: the stages here run what it tells them to."""
+
+        def run(entry: Entry, perform: Callable[[Action], Any]) -> None:
+            def by_hand(action: ActionTuple) -> Any:
+                own = to_entry(action)
+                return perform(own) if isinstance(own, Action) else None
+
+            for face in self._faces:
+                face.bind(by_hand)
+            try:
+                function(to_tuple(entry), context)
+            finally:
+                for face in self._faces:
+                    face.bind(None)
+
+        return run
+
+
+def _batch(chunks: Chunks, count: int) -> Batch:
+    parts = None
+    if chunks.args is not None and chunks.kwargs is not None:
+        pairs = zip(chunks.args, chunks.kwargs, strict=True)
+        parts = [Microbatch(tuple(args), dict(kwargs), 0) for args, kwargs in pairs]
+    return Batch(parts, chunks.targets, _shares(chunks), count)
+
+
+def _shares(chunks: Chunks) -> list[int] | None:
+    """How many samples each microbatch has, where they differ; alike ones say nothing."""
+    sizes = [_size(of) for of in (chunks.args, chunks.targets) if of is not None]
+    unlike = [found for found in sizes if found is not None and len(set(found)) > 1]
+    return unlike[0] if unlike else None
+
+
+def _size(parts: Sequence[Any]) -> list[int] | None:
+    first = [_first_tensor(part) for part in parts]
+    sizes = [len(tensor) for tensor in first if tensor is not None and tensor.dim()]
+    return sizes if len(sizes) == len(parts) else None
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    items = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, tuple | list | dict):
+        return None
+    found = (_first_tensor(item) for item in items)
+    return next((tensor for tensor in found if tensor is not None), None)
+
+
+CUSTOM_OPS = frozenset(
+    {op.value for op in (Op.F, Op.B, Op.I, Op.W, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)}
+    | {OVERLAPPED}
+)
+"""The kinds of work that a custom function may do instead."""

@@ -1,0 +1,331 @@
+"""Schedules under torch's names and arguments, as ``torch.distributed.pipelining.schedules``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.errors import ScheduleError, UsageError
+from penstock.pipelining.actions import ActionTuple, ComputationType
+from penstock.pipelining.base import PipelineContext, PipelineSchedule, schedule_of
+from penstock.pipelining.refusals import PlacementError
+from penstock.pipelining.stage import StageBase
+from penstock.plan import prove
+
+__all__ = [
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "get_schedule_class",
+]
+
+FORWARD = ComputationType.FORWARD
+BACKWARD_INPUT = ComputationType.BACKWARD_INPUT
+BACKWARD_WEIGHT = ComputationType.BACKWARD_WEIGHT
+FULL_BACKWARD = ComputationType.FULL_BACKWARD
+OVERLAP_F_B = ComputationType.OVERLAP_F_B
+UNSHARD = ComputationType.UNSHARD
+RESHARD = ComputationType.RESHARD
+REDUCE_GRAD = ComputationType.REDUCE_GRAD
+SEND_F = ComputationType.SEND_F
+RECV_F = ComputationType.RECV_F
+SEND_B = ComputationType.SEND_B
+RECV_B = ComputationType.RECV_B
+F, I, W, B = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD  # noqa: E741 - torch's names
+
+_Action = ActionTuple
+_ComputationType = ComputationType
+_PipelineContext = PipelineContext
+_PipelineSchedule = PipelineSchedule
+
+
+class PipelineScheduleSingle(PipelineSchedule):
+    """A schedule with one stage a rank; arguments as :class:`PipelineSchedule`, with one stage."""
+
+    def __init__(  # noqa: PLR0913 - torch's arguments
+        self,
+        stage: StageBase,
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+    ) -> None:
+        super().__init__(
+            [stage],
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+        )
+        self._stage = stage
+        self._build()
+
+
+class ScheduleGPipe(PipelineScheduleSingle):
+    """All forwards, then all backwards."""
+
+    recipe = "GPipe"
+
+
+class Schedule1F1B(PipelineScheduleSingle):
+    """One forward, one backward, after a warm-up.
+
+    Raises:
+        ValueError: fewer microbatches than stages.
+    """
+
+    recipe = "1F1B"
+
+    def _build(self) -> None:
+        _check_enough(self._n_microbatches, self._num_stages)
+        super()._build()
+
+
+def _check_enough(microbatches: int, stages: int) -> None:
+    if microbatches < stages:
+        raise UsageError(
+            f"{microbatches} microbatches for {stages} stages: there must be at least as many "
+            "microbatches as stages"
+        )
+
+
+class PipelineScheduleMulti(PipelineSchedule):
+    """A schedule with several stages a rank; arguments as :class:`PipelineSchedule`.
+
+    Args:
+        stages: those of this process.
+        n_microbatches: into how many parts a batch is split.
+        loss_fn: ``(output, target) -> scalar``.
+        args_chunk_spec: how positional arguments are split.
+        kwargs_chunk_spec: how arguments by name are split.
+        output_merge_spec: how outputs are put together.
+        use_full_backward: taken and not needed.
+        scale_grads: whether the loss is a mean over samples.
+        backward_requires_autograd: whether ``step`` refuses to run where gradients are disabled.
+        defer_pp_recv: whether receives are posted as late as can be.
+    """
+
+    def __init__(  # noqa: PLR0913 - torch's arguments
+        self,
+        stages: Sequence[StageBase],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+    ) -> None:
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+        )
+        self._requires_autograd = backward_requires_autograd
+        # Receives are posted right before what waits for them already.
+        self._defer_pp_recv = defer_pp_recv
+        self._build()
+        self._check_held()
+
+    def _check_held(self) -> None:
+        """Check that the stages are those that the schedule places here.
+
+        Raises:
+            PlacementError: they are others.
+        """
+        if self.recipe is None or not all(hasattr(stage, "submod") for stage in self._stages):
+            return
+        expected = list(self.schedule.placement.stages_on(self.rank))
+        given = sorted(stage.stage_index for stage in self._stages if stage.submod is not None)
+        if given and given != expected:
+            raise PlacementError(
+                f"rank {self.rank} holds stages {given}; {self.recipe} places {expected} there"
+            )
+
+    def _prepare_schedule_with_comms(
+        self, actions: dict[int, list[ActionTuple | None]], format: str = "compute_only"
+    ) -> None:
+        """Take a schedule that was made by hand: each rank's actions, by rank."""
+        made = schedule_of(actions, self._num_stages, self._n_microbatches)
+        prove(made)
+        self._adopt(made)
+
+
+class ScheduleRuntime(PipelineScheduleMulti):
+    """Any schedule: load its actions with ``_load_csv`` before the first step."""
+
+
+_PipelineScheduleRuntime = ScheduleRuntime
+
+
+class ScheduleLoopedBFS(ScheduleRuntime):
+    """All microbatches of a stage, then those of the rank's next stage (arXiv:2211.05953).
+
+    Arguments as :class:`PipelineScheduleMulti`, without the chunk specs.
+    """
+
+    recipe = "LoopedBFS"
+
+    def __init__(  # noqa: PLR0913 - torch's arguments
+        self,
+        stages: Sequence[StageBase],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+    ) -> None:
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+            backward_requires_autograd=backward_requires_autograd,
+            defer_pp_recv=defer_pp_recv,
+        )
+
+
+class _Named(ScheduleRuntime):
+    """Arguments as :class:`PipelineScheduleMulti`, without ``use_full_backward``."""
+
+    def __init__(  # noqa: PLR0913 - torch's arguments
+        self,
+        stages: Sequence[StageBase],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+    ) -> None:
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            None,
+            scale_grads,
+            backward_requires_autograd,
+            defer_pp_recv,
+        )
+
+
+class ScheduleInterleaved1F1B(_Named):
+    """1F1B over several stages a rank (arXiv:2104.04473).
+
+    Raises:
+        ValueError: the microbatches do not come out even in rounds of the ranks.
+    """
+
+    recipe = "Interleaved1F1B"
+
+    def _build(self) -> None:
+        _check_rounds(self._n_microbatches, self.pp_group_size)
+        super()._build()
+
+
+class ScheduleInterleavedZeroBubble(_Named):
+    """Interleaved 1F1B with backward in halves (arXiv:2401.10241).
+
+    Raises:
+        ValueError: the microbatches do not come out even in rounds of the ranks.
+    """
+
+    recipe = "InterleavedZeroBubble"
+
+    def _build(self) -> None:
+        _check_rounds(self._n_microbatches, self.pp_group_size)
+        super()._build()
+
+
+def _check_rounds(microbatches: int, ranks: int) -> None:
+    rounds = max(1, microbatches // ranks)
+    if microbatches % rounds:
+        raise UsageError(
+            f"{microbatches} microbatches do not come out even in {rounds} rounds; take a multiple of the "
+            f"number of rounds, such as {rounds * ranks}"
+        )
+
+
+class ScheduleZBVZeroBubble(_Named):
+    """Zero bubble on stages placed in a V (arXiv:2401.10241), two a rank.
+
+    Raises:
+        ValueError: another number of stages a rank.
+    """
+
+    recipe = "ZB-V"
+
+    def _build(self) -> None:
+        _check_two(self._stages)
+        super()._build()
+
+
+class ScheduleDualPipeV(_Named):
+    """DualPipe on stages placed in a V (arXiv:2412.19437), two a rank.
+
+    Raises:
+        ValueError: another number of stages a rank, or fewer microbatches than stages.
+    """
+
+    recipe = "DualPipeV"
+
+    def _build(self) -> None:
+        _check_two(self._stages)
+        _check_enough(self._n_microbatches, self._num_stages)
+        super()._build()
+
+
+def _check_two(stages: Sequence[StageBase]) -> None:
+    if len(stages) != 2:
+        raise UsageError(f"this schedule needs exactly 2 stages a rank, not {len(stages)}")
+
+
+_CLASSES: dict[str, type[PipelineSchedule]] = {
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "GPipe": ScheduleGPipe,
+    "LoopedBFS": ScheduleLoopedBFS,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "PipelineScheduleSingle": PipelineScheduleSingle,
+    "PipelineScheduleMulti": PipelineScheduleMulti,
+    "ZBVZeroBubble": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+}
+
+
+def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
+    """The class of a schedule.
+
+    Args:
+        schedule_name: its name, in upper or lower case.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    for name, found in _CLASSES.items():
+        if name.lower() == schedule_name.lower():
+            return found
+    raise ScheduleError(f"no schedule {schedule_name!r}; there are {', '.join(_CLASSES)}")
