@@ -3,8 +3,9 @@
 from penstock.runtime.agreement import agree_plan
 from penstock.runtime.driver import Task, Wait, drive
 from penstock.runtime.machine import Machine, Work
+from penstock.runtime.orders import Order, Report
 from penstock.runtime.program import RankProgram, channels, engine_for
-from penstock.runtime.rank import Order, Rank, Report, check_stages
+from penstock.runtime.rank import Rank, check_stages
 
 __all__ = [
     "Machine",

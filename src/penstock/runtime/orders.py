@@ -1,0 +1,80 @@
+"""A call of the pipeline: what the ranks are told, and what they tell afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from penstock.draws import Draw
+from penstock.microbatch import Batch
+from penstock.runtime.machine import Replacement
+from penstock.schedule import Edge, Schedule, Span
+from penstock.specs import autocast_types
+from penstock.step import Loss
+
+Schedules = Callable[[int, tuple[Edge, ...] | None], Schedule]
+"""The proven schedule for so many microbatches, and for these edges where they depend on the call."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """One call of the pipeline; every rank has one, alike but for what its process was given.
+
+    Args:
+        schedules: the schedule for what comes out to be called with.
+        batch: what this process was given.
+        loss: how to compute the loss, where there is one.
+        trains: whether gradients are wanted.
+        outputs: whether every rank shall get the last stage's outputs.
+        record: whether to note when each action ran.
+        draw: what random numbers are drawn for; without it they come from torch's generators as they are.
+        keep: whether the rank of the last stage shall report its losses and outputs as they are.
+        replaced: by kind of work, what does it instead.
+    """
+
+    schedules: Schedules
+    batch: Batch
+    loss: Loss | None = None
+    trains: bool = True
+    outputs: bool = False
+    record: bool = False
+    draw: Draw | None = None
+    keep: bool = False
+    replaced: Mapping[str, Replacement] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> str:
+        """What else the values depend on: a model may give others in evaluation, and under autocast."""
+        doing = "train" if self.trains else "evaluate"
+        losses = "with" if self.loss else "without"
+        return " ".join([doing, losses, "loss", *autocast_types()])
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank knows after a call.
+
+    Attributes:
+        schedule: what was run.
+        loss: of the whole batch.
+        outputs: of the last stage, where asked.
+        spans: when each action ran, where asked.
+        elapsed: seconds, where asked.
+        owed: the batch's tensors that require grad, and their gradients.
+        ready: whether the user split the batch, and so gets its outputs one by one.
+        losses: of the microbatches, not scaled, on the rank of the last stage.
+        kept: the last stage's outputs there, where asked.
+    """
+
+    schedule: Schedule
+    loss: float
+    outputs: list[Any] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    elapsed: float = 0.0
+    owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    ready: bool = False
+    losses: list[Tensor] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
