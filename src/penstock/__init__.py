@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from penstock.engine import Pipeline
     from penstock.microbatch import REPLICATE, Microbatches, Split
     from penstock.partition import Partition
+    from penstock.runtime import ActionEvent
     from penstock.stage import PipelineStage
     from penstock.step import StepResult
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ActionEvent": "penstock.runtime",
     "Microbatches": "penstock.microbatch",
     "Partition": "penstock.partition",
     "Pipeline": "penstock.engine",
@@ -31,6 +33,7 @@ _HOMES = {
 
 __all__ = [
     "REPLICATE",
+    "ActionEvent",
     "Microbatches",
     "Partition",
     "Pipeline",

@@ -19,7 +19,7 @@ from penstock.hosting import check_given, connect_if_launched, ends_of, held_by,
 from penstock.microbatch import MISSING, Batch, Rules, merge, output_dim, split_batch
 from penstock.partition import Describe, save_index, save_stage
 from penstock.plan import Plan, Stages, check_model, cut, make_plan
-from penstock.runtime import Order, Rank, engine_for
+from penstock.runtime import ActionHook, HookHandle, Hooks, Order, Rank, Which, engine_for
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
 from penstock.stage import PipelineStage, home_of
@@ -139,6 +139,7 @@ class Pipeline:
     ) -> None:
         schedule = plan.training
         self._plan, self._loss, self._rules = plan, loss, rules
+        self._hooks = Hooks()
         self._crew = Crew(
             [Rank(end, held_by(schedule, end, stages, len(ends)), describe) for end in ends]
         )
@@ -284,6 +285,30 @@ class Pipeline:
         scale_gradients(self.parameters(), norm, max_norm)
         return norm
 
+    def on(
+        self,
+        which: Which,
+        *,
+        before: ActionHook | None = None,
+        after: ActionHook | None = None,
+    ) -> HookHandle:
+        """Call functions before and after some of the actions that run in this process.
+
+        They get an :class:`~penstock.ActionEvent`, which shows the action, its stage's module, and the values
+        or gradients that go in and come out; what it shows must not be changed. In evaluation the forwards
+        and their messages are actions too. What a function raises ends the call as a StageError.
+
+        Args:
+            which: an action such as ``"3F0"``, a pattern such as ``"*F*"`` or ``"3*0"`` (see
+                :func:`penstock.schedule.matching`), or a function of an Action.
+            before: called when all that the action needs is there; for a receive, when it is posted.
+            after: called when the action is done; for a receive, when its message is taken.
+
+        Returns:
+            A handle; its ``remove()`` takes them away, and so does the end of a ``with`` block.
+        """
+        return self._hooks.add(which, before, after)
+
     def agree(self, value: Any) -> list[Any]:
         """Exchange a JSON value between the ranks: all ranks' values, in rank order."""
         return self._crew.each(lambda rank: rank.exchange(value))
@@ -338,7 +363,14 @@ class Pipeline:
 
         draw = self._randomness.next if trains else None
         order = Order(
-            schedules, batch, loss, trains=trains, outputs=outputs, record=record, draw=draw
+            schedules,
+            batch,
+            loss,
+            trains=trains,
+            outputs=outputs,
+            record=record,
+            draw=draw,
+            hooks=self._hooks if self._hooks else None,
         )
         reports = self._crew.carry_out(order)
         if trains:

@@ -2,12 +2,17 @@
 
 from penstock.runtime.agreement import agree_plan
 from penstock.runtime.driver import Task, Wait, drive
+from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock.runtime.machine import Machine, Work
 from penstock.runtime.orders import Order, Report
 from penstock.runtime.program import RankProgram, channels, engine_for
 from penstock.runtime.rank import Rank, check_stages
 
 __all__ = [
+    "ActionEvent",
+    "ActionHook",
+    "HookHandle",
+    "Hooks",
     "Machine",
     "Order",
     "Rank",
@@ -15,6 +20,7 @@ __all__ = [
     "Report",
     "Task",
     "Wait",
+    "Which",
     "Work",
     "agree_plan",
     "channels",

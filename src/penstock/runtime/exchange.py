@@ -103,17 +103,17 @@ class Exchange:
 
     # ---- messages
 
-    def send_values(self, action: Action) -> None:
-        """Start a SEND_F."""
+    def values_to_send(self, action: Action) -> list[Tensor]:
+        """The tensors of a SEND_F."""
         wire, microbatch = self._program.wire(action), microbatch_of(action)
         tensors: list[Tensor] = []
         for edge in wire.edges:
             found = self._values.take(edge.value, microbatch).tensors
             tensors += _packed(self._spec(edge, microbatch).tensors, found)
-        self._posted[action] = self._transport.post_send(wire.channel, tensors)
+        return tensors
 
-    def send_gradients(self, action: Action) -> None:
-        """Start a SEND_B: for each tensor a gradient, zeros where it has none."""
+    def gradients_to_send(self, action: Action) -> list[Tensor]:
+        """The tensors of a SEND_B: for each that travelled a gradient, zeros where it has none."""
         wire, microbatch = self._program.wire(action), microbatch_of(action)
         tensors: list[Tensor] = []
         for edge in wire.edges:
@@ -124,7 +124,12 @@ class Exchange:
                 for spec, total in zip(specs, totals, strict=True)
                 if spec.requires_grad
             ]
-        self._posted[action] = self._transport.post_send(wire.channel, tensors)
+        return tensors
+
+    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        """Start a SEND_F or SEND_B."""
+        channel = self._program.wire(action).channel
+        self._posted[action] = self._transport.post_send(channel, tensors)
 
     def post(self, action: Action) -> None:
         """Start a RECV_F or RECV_B."""
@@ -142,13 +147,12 @@ class Exchange:
         """The ticket of what was posted; of several stages that use a message, the first takes it for all."""
         return self._posted.get(message)
 
-    def settle(self, message: Action) -> None:
-        """Let go of what was sent, or take what arrived."""
-        ticket = self._posted.pop(message)
+    def settle(self, message: Action) -> Sequence[Tensor]:
+        """Let go of what was sent, or take what arrived: the tensors."""
+        tensors: Sequence[Tensor] = self._posted.pop(message).take()
         if message.op in RECV_OPS:
-            self._accept(message, ticket.take())
-        else:
-            ticket.take()
+            self._accept(message, tensors)
+        return tensors
 
     def _accept(self, receive: Action, tensors: Sequence[Tensor]) -> None:
         """Take a message apart: values for their users here, or gradients for their maker."""

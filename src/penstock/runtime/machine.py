@@ -21,16 +21,18 @@ from penstock.runtime.clock import Recorder
 from penstock.runtime.companions import Companions
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Exchange, Specs, microbatch_of
+from penstock.runtime.hooks import ActionEvent, Hooks
 from penstock.runtime.program import RankProgram, parts
 from penstock.runtime.turns import Turns
 from penstock.schedule import Action, Op, Overlap
-from penstock.schedule.action import OVERLAPPED, Entry
+from penstock.schedule.action import OVERLAPPED, RECV_OPS, Entry
 from penstock.specs import flatten
 from penstock.stage import PipelineStage
 from penstock.step import Loss
 from penstock.transport import Transport
 
-Backward = Callable[[int, Sequence[Tensor | None]], Sequence[Tensor | None]]
+Gradients = Sequence[Tensor | None]
+Backward = Callable[[int, Gradients], Gradients]
 """A stage's backward, or its inputs' half, of a microbatch."""
 
 
@@ -58,6 +60,7 @@ class Work:
         inputs: which of the model's arguments each stage is given.
         companions: what goes along with each stage's microbatches.
         replaced: by kind of work, what does it instead.
+        hooks: what to call before and after actions; None where nobody asked for any.
     """
 
     microbatches: Sequence[Microbatch]
@@ -73,6 +76,7 @@ class Work:
     inputs: Inputs = field(default_factory=lambda: Inputs({}))
     companions: Companions = field(default_factory=dict)
     replaced: Mapping[str, Replacement] = field(default_factory=dict)
+    hooks: Hooks | None = None
 
 
 class Machine:
@@ -110,7 +114,7 @@ class Machine:
                     continue
                 if not ticket.ready():
                     yield Wait(ticket, rank, f"waits in {action} for {message}")
-                exchange.settle(message)
+                self._settle(message)
             self._do(action)
         if exchange.untaken:
             left = ", ".join(map(str, exchange.untaken))
@@ -122,10 +126,17 @@ class Machine:
             return self._program.paired
         return self._program.instructions
 
-    def _do(self, entry: Entry) -> None:
+    def _settle(self, message: Action) -> None:
+        arrived = self._exchange.settle(message)
+        if self._work.hooks is not None and message.op in RECV_OPS:
+            self._do(message, lambda _: self._after(message, outputs=arrived))
+
+    def _do(self, entry: Entry, perform: Callable[[Entry], Any] | None = None) -> None:
         action = parts(entry)[0]
         try:
-            if self._work.replaced:
+            if perform is not None:
+                perform(entry)
+            elif self._work.replaced:
                 self._replace(entry)
             else:
                 _HANDLERS[action.op](self, action)
@@ -155,10 +166,23 @@ class Machine:
             f"action {action}: {what}"
         )
 
+    def _before(self, action: Action, inputs: Any = None) -> None:
+        if self._work.hooks is not None:
+            self._work.hooks.before(self._event(action, inputs))
+
+    def _after(self, action: Action, inputs: Any = None, outputs: Any = None) -> None:
+        if self._work.hooks is not None:
+            self._work.hooks.after(self._event(action, inputs, outputs))
+
+    def _event(self, action: Action, inputs: Any, outputs: Any = None) -> ActionEvent:
+        module = self._stages[action.stage].module
+        return ActionEvent(action, self._program.rank, module, inputs, outputs)
+
     def _forward(self, action: Action) -> Any:
         stage, microbatch = self._stages[action.stage], microbatch_of(action)
         args, kwargs = self._arguments(stage, microbatch)
         root = self._loss_of(stage, microbatch) or self._values_of(stage)
+        self._before(action, (args, kwargs))
         with self._timed(action):
             for companion in self._companions[stage.index]:
                 companion.forward(microbatch)
@@ -166,6 +190,7 @@ class Machine:
         self._exchange.keep(stage.index, microbatch, output, wired=stage.wired)
         if stage.is_last and self._work.keep_outputs:
             self._work.outputs[microbatch] = output
+        self._after(action, (args, kwargs), output)
         return output
 
     def _arguments(self, stage: PipelineStage, microbatch: int) -> Call:
@@ -197,23 +222,28 @@ class Machine:
 
     def _backward(self, action: Action) -> None:
         """Both halves at once, or the weights' half later where another microbatch is due before."""
-        turns = self._turns[action.stage]
-        if not turns.is_next(microbatch_of(action)):
-            self._backward_input(action)
-            self._backward_weight(action)
-            return
-        self._run_backward(action, self._stages[action.stage].backward)
-        self._done(action.stage, microbatch_of(action))
-        late = turns.passed()
+        stage, microbatch = self._stages[action.stage], microbatch_of(action)
+        turns, grads = self._turns[action.stage], self._output_gradients(stage, microbatch)
+        self._before(action, grads)
+        if turns.is_next(microbatch):
+            found = self._run_backward(action, stage.backward, grads)
+            self._done(action.stage, microbatch)
+            late = turns.passed()
+        else:
+            found = self._run_backward(action, stage.backward_input, grads)
+            late = turns.arrived(microbatch)
         if late:
             self._add_weights(action, late)
+        self._after(action, grads, found)
 
     def _backward_input(self, action: Action) -> None:
-        self._run_backward(action, self._stages[action.stage].backward_input)
+        stage = self._stages[action.stage]
+        grads = self._output_gradients(stage, microbatch_of(action))
+        self._before(action, grads)
+        self._after(action, grads, self._run_backward(action, stage.backward_input, grads))
 
-    def _run_backward(self, action: Action, half: Backward) -> None:
+    def _run_backward(self, action: Action, half: Backward, grads: Gradients) -> Gradients:
         stage, microbatch = self._stages[action.stage], microbatch_of(action)
-        grads = self._output_gradients(stage, microbatch)
         with self._timed(action):
             for companion in self._companions[stage.index]:
                 companion.backward(microbatch)
@@ -221,10 +251,9 @@ class Machine:
         rest = self._exchange.hand_back(stage.index, microbatch, found)
         if any(gradient is not None for gradient in rest):
             self._owe(stage, microbatch, rest)
+        return found
 
-    def _owe(
-        self, stage: PipelineStage, microbatch: int, gradients: Sequence[Tensor | None]
-    ) -> None:
+    def _owe(self, stage: PipelineStage, microbatch: int, gradients: Gradients) -> None:
         """Note the gradients of the batch's own tensors, where they require some."""
         taken, part = self._program.taken(stage.index), self._work.microbatches[microbatch]
         tensors, _ = flatten(self._work.inputs.batch_part(stage, taken, part))
@@ -232,7 +261,9 @@ class Machine:
         self._work.owed.extend((tensor, found) for tensor, found in pairs if found is not None)
 
     def _backward_weight(self, action: Action) -> None:
+        self._before(action)
         self._add_weights(action, self._turns[action.stage].arrived(microbatch_of(action)))
+        self._after(action)
 
     def _add_weights(self, action: Action, due: Sequence[int]) -> None:
         """The weights' half of what is due, in the order of the microbatches whatever the schedule's."""
@@ -247,7 +278,7 @@ class Machine:
         for companion in self._companions[stage]:
             companion.done(microbatch)
 
-    def _output_gradients(self, stage: PipelineStage, microbatch: int) -> list[Tensor | None]:
+    def _output_gradients(self, stage: PipelineStage, microbatch: int) -> Gradients:
         if stage.is_last:
             weight = self._work.weights[microbatch]
             return [torch.full_like(self._work.losses[microbatch], weight)]
@@ -257,17 +288,25 @@ class Machine:
         return _NOT_TIMED if self._work.recorder is None else self._work.recorder.timed(action)
 
     def _send_values(self, action: Action) -> None:
-        self._exchange.send_values(action)
+        self._send(action, self._exchange.values_to_send(action))
 
     def _send_gradients(self, action: Action) -> None:
-        self._exchange.send_gradients(action)
+        self._send(action, self._exchange.gradients_to_send(action))
+
+    def _send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        self._before(action, tensors)
+        self._exchange.send(action, tensors)
+        self._after(action, tensors)
 
     def _post(self, action: Action) -> None:
+        # What comes after it is called when the message has arrived.
+        self._before(action)
         self._exchange.post(action)
 
-
-def _nothing(machine: Machine, action: Action) -> None:
-    """Some ops ask nothing of a stage."""
+    def _nothing(self, action: Action) -> None:
+        """Some ops ask nothing of a stage."""
+        self._before(action)
+        self._after(action)
 
 
 # Functions, not bound methods: a machine that held those would be a cycle, and keep its step's tensors.
@@ -281,12 +320,12 @@ _HANDLERS: dict[Op, Callable[[Machine, Action], Any]] = {
     Op.SEND_B: Machine._send_gradients,
     Op.RECV_B: Machine._post,
     # The wait itself, as for every message, comes before the action.
-    Op.WAIT_SEND_F: _nothing,
-    Op.WAIT_SEND_B: _nothing,
+    Op.WAIT_SEND_F: Machine._nothing,
+    Op.WAIT_SEND_B: Machine._nothing,
     # Nothing here is sharded.
-    Op.UNSHARD: _nothing,
-    Op.RESHARD: _nothing,
-    Op.REDUCE_GRAD: _nothing,
+    Op.UNSHARD: Machine._nothing,
+    Op.RESHARD: Machine._nothing,
+    Op.REDUCE_GRAD: Machine._nothing,
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.draws import Draw
 from penstock.microbatch import Batch
+from penstock.runtime.hooks import Hooks
 from penstock.runtime.machine import Replacement
 from penstock.schedule import Edge, Schedule, Span
 from penstock.specs import autocast_types
@@ -33,6 +34,7 @@ class Order:
         draw: what random numbers are drawn for; without it they come from torch's generators as they are.
         keep: whether the rank of the last stage shall report its losses and outputs as they are.
         replaced: by kind of work, what does it instead.
+        hooks: what to call before and after actions, where there are any.
     """
 
     schedules: Schedules
@@ -44,6 +46,7 @@ class Order:
     draw: Draw | None = None
     keep: bool = False
     replaced: Mapping[str, Replacement] = field(default_factory=dict)
+    hooks: Hooks | None = None
 
     @property
     def mode(self) -> str:

@@ -107,6 +107,7 @@ class Rank:
                 inputs=self._for_call(inputs, page.call, page.schedule),
                 replaced=order.replaced,
                 companions=companions,
+                hooks=order.hooks,
             )
             yield from Machine(program, self.stages, self.transport, work).run()
         elapsed = recorder.elapsed() if recorder else 0.0

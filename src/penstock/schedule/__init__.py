@@ -20,6 +20,7 @@ from penstock.schedule.passes import (
     release_sends,
     remove_wait_sends,
 )
+from penstock.schedule.patterns import matching
 from penstock.schedule.placement import Placement, looped, v_shaped
 from penstock.schedule.simulation import Costs, Gap, Simulation, replay, simulate
 from penstock.schedule.timeline import Span, Timeline
@@ -55,6 +56,7 @@ __all__ = [
     "from_json",
     "load",
     "looped",
+    "matching",
     "merge_backward",
     "names",
     "parse_action",
