@@ -140,7 +140,7 @@ def test_what_is_no_hook() -> None:
 def seen_on_rank(group: Any) -> list[str]:
     """A worker's task: what a rank sees."""
     with make(chain(), ranks=None, group=group) as pipe:
-        seen = noted(pipe, "*0")
+        seen = noted(pipe, "**0")
         pipe.step(X, target=Y)
         return texts(seen)
 
