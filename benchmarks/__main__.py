@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import backward, schedules, steps
+from benchmarks import backward, buffers, inside, predictions, schedules, steps
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
+    "inside": inside.compare,
+    "predictions": predictions.compare,
+    "buffers": buffers.compare,
     "schedules": schedules.compare,
     "backward": backward.compare,
 }

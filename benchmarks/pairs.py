@@ -46,9 +46,17 @@ class Ratios:
         }
 
     def __str__(self) -> str:
+        return self.told("the peer")
+
+    def told(self, base: str) -> str:
+        """The figures in a line.
+
+        Args:
+            base: what ours is compared with.
+        """
         low, high = self.quartiles
         return (
-            f"{self.median:.3f} x the peer (quartiles {low:.3f} to {high:.3f}, {len(self.ours)} rounds; "
+            f"{self.median:.3f} x {base} (quartiles {low:.3f} to {high:.3f}, {len(self.ours)} rounds; "
             f"medians {1e3 * statistics.median(self.ours):.2f} ms "
             f"and {1e3 * statistics.median(self.peers):.2f} ms)"
         )

@@ -1,0 +1,52 @@
+"""Bytes of receive buffers on two gloo processes, by the number of microbatches: Penstock and the peer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.work import RANKS, SCHEDULES, Peer, ours, tiny
+from penstock.testing import WorkerPool, count_messages
+
+MICROBATCHES = (8, 64, 512)
+
+
+def measure(group: Any, schedule: str, microbatches: int) -> dict[str, int]:
+    """A worker's task: the most bytes this rank holds for messages in a step."""
+    work = tiny(SCHEDULES[schedule], microbatches)
+    pipe, peer = ours(work, schedule, group), Peer(work, schedule, group)
+    (counter,) = count_messages(pipe)
+    for _ in range(2):
+        pipe.step(work.batch, target=work.target)
+    peer.step()
+    return {
+        "received": counter.received.most,
+        "sent": counter.sent.most,
+        "peer received": peer.receive_bytes,
+    }
+
+
+def compare(rounds: int) -> dict[str, Any]:
+    """Both schedules, printed, and as JSON data.
+
+    Args:
+        rounds: unused; bytes are the same each time.
+    """
+    del rounds
+    found: dict[str, Any] = {}
+    with WorkerPool(RANKS) as workers:
+        for schedule in SCHEDULES:
+            for count in MICROBATCHES:
+                answers = workers.run(
+                    "benchmarks.buffers:measure",
+                    RANKS,
+                    timeout=120,
+                    schedule=schedule,
+                    microbatches=count,
+                )
+                found[f"{schedule}, {count}"] = answers
+                each = "; ".join(
+                    f"rank {rank}: {at['received']} (sends {at['sent']}), peer {at['peer received']}"
+                    for rank, at in enumerate(answers)
+                )
+                print(f"receive buffers in bytes, {schedule:4}, {count:3} microbatches: {each}")
+    return found
