@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from penstock.backward import ENGINES, BackwardEngine
+from penstock.entrance import Entrance
 from penstock.errors import UsageError
-from penstock.specs import flatten, unflatten
+from penstock.specs import flatten
 
 T = TypeVar("T")
 DEFAULT_ENGINE = "deferred"
@@ -45,6 +46,10 @@ class PipelineStage:
         options: of the deferred engine: ``fused`` and ``joined``, two faster ways to add up weight
             gradients that change bits. docs/backward.md says what else they change.
 
+    Attributes:
+        changed: which tensors of its arguments the module changed in place in the last forward, counted as
+            backward's gradients are.
+
     Raises:
         UsageError: the index is not below the count, or there is no such engine or option.
     """
@@ -67,6 +72,8 @@ class PipelineStage:
         self.count = count
         self.device = home_of(module) if device is None else torch.device(device)
         self.module = module.to(self.device)
+        self.changed: Sequence[int] = ()
+        self._entrance = Entrance(index)
         self._forwards: dict[int, _Forward] = {}
         self._halves: dict[int, tuple[BackwardEngine, Any]] = {}
         self._chosen = engine or ""
@@ -118,7 +125,8 @@ class PipelineStage:
         Args:
             microbatch: its index.
             args: the module's positional arguments. A tensor that requires grad comes to the module as a
-                fresh non-leaf over a fresh leaf: hooks and in-place changes touch nothing else.
+                fresh non-leaf over a fresh leaf. Hooks and changes in place touch nothing else: what the
+                module changes is copied for it.
             kwargs: its arguments by name.
             loss: makes of the output what backward starts from: a scalar, or those of several values that
                 gradients come for.
@@ -126,16 +134,20 @@ class PipelineStage:
         Returns:
             The module's output.
         """
-        leaves, (args, kwargs) = _enter(tuple(args), dict(kwargs or {}))
+        entered = self._entrance.enter(
+            tuple(args), dict(kwargs or {}), training=self.module.training
+        )
+        args, kwargs = entered.call
 
         def run() -> tuple[Any, Any]:
             output = self.module(*args, **kwargs)
+            self.changed = self._entrance.leave(entered)
             return output, output if loss is None else loss(output)
 
         if not torch.is_grad_enabled():
             return run()[0]
         (output, root), state = self._engine.forward(run)
-        self._forwards[microbatch] = _Forward(leaves, flatten(root)[0], self._engine, state)
+        self._forwards[microbatch] = _Forward(entered.leaves, flatten(root)[0], self._engine, state)
         return output
 
     def backward(self, microbatch: int, output_grads: Sequence[Tensor | None] | None) -> Gradients:
@@ -193,33 +205,3 @@ def home_of(module: nn.Module) -> torch.device:
     """Where a module's first parameter is; the CPU for a module without parameters."""
     first = next(module.parameters(), None)
     return torch.device("cpu") if first is None else first.device
-
-
-class _Enter(torch.autograd.Function):
-    """Makes a non-leaf of a leaf without copying it and without it being a view."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        # Shares the version counter: a change in place of what another stage still needs is found.
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return grad_outputs[0]
-
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Call]:
-    """Fresh leaves for the tensors that require grad, and the arguments the module gets instead."""
-    tensors, structure = flatten((args, kwargs) if kwargs else args)
-    leaves: list[Tensor] = []
-    entered: list[Tensor] = []
-    for tensor in tensors:
-        fresh = tensor.requires_grad and torch.is_grad_enabled()
-        leaf = tensor.detach().requires_grad_() if fresh else tensor
-        leaves.append(leaf)
-        entered.append(cast("Any", _Enter).apply(leaf) if fresh else tensor)
-    call = unflatten(structure, entered)
-    return leaves, call if kwargs else (call, {})

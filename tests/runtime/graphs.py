@@ -74,6 +74,9 @@ GRAPHS = {
     "skip": Graph(chain_of(Edge("a", 0, (1, 2))), {}),
     "used by all": Graph(chain_of(Edge("a", 0, (1, 2, 3))), {}),
     "two values": Graph(chain_of(Edge("x", 0, (1, 3)), Edge("y", 0, (2,))), {0: ("x", "y")}),
+    "in another order": Graph(
+        chain_of(Edge("x", 0, (1, 3)), Edge("y", 0, (2,))), {0: ("y", "m", "x")}
+    ),
     "a mask": Graph(chain_of(Edge("x", 0, (1,)), Edge("m", 0, (2, 3), False)), {0: ("x", "m")}),
     "cut off": Graph(chain_of(Edge("a", 0, (1,)), Edge("d", 0, (3,), False)), {0: ("a", "d")}),
     "without a user in between": Graph(

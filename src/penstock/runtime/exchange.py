@@ -17,7 +17,7 @@ from penstock.runtime.program import RankProgram
 from penstock.runtime.values import GradientSums, Held, Values
 from penstock.schedule import Action, Edge, Op
 from penstock.schedule.action import RECV_OPS
-from penstock.specs import TensorSpec, ValueSpec, flatten
+from penstock.specs import TensorSpec, ValueSpec, flatten, paths
 from penstock.transport import Ticket, Transport
 
 Specs = Mapping[str, ValueSpec]
@@ -60,6 +60,32 @@ class Exchange:
         """The values that a stage uses, by name."""
         taken = self._program.taken(stage)
         return {edge.value: self._values.take(edge.value, microbatch).value for edge in taken}
+
+    def check_unchanged(self, stage: int, microbatch: int, changed: Sequence[int]) -> None:
+        """Check that no later stage uses what a stage has changed in place.
+
+        It would see the change in the unsplit model. Here each user of a value has its own, and the gradient
+        of one does not flow through what another did.
+
+        Args:
+            stage: which one.
+            microbatch: of which microbatch.
+            changed: which tensors among its arguments.
+
+        Raises:
+            SpecError: a later one does.
+        """
+        start = 0
+        for edge in self._program.taken(stage):
+            where = list(paths(self._spec(edge, microbatch).structure))
+            found = [where[i - start] for i in changed if start <= i < start + len(where)]
+            later = [target for target in edge.targets if target > stage]
+            if found and later:
+                raise SpecError(
+                    f"stage {stage} changes the value {edge.value!r} in place ({', '.join(found)}), and "
+                    f"stages {later} use it too; use an operation that is not in place, or clone it first"
+                )
+            start += len(where)
 
     def keep(self, stage: int, microbatch: int, output: Any, *, wired: bool = False) -> None:
         """Keep the values that a stage's output holds until they are used and sent.

@@ -187,6 +187,8 @@ class Machine:
             for companion in self._companions[stage.index]:
                 companion.forward(microbatch)
             output = stage.forward(microbatch, args, kwargs, root)
+        if stage.changed:
+            self._exchange.check_unchanged(stage.index, microbatch, stage.changed)
         self._exchange.keep(stage.index, microbatch, output, wired=stage.wired)
         if stage.is_last and self._work.keep_outputs:
             self._work.outputs[microbatch] = output

@@ -4,7 +4,7 @@ from penstock.specs.classes import register_type
 from penstock.specs.constants import Structure
 from penstock.specs.inference import autocast_types, infer_output, spec_of_arguments
 from penstock.specs.signature import named_arguments
-from penstock.specs.structure import flatten, unflatten
+from penstock.specs.structure import flatten, paths, unflatten
 from penstock.specs.tensors import TensorSpec
 from penstock.specs.value import ValueSpec
 
@@ -16,6 +16,7 @@ __all__ = [
     "flatten",
     "infer_output",
     "named_arguments",
+    "paths",
     "register_type",
     "spec_of_arguments",
     "unflatten",
