@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.draws import randomness
     from penstock.engine import Pipeline
     from penstock.microbatch import REPLICATE, Microbatches, Split
-    from penstock.partition import Partition
+    from penstock.partition import Partition, read_weights
     from penstock.runtime import ActionEvent
     from penstock.stage import PipelineStage
     from penstock.step import StepResult
@@ -29,6 +29,7 @@ _HOMES = {
     "Split": "penstock.microbatch",
     "StepResult": "penstock.step",
     "randomness": "penstock.draws",
+    "read_weights": "penstock.partition",
 }
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Split",
     "StepResult",
     "randomness",
+    "read_weights",
 ]
 
 

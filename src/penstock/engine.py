@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.crew import Crew
 from penstock.draws import Randomness, Seed, own_seed
 from penstock.errors import UsageError
+from penstock.holding import WeightHolder
 from penstock.hosting import check_given, connect_if_launched, ends_of, held_by, placed_on, world_of
 from penstock.microbatch import MISSING, Batch, Rules, merge, output_dim, split_batch
-from penstock.partition import Describe, save_index, save_stage
+from penstock.partition import Partition, Shared, find_shared_between
 from penstock.plan import Plan, Stages, check_model, cut, make_plan
 from penstock.runtime import ActionHook, HookHandle, Hooks, Order, Rank, Which, engine_for
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
 from penstock.stage import PipelineStage, home_of
-from penstock.step import Loss, LossFunction, Reduction, StepResult, scale_gradients
+from penstock.step import Loss, LossFunction, Reduction, StepResult
 from penstock.transport import Transport
 
 
-class Pipeline:
+class Pipeline(WeightHolder):
     """A model cut into stages that ranks run as a pipeline.
 
     The same lines run in one process, where all ranks live in it and take turns, and under ``torchrun``,
@@ -86,7 +86,7 @@ class Pipeline:
         held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
         made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
-        self._set_up(plan, ends, made, loss, rules, partition.describe)
+        self._set_up(plan, ends, made, partition, loss, rules)
         self._agree_on(own_seed(seed))
 
     @classmethod
@@ -100,6 +100,7 @@ class Pipeline:
         reduction: Reduction = "mean",
         rules: Rules | None = None,
         edges: Edges | None = None,
+        shared: Sequence[Shared] | None = None,
         group: Any = None,
         seed: Seed = None,
     ) -> Pipeline:
@@ -114,6 +115,8 @@ class Pipeline:
             rules: how arguments are split.
             edges: which values travel between the stages; by default each feeds the next. A stage that
                 makes several gives them by name in a dict, and gets several by name.
+            shared: the weights that stages of different processes share, the same table on every rank, see
+                :func:`penstock.partition.find_shared`; by default what the given stages share by identity.
             group: the process group of this pipeline's ranks.
             seed: of the random numbers that steps draw.
         """
@@ -123,7 +126,10 @@ class Pipeline:
         plan = replace(plan, edges=None if edges is None else tuple(edges))
         pipe = cls.__new__(cls)
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
-        pipe._set_up(plan, ends_of(plan, found), stages, loss, rules)
+        modules = {stage.index: stage.module for stage in stages}
+        table = find_shared_between(modules) if shared is None else tuple(shared)
+        partition = Partition(tuple(modules.values()), shared=table)
+        pipe._set_up(plan, ends_of(plan, found), stages, partition, loss, rules)
         pipe._agree_on(own_seed(seed))
         pipe._tell_stages_apart()
         return pipe
@@ -133,20 +139,21 @@ class Pipeline:
         plan: Plan,
         ends: Sequence[Transport],
         stages: Sequence[PipelineStage],
+        partition: Partition,
         loss: Loss | None,
         rules: Rules | None,
-        describe: Describe | None = None,
     ) -> None:
         schedule = plan.training
         self._plan, self._loss, self._rules = plan, loss, rules
         self._hooks = Hooks()
-        self._crew = Crew(
+        describe = partition.describe
+        crew = Crew(
             [Rank(end, held_by(schedule, end, stages, len(ends)), describe) for end in ends]
         )
-        for stage in self.stages:
+        for stage in crew.stages:
             stage.prefer_engine(engine_for(schedule, stage.index))
-        self._crew.assemble(schedule)
-        self._counts: list[int] = self._crew.each(lambda rank: rank.exchange(len(rank.parameters)))
+        crew.assemble(schedule)
+        self._take_up(crew, partition.shared, schedule.placement.rank_of)
 
     def _agree_on(self, seed: int | Literal["off"]) -> None:
         """Rank 0's seed is that of all."""
@@ -182,23 +189,6 @@ class Pipeline:
     def stages(self) -> tuple[PipelineStage, ...]:
         """The stages that live in this process, in order."""
         return self._crew.stages
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that live in this process, under their names in the unsplit model."""
-        for stage in self.stages:
-            yield from stage.module.named_parameters()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that live in this process."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers that live in this process, under their names in the unsplit model."""
-        return {
-            name: tensor
-            for stage in self.stages
-            for name, tensor in stage.module.state_dict().items()
-        }
 
     # ---- what a pipeline does
 
@@ -270,21 +260,6 @@ class Pipeline:
         with self._crew.evaluating():
             return self._carry_out(batch, None, trains=False, outputs=True).outputs
 
-    def zero_grad(self) -> None:
-        """Drop the gradients of the parameters that live in this process."""
-        for parameter in self.parameters():
-            parameter.grad = None
-
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
-
-        Returns:
-            The norm before, the same on every rank.
-        """
-        norm = self._crew.each(lambda rank: rank.gradient_norm(self._counts))
-        scale_gradients(self.parameters(), norm, max_norm)
-        return norm
-
     def on(
         self,
         which: Which,
@@ -312,18 +287,6 @@ class Pipeline:
     def agree(self, value: Any) -> list[Any]:
         """Exchange a JSON value between the ranks: all ranks' values, in rank order."""
         return self._crew.each(lambda rank: rank.exchange(value))
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the weights as safetensors, a file a stage and an index, under the model's names."""
-        path, count = Path(folder), self._plan.stages
-
-        def write(rank: Rank) -> list[Any]:
-            held = rank.stages.items()
-            return [[i, save_stage(stage.module, path, i, count)] for i, stage in held]
-
-        gathered: list[Any] = self._crew.each(lambda rank: rank.exchange(write(rank)))
-        if self.leads:
-            save_index(path, {index: found for of in gathered for index, found in of})
 
     def wrap_transports(self, wrap: Callable[[Transport], Transport]) -> None:
         """Put something between the ranks of this process and their wires, such as a counter."""
@@ -372,8 +335,11 @@ class Pipeline:
             draw=draw,
             hooks=self._hooks if self._hooks else None,
         )
+        if trains:
+            self._sharing.prepare()
         reports = self._crew.carry_out(order)
         if trains:
+            self._add_up_shares()
             self._randomness.advance()
         found = reports[0].outputs if outputs else None
         merged = merge(found, dim) if found and not reports[0].ready else found

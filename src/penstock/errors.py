@@ -6,11 +6,13 @@
     ├── UsageError (ValueError)          the call is wrong: an argument, a flag
     │   ├── ScheduleError                a schedule of the wrong shape or order, an unknown name
     │   ├── PartitionError               a model that cannot be cut as asked
+    │   ├── StateDictError (RuntimeError) a state dict that is not this model's
     │   ├── MicrobatchError              a batch that cannot be split or merged as asked
     │   └── ConfigError                  unknown or contradictory settings
     ├── InputFileError (ValueError)      what a file holds is wrong: a text, a schedule, a config
     ├── SpecError (ValueError)           a value that crosses stages is not what was agreed
     ├── StageError (RuntimeError)        the user's code raised inside an action
+    ├── NonFiniteError (RuntimeError)    a number that is infinite or none, where that is an error
     ├── MessageError (RuntimeError)      a message was expected that nobody sends, or the reverse
     ├── AgreementError (RuntimeError)    ranks that must agree do not
     ├── PoisonedError (RuntimeError)     the Pipeline failed before and must be rebuilt
@@ -38,6 +40,10 @@ class PartitionError(UsageError):
     """A model that cannot be cut into stages as asked."""
 
 
+class StateDictError(UsageError, RuntimeError):
+    """A state dict that does not fit the model: what is missing, unexpected or of another shape."""
+
+
 class MicrobatchError(UsageError):
     """A batch that cannot be split into microbatches, or outputs that cannot be merged."""
 
@@ -56,6 +62,10 @@ class SpecError(PenstockError, ValueError):
 
 class StageError(PenstockError, RuntimeError):
     """The user's code raised inside an action; the cause is chained as ``__cause__``."""
+
+
+class NonFiniteError(PenstockError, RuntimeError):
+    """A loss or a norm is infinite or no number, where the user asked that this be an error."""
 
 
 class MessageError(PenstockError, RuntimeError):

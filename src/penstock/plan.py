@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError, UsageError
-from penstock.partition import Partition, cut_chain, cut_sequential
+from penstock.partition import Partition, cut_chain, cut_sequential, find_shared
 from penstock.schedule import (
     Schedule,
     add_communication,
@@ -247,14 +247,16 @@ def cut(model: nn.Module, stages: Stages, count: int) -> Partition:
         PartitionError: it cannot be cut so; the message says how to say it.
     """
     if isinstance(stages, Partition):
-        stages.check_covers(model)
-        return stages
+        found = () if stages.shared else find_shared(model, stages.modules)
+        partition = replace(stages, shared=found) if found else stages
+        partition.check_covers(model)
+        return partition
     if isinstance(stages, Sequence):
         return cut_chain(model, stages)
     if isinstance(model, nn.Sequential) and count > 1:
         return cut_sequential(model, count)
     if count == 1:
-        return Partition((model,))
+        return Partition((model,), shared=find_shared(model, (model,)))
     raise PartitionError(
         f"a {type(model).__name__} is cut at module paths: stages=[['embed', 'blocks.0'], ['blocks.1', "
         "'head']] names each stage's modules in the order of the calls"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.backward import ENGINES, BackwardEngine
+from penstock.backward import ENGINES, Apart, BackwardEngine
 from penstock.entrance import Entrance
 from penstock.errors import UsageError
 from penstock.specs import flatten
@@ -78,6 +78,7 @@ class PipelineStage:
         self._halves: dict[int, tuple[BackwardEngine, Any]] = {}
         self._chosen = engine or ""
         self._options = options
+        self._apart = Apart()
         self._name = engine or DEFAULT_ENGINE
         self._engine = self._new_engine()
 
@@ -92,6 +93,17 @@ class PipelineStage:
             raise UsageError(f"a stage has no option {', '.join(sorted(unknown))}")
         options = self._options if self._name == "deferred" else {}
         return ENGINES[self._name](self.module, **options)
+
+    def keep_apart(self, parameters: Sequence[Tensor]) -> None:
+        """From now on collect the gradients of these parameters beside ``.grad``.
+
+        For weights that other stages use too: whoever knows all stages' shares adds them up.
+        """
+        self._apart = Apart(parameters)
+
+    def take_shares(self) -> list[Tensor | None]:
+        """The gradients that were collected apart since the last call, in the order of the parameters."""
+        return self._apart.take()
 
     @property
     def wired(self) -> bool:
@@ -162,8 +174,9 @@ class PipelineStage:
             A gradient or ``None`` for each tensor among forward's arguments, in order.
         """
         done = self._taken(self._forwards, microbatch, "forward")
-        found = done.engine.full(done.roots, output_grads, done.leaves, done.state)
-        self._finish(done.engine)
+        with self._apart:
+            found = done.engine.full(done.roots, output_grads, done.leaves, done.state)
+            self._finish(done.engine)
         return found
 
     def backward_input(
@@ -171,15 +184,17 @@ class PipelineStage:
     ) -> Gradients:
         """The inputs' half of backward; arguments and result as :meth:`backward`."""
         done = self._taken(self._forwards, microbatch, "forward")
-        found, state = done.engine.input_half(done.roots, output_grads, done.leaves, done.state)
+        with self._apart:
+            found, state = done.engine.input_half(done.roots, output_grads, done.leaves, done.state)
         self._halves[microbatch] = done.engine, state
         return found
 
     def backward_weight(self, microbatch: int) -> None:
         """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
         engine, state = self._taken(self._halves, microbatch, "backward_input")
-        engine.weight_half(state)
-        self._finish(engine)
+        with self._apart:
+            engine.weight_half(state)
+            self._finish(engine)
 
     def _finish(self, engine: BackwardEngine) -> None:
         """Lets an engine do what it has put off, once no microbatch is under way."""
@@ -198,6 +213,7 @@ class PipelineStage:
         """Drop whatever microbatches have left here."""
         self._forwards.clear()
         self._halves.clear()
+        self._apart.take()
         self._engine = self._new_engine()
 
 

@@ -18,7 +18,7 @@ from penstock.errors import (
     SpecError,
     UsageError,
 )
-from penstock.partition import Partition, cut_sequential
+from penstock.partition import cut_sequential
 from penstock.schedule import Action, Op, Placement, Schedule, build
 from penstock.testing import WorkerPool
 from tests.pipeline.models import STAGES, X, Y, chain, make, mean_loss, named
@@ -73,11 +73,6 @@ MAKING: dict[str, Refusal] = {
         PartitionError,
         "in no stage: 0.0.weight",
     ),
-    "a shared stage": (
-        lambda: shared_stage(),
-        PartitionError,
-        "used by several stages",
-    ),
     "schedule and ranks": (
         lambda: make(schedule=build("1F1B", ranks=3, microbatches=4)),
         UsageError,
@@ -111,11 +106,6 @@ MAKING: dict[str, Refusal] = {
         r"the stages of rank 1 belong to pipelines of \[3\] stages; 1F1B has 2",
     ),
 }
-
-
-def shared_stage() -> Pipeline:
-    model = chain(1)
-    return make(model, stages=Partition((model, model)))
 
 
 CALLING: dict[str, Refusal] = {

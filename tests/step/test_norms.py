@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.step import scale_gradients, squared_norms
+from penstock.errors import NonFiniteError, UsageError
+from penstock.step import gradient_norms, scale_gradients, total_norm
+
+ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf, -math.inf, 0.0)
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -19,14 +24,34 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_squared_norms(dtype: torch.dtype) -> None:
-    found = squared_norms(parameters(dtype))
-    assert found.tolist() == [9.0, 16.0, 0.0, 0.0]
+def test_norms_and_whether_there_is_a_gradient(dtype: torch.dtype) -> None:
+    found = gradient_norms(parameters(dtype))
+    assert found.tolist() == [[3.0, 4.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
     assert found.dtype is torch.float64
 
 
 def test_no_parameters_have_no_norms() -> None:
-    assert squared_norms([]).shape == (0,)
+    assert gradient_norms([]).shape == (2, 0)
+    assert total_norm(gradient_norms([])) == 0.0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_total_is_torchs(order: float) -> None:
+    made = parameters()
+    expected = torch.nn.utils.clip_grad_norm_(parameters(), 1.0, norm_type=order)
+    assert total_norm(gradient_norms(made, order), order) == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_no_number_can_be_an_error(value: float, order: float) -> None:
+    made = parameters()
+    assert made[0].grad is not None
+    made[0].grad[2] = value
+    norms = gradient_norms(made, order)
+    assert not math.isfinite(total_norm(norms, order))
+    with pytest.raises(NonFiniteError, match="cannot be clipped; look for the first loss"):
+        total_norm(norms, order, error_if_nonfinite=True)
 
 
 @pytest.mark.parametrize("largest", [0.0, 1.0, 5.0, 100.0, float("inf")])
@@ -46,3 +71,9 @@ def test_clipping_happens_in_place() -> None:
     before = made[0].grad
     scale_gradients(made, 5.0, 1.0)
     assert made[0].grad is before
+
+
+@pytest.mark.parametrize("largest", [-1.0, math.nan])
+def test_no_limit_below_zero(largest: float) -> None:
+    with pytest.raises(UsageError, match="max_norm"):
+        scale_gradients(parameters(), 5.0, largest)

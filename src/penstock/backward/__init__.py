@@ -3,6 +3,7 @@
 The halves work on any autograd graph and need nothing but its outputs, inputs and weights.
 """
 
+from penstock.backward.apart import Apart
 from penstock.backward.deferred import DeferredBackward
 from penstock.backward.engines import ENGINES, BackwardEngine
 from penstock.backward.finders import register_function, register_module
@@ -22,6 +23,7 @@ from penstock.backward.store import WeightGradStore
 
 __all__ = [
     "ENGINES",
+    "Apart",
     "BackwardEngine",
     "Call",
     "DeferredBackward",

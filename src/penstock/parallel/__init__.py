@@ -1,6 +1,55 @@
-"""Adapters to what torch shards and replicates: DTensor, DeviceMesh, DDP, FSDP2."""
+"""Adapters to what torch shards and replicates: DTensor, DeviceMesh, DDP, FSDP2.
 
-from penstock.parallel.dtensors import is_dtensor, merge_dtensors, split_dtensor
-from penstock.parallel.groups import group_of, seat
+Names are found when they are first used: torch takes half a second for its part of DTensors, which few need.
+"""
 
-__all__ = ["group_of", "is_dtensor", "merge_dtensors", "seat", "split_dtensor"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.parallel.dtensors import is_dtensor, merge_dtensors, split_dtensor
+    from penstock.parallel.groups import group_of, seat
+    from penstock.parallel.tensors import (
+        global_norms,
+        is_sharded,
+        local_part,
+        spread,
+        whole,
+        with_local,
+    )
+
+_HOMES = {
+    "global_norms": "tensors",
+    "group_of": "groups",
+    "is_dtensor": "dtensors",
+    "is_sharded": "tensors",
+    "local_part": "tensors",
+    "merge_dtensors": "dtensors",
+    "seat": "groups",
+    "split_dtensor": "dtensors",
+    "spread": "tensors",
+    "whole": "tensors",
+    "with_local": "tensors",
+}
+
+__all__ = [
+    "global_norms",
+    "group_of",
+    "is_dtensor",
+    "is_sharded",
+    "local_part",
+    "merge_dtensors",
+    "seat",
+    "split_dtensor",
+    "spread",
+    "whole",
+    "with_local",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

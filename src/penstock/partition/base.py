@@ -30,7 +30,7 @@ Describe = Callable[[ValueSpec, bool], Description]
 
 
 class Shared(NamedTuple):
-    """A parameter or buffer that several stages use.
+    """A parameter or buffer that several stages use, or that has several names.
 
     Attributes:
         names: all its names in the model; it is counted and saved under the first.
@@ -39,6 +39,11 @@ class Shared(NamedTuple):
 
     names: tuple[str, ...]
     holders: tuple[tuple[int, str], ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that use it."""
+        return tuple(stage for stage, _ in self.holders)
 
 
 @dataclass(frozen=True)
@@ -63,37 +68,60 @@ class Partition:
     describe: Describe | None = None
 
     def check_covers(self, model: nn.Module) -> None:
-        """Check that every parameter and buffer of ``model`` is in exactly one stage.
+        """Check that every parameter and buffer of ``model`` is in one stage, or in ``shared``.
 
         Raises:
             PartitionError: the message names what is missing or shared, and the stages that share it.
         """
         holders = self._holders()
-        missing = [name for name, tensor in _named_tensors(model) if id(tensor) not in holders]
+        missing = [name for name, tensor in named_tensors(model) if id(tensor) not in holders]
         if missing:
             raise PartitionError(
                 f"in no stage: {_listed(missing)}; name the modules that hold them in stages="
             )
-        shared = {
-            name: sorted(holders[id(tensor)])
-            for name, tensor in _named_tensors(model)
-            if len(holders[id(tensor)]) > 1
+        self._check_table()
+        listed = {
+            name: {stage for stage, _ in one.holders} for one in self.shared for name in one.names
         }
-        if shared:
+        used = {name: holders[id(tensor)] for name, tensor in named_tensors(model)}
+        wrong = {
+            name: sorted(stages)
+            for name, stages in used.items()
+            if len(stages) > 1 and stages != listed.get(name)
+        }
+        if wrong:
             raise PartitionError(
-                f"used by several stages: {shared}; put the modules that share it into one stage"
+                f"used by several stages: {wrong}, which the partition does not list as shared; make its "
+                "shared= with find_shared(model, modules), or put the modules that share it into one stage"
+            )
+
+    def _check_table(self) -> None:
+        """Check that the stages hold what ``shared`` says."""
+        held = [dict(named_tensors(module)) for module in self.modules]
+        wrong = [
+            (stage, name)
+            for one in self.shared
+            for stage, name in one.holders
+            if not 0 <= stage < len(held) or name not in held[stage]
+        ]
+        if wrong:
+            raise PartitionError(
+                f"shared= says that stages hold {wrong}, which they do not; "
+                "make it with find_shared(model, modules)"
             )
 
     def _holders(self) -> dict[int, set[int]]:
         holders: dict[int, set[int]] = {}
         for index, module in enumerate(self.modules):
-            for _, tensor in _named_tensors(module):
+            for _, tensor in named_tensors(module):
                 holders.setdefault(id(tensor), set()).add(index)
         return holders
 
 
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers under every name that they have."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return [*parameters, *module.named_buffers(remove_duplicate=False)]
 
 
 def _listed(names: list[str]) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.base import Partition
+from penstock.partition.shared import find_shared
 from penstock.specs import named_arguments
 
 
@@ -75,7 +76,7 @@ def cut_chain(model: nn.Module, stages: Sequence[Sequence[str]]) -> Partition:
         stages: for each stage the paths of its modules, in the order of the calls.
 
     Raises:
-        PartitionError: an unknown path, a stage without modules, a parameter in no stage or in two.
+        PartitionError: an unknown path, a stage without modules, a parameter in no stage.
     """
     return _cut(model, stages, spread=True)
 
@@ -90,7 +91,8 @@ def _cut(model: nn.Module, stages: Sequence[Sequence[str]], *, spread: bool) -> 
     empty = [index for index, paths in enumerate(stages) if not paths]
     if empty:
         raise PartitionError(f"stages {empty} have no modules; name at least one for each stage")
-    partition = Partition(tuple(ChainStage(model, paths, spread=spread) for paths in stages))
+    modules = tuple(ChainStage(model, paths, spread=spread) for paths in stages)
+    partition = Partition(modules, shared=find_shared(model, modules))
     partition.check_covers(model)
     return partition
 
@@ -104,7 +106,7 @@ def cut_sequential(model: nn.Sequential, stages: int) -> Partition:
     """Cut an ``nn.Sequential`` into runs of its children, as equal in number as can be.
 
     Raises:
-        PartitionError: more stages than children, a parameter in two stages, or a forward of its own.
+        PartitionError: more stages than children, or a forward of its own.
     """
     if type(model).forward is not nn.Sequential.forward:
         raise PartitionError(

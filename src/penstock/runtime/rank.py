@@ -26,7 +26,7 @@ from penstock.runtime.program import RankProgram, channels
 from penstock.schedule import Edge, Schedule
 from penstock.specs import ValueSpec, flatten, named_arguments
 from penstock.stage import PipelineStage
-from penstock.step import squared_norms, total
+from penstock.step import total
 from penstock.transport import Transport
 
 
@@ -64,15 +64,6 @@ class Rank:
     def number(self) -> int:
         """Its position in the pipeline."""
         return self.transport.rank
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters of its stages, stage by stage; also frozen ones, which may thaw."""
-        return [
-            parameter
-            for index in sorted(self.stages)
-            for parameter in self.stages[index].module.parameters()
-        ]
 
     @property
     def drawing_names(self) -> list[str]:
@@ -245,17 +236,6 @@ class Rank:
             yield Wait(ticket, self.number, "waits for the outputs of the last stage")
             shared.append(ticket.take())
         return spec.fill(shared)
-
-    def gradient_norm(self, counts: Sequence[int]) -> Task[float]:
-        """The 2-norm of all gradients of the pipeline.
-
-        Args:
-            counts: how many parameters each rank holds.
-        """
-        squares = torch.zeros(sum(counts), dtype=torch.float64)
-        start = sum(counts[: self.number])
-        squares[start : start + counts[self.number]] = squared_norms(self.parameters)
-        return float((yield from self._sum(squares)).sum().sqrt())
 
     def exchange(self, value: Any) -> Task[list[Any]]:
         """Give every rank's JSON value to all."""

@@ -1,7 +1,7 @@
 """What a training step adds to running a program: the loss, norms, results."""
 
 from penstock.step.loss import Loss, LossFunction, Reduction, total
-from penstock.step.norms import scale_gradients, squared_norms
+from penstock.step.norms import gradient_norms, scale_gradients, total_norm
 from penstock.step.result import StepResult, TimelineKind
 
 __all__ = [
@@ -10,7 +10,8 @@ __all__ = [
     "Reduction",
     "StepResult",
     "TimelineKind",
+    "gradient_norms",
     "scale_gradients",
-    "squared_norms",
     "total",
+    "total_norm",
 ]

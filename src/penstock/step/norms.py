@@ -7,18 +7,45 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.errors import UsageError
+from penstock.errors import NonFiniteError, UsageError
+from penstock.parallel import global_norms
 
 
-def squared_norms(parameters: Sequence[Tensor]) -> Tensor:
-    """The squared 2-norm of each parameter's gradient, 0 where there is none: float64 on the CPU."""
-    norms = [
-        torch.linalg.vector_norm(p.grad) if p.grad is not None else torch.zeros(())
-        for p in parameters
-    ]
-    if not norms:
-        return torch.zeros(0, dtype=torch.float64)
-    return torch.stack([norm.cpu().double() for norm in norms]).square()
+def gradient_norms(parameters: Sequence[Tensor], order: float = 2.0) -> Tensor:
+    """The norm of each parameter's gradient, and whether there is one: float64 on the CPU, two rows.
+
+    Args:
+        parameters: in the same order on every process of their mesh, where they are DTensors.
+        order: which norm, as for :func:`torch.linalg.vector_norm`.
+    """
+    found = torch.zeros(2, len(parameters), dtype=torch.float64)
+    present = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if present:
+        found[0, present] = global_norms(gradients, order)
+        found[1, present] = 1.0
+    return found
+
+
+def total_norm(norms: Tensor, order: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
+    """The norm of everything.
+
+    Args:
+        norms: two rows, as :func:`gradient_norms` gives them.
+        order: the same as there.
+        error_if_nonfinite: whether a norm that is infinite or no number is an error.
+
+    Raises:
+        NonFiniteError: it is.
+    """
+    each = norms[0, norms[1] > 0]
+    found = float(torch.linalg.vector_norm(each, order)) if each.numel() else 0.0
+    if error_if_nonfinite and not torch.tensor(found).isfinite():
+        raise NonFiniteError(
+            f"the gradients' norm of order {order} is {found}, so they cannot be clipped; look for "
+            "the first loss or gradient that is no number, or pass error_if_nonfinite=False"
+        )
+    return found
 
 
 def scale_gradients(parameters: Iterable[Tensor], norm: float, largest: float) -> None:

@@ -1,12 +1,13 @@
 """How messages and agreements travel between ranks."""
 
-from penstock.transport.base import BACKWARD, FORWARD, Channel, Ticket, Transport
+from penstock.transport.base import BACKWARD, FORWARD, SHARED, Channel, Ticket, Transport
 from penstock.transport.in_process import InProcessTransport, in_process
 from penstock.transport.process_group import ProcessGroupTransport, connect, launched
 
 __all__ = [
     "BACKWARD",
     "FORWARD",
+    "SHARED",
     "Channel",
     "InProcessTransport",
     "ProcessGroupTransport",

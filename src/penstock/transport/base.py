@@ -19,11 +19,15 @@ from penstock.specs import TensorSpec
 
 FORWARD = "F"
 BACKWARD = "B"
-KINDS = (FORWARD, BACKWARD)
+SHARED = "S"
+KINDS = (FORWARD, BACKWARD, SHARED)
 
 
 class Channel(NamedTuple):
-    """An ordered pair of ranks and the kind of message: ``F`` activations, ``B`` gradients."""
+    """An ordered pair of ranks and the kind of message.
+
+    ``F`` are activations, ``B`` gradients, and ``S`` weights and what stages that share them tell each other.
+    """
 
     source: int
     target: int

@@ -1,0 +1,200 @@
+"""What a Pipeline does with its weights: list them, save and load them, measure and clip their gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.crew import Crew
+from penstock.errors import AgreementError
+from penstock.parallel import whole
+from penstock.partition import Shared, read_weights, save_index, save_stage
+from penstock.runtime import Rank, Task
+from penstock.sharing import Sharing
+from penstock.step import scale_gradients, total_norm
+from penstock.weights import (
+    LoadResult,
+    Names,
+    Weights,
+    all_norms,
+    check_apart,
+    gather_state,
+    load_state,
+)
+
+
+class WeightHolder:
+    """The part of a Pipeline that has to do with weights."""
+
+    def _take_up(self, crew: Crew, shared: Sequence[Shared], rank_of: Sequence[int]) -> None:
+        """Start with the weights of a crew.
+
+        Raises:
+            AgreementError: what ranks share has another shape or type on one of them.
+        """
+        self._crew = crew
+        self._names = Names(shared)
+        self._stage_count = len(rank_of)
+        self._sharing = Sharing(crew.stages, shared, rank_of)
+        for rank in crew.ranks:
+            rank.transport.open(self._sharing.channels)
+        self._counts = self._introduce()
+        self._align()
+
+    def _introduce(self) -> dict[int, int]:
+        """Check that all ranks have the same table of what they share; how many parameters each stage has."""
+        counted = {stage: len(found) for stage, found in self._weights.counted().items()}
+        mine = [self._sharing.table, list(counted.items())]
+        told = self._crew.each(lambda rank: rank.exchange(mine))
+        if any(table != told[0][0] for table, _ in told):
+            raise AgreementError(
+                f"ranks were told to share different weights, by rank: {[table for table, _ in told]}; "
+                "give all of them the same shared="
+            )
+        return {stage: count for _, counts in told for stage, count in counts}
+
+    def _align(self) -> None:
+        self._crew.run([self._sharing.align(rank.transport) for rank in self._crew.ranks])
+
+    def _add_up_shares(self) -> None:
+        """Give the weights that stages share the gradient of all of them."""
+        if self._sharing.idle:
+            return
+        self._sharing.collect()
+        self._crew.run([self._sharing.exchange(rank.transport) for rank in self._crew.ranks])
+        self._sharing.add_up()
+
+    @property
+    def _weights(self) -> Weights:
+        return Weights(self._crew.stages, self._names)
+
+    # ---- parameters
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that live in this process, each once, under their names in the unsplit model."""
+        return self._weights.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that live in this process, each once."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the parameters that live in this process."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def grad_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
+        """The norm of all gradients of the whole model, the same on every rank.
+
+        A weight that several stages share counts once, and of a DTensor the whole.
+
+        Args:
+            norm_type: which norm; ``float("inf")`` is the largest absolute value.
+            error_if_nonfinite: whether a norm that is infinite or no number is an error.
+
+        Raises:
+            NonFiniteError: it is.
+        """
+        order = float(norm_type)
+        norms = self._crew.each(lambda rank: self._norms(rank, order))
+        return total_norm(norms, order, error_if_nonfinite=error_if_nonfinite)
+
+    def _norms(self, rank: Rank, order: float) -> Task[Tensor]:
+        counted = Weights(list(rank.stages.values()), self._names).counted()
+        return all_norms(rank.transport, counted, self._counts, order)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> float:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: as for :meth:`grad_norm`.
+            error_if_nonfinite: as for :meth:`grad_norm`; no gradient is scaled then.
+
+        Returns:
+            The norm before, the same on every rank.
+        """
+        norm = self.grad_norm(norm_type, error_if_nonfinite=error_if_nonfinite)
+        scale_gradients(self.parameters(), norm, max_norm)
+        return norm
+
+    # ---- state dicts
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        """Parameters and buffers under their names in the unsplit model.
+
+        Args:
+            full: whether to give rank 0 those of all stages, as copies on the CPU, and the other ranks an
+                empty dict; every rank calls it then. By default those that live in this process.
+
+        Raises:
+            UsageError: different stages have different weights of one name.
+        """
+        if not full:
+            return self._weights.state_dict()
+        return self._crew.each(lambda rank: gather_state(rank, self._names))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
+        """Load the unsplit model's weights: each process picks those of its stages.
+
+        Every rank calls it.
+
+        Args:
+            state_dict: as the unsplit model gives it.
+            strict: whether what is missing or unexpected is an error. A name is unexpected where no stage of
+                any rank has it.
+
+        Returns:
+            The names that were missing and unexpected, over all ranks.
+
+        Raises:
+            StateDictError: something is missing, unexpected or of another size; nothing is changed then.
+        """
+        return self._load(state_dict, strict=strict, any_name=False)
+
+    def _load(self, state: Mapping[str, Any], *, strict: bool, any_name: bool) -> LoadResult:
+        result = self._crew.each(
+            lambda rank: load_state(rank, self._names, state, strict=strict, any_name=any_name)
+        )
+        self._align()
+        return result
+
+    # ---- files
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the weights as safetensors, a file a stage and an index, under the model's names.
+
+        A weight that has several names or stages is written once. :func:`penstock.read_weights` gives it
+        under all its names, so that the unsplit model loads it.
+        """
+        path, count = Path(folder), self._stage_count
+
+        def write(rank: Rank) -> list[Any]:
+            files = Weights(list(rank.stages.values()), self._names).files()
+            whole_ones = {i: {n: whole(t) for n, t in held.items()} for i, held in files.items()}
+            return [[i, save_stage(held, path, i, count)] for i, held in whole_ones.items()]
+
+        gathered: list[Any] = self._crew.each(lambda rank: rank.exchange(write(rank)))
+        sizes = {index: found for of in gathered for index, found in of}
+        check_apart([list(found) for found in sizes.values()])
+        if self._crew.leads:
+            save_index(path, sizes, self._names.tied)
+
+    def load(self, folder: str | os.PathLike[str], strict: bool = True) -> LoadResult:
+        """Load weights from safetensors files; each process reads only those of its stages.
+
+        Args:
+            folder: one that :meth:`save` wrote, with however many stages, or one of transformers.
+            strict: as for :meth:`load_state_dict`; of a weight's names one is enough.
+
+        Raises:
+            InputFileError: there are no such files.
+            StateDictError: they hold another model.
+        """
+        return self._load(read_weights(folder), strict=strict, any_name=True)

@@ -1,0 +1,99 @@
+"""DTensors; see ``tensors.py``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+_Sharding = tuple[DeviceMesh, tuple[bool, ...]]
+"""A mesh, and for each of its dimensions whether a tensor is cut along it."""
+
+
+def local_part(tensor: DTensor) -> Tensor:
+    """The part that lies in this process."""
+    return tensor.to_local().detach()
+
+
+def with_local(like: DTensor, part: Tensor) -> DTensor:
+    """A tensor that is spread as ``like`` is and has this part here."""
+    return DTensor.from_local(
+        part,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def whole(tensor: DTensor) -> Tensor:
+    """All of it; every process of the mesh calls this at once."""
+    found: Tensor = tensor.full_tensor()
+    return found.detach()
+
+
+def spread(like: DTensor, value: Tensor) -> Tensor:
+    """A whole tensor, which every process has, cut as ``like`` is."""
+    if isinstance(value, DTensor):
+        return value
+    moved = value.to(like.device)
+    return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """A tensor without sums that are still to be made."""
+    if not isinstance(tensor, DTensor) or not any(map(_is_partial, tensor.placements)):
+        return tensor
+    summed = [Replicate() if _is_partial(one) else one for one in tensor.placements]
+    return tensor.redistribute(placements=summed)
+
+
+def _is_partial(placement: object) -> bool:
+    return isinstance(placement, Partial)
+
+
+def of_wholes(norms: Tensor, tensors: Sequence[Tensor], order: float) -> Tensor:
+    """The norms of whole tensors from those of the parts here.
+
+    They are combined over the dimensions of the mesh along which a tensor is cut, and over no others, in one
+    reduction for all tensors that are cut alike.
+    """
+    cut: dict[_Sharding, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            cut.setdefault(_sharding(tensor), []).append(index)
+    for sharding, indices in cut.items():
+        if any(sharding[1]):
+            norms[indices] = _combined(norms[indices], sharding, order)
+    return norms
+
+
+def _sharding(tensor: DTensor) -> _Sharding:
+    # Whatever is neither whole nor a sum is cut, in one way or another.
+    cut = (not isinstance(placement, Replicate) for placement in tensor.placements)
+    return tensor.device_mesh, tuple(cut)
+
+
+def _combined(norms: Tensor, sharding: _Sharding, order: float) -> Tensor:
+    if math.isinf(order):
+        return _reduced(norms, sharding, "max" if order > 0 else "min")
+    if order == 0:
+        return _reduced(norms, sharding, "sum")
+    largest = _reduced(norms, sharding, "max")
+    # Relative to the largest, so that powers neither overflow nor vanish.
+    scale = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    powers = _reduced((norms / scale).pow(order), sharding, "sum")
+    return powers.pow(1.0 / order) * scale
+
+
+def _reduced(values: Tensor, sharding: _Sharding, operation: str) -> Tensor:
+    mesh, cut = sharding
+    placements = [Partial(operation) if here else Replicate() for here in cut]
+    moved = values.to(mesh.device_type)
+    spread = DTensor.from_local(moved, mesh, placements, run_check=False)
+    return spread.redistribute(placements=[Replicate()] * len(cut)).to_local().cpu()

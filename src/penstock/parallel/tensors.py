@@ -1,0 +1,82 @@
+"""Tensors of which each process of a mesh may hold a part: their parts, their wholes and their norms.
+
+What is known of DTensor stands in ``sharded.py``, which is imported once there is one: torch takes half a
+second for its own part of that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "to_local")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies in this process: all of it, but for a DTensor."""
+    found: Tensor = _sharded().local_part(tensor) if is_sharded(tensor) else tensor.detach()
+    return found
+
+
+def with_local(like: Tensor, part: Tensor) -> Tensor:
+    """A tensor that is spread as ``like`` is and has this part here."""
+    found: Tensor = _sharded().with_local(like, part) if is_sharded(like) else part
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor; every process of a DTensor's mesh calls this at once."""
+    found: Tensor = _sharded().whole(tensor) if is_sharded(tensor) else tensor.detach()
+    return found
+
+
+def spread(like: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor, which every process has, cut as ``like`` is."""
+    found: Tensor = _sharded().spread(like, value) if is_sharded(like) else value
+    return found
+
+
+def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
+    """The norm of each tensor, in float64 on the CPU.
+
+    Of a DTensor it is that of the whole. Every process of its mesh calls this at once, with tensors in the
+    same order.
+
+    Args:
+        tensors: which ones.
+        order: as for :func:`torch.linalg.vector_norm`.
+    """
+    sharded = any(map(is_sharded, tensors))
+    settled: Sequence[Tensor] = tensors
+    if sharded:
+        settled = [_sharded().settled(tensor) for tensor in tensors]
+    parts = [_norm(local_part(tensor), order) for tensor in settled]
+    if not parts:
+        return torch.zeros(0, dtype=torch.float64)
+    # All at once, since an accelerator is waited for each time.
+    norms = torch.stack([part.to(parts[0].device) for part in parts]).cpu()
+    found: Tensor = _sharded().of_wholes(norms, settled, order) if sharded else norms
+    return found
+
+
+def _norm(part: Tensor, order: float) -> Tensor:
+    if part.is_sparse:
+        part = part.coalesce().values()
+    # A shard may be empty, and the norm of nothing is not defined for every order.
+    if not part.numel():
+        return torch.tensor(math.inf if order < 0 else 0.0, dtype=torch.float64, device=part.device)
+    narrow = part.dtype in (torch.float16, torch.bfloat16)
+    found: Tensor = torch.linalg.vector_norm(part, order, dtype=torch.float32 if narrow else None)
+    return found.double()
+
+
+def _sharded() -> Any:
+    return import_module("penstock.parallel.sharded")

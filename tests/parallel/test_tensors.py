@@ -1,0 +1,95 @@
+"""Norms of tensors that are spread over a mesh."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from penstock.parallel import global_norms, local_part, whole, with_local
+from penstock.testing import WorkerPool
+
+ORDERS = (2.0, 1.0, 3.5, 0.0, math.inf, -math.inf, -1.0)
+
+
+def tensors() -> list[Tensor]:
+    """The last has fewer rows than there are processes in some meshes."""
+    torch.manual_seed(0)
+    shapes = [(6, 4), (5, 3), (7,), (4, 4), (1, 3)]
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+PLACEMENTS: list[list[Placement]] = [
+    [Shard(0), Replicate()],
+    [Replicate(), Shard(0)],
+    [Shard(0), Shard(0)],
+    [Replicate(), Replicate()],
+    [Shard(0), Replicate()],
+]
+
+
+def expected(order: float) -> list[float]:
+    return [float(torch.linalg.vector_norm(tensor, order)) for tensor in tensors()]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_plain_tensors(order: float) -> None:
+    torch.testing.assert_close(global_norms(tensors(), order).tolist(), expected(order))
+
+
+def test_nothing_has_no_norms() -> None:
+    assert global_norms([], 2.0).shape == (0,)
+
+
+def test_sparse_and_half_precision() -> None:
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0, 2]]), torch.tensor([3.0, 1.0, 3.0]), (4,), check_invariants=True
+    )
+    half = torch.full((1000,), 1.001, dtype=torch.bfloat16)
+    found = global_norms([sparse, half], 2.0)
+    assert found[0] == 5.0
+    assert found[1] == pytest.approx(math.sqrt(float(half.double().square().sum())), rel=1e-6)
+
+
+def test_a_plain_tensor_is_its_own_part() -> None:
+    one = tensors()[0]
+    assert torch.equal(local_part(one), one)
+    assert torch.equal(whole(one), one)
+    assert with_local(one, one) is one
+
+
+def spread(group: Any) -> dict[str, Any]:
+    """A worker's task: the norms of tensors that are cut along neither, one or both dimensions."""
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
+    made = [
+        distribute_tensor(tensor, mesh, placements)
+        for tensor, placements in zip(tensors(), PLACEMENTS, strict=True)
+    ]
+    summed = DTensor.from_local(tensors()[0] / 2, mesh, [Partial(), Replicate()])
+    return {
+        "norms": [global_norms([*made, tensors()[1]], order).tolist() for order in ORDERS],
+        "sum": float(global_norms([summed], 2.0)),
+        "whole": [bool(torch.equal(whole(a), b)) for a, b in zip(made, tensors(), strict=True)],
+        "same": all(bool(torch.equal(whole(with_local(a, local_part(a))), whole(a))) for a in made),
+    }
+
+
+def test_shards_count_once_and_copies_not_at_all(workers: WorkerPool) -> None:
+    for found in workers.run(f"{__name__}:spread", 4, 60.0):
+        for order, norms in zip(ORDERS, found["norms"], strict=True):
+            torch.testing.assert_close(norms, [*expected(order), expected(order)[1]])
+        assert found["sum"] == pytest.approx(expected(2.0)[0])
+        assert found["whole"] == [True] * 5
+        assert found["same"]
