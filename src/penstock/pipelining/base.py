@@ -329,7 +329,7 @@ class PipelineSchedule:
             raise NotImplementedError(
                 f"format={format!r}: must be 'compute_only' or 'compute_comms'"
             )
-        found = from_csv(Path(filename).read_text(encoding="utf-8"), name=Path(filename).stem)
+        found = from_csv(Path(filename).read_text(encoding="utf-8"), name="CSV")
         if format == "compute_only" and found.communicates:
             raise PlacementError(
                 f"{filename} spells out messages; load it with format='compute_comms'"
