@@ -1,5 +1,6 @@
 """torch's names on Penstock's engine: change ``torch.distributed.pipelining`` to ``penstock.pipelining``."""
 
+from penstock.pipelining.pipe import Pipe, PipeInfo, build_stage
 from penstock.pipelining.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -9,9 +10,12 @@ from penstock.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from penstock.pipelining.split import SplitPoint, pipe_split, pipeline
 from penstock.pipelining.stage import PipelineStage
 
 __all__ = [
+    "Pipe",
+    "PipeInfo",
     "PipelineStage",
     "Schedule1F1B",
     "ScheduleDualPipeV",
@@ -20,4 +24,8 @@ __all__ = [
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
+    "SplitPoint",
+    "build_stage",
+    "pipe_split",
+    "pipeline",
 ]

@@ -1,0 +1,19 @@
+"""Cut a model into stages along the graph of a call, made by ``torch.export``."""
+
+from penstock.partition.traced.cutting import TracedCut, cut_traced
+from penstock.partition.traced.marks import Point, SplitPoint, pipe_split
+from penstock.partition.traced.stage import TracedStage
+from penstock.partition.traced.summary import summary
+from penstock.partition.traced.traces import Cuts, Traces
+
+__all__ = [
+    "Cuts",
+    "Point",
+    "SplitPoint",
+    "TracedCut",
+    "TracedStage",
+    "Traces",
+    "cut_traced",
+    "pipe_split",
+    "summary",
+]

@@ -1,0 +1,214 @@
+"""One call of a model as a graph, made by ``torch.export``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
+
+from penstock.errors import PartitionError
+from penstock.partition.traced.marks import marked
+from penstock.partition.traced.skeleton import Skeleton
+from penstock.specs import Structure, TensorSpec, ValueSpec, flatten, unflatten
+
+ROOT = "model."
+"""What stands before the model's own names in the graph."""
+
+Rebuild = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The graph of a call.
+
+    Args:
+        call: the spec of the ``(args, kwargs)`` it was traced with.
+        graph: it takes the call's tensors and gives the output's leaves; parameters, buffers and constants
+            are ``get_attr`` nodes under the model's own names after :data:`ROOT`.
+        root: holds what ``get_attr`` nodes name.
+        rebuild: makes the model's output of the leaves.
+        guard: fails for tensors that the graph does not hold for; ``None`` where it holds for all.
+    """
+
+    call: ValueSpec
+    graph: fx.Graph
+    root: nn.Module
+    rebuild: Rebuild
+    guard: Callable[[Sequence[Tensor]], None]
+    free: bool
+
+    def fits(self, call: ValueSpec) -> bool:
+        """Whether the graph does for another call what the model would do."""
+        if call.structure != self.call.structure or not all(
+            map(_alike, call.tensors, self.call.tensors)
+        ):
+            return False
+        if [spec.shape for spec in call.tensors] == [spec.shape for spec in self.call.tensors]:
+            return True
+        if not self.free:
+            return False
+        try:
+            self.guard([spec.empty("meta") for spec in call.tensors])
+        except AssertionError:
+            return False
+        return True
+
+
+def _alike(given: TensorSpec, traced: TensorSpec) -> bool:
+    """Whether types agree, and sizes as far as tracing never tells them apart: 0 and 1 from the rest."""
+    return (
+        given.dtype == traced.dtype
+        and len(given.shape) == len(traced.shape)
+        and all(a == b or min(a, b) > 1 for a, b in zip(given.shape, traced.shape, strict=True))
+    )
+
+
+def export(
+    skeleton: Skeleton, call: ValueSpec, paths: Iterable[str], *, training: bool
+) -> Exported:
+    """Trace a call.
+
+    Args:
+        skeleton: of the model.
+        call: the spec of the ``(args, kwargs)``.
+        paths: modules around whose calls the graph gets marks.
+        training: the mode to trace in.
+
+    Raises:
+        PartitionError: the model cannot be traced; the message has the reason.
+    """
+    skeleton.set_training(training)
+    _refuse_own_backward(skeleton, call)
+    reasons: list[str] = []
+    for free, strict in ((True, False), (False, False), (False, True)):
+        try:
+            with marked(skeleton.model, paths):
+                return _attempt(skeleton, call, free=free, strict=strict)
+        except Exception as error:  # whatever a model's code may raise
+            reasons.append(_first_line(error))
+    kind = type(skeleton.model).__name__
+    raise PartitionError(
+        f"torch.export cannot trace this {kind}: {reasons[0]}"
+        + (f"; traced strictly: {reasons[-1]}" if reasons[-1] != reasons[0] else "")
+        + '; cut it by module calls instead, with how="calls", which runs its code as it is'
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _attempt(skeleton: Skeleton, call: ValueSpec, *, free: bool, strict: bool) -> Exported:
+    flat = _Strict(skeleton.model, call) if strict else _Flat(skeleton.model, call)
+    tensors = tuple(skeleton.empty(spec) for spec in call.tensors)
+    dims = (tuple(map(_free_dims, call.tensors)),) if free else None
+    with undisturbed(), torch.enable_grad():
+        made = torch.export.export(flat, tensors, dynamic_shapes=dims, strict=strict)
+        module = made.module()
+    rebuild = flat.rebuild if isinstance(flat, _Flat) else made.call_spec.out_spec.unflatten
+    return Exported(call, module.graph, module, rebuild, _take_guard(module), free)
+
+
+def _free_dims(spec: TensorSpec) -> dict[int, Any]:
+    return {dim: torch.export.Dim.AUTO for dim, size in enumerate(spec.shape) if size > 1}
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep random state, and quiet what tracing warns of: a module's own bookkeeping of attributes."""
+    with torch.random.fork_rng([]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _Flat(nn.Module):
+    """A model as a function of tensors alone, giving tensors alone."""
+
+    def __init__(self, model: nn.Module, call: ValueSpec) -> None:
+        super().__init__()
+        self.model = model
+        self._call = call
+        seen: list[Structure] = []
+        # Not the list itself: torch.export takes back what forward changes in a module's attributes.
+        self._note, self._noted = seen.append, seen.__getitem__
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = self._call.fill(tensors)
+        leaves, structure = flatten(self.model(*args, **kwargs))
+        self._note(structure)
+        return tuple(leaves)
+
+    def rebuild(self, leaves: Sequence[Any]) -> Any:
+        """The model's output."""
+        return unflatten(self._noted(-1), leaves)
+
+
+class _Strict(nn.Module):
+    """A model as a function of tensors alone, giving what it gives."""
+
+    def __init__(self, model: nn.Module, call: ValueSpec) -> None:
+        super().__init__()
+        self.model = model
+        self._call = call
+
+    def forward(self, *tensors: Tensor) -> Any:
+        args, kwargs = self._call.fill(tensors)
+        return self.model(*args, **kwargs)
+
+
+def _take_guard(module: fx.GraphModule) -> Callable[[Sequence[Tensor]], None]:
+    """Take the check of the shapes out of the graph; it is asked before, not while a stage runs."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    checks = []
+    for node in [node for node in module.graph.nodes if node.op == "call_module"]:
+        checks.append((module.get_submodule(node.target), [inputs.index(a) for a in node.args]))
+        module.graph.erase_node(node)
+
+    def guard(tensors: Sequence[Tensor]) -> None:
+        for check, positions in checks:
+            check(*(tensors[position] for position in positions))
+
+    return guard
+
+
+# ---- what tracing would lose
+
+
+def _refuse_own_backward(skeleton: Skeleton, call: ValueSpec) -> None:
+    """Refuse functions with a backward of their own: tracing sees their forward alone."""
+    found = sorted(_own_functions(_run(skeleton, call)))
+    if found:
+        raise PartitionError(
+            f"the {type(skeleton.model).__name__} uses {', '.join(found)}, with a backward of its own that "
+            'torch.export would drop; cut the model by module calls instead, with how="calls"'
+        )
+
+
+def _run(skeleton: Skeleton, call: ValueSpec) -> list[Tensor]:
+    args, kwargs = call.fill([skeleton.empty(spec) for spec in call.tensors])
+    try:
+        with undisturbed(), torch.enable_grad(), skeleton.mode:
+            return flatten(skeleton.model(*args, **kwargs))[0]
+    except Exception:  # torch.export will say it, and say it better
+        return []
+
+
+def _own_functions(outputs: Iterable[Tensor]) -> set[str]:
+    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(waiting)
+    found: set[str] = set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, BackwardCFunction):
+            found.add(type(node).__name__.removesuffix("Backward"))
+        fresh = {step for step, _ in node.next_functions if step is not None} - seen
+        seen |= fresh
+        waiting += fresh
+    return found

@@ -1,0 +1,155 @@
+"""The graphs of a model's calls: one for each kind of call, made when it is first met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from penstock.partition.base import Description
+from penstock.partition.traced.export import Exported, export, undisturbed
+from penstock.partition.traced.layout import check_met, lay_out
+from penstock.partition.traced.marks import Point
+from penstock.partition.traced.skeleton import Skeleton
+from penstock.partition.traced.trace import Trace
+from penstock.specs import ValueSpec, flatten, unflatten
+
+Policy = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where a model's graphs are cut.
+
+    Args:
+        points: before and after modules.
+        in_code: whether at each ``pipe_split()`` of the code as well.
+        policy: puts more ``pipe_split`` calls into a graph.
+    """
+
+    points: tuple[Point, ...] = ()
+    in_code: bool = True
+    policy: Policy | None = None
+
+    def wants(self, mark: Point | str) -> bool:
+        """Whether a graph is cut at a mark of it."""
+        if isinstance(mark, Point):
+            return any(point.covers(mark) for point in self.points)
+        return self.in_code
+
+
+class Held(Protocol):
+    """A stage, as far as it holds parameters and buffers."""
+
+    @property
+    def held_names(self) -> Mapping[str, str]:
+        """For each name of what it holds the one it is read by there."""
+
+    def held_tensor(self, name: str) -> Tensor:
+        """A parameter or buffer of it."""
+
+
+class Traces:
+    """Finds the graph for a call.
+
+    Graphs hold for other sizes of the batch where the model's code does; for a call that none holds for,
+    another one is made. Training and evaluation have graphs of their own.
+
+    Args:
+        skeleton: of the model.
+        cuts: where to cut.
+        call: the spec of the first call's ``(args, kwargs)``.
+        training: the mode of the first call.
+    """
+
+    def __init__(self, skeleton: Skeleton, cuts: Cuts, call: ValueSpec, *, training: bool) -> None:
+        self._skeleton, self._cuts, self._example = skeleton, cuts, call
+        exported = self._export(call, training)
+        self.layout = lay_out(exported.graph, cuts.wants)
+        self.first = Trace(exported, cuts.wants, self.layout)
+        self._made: dict[bool, list[Trace]] = {training: [self.first], not training: []}
+        self._found: dict[tuple[bool, str], Trace] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the graphs take the model to live."""
+        return self._skeleton.device
+
+    @property
+    def count(self) -> int:
+        """How many graphs were made."""
+        return sum(map(len, self._made.values()))
+
+    def example(self, training: bool) -> Trace:
+        """The graph of the first call."""
+        return self.find(self._example, training)
+
+    def find(self, call: ValueSpec, training: bool) -> Trace:
+        """The graph that holds for a call.
+
+        Raises:
+            PartitionError: it cannot be traced, or not be cut as the first one was.
+        """
+        key = (training, call.digest())
+        if key not in self._found:
+            fitting = (t for t in self._made[training] if t.exported.fits(call))
+            self._found[key] = next(fitting, None) or self._make(call, training)
+        return self._found[key]
+
+    def _make(self, call: ValueSpec, training: bool) -> Trace:
+        made = Trace(self._export(call, training), self._cuts.wants, self.layout)
+        self._made[training].append(made)
+        return made
+
+    def _export(self, call: ValueSpec, training: bool) -> Exported:
+        paths = [point.path for point in self._cuts.points]
+        exported = export(self._skeleton, call, paths, training=training)
+        regions = [m for m in exported.root.modules() if isinstance(m, fx.GraphModule)]
+        check_met(self._cuts.points, exported.graph, regions[1:])
+        return exported if self._cuts.policy is None else _with_policy(exported, self._cuts.policy)
+
+    # ---- what a call makes of each edge
+
+    def describe(self, trace: Trace, call: ValueSpec, held: Sequence[Held]) -> Description:
+        """The edges of a call and what travels on them, found without data.
+
+        Args:
+            trace: the one that holds for it.
+            call: the spec of ``(args, kwargs)``.
+            held: what each stage holds.
+        """
+        inputs = [self._skeleton.empty(spec) for spec in call.tensors]
+        values: dict[str, Any] = {}
+        given: list[Any] = []
+        with undisturbed(), self._skeleton.mode:
+            for stage, own in enumerate(held):
+                program = trace.program(stage, own.held_names, self.device)
+                tensors = [self._skeleton.like(own.held_tensor(name)) for name in program.tensors]
+                taken = [_arrived(values[name]) for name in program.takes]
+                given = program(self.device, taken, inputs, tensors)
+                values.update(zip(program.gives, given, strict=False))
+            output = trace.exported.rebuild(given)
+        specs = {name: ValueSpec.of(value) for name, value in values.items()}
+        edges = [
+            replace(edge, gradient=bool(specs[edge.value].differentiable))
+            for edge in trace.wiring.edges
+        ]
+        return Description(tuple(edges), {**specs, "output": ValueSpec.of(output)})
+
+
+def _arrived(value: Any) -> Any:
+    """A value as another stage gets it: without the graph behind it."""
+    tensors, structure = flatten(value)
+    fresh = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    return unflatten(structure, fresh)
+
+
+def _with_policy(exported: Exported, policy: Policy) -> Exported:
+    module = exported.root
+    assert isinstance(module, fx.GraphModule)
+    module.recompile()
+    marked = policy(module)
+    return replace(exported, graph=marked.graph, root=marked)

@@ -1,0 +1,124 @@
+"""A model that was traced and cut into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from penstock.errors import UsageError
+from penstock.partition import Partition
+from penstock.partition.traced import TracedCut, summary
+from penstock.stage import PipelineStage
+
+
+@dataclass(frozen=True)
+class PipeInfo:
+    """What :func:`build_stage` needs to know of a pipe.
+
+    Args:
+        graph: the model's graph, uncut.
+        num_stages: how many stages there are.
+        has_loss_and_backward: always false: the loss belongs to the schedule.
+    """
+
+    graph: fx.Graph
+    num_stages: int
+    has_loss_and_backward: bool = False
+
+
+class SplitModel(nn.Module):
+    """The stages ``submod_0``, ``submod_1``, …, called one after the other."""
+
+    def __init__(self, cut: TracedCut) -> None:
+        super().__init__()
+        self._count = len(cut.modules)
+        for index, module in enumerate(cut.modules):
+            self.add_module(f"submod_{index}", module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages; each value goes to those that use it."""
+        values: dict[str, Any] = {}
+        for index in range(self._count - 1):
+            values.update(self.get_submodule(f"submod_{index}")(values, args, kwargs))
+        return self.get_submodule(f"submod_{self._count - 1}")(values, args, kwargs)
+
+
+class Pipe(nn.Module):
+    """A model cut into stages, callable like the model itself.
+
+    Args:
+        cut: the traced and cut model.
+        name: of the model.
+
+    Attributes:
+        split_gm: the stages as one module.
+        num_stages: how many there are.
+    """
+
+    def __init__(self, cut: TracedCut, name: str) -> None:
+        super().__init__()
+        self._cut, self._of = cut, name
+        self.split_gm = SplitModel(cut)
+        self.num_stages = len(cut.modules)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, computed stage by stage."""
+        return self.split_gm(*args, **kwargs)
+
+    @property
+    def partition(self) -> Partition:
+        """The stages and the values between them, for ``penstock.Pipeline(stages=...)``."""
+        return self._cut.partition
+
+    def get_stage_module(self, stage_idx: int) -> nn.Module:
+        """The module of a stage.
+
+        Raises:
+            UsageError: there is no such stage.
+        """
+        if not 0 <= stage_idx < self.num_stages:
+            raise UsageError(f"stage {stage_idx} of {self.num_stages}: stages count from 0")
+        return self._cut.modules[stage_idx]
+
+    def info(self) -> PipeInfo:
+        """What :func:`build_stage` needs to know."""
+        return PipeInfo(self._cut.traces.first.exported.graph, self.num_stages)
+
+    def build_stage(
+        self, stage_index: int, device: torch.device | str, group: Any = None
+    ) -> PipelineStage:
+        """A stage on a device, see :func:`build_stage`."""
+        return build_stage(
+            self.get_stage_module(stage_index), stage_index, self.info(), device, group
+        )
+
+    def print_readable(self) -> None:
+        """Print the code of each stage."""
+        for module in self._cut.modules:
+            module.graph_module.print_readable()
+
+    def __repr__(self) -> str:
+        return f"Pipe of {self._of}, {self.num_stages} stages\n{summary(self._cut)}"
+
+
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: PipeInfo,
+    device: torch.device | str,
+    group: Any = None,
+) -> PipelineStage:
+    """A stage of a pipe on a device.
+
+    Args:
+        stage_module: from :meth:`Pipe.get_stage_module`; it may have been worked on since.
+        stage_index: which stage it is.
+        pipe_info: from :meth:`Pipe.info`.
+        device: where it is to live.
+        group: not used by the stage; the schedule or ``Pipeline.from_stages`` takes it.
+    """
+    del group
+    return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device)
