@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import random
+import threading
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -61,6 +67,56 @@ class Refuses(nn.Module):
         raise KeyError("not today")
 
 
+class Counts(nn.Module):
+    """Counts and keeps what it sees in its own attributes; reads data where asked."""
+
+    def __init__(self, *, reads: bool = False, copyable: bool = True) -> None:
+        super().__init__()
+        self.calls, self.reads, self.copyable = 0, reads, copyable
+        self.seen: list[Any] = []
+        self.notes: dict[str, Any] = {"shapes": []}
+        self.table = torch.ones(3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(tuple(x.shape))
+        self.notes["last"] = x
+        self.table += random.random() + np.random.rand()
+        if self.reads and float(x.detach().sum()) > 1:
+            return x[:0]
+        found: Tensor = self.norm(x) + self.table + torch.rand(3, device=x.device)
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Counts:
+        if not self.copyable:
+            raise TypeError("holds a lock")
+        made = Counts.__new__(Counts)
+        memo[id(self)] = made
+        vars(made).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items()})
+        return made
+
+
+class Grown(nn.Module):
+    """Keeps a tensor with a graph, which deepcopy refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.last: Tensor | None = None
+        self(torch.zeros(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x * self.weight
+        return self.last
+
+
+def spectral() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.spectral_norm(nn.Linear(3, 3))
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(3, 3),
     "frozen": lambda: nn.Linear(3, 3).requires_grad_(False),
@@ -71,6 +127,12 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "cannot be copied": lambda: Uncopyable(3, 3),
     "in place": InPlace,
     "tuple": lambda: nn.RNN(3, 3),
+    "counts": Counts,
+    "counts and reads": lambda: Counts(reads=True),
+    "counts and cannot be copied": lambda: Counts(reads=True, copyable=False),
+    "holds a graph": Grown,
+    "spectral norm": spectral,
+    "parametrized": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
 }
 
 
@@ -83,7 +145,16 @@ def traces(module: nn.Module) -> dict[str, Any]:
     plain = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     grads = {name: p.grad for name, p in module.named_parameters()}
     state = {name: t.tolist() for name, t in module.state_dict().items()}
-    return {"plain": plain, "grads": grads, "state": state, "rng": torch.get_rng_state().tolist()}
+    versions = [parameter._version for parameter in module.parameters()]
+    rng = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    return {
+        "plain": {key: repr(value) for key, value in plain.items()},
+        "same": {key: id(value) for key, value in plain.items()},
+        "grads": grads,
+        "state": state,
+        "versions": versions,
+        "rng": rng,
+    }
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
@@ -101,6 +172,77 @@ def test_it_leaves_no_trace(name: str) -> None:
     before = traces(module)
     infer(module, torch.zeros(4, 3))
     assert traces(module) == before
+
+
+@pytest.mark.parametrize("name", ["linear", "reads", "counts and cannot be copied"])
+def test_gradients_that_are_there_stay(name: str) -> None:
+    module = MODULES[name]()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    infer(module, torch.zeros(4, 3))
+    assert all(p.grad is not None and bool((p.grad == 1).all()) for p in module.parameters())
+
+
+# ---- hooks
+
+NOTED: list[Any] = []
+
+
+def notes(module: nn.Module, args: Any, output: Any) -> None:
+    NOTED.append(output.shape)
+
+
+def notes_and_changes(module: nn.Module, args: Any, output: Any) -> Any:
+    NOTED.append(output.shape)
+    return output.double()
+
+
+def learns(module: nn.Module, args: Any, output: Any) -> None:
+    output.requires_grad_(True)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.calls.append(output)
+
+    def method(self, module: nn.Module, args: Any) -> None:
+        self.calls.append(args)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_hooks_that_note_something_note_nothing(reads: bool) -> None:
+    module, recorder, mine = Counts(reads=reads), Recorder(), list[Any]()
+    module.norm.register_forward_hook(recorder)
+    module.register_forward_pre_hook(recorder.method)
+    module.register_forward_hook(notes)
+    module.register_forward_hook(lambda *_: mine.append(1))
+    module.norm.register_forward_pre_hook(lambda *_: NOTED.append(1))
+    infer(module, torch.zeros(4, 3))
+    assert (NOTED, recorder.calls, mine) == ([], [], [])
+    module(torch.zeros(4, 3))
+    assert (len(NOTED), len(recorder.calls), len(mine)) == (2, 2, 1)
+    NOTED.clear()
+
+
+@pytest.mark.parametrize("copyable", [False, True])
+def test_hooks_that_change_something_do(copyable: bool) -> None:
+    module = Counts(reads=not copyable, copyable=copyable).requires_grad_(False)
+    module.register_forward_hook(notes_and_changes)
+    module.register_forward_hook(learns)
+    module.register_forward_hook(partial(lambda times, module, args, output: [output] * times, 2))
+    found = infer(module, torch.zeros(4, 3))
+    assert [str(tensor) for tensor in found.tensors] == ["float64[4, 3], requires grad"] * 2
+    assert NOTED == []
+    assert len(module._forward_hooks) == 3
+
+
+def test_a_hook_that_cannot_be_copied_is_not_called() -> None:
+    module, lock = nn.Linear(3, 3), threading.Lock()
+    module.register_forward_hook(lambda module, args, output: output.double() if lock else output)
+    assert str(infer(module, torch.zeros(1, 3)).tensors[0]) == "float32[1, 3], requires grad"
 
 
 @pytest.mark.parametrize("name", ["linear", "reads"])
