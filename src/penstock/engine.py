@@ -128,7 +128,8 @@ class Pipeline(WeightHolder):
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
         modules = {stage.index: stage.module for stage in stages}
         table = find_shared_between(modules) if shared is None else tuple(shared)
-        partition = Partition(tuple(modules.values()), shared=table)
+        describe = None if edges else stages[0].describe
+        partition = Partition(tuple(modules.values()), shared=table, describe=describe)
         pipe._set_up(plan, ends_of(plan, found), stages, partition, loss, rules)
         pipe._agree_on(own_seed(seed))
         pipe._tell_stages_apart()

@@ -111,6 +111,11 @@ class PipelineStage:
         return bool(getattr(self.module, "wired", False))
 
     @property
+    def describe(self) -> Callable[..., Any] | None:
+        """How a wired module tells what travels for a call, where it knows, see ``Partition``."""
+        return getattr(self.module, "describe", None) if self.wired else None
+
+    @property
     def is_first(self) -> bool:
         """Whether the batch enters here."""
         return self.index == 0

@@ -1,0 +1,355 @@
+"""pipeline() and what it gives: the model's numbers, names and training, stage by stage."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.pipelining as peer
+from torch import Tensor, fx, nn
+
+from penstock import Pipeline, PipelineStage
+from penstock.errors import PartitionError, UsageError
+from penstock.pipelining import Pipe, SplitPoint, build_stage, pipe_split, pipeline
+from tests.partition.traced.models import EXAMPLES, SAMPLES, Example, InPlace, Marked, Words, before
+
+SCHEDULES = {"1F1B": 4, "Interleaved1F1B": 2, "ZB-V": 2}
+
+
+def cut(example: Example, model: nn.Module) -> Pipe:
+    args, kwargs = example.microbatch()
+    return pipeline(model, args, kwargs, split_spec=example.cuts or None)
+
+
+def fresh(example: Example) -> tuple[Any, ...]:
+    """The arguments, which a model may change in place."""
+    return copy.deepcopy(example.args)
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.fixture(params=EXAMPLES)
+def example(request: pytest.FixtureRequest) -> Example:
+    return EXAMPLES[request.param]
+
+
+def test_a_pipe_computes_what_the_model_does(example: Example) -> None:
+    model = example.model()
+    pipe = cut(example, model)
+    assert pipe.num_stages == 4
+    for training in (True, False):
+        pipe.train(training)
+        expected = copy.deepcopy(model).train(training)(*fresh(example), **example.kwargs)
+        close(pipe(*fresh(example), **example.kwargs), expected)
+
+
+def test_stages_have_the_names_of_the_model(example: Example) -> None:
+    model = example.model()
+    pipe = cut(example, model)
+    states = [pipe.get_stage_module(index).state_dict() for index in range(4)]
+    names = [name for state in states for name in state]
+    assert sorted(names) == sorted(model.state_dict())
+    buffers = [n for i in range(4) for n, _ in pipe.get_stage_module(i).named_buffers()]
+    assert sorted(buffers) == sorted(name for name, _ in model.named_buffers())
+
+
+def test_a_cut_model_trains_as_the_model_does(example: Example) -> None:
+    model, expected = example.model(), example.model()
+    partition = cut(example, model).partition
+    for schedule, ranks in SCHEDULES.items():
+        pipe = Pipeline(
+            model,
+            schedule=schedule,
+            ranks=ranks,
+            stages=partition,
+            microbatches=4,
+            loss_fn=example.loss,
+        )
+        found = pipe.step(*fresh(example), target=example.target, **example.kwargs).loss
+        assert found == pytest.approx(plain_step(expected, example, 4), abs=1e-12)
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        close(gradients, {name: p.grad for name, p in expected.named_parameters()})
+        descend(model), descend(expected)
+    close(dict(model.named_buffers()), dict(expected.named_buffers()))
+
+
+def plain_step(model: nn.Module, example: Example, microbatches: int) -> float:
+    size, total = SAMPLES // microbatches, 0.0
+    for start in range(0, SAMPLES, size):
+
+        def part(value: Any, start: int = start) -> Any:
+            return value[start : start + size].clone() if isinstance(value, Tensor) else value
+
+        output = model(
+            *map(part, example.args), **{name: part(v) for name, v in example.kwargs.items()}
+        )
+        loss = example.loss(output, part(example.target)) / microbatches
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+@torch.no_grad()
+def descend(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+
+
+def test_skips_are_sent_once_from_their_maker() -> None:
+    example = EXAMPLES["unet"]
+    edges = cut(example, example.model()).partition.edges
+    used = [(edge.source, edge.targets) for edge in edges]
+    assert used == [(0, (1,)), (0, (3,)), (1, (2,)), (1, (2,)), (2, (3,))]
+
+
+def test_other_sizes_of_the_batch_need_no_other_graph() -> None:
+    example = EXAMPLES["words"]
+    model = example.model()
+    pipe = cut(example, model)
+    for size in (3, 8, 1):
+        args, kwargs = example.microbatch(size)
+        close(pipe(*args, **kwargs), model(*args, **kwargs))
+
+
+class Forked(nn.Module):
+    """Takes another path for long inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, flip: bool = False) -> Tensor:
+        x = self.a(x)
+        if x.shape[1] > 3:
+            x = x * 2
+        return self.b(-x if flip else x)  # type: ignore[no-any-return]
+
+
+def test_calls_that_take_another_path_get_a_graph_of_their_own() -> None:
+    model = Forked()
+    pipe = pipeline(model, (torch.ones(2, 2, 4),), split_spec=before("b"))
+    for shape in ((2, 2, 4), (5, 6, 4), (2, 3, 4)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(pipe(x), model(x))
+        torch.testing.assert_close(pipe(x, flip=True), model(x, flip=True))
+
+
+# ---- torch's names
+
+
+def test_stages_are_called_by_hand_in_a_chain() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Linear(4, 2))
+    pipe = pipeline(model, (torch.ones(2, 4),), split_spec={**before("2"), "2": SplitPoint.END})
+    x = torch.randn(5, 4)
+    hidden = pipe.get_stage_module(0)(x)
+    torch.testing.assert_close(pipe.get_stage_module(1)(hidden), model(x))
+
+
+def test_a_stage_by_hand_takes_what_the_model_was_given_after_the_values() -> None:
+    model = Marked()
+    x, gate = torch.randn(3, 6), torch.randn(3, 6)
+    pipe = pipeline(model, (x[:2], gate[:2]))
+    first = pipe.get_stage_module(0)(x, gate)
+    third = pipe.get_stage_module(2)(pipe.get_stage_module(1)(first, gate))
+    torch.testing.assert_close(pipe.get_stage_module(3)(third, first, x), model(x, gate))
+    with pytest.raises(UsageError, match=r"stage 3 takes 2 values .* and then 1 tensors"):
+        pipe.get_stage_module(3)(third)
+
+
+def test_built_stages_make_a_pipeline() -> None:
+    example = EXAMPLES["unet"]
+    model, expected = example.model(), example.model()
+    pipe = cut(example, model)
+    stages: list[PipelineStage] = [pipe.build_stage(index, "cpu") for index in range(3)]
+    stages.append(build_stage(pipe.get_stage_module(3), 3, pipe.info(), torch.device("cpu")))
+    run = Pipeline.from_stages(stages, schedule="GPipe", microbatches=2, loss_fn=example.loss)
+    loss = run.step(*example.args, target=example.target).loss
+    assert loss == pytest.approx(plain_step(expected, example, 2), abs=1e-12)
+
+
+def test_a_policy_puts_cuts_into_the_graph() -> None:
+    def halve(module: fx.GraphModule) -> fx.GraphModule:
+        calls = [n for n in module.graph.nodes if n.op == "call_function" and "linear" in n.name]
+        with module.graph.inserting_before(calls[len(calls) // 2]):
+            module.graph.call_function(pipe_split)
+        module.recompile()
+        return module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    pipe = pipeline(model, (torch.ones(2, 4),), split_policy=halve)
+    assert [sorted(pipe.get_stage_module(i).state_dict()) for i in range(2)] == [
+        ["0.bias", "0.weight", "1.bias", "1.weight"],
+        ["2.bias", "2.weight", "3.bias", "3.weight"],
+    ]
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_a_pipe_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = cut(EXAMPLES["unet"], EXAMPLES["unet"].model())
+    assert str(pipe).splitlines()[:2] == [
+        "Pipe of UNet, 4 stages",
+        "  stage 0: down.0; 112 parameters; gives stage0.0 to stage 1, stage0.1 to stage 3",
+    ]
+    pipe.print_readable()
+    assert "conv2d" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["unet", "resnet", "words"])
+def test_torch_cuts_the_same(name: str) -> None:
+    example = EXAMPLES[name]
+    args, kwargs = example.microbatch()
+    model = example.model().eval()
+    ours = pipeline(model, args, kwargs, split_spec=example.cuts)
+    theirs_spec = {path: peer.SplitPoint[where.name] for path, where in example.cuts.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peer.pipeline(copy.deepcopy(model), args, kwargs, split_spec=theirs_spec)
+    assert ours.num_stages == theirs.num_stages
+    for index in range(ours.num_stages):
+        own, other = ours.get_stage_module(index), theirs.get_stage_module(index)
+        assert {n for n, _ in own.named_parameters()} == {n for n, _ in other.named_parameters()}
+        # Torch's stages lose buffers that only training uses, and save those that do not persist.
+        assert other.state_dict().keys() & model.state_dict().keys() <= own.state_dict().keys()
+    close(tensors_of(ours(*args, **kwargs)), tensors_of(theirs(*args, **kwargs)))
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    values = output.values() if isinstance(output, dict) else output
+    return [output] if isinstance(output, Tensor) else [v for v in values if v is not None]
+
+
+# ---- what is refused
+
+X = torch.ones(2, 4)
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+class Counted(nn.Module):
+    """Its control flow depends on its numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 100
+
+
+class OwnBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Twice.apply(self.a(x)))  # type: ignore[no-any-return,no-untyped-call]
+
+
+class Fenced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.b(self.a(x))  # type: ignore[no-any-return]
+
+
+class Views(nn.Module):
+    """Changes one of two values that share their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        view = x[:, :2]
+        y = self.b(x.clone())
+        view.add_(1.0)
+        return y + x
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "unknown path": (
+        lambda: Words(),
+        {"split_spec": before("block.1")},
+        r"no module 'block.1' in the Words; the nearest are 'blocks.1'",
+    ),
+    "no point": (chain, {}, r"no split point in the Sequential"),
+    "not a point": (chain, {"split_spec": {"1": 2}}, r"split_spec\['1'\] is 2: must be SplitPoint"),
+    "both": (chain, {"split_spec": {}, "split_policy": lambda m: m}, r"cannot both be given"),
+    "all in one": (chain, {"split_spec": before("0")}, r"leave all of the model in one stage"),
+    "not called": (
+        lambda: Forgetful(),
+        {"split_spec": before("b")},
+        r"b \(BEGINNING\): the module was not called",
+    ),
+    "cannot be traced": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Counted()),
+        {"split_spec": before("1")},
+        r"torch.export cannot trace this Sequential: .*data-dependent.*how=\"calls\"",
+    ),
+    "own backward": (
+        OwnBackward,
+        {"split_spec": before("b")},
+        r"uses Twice, with a backward of its own",
+    ),
+    "in a region": (Fenced, {"split_spec": before("b")}, r"b \(BEGINNING\) lies within a region"),
+    "views": (Views, {"split_spec": before("b")}, r"add_.* in stage 1 changes .* in place"),
+}
+
+
+class Forgetful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_cut_is_refused_with_the_reason(what: str) -> None:
+    make, options, message = REFUSED[what]
+    args = (torch.ones(2, 4, dtype=torch.int64),) if make is REFUSED["unknown path"][0] else (X,)
+    with pytest.raises((PartitionError, UsageError), match=message):
+        pipeline(make(), args, **options)
+
+
+def test_stages_that_do_not_exist_are_refused() -> None:
+    pipe = pipeline(chain(), (X,), split_spec=before("1"))
+    with pytest.raises(UsageError, match="stage 2 of 2"):
+        pipe.get_stage_module(2)
+    with pytest.raises(UsageError, match="mb_args must be a tuple"):
+        pipeline(chain(), X)  # type: ignore[arg-type]
+
+
+def test_tracing_leaves_the_model_alone() -> None:
+    model = EXAMPLES["resnet"].model()
+    before_state = copy.deepcopy(model.state_dict())
+    noise = torch.get_rng_state()
+    cut(EXAMPLES["resnet"], model)
+    close(model.state_dict(), before_state)
+    assert torch.equal(noise, torch.get_rng_state())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert InPlace.__call__ is nn.Module.__call__
