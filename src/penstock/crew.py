@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
 
 from penstock.draws import Generators
 from penstock.errors import PoisonedError
+from penstock.faults import Meeting, Patience, Timeout, Watch
 from penstock.runtime import Order, Rank, Report, Task, agree_plan, channels, drive
 from penstock.schedule import Action, Schedule, Span, Timeline, parse_action, replay
 from penstock.schedule.base import flat
@@ -24,12 +27,15 @@ class Crew:
 
     Args:
         ranks: those that live here.
+        timeout: seconds without progress after which a rank is called silent; None to learn it.
     """
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[Rank], timeout: Timeout = None) -> None:
         self.ranks = tuple(ranks)
         self._failure: BaseException | None = None
         self._generators = Generators(stage.device for stage in self.stages)
+        self._patience = Patience(timeout)
+        self._watch: Watch | None = None
 
     @property
     def leads(self) -> bool:
@@ -48,28 +54,60 @@ class Crew:
         Raises:
             AgreementError: they were not.
         """
+        if len(self.ranks) == 1 and self.ranks[0].transport.separate:
+            self._watch = self._keep_watch(self.ranks[0])
         self.run([agree_plan(rank.transport, schedule) for rank in self.ranks])
         for rank in self.ranks:
             rank.transport.open(channels(schedule))
 
-    def run(self, tasks: Sequence[Task[T]]) -> list[T]:
+    def _keep_watch(self, rank: Rank) -> Watch | None:
+        """Have failures elsewhere become errors here, and the reverse."""
+        meeting = Meeting(rank.number)
+        offers: list[Any] = self.each(lambda rank: rank.exchange(meeting.offer()))
+        answers: list[bool] = self.each(lambda rank: rank.exchange(meeting.answer(offers)))
+        board = meeting.board(answers, rank.transport.store)
+        if board is None:
+            return None
+        cut = rank.transport.cut
+        watch = Watch(rank.activity, meeting.processes, board, cut, self._patience)
+        weakref.finalize(self, watch.close)
+        return watch
+
+    def run(self, tasks: Sequence[Task[T]], *, training: bool = False) -> list[T]:
         """Run a task of each rank until all are done.
 
         Raises:
             PoisonedError: an earlier run failed.
+            PeerFailed: another rank failed, died or is silent.
         """
         if self._failure is not None:
             raise PoisonedError(
                 f"an earlier call failed ({type(self._failure).__name__}: {self._failure}); "
                 "build a new Pipeline"
             ) from self._failure
+        for rank in self.ranks:
+            rank.activity.begin(training=training)
         try:
-            return drive(tasks)
+            return self._driven(tasks)
+        finally:
+            for rank in self.ranks:
+                rank.activity.end()
+
+    def _driven(self, tasks: Sequence[Task[T]]) -> list[T]:
+        try:
+            if self._watch is not None:
+                self._watch.check()
+            return drive(tasks, self.ranks[0].activity)
         except BaseException as error:
-            self._failure = error
+            self._failure = self._cause(error)
             for rank in self.ranks:
                 rank.clear()
-            raise
+            if self._failure is error:
+                raise
+            raise self._failure from None
+
+    def _cause(self, error: BaseException) -> BaseException:
+        return error if self._watch is None else self._watch.failed(error)
 
     def each(self, task: Callable[[Rank], Task[T]]) -> T:
         """Run a task that gives the same on every rank."""
@@ -80,7 +118,9 @@ class Crew:
         # A step's random numbers are its own: those of its caller go on as if it had drawn none.
         kept = nullcontext() if order.draw is None else self._generators.kept()
         with torch.set_grad_enabled(order.trains), kept:
-            reports = self.run([rank.run(order) for rank in self.ranks])
+            started = monotonic()
+            reports = self.run([rank.run(order) for rank in self.ranks], training=order.trains)
+            self._patience.learn(monotonic() - started)
         owed = [pair for report in reports for pair in report.owed]
         if owed:
             # All at once: what made the tensors may serve several of them, and is freed by a backward.
@@ -119,8 +159,16 @@ class Crew:
             for module, mode in modes:
                 module.training = mode
 
-    def close(self) -> None:
-        """Give back what the ranks' transports hold."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Give back what the ranks' transports hold.
+
+        Args:
+            error: why, if it is for an error; the other ranks are told.
+        """
+        if self._watch is not None:
+            if error is not None and self._failure is None:
+                self._failure = self._watch.failed(error)
+            self._watch.close()
         for rank in self.ranks:
             rank.transport.close()
 

@@ -14,12 +14,20 @@ from torch import nn
 from penstock.crew import Crew
 from penstock.draws import Randomness, Seed, own_seed
 from penstock.errors import UsageError
+from penstock.faults import Timeout
 from penstock.holding import WeightHolder
-from penstock.hosting import check_given, connect_if_launched, ends_of, held_by, placed_on, world_of
+from penstock.hosting import (
+    check_given,
+    connect_if_launched,
+    ends_of,
+    placed_on,
+    ranks_of,
+    world_of,
+)
 from penstock.microbatch import MISSING, Batch, Rules, merge, output_dim, split_batch
-from penstock.partition import Partition, Shared, find_shared_between
+from penstock.partition import Shared, find_shared_between
 from penstock.plan import Plan, Stages, check_model, cut, make_plan
-from penstock.runtime import ActionHook, HookHandle, Hooks, Order, Rank, Which, engine_for
+from penstock.runtime import ActionHook, HookHandle, Hooks, Order, Which, engine_for
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
 from penstock.stage import PipelineStage, home_of
@@ -51,6 +59,8 @@ class Pipeline(WeightHolder):
         seed: of the random numbers that steps draw, such as dropout's, which depend on it, the step, the
             microbatch and the module's path alone; by default the one rank 0 gave ``torch.manual_seed``.
             ``"off"`` draws from torch's generators as they are. See docs/randomness.md.
+        timeout: seconds without progress after which a rank is named as silent and all ranks stop; by default
+            300 in the first step, then the larger of 30 and ten times the median step. A pair says both.
 
     Raises:
         UsageError: something asked for cannot be had; see its subclasses in :mod:`penstock.errors`.
@@ -72,6 +82,7 @@ class Pipeline(WeightHolder):
         group: Any = None,
         engine: str | None = None,
         seed: Seed = None,
+        timeout: Timeout = None,
     ) -> None:
         check_model(model)
         home = placed_on(device)
@@ -86,7 +97,8 @@ class Pipeline(WeightHolder):
         held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
         made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
-        self._set_up(plan, ends, made, partition, loss, rules)
+        crew = Crew(ranks_of(plan, ends, made, partition.describe), timeout)
+        self._set_up(plan, crew, partition.shared, loss, rules)
         self._agree_on(own_seed(seed))
 
     @classmethod
@@ -103,6 +115,7 @@ class Pipeline(WeightHolder):
         shared: Sequence[Shared] | None = None,
         group: Any = None,
         seed: Seed = None,
+        timeout: Timeout = None,
     ) -> Pipeline:
         """A pipeline of stages placed by hand.
 
@@ -119,6 +132,7 @@ class Pipeline(WeightHolder):
                 :func:`penstock.partition.find_shared`; by default what the given stages share by identity.
             group: the process group of this pipeline's ranks.
             seed: of the random numbers that steps draw.
+            timeout: seconds without progress after which a rank is named as silent.
         """
         check_given(stages)
         found = connect_if_launched(stages[0].device, group)
@@ -129,8 +143,8 @@ class Pipeline(WeightHolder):
         modules = {stage.index: stage.module for stage in stages}
         table = find_shared_between(modules) if shared is None else tuple(shared)
         describe = None if edges else stages[0].describe
-        partition = Partition(tuple(modules.values()), shared=table, describe=describe)
-        pipe._set_up(plan, ends_of(plan, found), stages, partition, loss, rules)
+        crew = Crew(ranks_of(plan, ends_of(plan, found), stages, describe), timeout)
+        pipe._set_up(plan, crew, table, loss, rules)
         pipe._agree_on(own_seed(seed))
         pipe._tell_stages_apart()
         return pipe
@@ -138,23 +152,18 @@ class Pipeline(WeightHolder):
     def _set_up(
         self,
         plan: Plan,
-        ends: Sequence[Transport],
-        stages: Sequence[PipelineStage],
-        partition: Partition,
+        crew: Crew,
+        shared: Sequence[Shared],
         loss: Loss | None,
         rules: Rules | None,
     ) -> None:
         schedule = plan.training
         self._plan, self._loss, self._rules = plan, loss, rules
         self._hooks = Hooks()
-        describe = partition.describe
-        crew = Crew(
-            [Rank(end, held_by(schedule, end, stages, len(ends)), describe) for end in ends]
-        )
         for stage in crew.stages:
             stage.prefer_engine(engine_for(schedule, stage.index))
         crew.assemble(schedule)
-        self._take_up(crew, partition.shared, schedule.placement.rank_of)
+        self._take_up(crew, shared, schedule.placement.rank_of)
 
     def _agree_on(self, seed: int | Literal["off"]) -> None:
         """Rank 0's seed is that of all."""
@@ -294,9 +303,13 @@ class Pipeline(WeightHolder):
         for rank in self._crew.ranks:
             rank.wrap_transport(wrap)
 
-    def close(self) -> None:
-        """Give back what the transport holds, and the process group where this Pipeline started it."""
-        self._crew.close()
+    def close(self, error: BaseException | None = None) -> None:
+        """Give back what the transport holds, and the process group where this Pipeline started it.
+
+        Args:
+            error: the reason, if it is an error; then the other ranks stop because of it.
+        """
+        self._crew.close(error)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -307,7 +320,7 @@ class Pipeline(WeightHolder):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(error)
 
     # ---- how
 

@@ -15,6 +15,8 @@
     ├── NonFiniteError (RuntimeError)    a number that is infinite or none, where that is an error
     ├── MessageError (RuntimeError)      a message was expected that nobody sends, or the reverse
     ├── AgreementError (RuntimeError)    ranks that must agree do not
+    ├── PeerFailed (RuntimeError)        another rank failed, and this one stops because of it
+    ├── NonFinite (ArithmeticError)      a loss or a gradient is infinite or no number
     ├── PoisonedError (RuntimeError)     the Pipeline failed before and must be rebuilt
     └── InternalError (RuntimeError)     a bug in Penstock: please report it
 
@@ -22,6 +24,8 @@ Each is also the built-in class in brackets, so code that catches those keeps wo
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class PenstockError(Exception):
@@ -74,6 +78,25 @@ class MessageError(PenstockError, RuntimeError):
 
 class AgreementError(PenstockError, RuntimeError):
     """Ranks that must run the same thing do not: the message lists which differ and in what."""
+
+
+class PeerFailed(PenstockError, RuntimeError):
+    """Another rank failed, died or makes no progress; the message names it, and what it was doing.
+
+    Attributes:
+        failures: all failures that are known, in the order in which they happened; see
+            :class:`penstock.faults.Failure`.
+        status: the exit status that the first one means.
+    """
+
+    def __init__(self, message: str, failures: tuple[Any, ...] = (), status: int = 75) -> None:
+        super().__init__(message)
+        self.failures = failures
+        self.status = status
+
+
+class NonFinite(PenstockError, ArithmeticError):
+    """A loss or a gradient is infinite or no number; the message names where it began."""
 
 
 class PoisonedError(PenstockError, RuntimeError):

@@ -10,7 +10,8 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.plan import Plan
-from penstock.runtime import check_stages
+from penstock.runtime import Rank, check_stages
+from penstock.runtime.describing import Describe
 from penstock.schedule import Schedule
 from penstock.stage import PipelineStage
 from penstock.transport import Transport, connect, in_process, launched
@@ -65,6 +66,17 @@ def ends_of(plan: Plan, found: Sequence[Transport]) -> Sequence[Transport]:
             f"{found[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process a rank"
         )
     return found or in_process(plan.ranks)
+
+
+def ranks_of(
+    plan: Plan,
+    ends: Sequence[Transport],
+    stages: Sequence[PipelineStage],
+    describe: Describe | None = None,
+) -> list[Rank]:
+    """The ranks that live here, each at its end with its stages."""
+    schedule, count = plan.training, len(ends)
+    return [Rank(end, held_by(schedule, end, stages, count), describe) for end in ends]
 
 
 def held_by(

@@ -6,17 +6,19 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeVar
 
 from penstock.errors import MessageError
+from penstock.faults.activity import Activity
 from penstock.transport import Ticket
 
 T = TypeVar("T")
 
 
 class Wait(NamedTuple):
-    """What a rank waits for."""
+    """What a rank waits for; from which ranks, where it is not an operation of all."""
 
     ticket: Ticket
     rank: int
     why: str
+    peers: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.why}"
@@ -26,31 +28,37 @@ Task = Generator[Wait, None, T]
 """A rank's work: it runs until it must wait, yields for what, and returns its result."""
 
 
-def drive(tasks: Sequence[Task[T]]) -> list[T]:
+def drive(tasks: Sequence[Task[T]], activity: Activity | None = None) -> list[T]:
     """Run tasks in turn, each as far as it gets.
 
     A single task blocks in its waits. Several in one process never block: when none can go on, none ever
     will.
 
+    Args:
+        tasks: one for each rank that lives here.
+        activity: where the waits of a single task are noted.
+
     Raises:
         MessageError: all tasks wait for each other; the message says who waits for what.
     """
     if len(tasks) == 1:
-        return [_run_alone(tasks[0])]
+        return [_run_alone(tasks[0], activity or Activity(0))]
     return _run_in_turn(tasks)
 
 
-def _run_alone(task: Task[T]) -> T:
+def _run_alone(task: Task[T], activity: Activity) -> T:
     while True:
         try:
             wait = next(task)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return] # a generator's result has no type
+        activity.wait(wait.why, wait.peers)
         try:
             wait.ticket.wait()
         except RuntimeError as error:
             # Also what a process group raises for a peer that is gone or too slow.
             raise MessageError(f"{wait}: {error}") from error
+        activity.go_on()
 
 
 def _run_in_turn(tasks: Sequence[Task[T]]) -> list[T]:

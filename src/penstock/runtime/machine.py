@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MessageError, PenstockError, StageError
+from penstock.faults.activity import Activity
 from penstock.microbatch import Microbatch
 from penstock.runtime.arguments import Call, Inputs, chosen
 from penstock.runtime.clock import Recorder
@@ -25,7 +26,7 @@ from penstock.runtime.hooks import ActionEvent, Hooks
 from penstock.runtime.program import RankProgram, parts
 from penstock.runtime.turns import Turns
 from penstock.schedule import Action, Op, Overlap
-from penstock.schedule.action import OVERLAPPED, RECV_OPS, Entry
+from penstock.schedule.action import COMPUTE_OPS, MESSAGE_OPS, OVERLAPPED, RECV_OPS, Entry
 from penstock.specs import flatten
 from penstock.stage import PipelineStage
 from penstock.step import Loss
@@ -87,6 +88,7 @@ class Machine:
         stages: the rank's stages by index.
         transport: the rank's end.
         work: the step's data; losses and outputs are left there.
+        activity: where it is noted what the rank does.
     """
 
     def __init__(
@@ -95,8 +97,10 @@ class Machine:
         stages: Mapping[int, PipelineStage],
         transport: Transport,
         work: Work,
+        activity: Activity | None = None,
     ) -> None:
         self._program = program
+        self._activity = activity or Activity(program.rank)
         self._stages = stages
         self._work = work
         devices = {index: stage.device for index, stage in stages.items()}
@@ -113,7 +117,7 @@ class Machine:
                 if ticket is None:
                     continue
                 if not ticket.ready():
-                    yield Wait(ticket, rank, f"waits in {action} for {message}")
+                    yield Wait(ticket, rank, f"waits in {action} for {message}", self._end(message))
                 self._settle(message)
             self._do(action)
         if exchange.untaken:
@@ -131,8 +135,14 @@ class Machine:
         if self._work.hooks is not None and message.op in RECV_OPS:
             self._do(message, lambda _: self._after(message, outputs=arrived))
 
+    def _end(self, message: Action) -> tuple[int, ...]:
+        """The rank at the other end of a message."""
+        source, target, _ = self._program.wire(message).channel
+        return (target if source == self._program.rank else source,)
+
     def _do(self, entry: Entry, perform: Callable[[Entry], Any] | None = None) -> None:
         action = parts(entry)[0]
+        self._activity.at(action)
         try:
             if perform is not None:
                 perform(entry)
@@ -146,7 +156,12 @@ class Machine:
             error.add_note(f"on rank {self._program.rank}, in {action}")
             raise
         except Exception as error:
+            if action.op in MESSAGE_OPS and isinstance(error, RuntimeError):
+                # What a process group raises for a peer that is gone.
+                raise MessageError(f"rank {self._program.rank}, {action}: {error}") from error
             raise self._failed(action, f"{type(error).__name__}: {error}") from error
+        if action.op in COMPUTE_OPS:
+            self._activity.worked(action.stage)
 
     def _replace(self, entry: Entry) -> None:
         """Do an action as the caller wants it done, or as it would be."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.draws import Generators, Streams
 from penstock.errors import SpecError, UsageError
+from penstock.faults.activity import Activity
 from penstock.runtime.agreement import Book, Page, agree_call, look_up
 from penstock.runtime.arguments import Inputs
 from penstock.runtime.calls import Brought, ModelCall
@@ -51,6 +52,7 @@ class Rank:
     ) -> None:
         self.transport = transport
         self._by_hand = by_hand
+        self.activity = Activity(transport.rank)
         self.stages = {stage.index: stage for stage in stages}
         self._describe = describe
         self._programs: dict[int, tuple[Schedule, RankProgram]] = {}
@@ -100,9 +102,11 @@ class Rank:
                 companions=companions,
                 hooks=order.hooks,
             )
-            yield from Machine(program, self.stages, self.transport, work).run()
+            yield from Machine(program, self.stages, self.transport, work, self.activity).run()
         elapsed = recorder.elapsed() if recorder else 0.0
+        self.activity.wait("waits until what it sent has left", None)
         self.transport.finish()
+        self.activity.go_on()
         report = yield from self._report(program, work, elapsed, order)
         return replace(report, ready=page.call.ready)
 

@@ -63,10 +63,12 @@ class Transport(ABC):
     Attributes:
         rank: this end's position in the pipeline.
         ranks: how many there are.
+        separate: whether each rank is a process of its own.
     """
 
     rank: int
     ranks: int
+    separate: bool = False
 
     @abstractmethod
     def open(self, channels: Iterable[Channel]) -> None:
@@ -115,6 +117,14 @@ class Transport(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Wait for the sends whose tickets nobody has waited for."""
+
+    def cut(self) -> None:  # noqa: B027 - within one process there is nothing to break
+        """Break all connections, so that a wait on them ends; safe from another thread."""
+
+    @property
+    def store(self) -> Any:
+        """Where the ranks can leave word beside these wires, if they need one; None if not."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

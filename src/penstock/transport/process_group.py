@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from penstock.transport.messages import Departure, Wire, settled
 
 _TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=0x50)}
 """Tags of messages; away from 0, the default of other code on the same group."""
+_NOBODY = 0x4F
+"""The tag of a message that nobody sends, see :meth:`ProcessGroupTransport.cut`."""
 
 
 def launched() -> bool:
@@ -57,6 +60,8 @@ def connect(
 
 class ProcessGroupTransport(Transport):
     """One rank's end, in a process of its own; made by :func:`connect` on all ranks together."""
+
+    separate = True
 
     def __init__(
         self,
@@ -129,17 +134,7 @@ class ProcessGroupTransport(Transport):
     def agree(self, value: Any) -> Ticket:
         """Exchange JSON bytes: first their lengths, then all padded to the longest."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
-        dist.all_gather(lengths, torch.tensor([data.numel()]), group=self._control)
-        longest = int(max(lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: data.numel()] = data
-        rows = [torch.empty_like(padded) for _ in range(self.ranks)]
-        dist.all_gather(rows, padded, group=self._control)
-        texts = [
-            bytes(row[: int(length)].tolist()) for row, length in zip(rows, lengths, strict=True)
-        ]
-        return _Done([json.loads(text) for text in texts])
+        return _Agreed(data, self._gathered)
 
     def sum(self, values: Tensor) -> Ticket:
         """Gather, then add in rank order, so that the bits do not depend on the backend."""
@@ -157,13 +152,27 @@ class ProcessGroupTransport(Transport):
     def broadcast(self, tensor: Tensor, source: int) -> Ticket:
         """Broadcast over the control group, on the CPU, as bytes: gloo knows only some types."""
         data = settled(tensor).flatten().view(torch.uint8).cpu().clone()
-        dist.broadcast(data, self._members[source], group=self._control)
-        return _Done(data.view(tensor.dtype).reshape(tensor.shape).to(tensor.device))
+        work = dist.broadcast(data, self._members[source], group=self._control, async_op=True)
+        return _Broadcast(_posted(work), data, tensor)
 
     def finish(self) -> None:
         """Wait for the sends that nobody has waited for, and let go of their tensors."""
         for departure in list(self._leaving):
             departure.wait()
+
+    def cut(self) -> None:
+        """Break all connections, from whichever thread; a wait on them ends at once, also at their ends."""
+        for group in {self._control, *(wire.group for wire in self._wires.values())}:
+            if group is not self._control:
+                group.abort()
+            elif group.size() > 1:
+                _break(group)
+
+    @property
+    def store(self) -> Any:
+        """The store of the process group, over a connection of its own."""
+        store: Any = self._control.get_group_store()
+        return store.clone()
 
     def close(self) -> None:
         """End the default group if it was started here."""
@@ -186,6 +195,13 @@ def _carries(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether a group has a backend for a kind of device."""
     backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
     return device_type in backends
+
+
+def _break(group: dist.ProcessGroup) -> None:
+    """Close the connections of a gloo group: a receive that is not served in time does that to all."""
+    with suppress(RuntimeError):
+        work = group.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), _NOBODY)
+        work.wait(timedelta(milliseconds=1))
 
 
 def _posted(work: dist.Work | None) -> dist.Work:
@@ -227,18 +243,47 @@ class _Sum(Ticket):
         return total
 
 
-class _Done(Ticket):
-    def __init__(self, result: Any) -> None:
-        self._result = result
+class _Agreed(Ticket):
+    """JSON bytes of every rank, in two rounds: the second can only begin when the first is over."""
+
+    def __init__(self, data: Tensor, gather: Callable[[Tensor], Ticket]) -> None:
+        self._data = data
+        self._gather = gather
+        self._lengths = gather(torch.tensor([data.numel()]))
+        self._texts: list[bytes] | None = None
 
     def ready(self) -> bool:
-        return True
+        return self._texts is not None
 
     def wait(self) -> None:
-        """Nothing is open."""
+        if self._texts is None:
+            lengths = [int(length) for length in self._lengths.take()]
+            padded = torch.zeros(max(lengths), dtype=torch.uint8)
+            padded[: self._data.numel()] = self._data
+            rows = zip(self._gather(padded).take(), lengths, strict=True)
+            self._texts = [bytes(row[:length].tolist()) for row, length in rows]
 
-    def take(self) -> Any:
-        return self._result
+    def take(self) -> list[Any]:
+        self.wait()
+        return [json.loads(text) for text in self._texts or ()]
+
+
+class _Broadcast(Ticket):
+    def __init__(self, work: dist.Work, data: Tensor, like: Tensor) -> None:
+        self._work = work
+        self._data = data
+        self._like = like
+
+    def ready(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def take(self) -> Tensor:
+        self.wait()
+        like = self._like
+        return self._data.view(like.dtype).reshape(like.shape).to(like.device)
 
 
 class Groups:

@@ -1,0 +1,27 @@
+"""A fault on one rank is a named error on all: heartbeats, a failure channel, a watch, and a report."""
+
+from penstock.faults.activity import Activity
+from penstock.faults.board import Board, BoardLostError, FolderBoard, StoreBoard
+from penstock.faults.failure import Failure, status_of
+from penstock.faults.meeting import Meeting
+from penstock.faults.patience import Patience, Timeout
+from penstock.faults.processes import Process, this_process
+from penstock.faults.report import versions
+from penstock.faults.watch import Watch
+
+__all__ = [
+    "Activity",
+    "Board",
+    "BoardLostError",
+    "Failure",
+    "FolderBoard",
+    "Meeting",
+    "Patience",
+    "Process",
+    "StoreBoard",
+    "Timeout",
+    "Watch",
+    "status_of",
+    "this_process",
+    "versions",
+]

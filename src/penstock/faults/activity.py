@@ -1,0 +1,105 @@
+"""What a rank does right now, noted so cheaply that every action can be noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, NamedTuple
+
+OUTSIDE = "outside of the pipeline"
+"""What a rank does between two calls: the code of the user's own loop."""
+
+
+class Waiting(NamedTuple):
+    """What a rank waits for, and from which ranks; None says from all that do not wait alike."""
+
+    why: str
+    peers: tuple[int, ...] | None
+
+
+class Activity:
+    """One rank's place in its program: written by the thread that runs it, read by a monitor.
+
+    Attributes:
+        rank: whose.
+        calls: how many calls of the pipeline it has begun.
+        step: how many of them were training steps.
+        inside: whether it is in a call now.
+        doing: the action it is in or was in last, None between calls.
+        waiting: what it waits for, if it waits.
+        since: when that began, on this process's monotonic clock.
+        progress: a number that grows with everything it does.
+        busy: for each stage the seconds that its actions have taken, and how many there were.
+        concern: called before each action; raises where this rank must stop.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.calls = 0
+        self.step = 0
+        self.inside = False
+        self.doing: Any = None
+        self.waiting: Waiting | None = None
+        self.since = monotonic()
+        self.progress = 0
+        self.busy: dict[int, list[float]] = {}
+        self.concern: Callable[[], None] | None = None
+
+    def begin(self, *, training: bool) -> None:
+        """A call of the pipeline begins."""
+        self.calls += 1
+        self.step += training
+        self.inside = True
+        self._moved(None)
+
+    def end(self) -> None:
+        """The call is over, in whatever way."""
+        self.inside = False
+        self._moved(None)
+
+    def at(self, action: Any) -> None:
+        """An action begins."""
+        if self.concern is not None:
+            self.concern()
+        self._moved(action)
+
+    def wait(self, why: str, peers: Sequence[int] | None) -> None:
+        """A wait begins."""
+        self._moved(self.doing)
+        self.waiting = Waiting(why, None if peers is None else tuple(peers))
+
+    def go_on(self) -> None:
+        """The wait is over."""
+        self._moved(self.doing)
+
+    def worked(self, stage: int) -> None:
+        """The action was one of a stage's own work, and is over: note how long it took."""
+        found = self.busy.get(stage)
+        if found is None:
+            found = self.busy[stage] = [0.0, 0]
+        found[0] += monotonic() - self.since
+        found[1] += 1
+
+    def _moved(self, doing: Any) -> None:
+        self.waiting = None
+        self.doing = doing
+        self.since = monotonic()
+        self.progress += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that as JSON data; read while it changes, so its parts may be of two moments."""
+        doing, waiting = self.doing, self.waiting
+        return {
+            "rank": self.rank,
+            "calls": self.calls,
+            "step": self.step,
+            "inside": self.inside,
+            "action": None if doing is None else str(doing),
+            "stage": getattr(doing, "stage", None),
+            "microbatch": getattr(doing, "microbatch", None),
+            "waits": None if waiting is None else waiting.why,
+            "peers": None if waiting is None or waiting.peers is None else list(waiting.peers),
+            "age": monotonic() - self.since,
+            "progress": self.progress,
+            "busy": {str(stage): list(found) for stage, found in list(self.busy.items())},
+        }

@@ -1,0 +1,297 @@
+"""The thread that watches while the rank's own thread may be blocked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from penstock.faults import report
+from penstock.faults.activity import Activity
+from penstock.faults.board import BoardLostError
+from penstock.faults.failure import TEMPORARY, Failure
+from penstock.faults.ledger import Ledger
+from penstock.faults.patience import Patience
+from penstock.faults.processes import words_of
+from penstock.faults.signals import Interrupts, launcher
+from penstock.faults.silence import STALE, Place, Verdict, find_silent
+from penstock.faults.stragglers import Stragglers
+from penstock.faults.team import BEAT, RAISED, STACK, TOLD, Team
+
+TICK = 0.1
+_BEATS = 2
+"""A heartbeat every so many ticks."""
+_LOOKS = 20
+"""A look for stragglers every so many ticks."""
+GRACE = 1.0
+"""Seconds that ranks have to find what all must find, or to give their stacks."""
+
+logger = logging.getLogger("penstock")
+
+
+class Wires:
+    """This rank's wires, which are cut once."""
+
+    def __init__(self, cut: Callable[[], None]) -> None:
+        self._cut = cut
+        self._lock = threading.Lock()
+        self._done = False
+
+    def cut(self) -> None:
+        """Break them, so that a wait on them ends on this rank and at the other ends."""
+        with self._lock:
+            if not self._done:
+                self._done = True
+                self._cut()
+
+
+class Monitor:
+    """A thread that sends heartbeats, and looks for failures, deaths, silence and interrupts.
+
+    Attributes:
+        alarm: whether the rank must stop.
+        stopped: whether it has stopped with an error of its own.
+        folder: where the story of a failure is written.
+    """
+
+    def __init__(
+        self,
+        activity: Activity,
+        team: Team,
+        ledger: Ledger,
+        wires: Wires,
+        patience: Patience,
+    ) -> None:
+        self.alarm = False
+        self.stopped = False
+        self.folder: Path | None = None
+        self._activity = activity
+        self._team = team
+        self._ledger = ledger
+        self._wires = wires
+        self._patience = patience
+        self._stragglers = Stragglers()
+        self._interrupts = Interrupts()
+        self._launcher = launcher()
+        self._ticks = 0
+        self._heard: float | None = None
+        self._told = False
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._interrupts.open()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, and wait for it."""
+        self._ending.set()
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            self._thread.join(5.0)
+        self._interrupts.close()
+
+    def _run(self) -> None:
+        while not self._ending.wait(TICK):
+            try:
+                self._tick()
+            except BoardLostError:
+                self._wires.cut()
+                return
+
+    def _tick(self) -> None:
+        self._ticks += 1
+        self._follow_launcher()
+        if self._interrupts.came():
+            self._wires.cut()
+        if self._ticks % _BEATS == 1:
+            beat = {**self._activity.snapshot(), "beat": self._ticks}
+            self._team.say(BEAT, json.dumps(beat))
+        self._ledger.refresh()
+        if self._ledger.of_others:
+            self._react()
+        elif not self._ledger.failures:
+            self._look()
+
+    # ---- what others say
+
+    def _react(self) -> None:
+        """Another rank failed: end the waits here, once those that must find it themselves could."""
+        first = self._ledger.of_others[0]
+        self._heard = self._heard or monotonic()
+        if first.kind == "silent":
+            self._give_stacks(first)
+        if first.everywhere and (self.stopped or monotonic() - self._heard < GRACE):
+            return
+        self.alarm = True
+        self._wires.cut()
+
+    def _give_stacks(self, failure: Failure) -> None:
+        if self._told:
+            return
+        self._told = True
+        self._team.say(STACK, report.stacks())
+        if failure.rank == self._activity.rank:
+            self.alarm = True
+            self._wires.cut()
+            self._give_up(failure)
+
+    def _give_up(self, failure: Failure) -> None:
+        """This rank is the silent one: end it, unless it wakes up and stops by itself."""
+        self._team.await_word(TOLD, [failure.by], 2 * GRACE)
+        rank = self._activity.rank
+        if not self._team.await_word(RAISED, [rank], GRACE):
+            self._end_process(f"rank {rank} ends itself, as it {failure.what}", failure.status)
+
+    def _end_process(self, why: str, status: int) -> None:
+        logger.error("penstock: %s", why)
+        os._exit(status)
+
+    def _follow_launcher(self) -> None:
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self._end_process(
+                f"rank {self._activity.rank} ends, as its launcher has ended", TEMPORARY
+            )
+
+    # ---- what can be seen
+
+    def _look(self) -> None:
+        self._team.listen()
+        for rank in self._team.others:
+            self._look_at(rank)
+        if self._overdue() and not self._ledger.failures:
+            self._ask_who_is_silent()
+        if self._ticks % _LOOKS == 0 and self._activity.rank == 0:
+            self._look_for_stragglers()
+
+    def _look_at(self, rank: int) -> None:
+        """Whether a rank has ended, or left while this one goes on."""
+        ended = self._team.processes[rank].condition() == "ended"
+        cause = self._team.processes[rank].cause_of_end() if ended else None
+        left = self._team.left(rank)
+        if left is not None and self._activity.calls <= int(left.get("calls", 0)):
+            return
+        if left is None and not ended:
+            return
+        beat = self._team.beat(rank)
+        failure = _departed(rank, self._activity.rank, beat, left, cause)
+        self._post(failure)
+
+    def _post(self, failure: Failure) -> None:
+        """Report another rank; of several that do, the first tells the story."""
+        self._ledger.refresh()
+        if self._ledger.failures:
+            return
+        self._ledger.post(failure)
+
+    def _overdue(self) -> bool:
+        waits = self._activity.waiting is not None
+        return waits and monotonic() - self._activity.since > self._patience.inside
+
+    def _ask_who_is_silent(self) -> None:
+        places = self._places()
+        verdict = find_silent(places, self._activity.rank)
+        if verdict is None:
+            return
+        failure = _silent(places, verdict, self._activity.rank)
+        self._post(failure)
+        if self._ledger.failures[:1] and self._ledger.failures[0].by == self._activity.rank:
+            self._tell(failure, places)
+
+    def _tell(self, failure: Failure, places: dict[int, Place]) -> None:
+        """Gather the stacks of those that can give some, tell everything, and end who cannot."""
+        self._told = True
+        self._team.say(STACK, report.stacks())
+        able = [r for r in self._team.others if places[r].stale < STALE]
+        self._team.await_word(STACK, able, GRACE)
+        found = {r: text for r in places if (text := self._team.said(STACK, r)) is not None}
+        logger.error("penstock: %s", _report(failure, places, found))
+        report.write(self.folder, report.story([failure], places, found, self._activity.rank))
+        self._team.say(TOLD)
+        self.alarm = True
+        self._wires.cut()
+        if failure.kind == "silent" and places[failure.rank].stale >= STALE:
+            self._team.processes[failure.rank].kill()
+
+    def _look_for_stragglers(self) -> None:
+        beats = [self._activity.snapshot(), *map(self._team.beat, self._team.others)]
+        for text in self._stragglers.find(beats):
+            logger.warning("penstock: %s", text)
+
+    # ---- the story
+
+    def _places(self) -> dict[int, Place]:
+        limits = (self._patience.inside, self._patience.outside)
+        return self._team.places(self._activity.snapshot(), limits)
+
+    def write_story(self) -> None:
+        """Write ``failure.json`` about what is known."""
+        failures = self._ledger.failures
+        if failures and self.folder is not None:
+            told = report.story(failures, self._places(), {}, self._activity.rank)
+            report.write(self.folder, told)
+
+    def finish_story(self) -> None:
+        """Write it for a rank that cannot, if this one was the first to notice."""
+        first = self._ledger.failures[:1]
+        if first and first[0].by == self._activity.rank and first[0].kind != "silent":
+            self.write_story()
+
+
+def _departed(
+    rank: int, by: int, beat: dict[str, Any], left: dict[str, Any] | None, cause: int | None
+) -> Failure:
+    step = int(beat.get("step", 0))
+    if left is not None:
+        calls = int(left.get("calls", 0))
+        what = (
+            f"left after {calls} calls of the pipeline, step {step}, while others go on; every rank must "
+            "make the same calls: look for a loop that ends earlier there"
+        )
+        return Failure("left", rank, step, what=what, status=TEMPORARY, by=by)
+    stage, microbatch, action = (beat.get(name) for name in ("stage", "microbatch", "action"))
+    what = f"its process ended, {words_of(cause)}"
+    return Failure(
+        "died", rank, step, stage, microbatch, action, what=what, status=TEMPORARY, by=by
+    )
+
+
+def _silent(places: dict[int, Place], verdict: Verdict, by: int) -> Failure:
+    rank, *others = verdict.culprits
+    place = places[rank]
+    if others:
+        ranks = ", ".join(map(str, verdict.culprits))
+        what = (
+            f"ranks {ranks} wait for each other, although each has sent what the others wait for: the "
+            "network between them is cut, or messages were lost"
+        )
+        return Failure(
+            "lost", rank, place.step, what=what, status=TEMPORARY, by=by, story=verdict.chain
+        )
+    what = f"makes no progress: it {place.words}, and waits for nobody"
+    return Failure(
+        "silent",
+        rank,
+        place.step,
+        place.stage,
+        place.microbatch,
+        place.action,
+        what=what,
+        status=TEMPORARY,
+        by=by,
+        story=verdict.chain,
+    )
+
+
+def _report(failure: Failure, places: dict[int, Place], found: dict[int, str]) -> str:
+    lines = [str(failure), "what waits for what:", *(f"  {line}" for line in failure.story)]
+    lines += ["where every rank is:", *(f"  {place}" for place in places.values())]
+    for rank, place in places.items():
+        lines.append(f"stacks of rank {rank}:")
+        lines.append(found.get(rank) or f"  none: {place.words}")
+    return "\n".join(lines)
