@@ -11,7 +11,7 @@ from torch import fx, nn
 from penstock.errors import UsageError
 from penstock.partition import Partition
 from penstock.partition.traced import TracedCut, summary
-from penstock.stage import PipelineStage
+from penstock.pipelining.stage import PipelineStage
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,6 @@ def build_stage(
         stage_index: which stage it is.
         pipe_info: from :meth:`Pipe.info`.
         device: where it is to live.
-        group: not used by the stage; the schedule or ``Pipeline.from_stages`` takes it.
+        group: the process group of the pipeline; by default all processes.
     """
-    del group
-    return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device)
+    return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)

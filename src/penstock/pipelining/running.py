@@ -53,12 +53,16 @@ class Runner:
             schedule, schedule.ranks, schedule.stages, schedule.microbatches, edges or None
         )
         training = self._plan.training
+        describe = None if edges else self._held[0].describe
         found = connect_if_launched(self._held[0].device, stages[0].group)
         ends = ends_of(self._plan, found)
         for stage in self._held:
             stage.prefer_engine(engine_for(training, stage.index))
         self._crew = Crew(
-            [Rank(end, held_by(training, end, self._held, len(ends)), by_hand=True) for end in ends]
+            [
+                Rank(end, held_by(training, end, self._held, len(ends)), describe, by_hand=True)
+                for end in ends
+            ]
         )
         self._crew.assemble(training)
 

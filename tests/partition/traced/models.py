@@ -98,7 +98,7 @@ class Words(nn.Module):
         self, tokens: Tensor, mask: Tensor | None = None, *, scale: float = 0.3
     ) -> dict[str, Any]:
         batch, length = tokens.shape
-        hidden = self.embed(tokens) + self.positions[:length, None]
+        hidden = self.embed(tokens) + self.get_buffer("positions")[:length, None]
         for block in self.blocks:
             hidden = block(hidden, mask, scale)
         hidden = self.norm(hidden)
@@ -134,7 +134,7 @@ class InPlace(nn.Module):
         self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        first = self.a(x)
+        first = self.a(x * 1.5)
         x += 1.0
         second = self.b(first * 1.5)
         first.mul_(2.0)
@@ -142,12 +142,15 @@ class InPlace(nn.Module):
 
 
 def mean_square(output: Any, target: Tensor) -> Tensor:
-    return functional.mse_loss(output, target)
+    loss: Tensor = functional.mse_loss(output, target)
+    return loss
 
 
 def word_loss(output: dict[str, Any], target: Tensor) -> Tensor:
     penalty = output["hidden"].pow(2).mean()
-    return functional.cross_entropy(output["logits"], target.flatten()) + 0.1 * penalty
+    loss: Tensor = functional.cross_entropy(output["logits"], target.flatten())
+    loss += 0.1 * penalty
+    return loss
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,8 @@ EXAMPLES = {
         _random(SAMPLES, 5),
         mean_square,
     ),
-    "words": _words(False, ["blocks.1", "blocks.2", "norm"]),
+    "words": _words(True, ["blocks.1", "blocks.2", "norm"]),
+    "untied": _words(False, ["blocks.1", "blocks.2", "norm"]),
     "marked": Example(
         Marked,
         {},
@@ -224,4 +228,3 @@ EXAMPLES = {
         InPlace, before("b", "c", "d"), (_random(SAMPLES, 6),), {}, _random(SAMPLES, 6), mean_square
     ),
 }
-TIED = _words(True, ["blocks.1", "blocks.2", "norm"])

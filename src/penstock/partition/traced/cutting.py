@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.base import Partition, Shared
+from penstock.partition.shared import find_shared
 from penstock.partition.traced.marks import check_points
 from penstock.partition.traced.ownership import share_out
 from penstock.partition.traced.skeleton import Skeleton
@@ -67,7 +68,9 @@ def cut_traced(
     together: list[TracedStage] = []
     for index, own in enumerate(zip(ownership.tensors, ownership.names, strict=True)):
         TracedStage(index, traces, *own, saved, together).train(model.training)
-    return TracedCut(traces, tuple(together), ownership.shared)
+    cut = TracedCut(traces, tuple(together), find_shared(model, together))
+    cut.partition.check_covers(model)
+    return cut
 
 
 def _check_stages(traces: Traces) -> None:

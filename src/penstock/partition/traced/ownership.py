@@ -8,7 +8,6 @@ from itertools import chain, takewhile
 
 from torch import Tensor, fx, nn
 
-from penstock.partition.base import Shared
 from penstock.partition.traced.export import ROOT
 from penstock.partition.traced.trace import Trace
 
@@ -20,19 +19,16 @@ class Ownership:
     Args:
         tensors: per stage, what it holds under which name.
         names: per stage, for each name of what it holds the one it is read by there.
-        shared: what several stages hold.
     """
 
     tensors: tuple[dict[str, Tensor], ...]
     names: tuple[dict[str, str], ...]
-    shared: tuple[Shared, ...]
 
 
 def share_out(model: nn.Module, trace: Trace, stages: int) -> Ownership:
     """Give each parameter and buffer to the stages that use it, and those that none uses to a neighbour."""
     tensors: list[dict[str, Tensor]] = [{} for _ in range(stages)]
     names: list[dict[str, str]] = [{} for _ in range(stages)]
-    shared: list[Shared] = []
     groups = _groups(model)
     users = {group: _users(trace, group) for group in groups}
     used = {name: min(users[group]) for group in groups if users[group] for name in group}
@@ -41,9 +37,7 @@ def share_out(model: nn.Module, trace: Trace, stages: int) -> Ownership:
         for stage, own in given.items():
             tensors[stage].update(dict.fromkeys(own, tensor))
             names[stage].update(dict.fromkeys(group, own[0]))
-        if len(given) > 1:
-            shared.append(Shared(group, tuple((stage, own[0]) for stage, own in given.items())))
-    return Ownership(tuple(tensors), tuple(names), tuple(shared))
+    return Ownership(tuple(tensors), tuple(names))
 
 
 def _groups(model: nn.Module) -> dict[tuple[str, ...], Tensor]:
