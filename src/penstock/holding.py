@@ -17,13 +17,16 @@ from penstock.runtime import Rank, Task
 from penstock.sharing import Sharing
 from penstock.step import scale_gradients, total_norm
 from penstock.weights import (
+    Contents,
     LoadResult,
     Names,
     Weights,
     all_norms,
-    check_apart,
+    check_contents,
+    check_fits,
+    compare_state,
+    describe_state,
     gather_state,
-    load_state,
 )
 
 
@@ -138,7 +141,13 @@ class WeightHolder:
         """
         if not full:
             return self._weights.state_dict()
-        return self._crew.each(lambda rank: gather_state(rank, self._names))
+        contents = self._checked_contents()
+        return self._crew.each(lambda rank: gather_state(rank, self._names, contents))
+
+    def _checked_contents(self) -> list[Contents]:
+        contents = self._crew.each(lambda rank: describe_state(rank, self._names))
+        check_contents(contents)
+        return contents
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Load the unsplit model's weights: each process picks those of its stages.
@@ -159,9 +168,11 @@ class WeightHolder:
         return self._load(state_dict, strict=strict, any_name=False)
 
     def _load(self, state: Mapping[str, Any], *, strict: bool, any_name: bool) -> LoadResult:
-        result = self._crew.each(
-            lambda rank: load_state(rank, self._names, state, strict=strict, any_name=any_name)
+        result, sizes = self._crew.each(
+            lambda rank: compare_state(rank, self._names, state, any_name=any_name)
         )
+        check_fits(result, sizes, strict=strict)
+        self._weights.load(state)
         self._align()
         return result
 
@@ -173,6 +184,7 @@ class WeightHolder:
         A weight that has several names or stages is written once. :func:`penstock.read_weights` gives it
         under all its names, so that the unsplit model loads it.
         """
+        self._checked_contents()
         path, count = Path(folder), self._stage_count
 
         def write(rank: Rank) -> list[Any]:
@@ -182,7 +194,6 @@ class WeightHolder:
 
         gathered: list[Any] = self._crew.each(lambda rank: rank.exchange(write(rank)))
         sizes = {index: found for of in gathered for index, found in of}
-        check_apart([list(found) for found in sizes.values()])
         if self._crew.leads:
             save_index(path, sizes, self._names.tied)
 

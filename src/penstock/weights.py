@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -95,7 +96,7 @@ class Weights:
         for stage in self._stages:
             for name, value in stage.module.state_dict().items():
                 if name in found and not _same(found[name], value):
-                    check_apart([[name], [name]])
+                    check_apart([name, name])
                 found |= dict.fromkeys(self._names_of(name, value), value)
         return found
 
@@ -112,6 +113,20 @@ class Weights:
             }
             for stage in self._stages
         }
+
+    def owned(self) -> list[tuple[str, Any]]:
+        """What these stages save, see :meth:`files`; by names that may be those of several stages."""
+        return [pair for held in self.files().values() for pair in held.items()]
+
+    def keys(self) -> list[str]:
+        """The names of what lives here, under every name that it has."""
+        found = (
+            other
+            for stage in self._stages
+            for name, value in stage.module.state_dict().items()
+            for other in self._names_of(name, value)
+        )
+        return list(dict.fromkeys(found))
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Copy from ``state`` what it has of these stages' weights."""
@@ -174,30 +189,42 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
-def load_state(
-    rank: Rank, names: Names, state: Mapping[str, Any], *, strict: bool, any_name: bool = False
-) -> Task[LoadResult]:
-    """Load each rank's part of a state dict; nothing is changed where that fails on any rank.
+def compare_state(
+    rank: Rank, names: Names, state: Mapping[str, Any], *, any_name: bool = False
+) -> Task[tuple[LoadResult, list[str]]]:
+    """What does not fit when each rank loads its part of a state dict, over all stages of all ranks.
 
-    Raises:
-        StateDictError: what is missing, unexpected or of another size, over all stages of all ranks.
+    Args:
+        rank: this one.
+        names: what is shared.
+        state: what to load.
+        any_name: whether one of a weight's names is enough.
+
+    Returns:
+        The names that do not fit, and what is of another size.
     """
-    weights = Weights(list(rank.stages.values()), names)
-    mine = weights.compare(state, any_name=any_name)
+    mine = Weights(list(rank.stages.values()), names).compare(state, any_name=any_name)
     told = yield from rank.exchange(mine)
     known = {name for one in told for name in one["own"]} | names.tied.keys()
     unexpected = yield from rank.exchange([name for name in state if name not in known])
     result = LoadResult(_union(one["missing"] for one in told), _union(unexpected))
-    problems = _union(one["sizes"] for one in told)
+    return result, _union(one["sizes"] for one in told)
+
+
+def check_fits(result: LoadResult, sizes: Sequence[str], *, strict: bool) -> None:
+    """Check that a state dict can be loaded.
+
+    Raises:
+        StateDictError: it cannot; the message lists everything.
+    """
+    problems = list(sizes)
     if strict:
         problems = [*_listed("Missing", result.missing_keys), *problems]
         problems = [*_listed("Unexpected", result.unexpected_keys), *problems]
     if problems:
         raise StateDictError(
-            "the weights cannot be loaded, and none were:\n\t" + "\n\t".join(problems)
+            "the weights do not fit, and none were loaded:\n\t" + "\n\t".join(problems)
         )
-    weights.load(state)
-    return result
 
 
 def _union(lists: Any) -> list[str]:
@@ -209,56 +236,84 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
     return [f"{what} key(s) in state_dict: {shown}."] if names else []
 
 
-def gather_state(rank: Rank, names: Names) -> Task[dict[str, Any]]:
-    """The whole state dict on rank 0, as copies on the CPU; empty on the others.
+class Contents(NamedTuple):
+    """What a rank has to save, as JSON data.
+
+    Attributes:
+        tensors: name, shape and type of each, those that count here.
+        others: the names of what is no tensor.
+        keys: all names of what lives there.
+    """
+
+    tensors: list[list[Any]]
+    others: list[str]
+    keys: list[str]
+
+
+def describe_state(rank: Rank, names: Names) -> Task[list[Contents]]:
+    """What each rank has to save."""
+    weights = Weights(list(rank.stages.values()), names)
+    mine = weights.owned()
+    tensors = [[n, list(t.shape), TensorSpec.of(t).dtype] for n, t in mine if _is_tensor(t)]
+    others = [name for name, value in mine if not _is_tensor(value)]
+    told = yield from rank.exchange([tensors, others, weights.keys()])
+    return [Contents(*one) for one in told]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def check_contents(contents: Sequence[Contents]) -> None:
+    """Check that everything can go into one state dict.
 
     Raises:
-        UsageError: something in it is no tensor.
+        UsageError: stages have different weights of one name, or something is no tensor.
     """
-    weights = Weights(list(rank.stages.values()), names)
-    mine = {name: value for one in weights.files().values() for name, value in one.items()}
-    described = [[name, *_describe(name, value)] for name, value in mine.items()]
-    told = yield from rank.exchange([described, list(weights.state_dict())])
-    check_apart([[name for name, *_ in sent] for sent, _ in told])
+    check_apart([name for one in contents for name, *_ in one.tensors])
+    others = _union(one.others for one in contents)
+    if others:
+        raise UsageError(
+            f"{', '.join(others[:5])} are no tensors and cannot be gathered or saved; "
+            "use state_dict() without full=True on each rank"
+        )
+
+
+def gather_state(rank: Rank, names: Names, contents: Sequence[Contents]) -> Task[dict[str, Any]]:
+    """The whole state dict on rank 0, as copies on the CPU; empty on the others.
+
+    Args:
+        rank: this one.
+        names: what is shared.
+        contents: what :func:`describe_state` gave.
+    """
+    mine = Weights(list(rank.stages.values()), names).owned()
     transport = rank.transport
     transport.open([Channel(other, 0, SHARED) for other in range(1, transport.ranks)])
     if rank.number:
-        for value in mine.values():
+        for _, value in mine:
             transport.post_send(Channel(rank.number, 0, SHARED), [whole(value)])
         transport.finish()
         return {}
-    found = {name: whole(value).cpu().clone() for name, value in mine.items()}
-    for other, (sent, _) in enumerate(told):
+    found = {name: whole(value).cpu().clone() for name, value in mine}
+    for other, one in enumerate(contents):
         if other:
-            yield from _receive(rank, other, sent, found)
-    return {key: found[names.first(key)] for key in _union(keys for _, keys in told)}
+            yield from _receive(rank, other, one.tensors, found)
+    return {key: found[names.first(key)] for key in _union(one.keys for one in contents)}
 
 
-def check_apart(lists: Sequence[Sequence[str]]) -> None:
-    """Check that no name stands in two of the lists.
+def check_apart(names: Sequence[str]) -> None:
+    """Check that no name stands there twice.
 
     Raises:
         UsageError: one does: different stages have different weights of one name.
     """
-    seen: set[str] = set()
-    for one in lists:
-        both = sorted(seen.intersection(one))
-        if both:
-            raise UsageError(
-                f"several stages have weights named {', '.join(both[:5])}; give the stages modules with the "
-                "names of the unsplit model, or save each stage's module by itself"
-            )
-        seen |= set(one)
-
-
-def _describe(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, Tensor):
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
         raise UsageError(
-            f"{name!r} is a {type(value).__name__}, which cannot be gathered; "
-            "use state_dict() without full=True on each rank"
+            f"several stages have weights named {', '.join(twice[:5])}; give the stages modules with the "
+            "names of the unsplit model, or save each stage's module by itself"
         )
-    spec = TensorSpec.of(value)
-    return [list(spec.shape), spec.dtype]
 
 
 def _receive(rank: Rank, other: int, sent: Any, found: dict[str, Any]) -> Task[None]:

@@ -1,0 +1,340 @@
+"""Weights by their names in the unsplit model: state dicts, files, and the norm of all gradients."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from penstock import Pipeline, PipelineStage, read_weights
+from penstock.errors import InputFileError, NonFiniteError, StateDictError, UsageError
+from penstock.testing import WorkerPool
+from tests.pipeline.models import X, Y, assert_same, chain, make, mean_loss, restless
+from tests.pipeline.sharing import case, pipeline
+
+ORDERS = (2.0, 1.0, 3.0, math.inf)
+
+
+class Plain(nn.Module):
+    """Has buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.arange(3.0))
+        self.register_buffer("not_kept", torch.arange(3.0), persistent=False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value
+
+
+def buffered() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Plain(), nn.Linear(4, 4), Plain(), nn.Linear(4, 4)).double()
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """A copy with other numbers."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in [*other.parameters(), *other.buffers()]:
+            tensor.add_(1)
+    return other
+
+
+PIPELINES: dict[str, Callable[[], tuple[nn.Module, Pipeline]]] = {
+    "chain": lambda: (chain(), make(chain())),
+    "batch norm": lambda: (restless(), make(restless())),
+    "buffers": lambda: (buffered(), make(buffered())),
+    "one stage": lambda: (buffered(), make(buffered(), ranks=1)),
+    "tied": lambda: (case("tied").model, pipeline(case("tied"), "tied", 2)),
+    "tied, four stages": lambda: (
+        case("tied").model,
+        pipeline(case("tied"), "tied", 4, schedule="ZBVZeroBubble"),
+    ),
+    "looped": lambda: (case("looped").model, pipeline(case("looped"), "looped", 4)),
+}
+
+
+@pytest.fixture(params=sorted(PIPELINES))
+def both(request: pytest.FixtureRequest) -> tuple[nn.Module, Pipeline]:
+    """A plain model and a pipeline of another one like it."""
+    return PIPELINES[request.param]()
+
+
+# ---- state dicts
+
+
+def test_names_and_values_are_the_plain_models(both: tuple[nn.Module, Pipeline]) -> None:
+    plain, pipe = both
+    assert_same(pipe.state_dict(), plain.state_dict())
+    assert_same(pipe.state_dict(full=True), plain.state_dict())
+    assert [name for name, _ in pipe.named_parameters()] == [n for n, _ in plain.named_parameters()]
+
+
+def test_state_dicts_go_both_ways(both: tuple[nn.Module, Pipeline]) -> None:
+    plain, pipe = both
+    other = shaken(plain)
+    assert pipe.load_state_dict(other.state_dict()) == ([], [])
+    assert_same(pipe.state_dict(), other.state_dict())
+    plain.load_state_dict(pipe.state_dict(full=True))
+    assert_same(plain.state_dict(), other.state_dict())
+
+
+def test_a_full_state_dict_is_a_copy() -> None:
+    pipe = make(chain())
+    name, parameter = next(iter(pipe.named_parameters()))
+    full = pipe.state_dict(full=True)
+    with torch.no_grad():
+        parameter.zero_()
+    assert full[name].any()
+    assert not pipe.state_dict()[name].any()
+
+
+def spoiled(plain: nn.Module) -> dict[str, Tensor]:
+    """A state dict with one name gone and one too many."""
+    state = dict(plain.state_dict())
+    del state[sorted(state)[-1]]
+    return state | {"else.weight": torch.zeros(2)}
+
+
+def test_missing_and_unexpected_names_are_torchs(both: tuple[nn.Module, Pipeline]) -> None:
+    plain, pipe = both
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    state = spoiled(shaken(plain))
+    expected = copy.deepcopy(plain).load_state_dict(state, strict=False)
+    with pytest.raises(StateDictError, match="Missing key") as error:
+        pipe.load_state_dict(state)
+    assert isinstance(error.value, RuntimeError)
+    assert all(f'"{name}"' in str(error.value) for name in (*expected.missing_keys, "else.weight"))
+    assert_same(pipe.state_dict(), before)
+    assert pipe.load_state_dict(state, strict=False) == tuple(map(list, expected))
+    plain.load_state_dict(state, strict=False)
+    assert_same(pipe.state_dict(), plain.state_dict())
+
+
+def test_another_size_is_refused_whether_strict_or_not() -> None:
+    pipe, model = make(chain()), chain()
+    state = model.state_dict() | {"0.0.bias": torch.zeros(7)}
+    for strict in (True, False):
+        with pytest.raises(StateDictError, match=r"size mismatch for 0.0.bias: \[7\].*\[4\]"):
+            pipe.load_state_dict(state, strict=strict)
+
+
+def by_hand() -> Pipeline:
+    stages = [PipelineStage(nn.Linear(4, 4).double(), index, 2) for index in range(2)]
+    return Pipeline.from_stages(stages, schedule="1F1B", microbatches=4, loss_fn=mean_loss)
+
+
+def test_stages_with_names_alike_are_not_mixed_up() -> None:
+    pipe = by_hand()
+    pipe.step(X, target=Y)
+    for full in (False, True):
+        with pytest.raises(UsageError, match="several stages have weights named"):
+            pipe.state_dict(full=full)
+
+
+def test_files_of_stages_with_names_alike_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="several stages have weights named"):
+        by_hand().save(tmp_path)
+
+
+# ---- files
+
+
+def test_a_folder_loads_into_the_plain_model(
+    both: tuple[nn.Module, Pipeline], tmp_path: Path
+) -> None:
+    plain, pipe = both
+    other = shaken(plain)
+    pipe.load_state_dict(other.state_dict())
+    pipe.save(tmp_path)
+    plain.load_state_dict(read_weights(tmp_path), strict=True)
+    assert_same(plain.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize(("written", "read"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize("shape", ["tied", "looped"])
+def test_a_folder_loads_into_another_number_of_stages(
+    shape: str, written: int, read: int, tmp_path: Path
+) -> None:
+    of = case(shape)
+    first = pipeline(of, shape, written)
+    first.load_state_dict(shaken(of.model).state_dict())
+    first.save(tmp_path)
+    second = pipeline(of, shape, read)
+    assert second.load(tmp_path) == ([], [])
+    assert_same(second.state_dict(), first.state_dict())
+    torch.testing.assert_close(second.predict(*of.args), first.predict(*of.args))
+
+
+def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
+    pipeline(case("tied"), "tied", 4).save(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert "head.weight" not in index["weight_map"]
+    assert index["weight_map"]["embed.weight"] == "model-00001-of-00004.safetensors"
+    assert index["metadata"]["tied"] == {"head.weight": "embed.weight"}
+    assert "head.weight" in read_weights(tmp_path)
+
+
+@pytest.mark.parametrize("kept", ["embed.weight", "head.weight"])
+def test_one_name_of_a_tied_weight_is_enough_in_files(kept: str, tmp_path: Path) -> None:
+    """As in a single file of transformers, which has no table of ties."""
+    of = case("tied")
+    other = shaken(of.model)
+    state = {
+        n: t for n, t in other.state_dict().items() if n not in {"embed.weight", "head.weight"}
+    }
+    save_file(state | {kept: other.get_parameter(kept).detach()}, tmp_path / "model.safetensors")
+    for source in (tmp_path, tmp_path / "model.safetensors"):
+        pipe = pipeline(of, "tied", 2)
+        assert pipe.load(source) == ([], [])
+        assert_same(pipe.state_dict(), other.state_dict())
+
+
+def test_files_that_hold_another_model_are_refused(tmp_path: Path) -> None:
+    make(chain()).save(tmp_path)
+    pipe = pipeline(case("tied"), "tied", 2)
+    with pytest.raises(StateDictError, match=r'Missing .*"embed.weight"'):
+        pipe.load(tmp_path)
+
+
+def break_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
+
+
+def break_file(folder: Path) -> None:
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"no")
+
+
+def lose_file(folder: Path) -> None:
+    (folder / "model-00001-of-00002.safetensors").unlink()
+
+
+def lose_all(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        (break_index, "no index of weights"),
+        (break_file, "no safetensors file"),
+        (lose_file, "names model-00001-of-00002.safetensors, not there"),
+        (lose_all, "neither model.safetensors.index.json nor model.safetensors"),
+    ],
+)
+def test_broken_folders_are_named(broken: Any, says: str, tmp_path: Path) -> None:
+    make(chain(2)).save(tmp_path)
+    broken(tmp_path)
+    with pytest.raises(InputFileError, match=says):
+        dict(read_weights(tmp_path))
+
+
+# ---- processes
+
+
+def run_state(group: Any, shape: str, schedule: str, stages: int, folder: str) -> dict[str, Any]:
+    """A worker's task: everything above, with a process a rank."""
+    of = case(shape)
+    other = shaken(of.model)
+    pipe = pipeline(of, shape, stages, schedule=schedule, group=group)
+    before = pipe.state_dict(full=True)
+    start = _distance(before, of.model.state_dict())
+    strict = ""
+    try:
+        pipe.load_state_dict(spoiled(other))
+    except StateDictError as error:
+        strict = str(error)
+    result = pipe.load_state_dict(spoiled(other), strict=False)
+    pipe.load_state_dict(other.state_dict())
+    full = pipe.state_dict(full=True)
+    pipe.save(folder)
+    pipe.agree(None)
+    fresh = pipeline(of, shape, stages, schedule=schedule, group=group)
+    fresh.load(folder)
+    return {
+        "keys": [len(before), len(full)],
+        "gaps": [start, _distance(full, other.state_dict())],
+        "parts": [_distance(p.state_dict(), other.state_dict()) for p in (pipe, fresh)],
+        "strict": strict,
+        "result": list(result),
+        "own": sorted(pipe.state_dict()),
+    }
+
+
+def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max([float((found[n] - expected[n]).abs().max()) for n in found], default=0.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule", "stages", "ranks"),
+    [("tied", "1F1B", 4, 4), ("tied", "ZBVZeroBubble", 4, 2), ("looped", "1F1B", 4, 4)],
+)
+def test_processes_together(
+    workers: WorkerPool, tmp_path: Path, shape: str, schedule: str, stages: int, ranks: int
+) -> None:
+    asked = {"shape": shape, "schedule": schedule, "stages": stages, "folder": str(tmp_path)}
+    plain = case(shape).model
+    expected = copy.deepcopy(plain).load_state_dict(spoiled(plain), strict=False)
+    answers = workers.run(f"{__name__}:run_state", ranks, 60.0, **asked)
+    for rank, answer in enumerate(answers):
+        assert answer["keys"] == [0 if rank else len(plain.state_dict())] * 2
+        assert max(answer["gaps"] + answer["parts"]) == 0.0
+        assert answer["result"] == [expected.missing_keys, ["else.weight"]]
+        assert 'Unexpected key(s) in state_dict: "else.weight"' in answer["strict"]
+    assert {name for answer in answers for name in answer["own"]} == plain.state_dict().keys()
+    copy.deepcopy(plain).load_state_dict(read_weights(tmp_path))
+
+
+# ---- the norm
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", ["tied", "looped", "half frozen", "frozen"])
+def test_norms_are_torchs(shape: str, order: float) -> None:
+    of = case(shape)
+    plain = copy.deepcopy(of.model)
+    of.loss_fn(plain(*of.args), of.target).backward()
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type=order))
+    pipe = pipeline(of, shape, 4)
+    pipe.step(*of.args, target=of.target)
+    assert pipe.grad_norm(order) == pytest.approx(expected, rel=1e-6)
+    assert pipe.clip_grad_norm_(0.1, order) == pytest.approx(expected, rel=1e-6)
+    clipped = dict(plain.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        if parameter.grad is None:
+            assert clipped[name].grad is None
+        else:
+            torch.testing.assert_close(parameter.grad, clipped[name].grad)
+
+
+def test_the_norm_does_not_depend_on_the_placement() -> None:
+    of = case("looped", torch.float32)
+    found = set()
+    for schedule, ranks in (("1F1B", 4), ("ZBVZeroBubble", 2), ("DualPipeV", 2)):
+        pipe = pipeline(of, "looped", 4, schedule=schedule, ranks=ranks)
+        pipe.step(*of.args, target=of.target)
+        found.add(pipe.grad_norm())
+    assert len(found) == 1
+
+
+def test_a_norm_that_is_no_number_can_be_an_error() -> None:
+    pipe = make(chain())
+    pipe.step(X, target=Y)
+    parameter = next(pipe.parameters())
+    assert parameter.grad is not None
+    parameter.grad[0] = math.inf
+    before = parameter.grad.clone()
+    with pytest.raises(NonFiniteError, match="is inf"):
+        pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert torch.equal(parameter.grad, before)
+    assert pipe.grad_norm() == math.inf
