@@ -147,6 +147,19 @@ class Crew:
         )
         return Timeline(tuple(spans), schedule.ranks)
 
+    def leading(self, value: T) -> T:
+        """The value that rank 0 has, a JSON one."""
+        values: list[T] = self.each(lambda rank: rank.exchange(value))
+        return values[0]
+
+    def tell_stages_apart(self) -> None:
+        """Stages made by hand may call their modules alike, which must not draw alike for that."""
+        gathered: list[list[str]] = self.each(lambda rank: rank.exchange(rank.drawing_names))
+        names = [name for rank in gathered for name in rank]
+        if len(set(names)) < len(names):
+            for rank in self.ranks:
+                rank.tell_stages_apart()
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode, with each module's own mode restored afterwards."""

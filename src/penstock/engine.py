@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +31,14 @@ from penstock.runtime import ActionHook, HookHandle, Hooks, Order, Which, engine
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
 from penstock.stage import PipelineStage, home_of
-from penstock.step import Loss, LossFunction, Reduction, StepResult
+from penstock.step import (
+    BatchStatistics,
+    Loss,
+    LossFunction,
+    Reduction,
+    StepResult,
+    check_statistics,
+)
 from penstock.transport import Transport
 
 
@@ -61,6 +68,8 @@ class Pipeline(WeightHolder):
             ``"off"`` draws from torch's generators as they are. See docs/randomness.md.
         timeout: seconds without progress after which a rank is named as silent and all ranks stop; by default
             300 in the first step, then the larger of 30 and ten times the median step. A pair says both.
+        batch_statistics: whether batch norms update their running statistics for each ``"microbatch"``, or
+            once a step as for the whole ``"batch"``; they normalise each microbatch by itself either way.
 
     Raises:
         UsageError: something asked for cannot be had; see its subclasses in :mod:`penstock.errors`.
@@ -83,8 +92,10 @@ class Pipeline(WeightHolder):
         engine: str | None = None,
         seed: Seed = None,
         timeout: Timeout = None,
+        batch_statistics: BatchStatistics = "microbatch",
     ) -> None:
         check_model(model)
+        check_statistics(batch_statistics, [model])
         home = placed_on(device)
         found = connect_if_launched(home or home_of(model), group)
         plan = make_plan(
@@ -99,7 +110,8 @@ class Pipeline(WeightHolder):
         loss = None if loss_fn is None else Loss(loss_fn, reduction)
         crew = Crew(ranks_of(plan, ends, made, partition.describe), timeout)
         self._set_up(plan, crew, partition.shared, loss, rules)
-        self._agree_on(own_seed(seed))
+        self._randomness = Randomness(self._crew.leading(own_seed(seed)))
+        self._statistics = batch_statistics
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -116,6 +128,7 @@ class Pipeline(WeightHolder):
         group: Any = None,
         seed: Seed = None,
         timeout: Timeout = None,
+        batch_statistics: BatchStatistics = "microbatch",
     ) -> Pipeline:
         """A pipeline of stages placed by hand.
 
@@ -133,8 +146,10 @@ class Pipeline(WeightHolder):
             group: the process group of this pipeline's ranks.
             seed: of the random numbers that steps draw.
             timeout: seconds without progress after which a rank is named as silent.
+            batch_statistics: of what batch norms update their running statistics.
         """
         check_given(stages)
+        check_statistics(batch_statistics, [stage.module for stage in stages])
         found = connect_if_launched(stages[0].device, group)
         plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
         plan = replace(plan, edges=None if edges is None else tuple(edges))
@@ -145,8 +160,9 @@ class Pipeline(WeightHolder):
         describe = None if edges else stages[0].describe
         crew = Crew(ranks_of(plan, ends_of(plan, found), stages, describe), timeout)
         pipe._set_up(plan, crew, table, loss, rules)
-        pipe._agree_on(own_seed(seed))
-        pipe._tell_stages_apart()
+        pipe._randomness = Randomness(pipe._crew.leading(own_seed(seed)))
+        pipe._statistics = batch_statistics
+        pipe._crew.tell_stages_apart()
         return pipe
 
     def _set_up(
@@ -164,19 +180,6 @@ class Pipeline(WeightHolder):
             stage.prefer_engine(engine_for(schedule, stage.index))
         crew.assemble(schedule)
         self._take_up(crew, shared, schedule.placement.rank_of)
-
-    def _agree_on(self, seed: int | Literal["off"]) -> None:
-        """Rank 0's seed is that of all."""
-        seeds: list[Any] = self._crew.each(lambda rank: rank.exchange(seed))
-        self._randomness = Randomness(seeds[0])
-
-    def _tell_stages_apart(self) -> None:
-        """Stages made by hand may call their modules alike, which must not draw alike for that."""
-        gathered: list[Any] = self._crew.each(lambda rank: rank.exchange(rank.drawing_names))
-        names = [name for rank in gathered for name in rank]
-        if len(set(names)) < len(names):
-            for rank in self._crew.ranks:
-                rank.tell_stages_apart()
 
     # ---- what a pipeline is
 
@@ -348,6 +351,7 @@ class Pipeline(WeightHolder):
             record=record,
             draw=draw,
             hooks=self._hooks if self._hooks else None,
+            whole_batch=trains and self._statistics == "batch",
         )
         if trains:
             self._sharing.prepare()

@@ -1,10 +1,11 @@
 """Where random numbers come from: a stream for each step, microbatch and module call."""
 
+from penstock.draws.drawing import visible
 from penstock.draws.generators import Generators, devices_of
 from penstock.draws.keys import Draw
 from penstock.draws.plain import randomness
 from penstock.draws.state import Randomness, Seed, own_seed
-from penstock.draws.streams import Streams
+from penstock.draws.streams import Streams, in_backward
 
 __all__ = [
     "Draw",
@@ -13,6 +14,8 @@ __all__ = [
     "Seed",
     "Streams",
     "devices_of",
+    "in_backward",
     "own_seed",
     "randomness",
+    "visible",
 ]

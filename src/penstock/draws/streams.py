@@ -57,7 +57,7 @@ class _Record:
         """
         found = self._known.get((under, site))
         if found is None:
-            found = self._repeated(site) if _in_backward() else None
+            found = self._repeated(site) if in_backward() else None
             found = self._known[under, site] = found or self._new(site)
         return found
 
@@ -75,8 +75,9 @@ class _Record:
         return calls[self._again[site] % len(calls)]
 
 
-def _in_backward() -> bool:
-    # No public name tells whether this is a backward pass. Seen in torch 2.13.
+def in_backward() -> bool:
+    """Whether a backward pass is running, in which a checkpoint calls modules again."""
+    # No public name tells. Seen in torch 2.13.
     return torch._C._current_graph_task_id() != -1
 
 

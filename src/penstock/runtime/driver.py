@@ -41,9 +41,14 @@ def drive(tasks: Sequence[Task[T]], activity: Activity | None = None) -> list[T]
     Raises:
         MessageError: all tasks wait for each other; the message says who waits for what.
     """
-    if len(tasks) == 1:
-        return [_run_alone(tasks[0], activity or Activity(0))]
-    return _run_in_turn(tasks)
+    try:
+        if len(tasks) == 1:
+            return [_run_alone(tasks[0], activity or Activity(0))]
+        return _run_in_turn(tasks)
+    finally:
+        # After a failure the others have things to put back, which cannot wait for the garbage collector.
+        for task in tasks:
+            task.close()
 
 
 def _run_alone(task: Task[T], activity: Activity) -> T:

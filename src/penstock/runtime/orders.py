@@ -35,6 +35,7 @@ class Order:
         keep: whether the rank of the last stage shall report its losses and outputs as they are.
         replaced: by kind of work, what does it instead.
         hooks: what to call before and after actions, where there are any.
+        whole_batch: whether batch norms update their statistics once, as the whole batch would.
     """
 
     schedules: Schedules
@@ -47,6 +48,7 @@ class Order:
     keep: bool = False
     replaced: Mapping[str, Replacement] = field(default_factory=dict)
     hooks: Hooks | None = None
+    whole_batch: bool = False
 
     @property
     def mode(self) -> str:

@@ -17,7 +17,7 @@ from penstock.runtime.agreement import Book, Page, agree_call, look_up
 from penstock.runtime.arguments import Inputs
 from penstock.runtime.calls import Brought, ModelCall
 from penstock.runtime.clock import Recorder
-from penstock.runtime.companions import Companions
+from penstock.runtime.companions import Companion, Companions
 from penstock.runtime.describing import OUTPUT, Describe, describe_by_stage, describe_whole
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
@@ -27,7 +27,7 @@ from penstock.runtime.program import RankProgram, channels
 from penstock.schedule import Edge, Schedule
 from penstock.specs import ValueSpec, flatten, named_arguments
 from penstock.stage import PipelineStage
-from penstock.step import total
+from penstock.step import WholeBatch, total
 from penstock.transport import Transport
 
 
@@ -113,13 +113,18 @@ class Rank:
     @contextmanager
     def _accompanied(self, order: Order) -> Iterator[Companions]:
         """What goes along with the stages' microbatches in this call."""
+        found: list[tuple[int, Companion]] = []
         with ExitStack() as stack:
-            if order.draw is None:
-                yield {}
-                return
-            for streams in self._streams.values():
-                stack.enter_context(streams.installed(order.draw))
-            yield {index: (streams,) for index, streams in self._streams.items()}
+            for index, streams in self._streams.items():
+                if order.draw is not None:
+                    stack.enter_context(streams.installed(order.draw))
+                    found.append((index, streams))
+            for index, stage in self.stages.items():
+                if order.whole_batch:
+                    norms = WholeBatch(stage.module)
+                    stack.enter_context(norms.installed())
+                    found.append((index, norms))
+            yield {i: tuple(c for at, c in found if at == i) for i in self.stages}
 
     def _for_call(self, inputs: Inputs, call: ModelCall, schedule: Schedule) -> Inputs:
         """Which arguments each stage is given in a call."""
