@@ -47,6 +47,7 @@ class PipelineStage:
             gradients that change bits. docs/backward.md says what else they change.
 
     Attributes:
+        wired: whether the module is called with values by name and the whole call, see ``Partition``.
         changed: which tensors of its arguments the module changed in place in the last forward, counted as
             backward's gradients are.
 
@@ -72,6 +73,7 @@ class PipelineStage:
         self.count = count
         self.device = home_of(module) if device is None else torch.device(device)
         self.module = module.to(self.device)
+        self.wired = bool(getattr(module, "wired", False))
         self.changed: Sequence[int] = ()
         self._entrance = Entrance(index)
         self._forwards: dict[int, _Forward] = {}
@@ -104,11 +106,6 @@ class PipelineStage:
     def take_shares(self) -> list[Tensor | None]:
         """The gradients that were collected apart since the last call, in the order of the parameters."""
         return self._apart.take()
-
-    @property
-    def wired(self) -> bool:
-        """Whether the module is called with values by name and the whole call, see ``Partition``."""
-        return bool(getattr(self.module, "wired", False))
 
     @property
     def describe(self) -> Callable[..., Any] | None:

@@ -13,7 +13,7 @@ OUTSIDE = "outside of the pipeline"
 class Waiting(NamedTuple):
     """What a rank waits for, and from which ranks; None says from all that do not wait alike."""
 
-    why: str
+    why: object
     peers: tuple[int, ...] | None
 
 
@@ -63,7 +63,7 @@ class Activity:
             self.concern()
         self._moved(action)
 
-    def wait(self, why: str, peers: Sequence[int] | None) -> None:
+    def wait(self, why: object, peers: Sequence[int] | None) -> None:
         """A wait begins."""
         self._moved(self.doing)
         self.waiting = Waiting(why, None if peers is None else tuple(peers))
@@ -97,7 +97,7 @@ class Activity:
             "action": None if doing is None else str(doing),
             "stage": getattr(doing, "stage", None),
             "microbatch": getattr(doing, "microbatch", None),
-            "waits": None if waiting is None else waiting.why,
+            "waits": None if waiting is None else str(waiting.why),
             "peers": None if waiting is None or waiting.peers is None else list(waiting.peers),
             "age": monotonic() - self.since,
             "progress": self.progress,

@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class Wait(NamedTuple):
-    """What a rank waits for; from which ranks, where it is not an operation of all."""
+    """What a rank waits for; why, as something that reads ``waits ...``; and from which ranks, if not all."""
 
     ticket: Ticket
     rank: int
-    why: str
+    why: object
     peers: tuple[int, ...] | None = None
 
     def __str__(self) -> str:

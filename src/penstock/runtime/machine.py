@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,16 @@ class Work:
     hooks: Hooks | None = None
 
 
+class Lack(NamedTuple):
+    """What an action waits for; put into words only where somebody asks."""
+
+    entry: Entry
+    message: Action
+
+    def __str__(self) -> str:
+        return f"waits in {self.entry} for {self.message}"
+
+
 class Machine:
     """One rank, one step.
 
@@ -117,7 +127,7 @@ class Machine:
                 if ticket is None:
                     continue
                 if not ticket.ready():
-                    yield Wait(ticket, rank, f"waits in {action} for {message}", self._end(message))
+                    yield Wait(ticket, rank, Lack(action, message), self._end(message))
                 self._settle(message)
             self._do(action)
         if exchange.untaken:
@@ -146,10 +156,10 @@ class Machine:
         try:
             if perform is not None:
                 perform(entry)
-            elif self._work.replaced:
+            elif self._work.replaced or isinstance(entry, Overlap):
                 self._replace(entry)
             else:
-                _HANDLERS[action.op](self, action)
+                _HANDLERS[entry.op](self, entry)
         except StageError as error:
             raise self._failed(action, str(error)) from error.__cause__
         except PenstockError as error:

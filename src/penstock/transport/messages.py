@@ -110,7 +110,7 @@ class Arrival(Ticket):
 def _split(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that travel together, and those that travel alone; what is empty does not travel."""
     there = [tensor for tensor in tensors if tensor.numel()]
-    small = [tensor for tensor in there if tensor.nbytes <= SMALL]
+    small = [t for t in there if t.nbytes <= SMALL] if len(there) > 1 else []
     if len(small) < 2:
         return [], there
     return small, [tensor for tensor in there if tensor.nbytes > SMALL]
