@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.parallel.adapter import Adapter, adapter_of
     from penstock.parallel.dtensors import is_dtensor, merge_dtensors, split_dtensor
     from penstock.parallel.groups import group_of, seat
     from penstock.parallel.tensors import (
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "Adapter": "adapter",
+    "adapter_of": "adapter",
     "global_norms": "tensors",
     "group_of": "groups",
     "is_dtensor": "dtensors",
@@ -35,6 +38,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "Adapter",
+    "adapter_of",
     "global_norms",
     "group_of",
     "is_dtensor",

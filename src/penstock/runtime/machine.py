@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.errors import MessageError, PenstockError, StageError
 from penstock.faults.activity import Activity
 from penstock.microbatch import Microbatch
+from penstock.parallel import Adapter
 from penstock.runtime.arguments import Call, Inputs, chosen
 from penstock.runtime.clock import Recorder
 from penstock.runtime.companions import Companions
@@ -60,6 +61,7 @@ class Work:
         owed: arguments of the call and their gradients.
         inputs: which of the model's arguments each stage is given.
         companions: what goes along with each stage's microbatches.
+        adapters: of the stages that are replicated or sharded.
         replaced: by kind of work, what does it instead.
         hooks: what to call before and after actions; None where nobody asked for any.
     """
@@ -76,6 +78,7 @@ class Work:
     owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     inputs: Inputs = field(default_factory=lambda: Inputs({}))
     companions: Companions = field(default_factory=dict)
+    adapters: Mapping[int, Adapter] = field(default_factory=dict)
     replaced: Mapping[str, Replacement] = field(default_factory=dict)
     hooks: Hooks | None = None
 
@@ -116,7 +119,13 @@ class Machine:
         devices = {index: stage.device for index, stage in stages.items()}
         self._exchange = Exchange(program, transport, work.specs, devices)
         self._turns = {index: Turns() for index in stages}
-        self._companions = {index: work.companions.get(index, ()) for index in stages}
+        self._companions = {
+            index: (
+                *work.companions.get(index, ()),
+                *(found for at, found in work.adapters.items() if at == index),
+            )
+            for index in stages
+        }
 
     def run(self) -> Task[None]:
         """The program as a task, see :func:`penstock.runtime.driver.drive`."""
@@ -335,6 +344,14 @@ class Machine:
         self._before(action)
         self._after(action)
 
+    def _on_parameters(self, action: Action) -> None:
+        """Gather, free or reduce what belongs to a sharded or replicated stage."""
+        self._before(action)
+        adapter = self._work.adapters.get(action.stage)
+        if adapter is not None:
+            _ADAPTED[action.op](adapter)
+        self._after(action)
+
 
 # Functions, not bound methods: a machine that held those would be a cycle, and keep its step's tensors.
 _HANDLERS: dict[Op, Callable[[Machine, Action], Any]] = {
@@ -349,10 +366,15 @@ _HANDLERS: dict[Op, Callable[[Machine, Action], Any]] = {
     # The wait itself, as for every message, comes before the action.
     Op.WAIT_SEND_F: Machine._nothing,
     Op.WAIT_SEND_B: Machine._nothing,
-    # Nothing here is sharded.
-    Op.UNSHARD: Machine._nothing,
-    Op.RESHARD: Machine._nothing,
-    Op.REDUCE_GRAD: Machine._nothing,
+    Op.UNSHARD: Machine._on_parameters,
+    Op.RESHARD: Machine._on_parameters,
+    Op.REDUCE_GRAD: Machine._on_parameters,
+}
+
+_ADAPTED: dict[Op, Callable[[Adapter], None]] = {
+    Op.UNSHARD: lambda adapter: adapter.unshard(),
+    Op.RESHARD: lambda adapter: adapter.reshard(),
+    Op.REDUCE_GRAD: lambda adapter: adapter.reduce(),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.draws import Generators, Streams
 from penstock.errors import SpecError, UsageError
 from penstock.faults.activity import Activity
+from penstock.parallel import Adapter, adapter_of
 from penstock.runtime.agreement import Book, Page, agree_call, look_up
 from penstock.runtime.arguments import Inputs
 from penstock.runtime.calls import Brought, ModelCall
@@ -88,7 +89,8 @@ class Rank:
         program = self._program(page.schedule)
         device = next(iter(self.stages.values())).device
         recorder = Recorder(self.number, device) if order.record else None
-        with self._accompanied(order) as companions:
+        count = page.call.count
+        with self._accompanied(order) as companions, self._adapted(order, count) as adapters:
             work = Work(
                 page.call.completed(self.number, order.batch.parts),
                 page.specs,
@@ -100,6 +102,7 @@ class Rank:
                 inputs=self._for_call(inputs, page.call, page.schedule),
                 replaced=order.replaced,
                 companions=companions,
+                adapters=adapters,
                 hooks=order.hooks,
             )
             yield from Machine(program, self.stages, self.transport, work, self.activity).run()
@@ -125,6 +128,23 @@ class Rank:
                     stack.enter_context(norms.installed())
                     found.append((index, norms))
             yield {i: tuple(c for at, c in found if at == i) for i in self.stages}
+
+    @contextmanager
+    def _adapted(self, order: Order, microbatches: int) -> Iterator[Mapping[int, Adapter]]:
+        """What replicated and sharded stages need around a training step; reduced when it ends."""
+        found = {index: adapter_of(stage.module) for index, stage in self.stages.items()}
+        adapters = {i: found for i, found in found.items() if order.trains and found is not None}
+        for index, adapter in adapters.items():
+            if adapter.whole_backward:
+                self.stages[index].prefer_engine("none")
+            adapter.begin(microbatches)
+        try:
+            yield adapters
+            for adapter in adapters.values():
+                adapter.finish()
+        finally:
+            for adapter in adapters.values():
+                adapter.abandon()
 
     def _for_call(self, inputs: Inputs, call: ModelCall, schedule: Schedule) -> Inputs:
         """Which arguments each stage is given in a call."""
