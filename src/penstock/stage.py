@@ -113,6 +113,11 @@ class PipelineStage:
         return getattr(self.module, "describe", None) if self.wired else None
 
     @property
+    def spreads(self) -> bool:
+        """Whether a tuple that another stage gives becomes several arguments of the module."""
+        return bool(getattr(self.module, "spreads", True))
+
+    @property
     def is_first(self) -> bool:
         """Whether the batch enters here."""
         return self.index == 0

@@ -53,10 +53,11 @@ class Named(nn.Sequential):
 
 
 def run(partition: Partition, *args: Any) -> Any:
-    """The stages one after the other; between them a tuple travels as several arguments."""
+    """The stages one after the other; a tuple comes as several arguments where the next one says so."""
+    output: Any = args
     for module in partition.modules:
-        output = module(*args)
-        args = output if isinstance(output, tuple) else (output,)
+        spread = module is partition.modules[0] or (module.spreads and type(output) is tuple)
+        output = module(*output) if spread else module(output)
     return output
 
 

@@ -22,12 +22,15 @@ class ChainStage(nn.Module):
         paths: the modules' paths in it, in the order of the calls.
         spread: whether a tuple that one gives becomes the next one's positional arguments; else it is
             passed as it is, like ``nn.Sequential`` does.
+
+    Attributes:
+        spreads: the same, for whoever calls it with what another stage gave.
     """
 
     def __init__(self, model: nn.Module, paths: Sequence[str], *, spread: bool = True) -> None:
         super().__init__()
         self._paths = tuple(paths)
-        self._spread = spread
+        self.spreads = spread
         self._takes: dict[str, tuple[str, ...]] = {}
         for path in self._paths:
             _graft(self, path, model.get_submodule(path))
@@ -42,9 +45,6 @@ class ChainStage(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the modules in order; the first gets the arguments, and each those by name that it takes."""
-        if not self._spread and len(args) > 1:
-            # Between stages a tuple travels as several arguments; here it is one again.
-            args = (args,)
         first, *rest = self._paths
         others = set(self.takes).difference(self._takes[first])
         own = {name: given for name, given in kwargs.items() if name not in others}
@@ -52,7 +52,7 @@ class ChainStage(nn.Module):
         for path in rest:
             module = self.get_submodule(path)
             own = {name: kwargs[name] for name in self._takes[path][1:] if name in kwargs}
-            spread = self._spread and isinstance(value, tuple)
+            spread = self.spreads and type(value) is tuple
             value = module(*value, **own) if spread else module(value, **own)
         return value
 

@@ -60,7 +60,7 @@ class Inputs:
         own = {name: part.kwargs[name] for name in names}
         if not taken:
             return part.args, own
-        args, by_value = as_arguments(taken, values)
+        args, by_value = as_arguments(taken, values, spread=stage.spreads)
         return args, {**by_value, **own}
 
     def batch_part(self, stage: PipelineStage, taken: Sequence[Edge], part: Microbatch) -> Call:
@@ -71,15 +71,16 @@ class Inputs:
         return () if taken else part.args, {name: part.kwargs[name] for name in names}
 
 
-def as_arguments(taken: Sequence[Edge], values: Mapping[str, Any]) -> Call:
+def as_arguments(taken: Sequence[Edge], values: Mapping[str, Any], *, spread: bool = True) -> Call:
     """The arguments of a plain stage that uses these values.
 
-    One value is passed by position, a tuple as several arguments; several values are passed by name.
+    One value is passed by position, a plain tuple as several arguments where ``spread`` says so; several
+    values are passed by name.
     """
     if len(taken) > 1:
         return (), {edge.value: values[edge.value] for edge in taken}
     value = values[taken[0].value]
-    return (value if isinstance(value, tuple) else (value,)), {}
+    return (value if spread and type(value) is tuple else (value,)), {}
 
 
 def chosen(given: Sequence[Edge], output: Any, *, wired: bool = False) -> list[Any]:
