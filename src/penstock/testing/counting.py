@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.engine import Pipeline
 from penstock.specs import TensorSpec
-from penstock.transport import Channel, Ticket, Transport
+from penstock.transport import Channel, Relay, Ticket, Transport
 
 
 @dataclass
@@ -69,7 +69,7 @@ class _Counted(Ticket):
         return found
 
 
-class CountingTransport(Transport):
+class CountingTransport(Relay):
     """Counts what goes over another transport.
 
     Args:
@@ -82,12 +82,10 @@ class CountingTransport(Transport):
     """
 
     def __init__(self, inner: Transport) -> None:
-        self.rank = inner.rank
-        self.ranks = inner.ranks
+        super().__init__(inner)
         self.sent = Traffic()
         self.received = Traffic()
         self.control: Counter[str] = Counter()
-        self._inner = inner
 
     def reset(self) -> None:
         """Start anew, such as after the first step."""
@@ -95,50 +93,37 @@ class CountingTransport(Transport):
         self.received.reset()
         self.control.clear()
 
-    def open(self, channels: Iterable[Channel]) -> None:
-        """As of the transport within."""
-        self._inner.open(channels)
-
     def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> Ticket:
         """Send, and count."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return self.sent.post(channel, size, self._inner.post_send(channel, tensors))
+        return self.sent.post(channel, size, super().post_send(channel, tensors))
 
     def post_receive(
         self, channel: Channel, specs: Sequence[TensorSpec], device: torch.device
     ) -> Ticket:
         """Receive, and count."""
         size = sum(prod(spec.shape) * spec.torch_dtype.itemsize for spec in specs)
-        ticket = self._inner.post_receive(channel, specs, device)
-        return self.received.post(channel, size, ticket)
+        return self.received.post(channel, size, super().post_receive(channel, specs, device))
 
     def agree(self, value: Any) -> Ticket:
         """Agree, and count."""
         self.control["agree"] += 1
-        return self._inner.agree(value)
+        return super().agree(value)
 
     def gather(self, values: Tensor) -> Ticket:
         """Gather, and count."""
         self.control["gather"] += 1
-        return self._inner.gather(values)
+        return super().gather(values)
 
     def sum(self, values: Tensor) -> Ticket:
         """Sum, and count."""
         self.control["sum"] += 1
-        return self._inner.sum(values)
+        return super().sum(values)
 
     def broadcast(self, tensor: Tensor, source: int) -> Ticket:
         """Broadcast, and count."""
         self.control["broadcast"] += 1
-        return self._inner.broadcast(tensor, source)
-
-    def finish(self) -> None:
-        """As of the transport within."""
-        self._inner.finish()
-
-    def close(self) -> None:
-        """As of the transport within."""
-        self._inner.close()
+        return super().broadcast(tensor, source)
 
 
 def count_messages(pipe: Pipeline) -> list[CountingTransport]:

@@ -3,6 +3,7 @@
 from penstock.transport.base import BACKWARD, FORWARD, SHARED, Channel, Ticket, Transport
 from penstock.transport.in_process import InProcessTransport, in_process
 from penstock.transport.process_group import ProcessGroupTransport, connect, launched
+from penstock.transport.relay import Relay
 
 __all__ = [
     "BACKWARD",
@@ -11,6 +12,7 @@ __all__ = [
     "Channel",
     "InProcessTransport",
     "ProcessGroupTransport",
+    "Relay",
     "Ticket",
     "Transport",
     "connect",
