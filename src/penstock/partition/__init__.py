@@ -1,5 +1,6 @@
 """Cut a model into stages."""
 
+from penstock.partition.balance import choose_cuts
 from penstock.partition.base import Describe, Description, Partition, Shared, named_tensors
 from penstock.partition.chain import cut_chain, cut_sequential
 from penstock.partition.export import save_index, save_stage
@@ -12,6 +13,7 @@ __all__ = [
     "Partition",
     "Shared",
     "WeightFiles",
+    "choose_cuts",
     "cut_chain",
     "cut_sequential",
     "find_shared",

@@ -1,0 +1,280 @@
+"""Where to cut a row of blocks into stages, so that the heaviest rank is as light as can be.
+
+A *cut* is the list of the blocks that stages start with. Each stage is a run of at least one block, and
+what a rank costs is the sum of its stages. With one stage a rank, and where the stages go down the ranks and
+back up, the best cut is found for certain. For other placements it is searched for, from a good one on;
+the search proves most of its results and gives up on the others after a while.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, combinations, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import PartitionError, UsageError
+from penstock.schedule import Placement
+
+Cut = tuple[int, ...]
+Array = npt.NDArray[Any]
+_PATIENCE = 200_000
+"""After how many tries the search for a better cut is given up."""
+_HALVINGS = 60
+"""How often the span between what is known to do and not to do is halved."""
+
+
+def choose_cuts(costs: Sequence[float], stages: int, placement: Placement | None = None) -> Cut:
+    """The blocks that stages start with, beginning with block 0.
+
+    Args:
+        costs: of each block, in the order in which they run.
+        stages: how many.
+        placement: which rank holds which stage; by default each rank one.
+
+    Raises:
+        PartitionError: more stages than blocks.
+        UsageError: a cost that is negative or no number, or a placement of another number of stages.
+    """
+    _check(costs, stages, placement)
+    weights = list(map(float, costs)) if any(costs) else [1.0] * len(costs)
+    sums = [0.0, *accumulate(weights)]
+    if placement is None or placement.ranks == stages:
+        return _one_a_rank(sums, stages)
+    if placement.rank_of == (*range(stages // 2), *reversed(range(stages // 2))):
+        return _down_and_up(sums, stages // 2)
+    return _searched(sums, placement.rank_of)
+
+
+def _check(costs: Sequence[float], stages: int, placement: Placement | None) -> None:
+    if not 1 <= stages <= len(costs):
+        raise PartitionError(
+            f"{len(costs)} blocks cannot be cut into {stages} stages; use from 1 to {len(costs)}"
+        )
+    wrong = [cost for cost in costs if not (math.isfinite(cost) and cost >= 0)]
+    if wrong:
+        raise UsageError(f"costs must be numbers from 0 up, not {wrong[0]}")
+    if placement is not None and placement.stages != stages:
+        raise UsageError(f"the placement is for {placement.stages} stages, not {stages}")
+
+
+def loads(costs: Sequence[float], starts: Cut, placement: Placement | None = None) -> list[float]:
+    """What each rank costs under a cut."""
+    sums = [0.0, *accumulate(map(float, costs))]
+    return _loads(sums, starts, placement.rank_of if placement else tuple(range(len(starts))))
+
+
+def _loads(sums: Sequence[float], starts: Cut, rank_of: Sequence[int]) -> list[float]:
+    found = [0.0] * (max(rank_of) + 1)
+    for rank, (start, stop) in zip(rank_of, pairwise((*starts, len(sums) - 1)), strict=True):
+        found[rank] += sums[stop] - sums[start]
+    return found
+
+
+# ---- one stage a rank: a table of the best cut of each prefix
+
+
+def _one_a_rank(sums: Sequence[float], stages: int) -> Cut:
+    """Among the cuts with the lightest heaviest stage, the most even one."""
+    heaviest, _ = _best(sums, stages, max, lambda cost: cost)
+    _, cut = _best(
+        sums,
+        stages,
+        lambda a, b: a + b,
+        lambda cost: cost * cost if cost <= heaviest * (1 + 1e-12) else math.inf,
+    )
+    return cut
+
+
+def _best(
+    sums: Sequence[float],
+    stages: int,
+    join: Callable[[float, float], float],
+    price: Callable[[float], float],
+) -> tuple[float, Cut]:
+    """The cut whose stages' prices, joined, are least."""
+    blocks = len(sums) - 1
+    best = [0.0, *[math.inf] * blocks]
+    starts: list[list[int]] = []
+    for stage in range(stages):
+        row, start = [math.inf] * (blocks + 1), [0] * (blocks + 1)
+        for stop in range(stage + 1, blocks - (stages - stage - 1) + 1):
+            options = range(stage, stop)
+            found = [join(best[begin], price(sums[stop] - sums[begin])) for begin in options]
+            row[stop] = min(found)
+            start[stop] = options[found.index(row[stop])]
+        best = row
+        starts.append(start)
+    return best[blocks], tuple(_back(starts, blocks))[::-1]
+
+
+def _back(starts: Sequence[Sequence[int]], stop: int) -> Iterator[int]:
+    for start in reversed(starts):
+        stop = start[stop]
+        yield stop
+
+
+# ---- down the ranks and back up: a rank takes a run from each end of what is left
+
+
+def _down_and_up(sums: Sequence[float], ranks: int) -> Cut:
+    prefix = np.array(sums)
+    rank_of = (*range(ranks), *reversed(range(ranks)))
+    low, best = sums[-1] / ranks, _fit(prefix, ranks, math.inf)
+    assert best is not None
+    high = max(_loads(sums, best, rank_of))
+    for _ in range(_HALVINGS):
+        if high - low <= 1e-12 * high:
+            break
+        middle = (low + high) / 2
+        found = _fit(prefix, ranks, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, max(_loads(sums, found, rank_of))
+    return best
+
+
+def _fit(prefix: Array, ranks: int, limit: float) -> Cut | None:
+    """A cut in which no rank costs more than a limit, if there is one.
+
+    For each end of the runs at the front, the runs at the back that reach farthest are enough to know.
+    """
+    blocks = len(prefix) - 1
+    back = np.full(blocks + 1, blocks + 1)
+    back[0] = blocks
+    steps: list[Array] = []
+    for rank in range(ranks - 1):
+        back, step = _next(prefix, back, limit, 2 * (ranks - 1 - rank))
+        steps.append(step)
+    left = [
+        front
+        for front in range(blocks + 1)
+        if back[front] <= blocks
+        and back[front] - front >= 2
+        and prefix[back[front]] - prefix[front] <= limit
+    ]
+    return _unwound(steps, left[0], int(back[left[0]])) if left else None
+
+
+def _next(prefix: Array, back: Array, limit: float, needed: int) -> tuple[Array, Array]:
+    """The farthest runs at the back after one more rank, and from where they came."""
+    blocks = len(prefix) - 1
+    found, came = np.full(blocks + 1, blocks + 1), np.zeros((blocks + 1, 2), dtype=int)
+    for front in range(blocks + 1):
+        stop = int(back[front])
+        if stop > blocks:
+            continue
+        fronts = np.arange(front + 1, stop - needed)
+        lowest = prefix[stop] + (prefix[fronts] - prefix[front]) - limit
+        backs = np.searchsorted(prefix, lowest)
+        backs = np.maximum(backs, fronts + needed)
+        better = (backs < stop) & (backs < found[fronts])
+        found[fronts[better]] = backs[better]
+        came[fronts[better]] = front, stop
+    return found, came
+
+
+def _unwound(steps: Sequence[Array], front: int, back: int) -> Cut:
+    middle = (front + back) // 2
+    fronts, backs = [front, middle], [back]
+    for step in reversed(steps):
+        front, back = (int(found) for found in step[front])
+        fronts.insert(0, front)
+        backs.append(back)
+    return (*fronts, *backs[:-1])
+
+
+# ---- any placement
+
+
+def _searched(sums: Sequence[float], rank_of: Sequence[int]) -> Cut:
+    cut = _improved(sums, rank_of, _one_a_rank(sums, len(rank_of)))
+    least = _least(sums, max(rank_of) + 1)
+    if max(_loads(sums, cut, rank_of)) <= least * (1 + 1e-12):
+        return cut
+    return _Search(sums, rank_of).better_than(cut)
+
+
+def _least(sums: Sequence[float], ranks: int) -> float:
+    """What the heaviest rank costs at least: of n * ranks + 1 blocks, some rank has n + 1."""
+    costs = sorted((b - a for a, b in pairwise(sums)), reverse=True)
+    packed = (
+        sum(costs[n * ranks + 1 - (n + 1) : n * ranks + 1])
+        for n in range((len(costs) - 1) // ranks + 1)
+    )
+    return max(sums[-1] / ranks, *packed)
+
+
+def _improved(sums: Sequence[float], rank_of: Sequence[int], cut: Cut) -> Cut:
+    """Pass single blocks on from stage to stage while that makes the ranks more even."""
+    rank = _key(sums, rank_of, cut)
+    while True:
+        found = min(((_key(sums, rank_of, c), c) for c in _near(cut, len(sums) - 1)), default=None)
+        if found is None or found[0] >= rank:
+            return cut
+        rank, cut = found
+
+
+def _key(sums: Sequence[float], rank_of: Sequence[int], cut: Cut) -> list[float]:
+    return sorted(_loads(sums, cut, rank_of), reverse=True)
+
+
+def _near(cut: Cut, blocks: int) -> Iterator[Cut]:
+    """Cuts in which some stage has one block more and another one less."""
+    for first, last in combinations(range(1, len(cut) + 1), 2):
+        for step in (-1, 1):
+            moved = (*cut[:first], *(c + step for c in cut[first:last]), *cut[last:])
+            if all(a < b for a, b in pairwise((*moved, blocks))):
+                yield moved
+
+
+class _Search:
+    """Tries all cuts that may be better than one that is known, stage by stage."""
+
+    def __init__(self, sums: Sequence[float], rank_of: Sequence[int]) -> None:
+        self._sums, self._rank_of = sums, rank_of
+        self._left = _PATIENCE
+        self._best: Cut = ()
+        self._limit = math.inf
+
+    def better_than(self, cut: Cut) -> Cut:
+        """The best cut, or the best that was found before patience ran out."""
+        self._best, self._limit = cut, max(_loads(self._sums, cut, self._rank_of))
+        self._extend((0,), [0.0] * (max(self._rank_of) + 1))
+        return self._best
+
+    def _extend(self, starts: Cut, load: list[float]) -> None:
+        stage, blocks = len(starts) - 1, len(self._sums) - 1
+        rank, begin = self._rank_of[stage], starts[-1]
+        if stage == len(self._rank_of) - 1:
+            self._finish(starts, load, self._sums[blocks] - self._sums[begin])
+            return
+        farthest = bisect_right(self._sums, self._sums[begin] + self._limit - load[rank]) - 1
+        for stop in range(min(farthest, blocks - (len(self._rank_of) - 1 - stage)), begin, -1):
+            self._left -= 1
+            cost = self._sums[stop] - self._sums[begin]
+            if self._left < 0 or not self._has_room(stage, stop, load, cost):
+                return
+            held = load[rank]
+            load[rank] += cost
+            if load[rank] < self._limit:
+                self._extend((*starts, stop), load)
+            load[rank] = held
+
+    def _has_room(self, stage: int, stop: int, load: Sequence[float], cost: float) -> bool:
+        """Whether ranks that get more can take what is left; the less a stage takes, the more is left."""
+        rank = self._rank_of[stage]
+        later = set(self._rank_of[stage + 1 :])
+        room = sum(self._limit - load[r] - (cost if r == rank else 0.0) for r in later)
+        return self._sums[-1] - self._sums[stop] < room
+
+    def _finish(self, starts: Cut, load: Sequence[float], cost: float) -> None:
+        rank = self._rank_of[-1]
+        worst = max(*load[:rank], load[rank] + cost, *load[rank + 1 :], 0.0)
+        if worst < self._limit:
+            self._best, self._limit = starts, worst

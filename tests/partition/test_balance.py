@@ -1,0 +1,99 @@
+"""Where to cut: the best cut of all, for stages and for the ranks that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import PartitionError, UsageError
+from penstock.partition.balance import choose_cuts, loads
+from penstock.schedule import Placement, looped, v_shaped
+
+COSTS = st.lists(
+    st.one_of(st.integers(0, 20).map(float), st.floats(0, 100)), min_size=1, max_size=9
+)
+
+
+def brute_force(costs: Sequence[float], stages: int, placement: Placement | None) -> float:
+    cuts = ((0, *rest) for rest in combinations(range(1, len(costs)), stages - 1))
+    return min(max(loads(costs, cut, placement)) for cut in cuts)
+
+
+def check(costs: list[float], stages: int, placement: Placement | None) -> None:
+    cut = choose_cuts(costs, stages, placement)
+    assert cut[0] == 0
+    assert list(cut) == sorted(set(cut))
+    assert len(cut) == stages
+    assert cut[-1] < len(costs)
+    best = brute_force(costs, stages, placement)
+    assert max(loads(costs, cut, placement)) == pytest.approx(best, rel=1e-9, abs=1e-12)
+
+
+@settings(deadline=None, max_examples=150)
+@given(COSTS, st.data())
+def test_no_cut_is_better_with_one_stage_a_rank(costs: list[float], data: st.DataObject) -> None:
+    check(costs, data.draw(st.integers(1, len(costs))), None)
+
+
+@settings(deadline=None, max_examples=150)
+@given(COSTS, st.integers(1, 4))
+def test_no_cut_is_better_where_stages_go_down_and_up(costs: list[float], ranks: int) -> None:
+    if 2 * ranks <= len(costs):
+        check(costs, 2 * ranks, v_shaped(ranks))
+
+
+@settings(deadline=None, max_examples=150)
+@given(COSTS, st.data())
+def test_no_cut_is_better_for_other_placements(costs: list[float], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    ranks = data.draw(st.integers(1, stages))
+    order = data.draw(st.permutations([*range(ranks), *(s % ranks for s in range(stages - ranks))]))
+    check(costs, stages, Placement(tuple(order)))
+
+
+MODEL = [5.0, *[3.0] * 48, 11.0]
+"""48 equal blocks between an embedding and a head."""
+
+
+@pytest.mark.parametrize(
+    ("placement", "best"),
+    [
+        pytest.param(Placement(tuple(range(8))), 21.0, id="one a rank"),
+        pytest.param(v_shaped(8), 21.0, id="V"),
+        pytest.param(looped(8, 2), 21.0, id="looped"),
+        pytest.param(looped(4, 4), 41.0, id="looped more"),
+    ],
+)
+def test_large_models_are_cut_well_and_soon(placement: Placement, best: float) -> None:
+    cut = choose_cuts(MODEL, placement.stages, placement)
+    assert max(loads(MODEL, cut, placement)) <= best
+
+
+def test_equal_blocks_are_shared_evenly() -> None:
+    assert choose_cuts([1.0] * 8, 4) == (0, 2, 4, 6)
+    assert choose_cuts([0.0] * 8, 4) == (0, 2, 4, 6)
+
+
+def test_a_heavy_head_gets_fewer_blocks() -> None:
+    assert choose_cuts([1, 1, 1, 1, 1, 1, 3], 3) == (0, 3, 6)
+
+
+def test_a_rank_weighs_all_its_stages() -> None:
+    costs = [4.0, 1, 1, 1, 1, 1, 1, 4]
+    cut = choose_cuts(costs, 4, v_shaped(2))
+    assert loads(costs, cut, v_shaped(2)) == [8.0, 6.0]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(
+        PartitionError, match="3 blocks cannot be cut into 4 stages; use from 1 to 3"
+    ):
+        choose_cuts([1, 1, 1], 4)
+    with pytest.raises(UsageError, match="costs must be numbers from 0 up, not nan"):
+        choose_cuts([1, float("nan"), 1], 2)
+    with pytest.raises(UsageError, match="the placement is for 4 stages, not 2"):
+        choose_cuts([1, 1, 1], 2, v_shaped(2))
