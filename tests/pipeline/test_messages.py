@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from penstock import Pipeline, PipelineStage
 from penstock.schedule import Edge
 from penstock.testing import CountingTransport, WorkerPool, count_messages
-from penstock.transport import BACKWARD, FORWARD, Channel
+from penstock.transport import BACKWARD, FORWARD, SHARED, Channel
 from tests.pipeline.models import X, Y, chain, make, mean_loss
 
 ROWS, WIDTH, DOUBLE = 3, 4, 8
@@ -274,3 +274,51 @@ def test_the_peak_does_not_grow_with_the_microbatches(workers: WorkerPool, sched
     )
     for small, large in zip(few, many, strict=True):
         assert large - small <= 248 * SCALAR
+
+
+# ---- what stages share
+
+
+def tied(stages: int, uses: tuple[int, ...]) -> Pipeline:
+    """A chain of linear layers, some of which are one."""
+    torch.manual_seed(0)
+    one = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
+    layers = [one if i in uses else nn.Linear(WIDTH, WIDTH).double() for i in range(stages)]
+    return make(nn.Sequential(*layers), ranks=stages)
+
+
+def shared_traffic(pipe: Pipeline) -> dict[tuple[int, int], tuple[int, int]]:
+    counters = count_messages(pipe)
+    pipe.step(X, target=Y)
+    return {
+        (c.source, c.target): (counter.sent.messages[c], counter.sent.bytes[c])
+        for counter in counters
+        for c in counter.sent.messages
+        if c.kind == SHARED
+    }
+
+
+def test_ranks_of_one_process_share_without_messages() -> None:
+    assert shared_traffic(tied(3, (0, 2))) == {}
+
+
+def run_shared(group: Any, uses: list[int], frozen: bool) -> list[list[int]]:
+    """A worker's task: source, target, messages and bytes."""
+    torch.manual_seed(0)
+    one = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64).requires_grad_(not frozen)
+    layers = [one if i in uses else nn.Linear(WIDTH, WIDTH).double() for i in range(3)]
+    with make(nn.Sequential(*layers), ranks=3, group=group) as pipe:
+        return [[*ends, *found] for ends, found in shared_traffic(pipe).items()]
+
+
+@pytest.mark.parametrize(
+    ("uses", "frozen", "pairs"),
+    [([0, 2], False, [(0, 2), (2, 0)]), ([0, 1, 2], False, None), ([0, 2], True, [(0, 2), (2, 0)])],
+)
+def test_each_pair_that_shares_exchanges_one_gradient(
+    workers: WorkerPool, uses: list[int], frozen: bool, pairs: list[tuple[int, int]] | None
+) -> None:
+    expected = pairs or [(a, b) for a in range(3) for b in range(3) if a != b]
+    answers = workers.run(f"{__name__}:run_shared", 3, 30.0, uses=uses, frozen=frozen)
+    cost = [1, 1] if frozen else [2, 1 + WIDTH * WIDTH * DOUBLE]
+    assert sorted(row for answer in answers for row in answer) == [[*p, *cost] for p in expected]

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from penstock.runtime import Task, Wait, drive
 from penstock.specs import TensorSpec
-from penstock.transport import BACKWARD, FORWARD, Channel, Ticket, Transport, connect
+from penstock.transport import BACKWARD, FORWARD, SHARED, Channel, Ticket, Transport, connect
 
 CPU = torch.device("cpu")
 THERE = Channel(0, 1, FORWARD)
 BACK = Channel(1, 0, BACKWARD)
 AHEAD = Channel(1, 0, FORWARD)
 ASIDE = Channel(0, 1, BACKWARD)
-CHANNELS = sorted([THERE, BACK, AHEAD, ASIDE])
+OVER = Channel(0, 1, SHARED)
+CHANNELS = sorted([THERE, BACK, AHEAD, ASIDE, OVER])
 
 Part = Callable[[Transport], Task[Any]]
 
@@ -110,18 +111,21 @@ def receives_stand_in_no_sends_way(end: Transport) -> Task[Any]:
     return arrived.tolist()
 
 
-@case(None, [[2.0], [1.0]])
+@case(None, [[3.0], [2.0], [1.0]])
 def kinds_do_not_block_each_other(end: Transport) -> Task[Any]:
-    """The gradient is sent second and taken first."""
+    """What is sent last is taken first."""
     if end.rank == 0:
         end.post_send(THERE, [numbers(1)])
         end.post_send(ASIDE, [numbers(2)])
+        end.post_send(OVER, [numbers(3)])
         return None
     activation = receive(end, THERE, numbers(0))
     gradient = receive(end, ASIDE, numbers(0))
-    first = yield from take(end, gradient)
-    second = yield from take(end, activation)
-    return [first[0].tolist(), second[0].tolist()]
+    weight = receive(end, OVER, numbers(0))
+    found = []
+    for ticket in (weight, gradient, activation):
+        found.append((yield from take(end, ticket)))
+    return [arrived[0].tolist() for arrived in found]
 
 
 @case(None, [[1.0, 2.0], [[3], [4]], [True, False]])
