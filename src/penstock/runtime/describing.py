@@ -15,8 +15,9 @@ from penstock.runtime.calls import placeholder
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.runtime.program import RankProgram
+from penstock.runtime.reach import Links, mark_optional, name_links, positions_in
 from penstock.schedule import Edge
-from penstock.specs import ValueSpec, infer_output, spec_of_arguments
+from penstock.specs import ValueSpec, infer, spec_of_arguments
 from penstock.stage import PipelineStage
 from penstock.transport import Transport
 
@@ -87,6 +88,7 @@ def describe_by_stage(
         StageError: a stage refused its arguments; raised on every rank.
     """
     found: list[dict[str, ValueSpec]] = [{} for _ in calls]
+    links: list[list[Links]] = [[] for _ in calls]
     for index in range(program.schedule.stages):
         owner = program.schedule.placement.rank_of[index]
         mine = None
@@ -97,9 +99,11 @@ def describe_by_stage(
         answer: dict[str, Any] = ticket.take()[owner]
         if "error" in answer:
             raise _refused(f"rank {owner}, stage {index}, before microbatch 0", owner, answer)
-        for specs, more in zip(found, answer["specs"], strict=True):
-            specs |= {name: ValueSpec.from_json(spec) for name, spec in more.items()}
-    return list(found)
+        for specs, of, more in zip(found, links, answer["calls"], strict=True):
+            specs |= {name: ValueSpec.from_json(spec) for name, spec in more["specs"].items()}
+            of.append(more["links"])
+    edges = program.schedule.edges
+    return [mark_optional(edges, specs, of) for specs, of in zip(found, links, strict=True)]
 
 
 def _stage_answer(
@@ -112,7 +116,7 @@ def _stage_answer(
     """What a stage gives for these calls, or why it cannot."""
     try:
         return {
-            "specs": [
+            "calls": [
                 _stage_specs(program, stage, inputs, call, specs)
                 for call, specs in zip(calls, known, strict=True)
             ]
@@ -129,19 +133,25 @@ def _stage_specs(
     args, kwargs = _without_data(call)
     part = Microbatch(args, kwargs, 0)
     arguments = spec_of_arguments(*inputs.arguments(stage, taken, values, part))
+    sources = [(e.value, i) for e in taken for i in range(len(known[e.value].tensors))]
     try:
-        output = infer_output(stage.module, arguments, stage.device)
+        output, reached = infer(stage.module, arguments, stage.device)
     except SpecError:
         if not stage.is_last:
             raise
         # The output stays here unless somebody asks for it.
-        return {}
-    if not given:
-        return {OUTPUT: output.to_json()}
-    found = as_values(given, _without_data(output), wired=stage.wired)
-    values = {name: ValueSpec.of(value) for name, value in found.items()}
-    _check_travel(values, f"stage {stage.index}")
-    return {name: spec.to_json() for name, spec in values.items()}
+        return {"specs": {}, "links": {OUTPUT: [sources]}}
+    tensors = [placeholder(tensor) for tensor in output.tensors]
+    filled = output.fill(tensors)
+    found = as_values(given, filled, wired=stage.wired) if given else {OUTPUT: filled}
+    specs = {name: ValueSpec.of(value) for name, value in found.items()}
+    if given:
+        _check_travel(specs, f"stage {stage.index}")
+    positions = {name: positions_in(tensors, value) for name, value in found.items()}
+    return {
+        "specs": {name: spec.to_json() for name, spec in specs.items()},
+        "links": name_links(reached, sources, positions),
+    }
 
 
 def _check_travel(values: Specs, source: str) -> None:

@@ -139,17 +139,23 @@ class Exchange:
         return tensors
 
     def gradients_to_send(self, action: Action) -> list[Tensor]:
-        """The tensors of a SEND_B: for each that travelled a gradient, zeros where it has none."""
+        """The tensors of a SEND_B: for each that travelled a gradient, zeros where it has none.
+
+        Where a gradient may be missing, the last tensor says which are there.
+        """
         wire, microbatch = self._program.wire(action), microbatch_of(action)
+        device = self._devices[action.stage]
         tensors: list[Tensor] = []
+        there: list[bool] = []
         for edge in wire.edges:
-            specs, device = self._spec(edge, microbatch).tensors, self._devices[action.stage]
-            totals = self._total(edge, microbatch)
-            tensors += [
-                spec.packed.zeros(device) if total is None else spec.pack(total)
-                for spec, total in zip(specs, totals, strict=True)
-                if spec.requires_grad
-            ]
+            specs = self._spec(edge, microbatch).tensors
+            for spec, total in zip(specs, self._total(edge, microbatch), strict=True):
+                if spec.requires_grad:
+                    tensors.append(spec.packed.zeros(device) if total is None else spec.pack(total))
+                if spec.optional:
+                    there.append(total is not None)
+        if there:
+            tensors.append(torch.tensor(there, dtype=torch.uint8, device=device))
         return tensors
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
@@ -165,6 +171,8 @@ class Exchange:
             spec = self._spec(edge, microbatch)
             tensors = spec.tensors if action.op is Op.RECV_F else spec.differentiable
             specs += [tensor.packed for tensor in tensors]
+        if action.op is Op.RECV_B and (optional := self._optional(wire.edges, microbatch)):
+            specs.append(TensorSpec((optional,), "uint8", False))
         self._posted[action] = self._transport.post_receive(
             wire.channel, specs, self._devices[action.stage]
         )
@@ -182,19 +190,32 @@ class Exchange:
 
     def _accept(self, receive: Action, tensors: Sequence[Tensor]) -> None:
         """Take a message apart: values for their users here, or gradients for their maker."""
-        arrived = iter(tensors)
         wire, microbatch = self._program.wire(receive), microbatch_of(receive)
+        if receive.op is Op.RECV_B:
+            self._accept_gradients(wire.edges, receive.peer_stage, microbatch, tensors)
+            return
+        arrived = iter(tensors)
         for edge in wire.edges:
             spec = self._spec(edge, microbatch)
-            if receive.op is Op.RECV_F:
-                given = [
-                    t.unpack(next(arrived)).requires_grad_(t.requires_grad) for t in spec.tensors
-                ]
-                uses = self._program.uses_of[edge.value]
-                self._values.put(edge.value, microbatch, Held(spec.fill(given), given), uses)
-            else:
-                grads = [t.unpack(next(arrived)) if t.requires_grad else None for t in spec.tensors]
-                self._gradients.put(edge.value, microbatch, receive.peer_stage, grads)
+            given = [t.unpack(next(arrived)).requires_grad_(t.requires_grad) for t in spec.tensors]
+            uses = self._program.uses_of[edge.value]
+            self._values.put(edge.value, microbatch, Held(spec.fill(given), given), uses)
+
+    def _accept_gradients(
+        self, edges: Sequence[Edge], user: int, microbatch: int, tensors: Sequence[Tensor]
+    ) -> None:
+        there = iter(tensors[-1].tolist() if self._optional(edges, microbatch) else ())
+        arrived = iter(tensors)
+        for edge in edges:
+            grads: list[Tensor | None] = []
+            for spec in self._spec(edge, microbatch).tensors:
+                gradient = spec.unpack(next(arrived)) if spec.requires_grad else None
+                grads.append(gradient if not spec.optional or next(there) else None)
+            self._gradients.put(edge.value, microbatch, user, grads)
+
+    def _optional(self, edges: Sequence[Edge], microbatch: int) -> int:
+        """For how many tensors of these values a gradient may be missing."""
+        return sum(t.optional for edge in edges for t in self._spec(edge, microbatch).tensors)
 
 
 def _checked(value: Any, spec: ValueSpec, edge: Edge, microbatch: int) -> list[Tensor]:

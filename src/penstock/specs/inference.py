@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
+from penstock.specs.structure import flatten
 from penstock.specs.tensors import TensorSpec
 from penstock.specs.trial import copy_with_data, copy_without_data, randomness_kept, run_itself
 from penstock.specs.value import ValueSpec
@@ -18,8 +20,25 @@ log = logging.getLogger("penstock")
 Run = Callable[..., Any]
 
 
+class Inferred(NamedTuple):
+    """What a module gives.
+
+    Args:
+        output: its spec.
+        reached: for each tensor of the output, those of the arguments that a gradient of it flows to.
+    """
+
+    output: ValueSpec
+    reached: list[list[int]]
+
+
 def infer_output(module: nn.Module, arguments: ValueSpec, device: torch.device) -> ValueSpec:
-    """The spec of what ``module`` gives for arguments of a spec.
+    """The spec of what ``module`` gives, see :func:`infer`."""
+    return infer(module, arguments, device).output
+
+
+def infer(module: nn.Module, arguments: ValueSpec, device: torch.device) -> Inferred:
+    """What ``module`` gives for arguments of a spec.
 
     A copy of it without data runs on the meta device where the module's code allows that, which computes
     nothing; else a copy that shares its parameters runs for real, on zeros; else, where it cannot be copied,
@@ -39,16 +58,16 @@ def infer_output(module: nn.Module, arguments: ValueSpec, device: torch.device) 
         try:
             if autocast_types():
                 raise NotImplementedError("autocast does nothing on the meta device")
-            return _spec_of(copy_without_data(module), arguments, torch.device("meta"))
+            return _inferred(copy_without_data(module), arguments, torch.device("meta"))
         except Exception as error:
             log.debug("found no shapes without data: %s", error)
-            return _spec_for_real(module, arguments, device)
+            return _infer_for_real(module, arguments, device)
 
 
-def _spec_for_real(module: nn.Module, arguments: ValueSpec, device: torch.device) -> ValueSpec:
+def _infer_for_real(module: nn.Module, arguments: ValueSpec, device: torch.device) -> Inferred:
     before = _versions(module)
     try:
-        return _spec_of(_runnable(module), arguments, device)
+        return _inferred(_runnable(module), arguments, device)
     finally:
         if _versions(module) != before:
             log.warning("a forward that changes parameters in place has run once on zeros")
@@ -66,16 +85,30 @@ def _runnable(module: nn.Module) -> Run:
         return partial(run_itself, module)
 
 
-def _spec_of(run: Run, arguments: ValueSpec, device: torch.device) -> ValueSpec:
-    args, kwargs = arguments.fill([_argument(spec, device) for spec in arguments.tensors])
+def _inferred(run: Run, arguments: ValueSpec, device: torch.device) -> Inferred:
+    leaves = [spec.zeros(device).requires_grad_(spec.requires_grad) for spec in arguments.tensors]
     with device, torch.enable_grad():
-        return ValueSpec.of(run(*args, **kwargs))
+        # A module may change its input in place, which a leaf that requires grad would refuse.
+        args, kwargs = arguments.fill([t * 1 if t.requires_grad else t for t in leaves])
+        tensors, structure = flatten(run(*args, **kwargs))
+    spec = ValueSpec(tuple(map(TensorSpec.of, tensors)), structure)
+    return Inferred(spec, _reached(tensors, leaves))
 
 
-def _argument(spec: TensorSpec, device: torch.device) -> Tensor:
-    tensor = spec.zeros(device)
-    # A view: a module may change its input in place, which a leaf that requires grad would refuse.
-    return tensor.requires_grad_(spec.requires_grad) * 1 if spec.requires_grad else tensor
+def _reached(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[int]]:
+    nodes = {get_gradient_edge(t).node: i for i, t in enumerate(leaves) if t.requires_grad}
+    return [sorted(nodes[node] for node in nodes.keys() & _below(output)) for output in outputs]
+
+
+def _below(output: Tensor) -> set[Node]:
+    """The nodes that a gradient of a tensor flows through."""
+    todo: list[Node] = [get_gradient_edge(output).node] if output.requires_grad else []
+    seen = set(todo)
+    while todo:
+        following = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+        seen |= following
+        todo += following
+    return seen
 
 
 def autocast_types() -> list[str]:

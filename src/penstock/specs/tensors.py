@@ -33,6 +33,8 @@ class TensorSpec:
             tensor's own class.
         order: its dimensions as they lie in memory, where that is another order than theirs. Two specs that
             differ in nothing else are equal: whoever sends brings a tensor into the order agreed on.
+        optional: whether its gradient may be missing, also where it requires grad: what travels back then
+            tells whether there is one.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +42,7 @@ class TensorSpec:
     requires_grad: bool
     layout: str = STRIDED
     order: tuple[int, ...] | None = field(default=None, compare=False)
+    optional: bool = field(default=False, compare=False)
 
     @staticmethod
     def of(tensor: Tensor) -> TensorSpec:

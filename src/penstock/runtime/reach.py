@@ -1,0 +1,70 @@
+"""For which tensors a gradient surely comes back, and for which one may be missing.
+
+A value that a stage gives may be used by nobody, or on a branch that is not always taken. Then no gradient
+comes for it, which is not the same as zeros: in the plain model the weights behind it get none either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from penstock.schedule import Edge
+from penstock.specs import ValueSpec, flatten
+
+Links = dict[str, list[list[list[str | int]]]]
+"""For each value of a stage, and each tensor in it, the tensors ``[value, index]`` that it was made of."""
+
+
+def name_links(
+    reached: Sequence[Sequence[int]],
+    arguments: Sequence[tuple[str, int]],
+    values: Mapping[str, Sequence[int]],
+) -> Links:
+    """The links of a stage by the names of values.
+
+    Args:
+        reached: for each tensor of the module's output, those of its arguments that it was made of.
+        arguments: which value's tensor each of the arguments is; those of the batch come after.
+        values: for each value that the stage gives, which tensors of the output are in it.
+    """
+    named: list[list[list[str | int]]] = [
+        [[*arguments[i]] for i in row if i < len(arguments)] for row in reached
+    ]
+    return {name: [named[index] for index in positions] for name, positions in values.items()}
+
+
+def positions_in(tensors: Sequence[object], value: object) -> list[int]:
+    """Which of an output's tensors are in a value that was taken out of it."""
+    index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
+    return [index_of[id(tensor)] for tensor in flatten(value)[0]]
+
+
+def mark_optional(
+    edges: Sequence[Edge], specs: Mapping[str, ValueSpec], links: Sequence[Links]
+) -> dict[str, ValueSpec]:
+    """Mark the tensors whose gradient may be missing.
+
+    Args:
+        edges: which stages give and use the values.
+        specs: of the values.
+        links: of each stage. The loss is taken to be made of all that the last stage gives.
+    """
+    sure: set[tuple[str | int, ...]] = set()
+    for stage, of in reversed(list(enumerate(links))):
+        rows = (((name, i), row) for name, found in of.items() for i, row in enumerate(found))
+        for tensor, made_of in rows:
+            if stage == len(links) - 1 or tensor in sure:
+                sure.update(map(tuple, made_of))
+    used = {edge.value for edge in edges if edge.gradient}
+    return {
+        name: _marked(name, spec, sure) if name in used else spec for name, spec in specs.items()
+    }
+
+
+def _marked(name: str, spec: ValueSpec, sure: set[tuple[str | int, ...]]) -> ValueSpec:
+    tensors = tuple(
+        replace(tensor, optional=tensor.requires_grad and (name, index) not in sure)
+        for index, tensor in enumerate(spec.tensors)
+    )
+    return replace(spec, tensors=tensors)
