@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.draws import randomness
     from penstock.engine import Pipeline
+    from penstock.initial import init_weights
     from penstock.microbatch import REPLICATE, Microbatches, Split
     from penstock.partition import Partition, read_weights
     from penstock.runtime import ActionEvent
@@ -28,6 +29,7 @@ _HOMES = {
     "REPLICATE": "penstock.microbatch",
     "Split": "penstock.microbatch",
     "StepResult": "penstock.step",
+    "init_weights": "penstock.initial",
     "randomness": "penstock.draws",
     "read_weights": "penstock.partition",
 }
@@ -41,6 +43,7 @@ __all__ = [
     "PipelineStage",
     "Split",
     "StepResult",
+    "init_weights",
     "randomness",
     "read_weights",
 ]

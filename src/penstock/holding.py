@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.crew import Crew
 from penstock.errors import AgreementError
+from penstock.initial import Init, initialise
 from penstock.parallel import whole
 from penstock.partition import Shared, read_weights, save_index, save_stage
 from penstock.runtime import Rank, Task
@@ -60,8 +62,8 @@ class WeightHolder:
             )
         return {stage: count for _, counts in told for stage, count in counts}
 
-    def _align(self) -> None:
-        self._crew.run([self._sharing.align(rank.transport) for rank in self._crew.ranks])
+    def _align(self, level: int = logging.WARNING) -> None:
+        self._crew.run([self._sharing.align(rank.transport, level) for rank in self._crew.ranks])
 
     def _add_up_shares(self) -> None:
         """Give the weights that stages share the gradient of all of them."""
@@ -126,6 +128,12 @@ class WeightHolder:
         norm = self.grad_norm(norm_type, error_if_nonfinite=error_if_nonfinite)
         scale_gradients(self.parameters(), norm, max_norm)
         return norm
+
+    def init_weights(self, seed: int, init: Init | None = None) -> None:
+        """Give all weights their first values, as :func:`penstock.init_weights` does. Every rank calls it."""
+        initialise([(stage.module, stage.device) for stage in self._crew.stages], seed, init)
+        # Each process may have filled a weight that it shares in its own way.
+        self._align(logging.DEBUG)
 
     # ---- state dicts
 

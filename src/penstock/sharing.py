@@ -26,6 +26,7 @@ from penstock.stage import PipelineStage
 from penstock.transport import SHARED, Channel, Transport
 
 log = logging.getLogger("penstock")
+_DIFFERED = "%r differed between the ranks that share it: ranks %s got that of rank %d"
 
 _Item = tuple[int, int]
 """The position of a weight in the table, and a stage that uses it."""
@@ -126,8 +127,12 @@ class Sharing:
 
     # ---- equal copies on several ranks
 
-    def align(self, transport: Transport) -> Task[None]:
+    def align(self, transport: Transport, level: int = logging.WARNING) -> Task[None]:
         """Check that the ranks' copies are equal; where they are not, all get that of the first stage.
+
+        Args:
+            transport: of the rank.
+            level: of the log's line that says so.
 
         Raises:
             AgreementError: they differ in shape or type.
@@ -145,6 +150,8 @@ class Sharing:
             others = [rank for rank in ranks if None not in {digests[rank], digests[source]}]
             others = [rank for rank in others if digests[rank] != digests[source]]
             if others and transport.rank in (source, *others):
+                if transport.rank == source:
+                    log.log(level, _DIFFERED, self._table[index].names[0], others, source)
                 yield from self._spread(transport, index, source, others)
         transport.finish()
 
@@ -155,10 +162,6 @@ class Sharing:
         if transport.rank == source:
             for rank in others:
                 transport.post_send(Channel(source, rank, SHARED), [local_part(tensor)])
-            log.warning(
-                "%r differed between the ranks that share it: ranks %s got that of rank %d",
-                *(name, others, source),
-            )
             return
         part = local_part(tensor)
         ticket = transport.post_receive(

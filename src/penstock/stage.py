@@ -72,7 +72,7 @@ class PipelineStage:
         self.index = index
         self.count = count
         self.device = home_of(module) if device is None else torch.device(device)
-        self.module = module.to(self.device)
+        self.module = _moved(module, self.device)
         self.wired = bool(getattr(module, "wired", False))
         self.changed: Sequence[int] = ()
         self._entrance = Entrance(index)
@@ -222,6 +222,12 @@ class PipelineStage:
         self._halves.clear()
         self._apart.take()
         self._engine = self._new_engine()
+
+
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module on a device; one without data yet stays so until somebody gives it some."""
+    tensors = (*module.parameters(), *module.buffers())
+    return module if any(tensor.is_meta for tensor in tensors) else module.to(device)
 
 
 def home_of(module: nn.Module) -> torch.device:

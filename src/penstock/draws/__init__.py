@@ -1,8 +1,8 @@
 """Where random numbers come from: a stream for each step, microbatch and module call."""
 
-from penstock.draws.drawing import visible
+from penstock.draws.drawing import unwrapped, visible
 from penstock.draws.generators import Generators, devices_of
-from penstock.draws.keys import Draw
+from penstock.draws.keys import Draw, seed_of
 from penstock.draws.plain import randomness
 from penstock.draws.state import Randomness, Seed, own_seed
 from penstock.draws.streams import Streams, in_backward
@@ -17,5 +17,7 @@ __all__ = [
     "in_backward",
     "own_seed",
     "randomness",
+    "seed_of",
+    "unwrapped",
     "visible",
 ]

@@ -46,7 +46,8 @@ def is_compiled(module: nn.Module) -> bool:
 def visible(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
     """Every module of a tree and its paths in it, but for what is inside compiled modules.
 
-    A wrapper has the name of what it wraps, so that names do not depend on wrappers.
+    A wrapper has the name of what it wraps, so that names do not depend on wrappers. For a module that
+    ``stands_for`` another, which is what is called, there is that one.
     """
     hidden = {
         inner
@@ -58,9 +59,11 @@ def visible(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
     found: dict[nn.Module, tuple[str, ...]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         if module not in hidden:
-            found[module] = (*found.get(module, ()), _unwrapped(path))
+            called = getattr(module, "stands_for", module)
+            found[called] = (*found.get(called, ()), unwrapped(path))
     return found
 
 
-def _unwrapped(path: str) -> str:
+def unwrapped(path: str) -> str:
+    """A path as it is without wrappers."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -32,9 +33,15 @@ class ChainStage(nn.Module):
         self._paths = tuple(paths)
         self.spreads = spread
         self._takes: dict[str, tuple[str, ...]] = {}
+        self._around = _models_around(model, self._paths)
         for path in self._paths:
             _graft(self, path, model.get_submodule(path))
             self._takes[path] = named_arguments(model.get_submodule(path))
+
+    @property
+    def initialisers(self) -> dict[str, Callable[[nn.Module], Any]]:
+        """The ``_init_weights`` of the models around the modules, by their paths."""
+        return {path: module._init_weights for path, module in self._around.items()}
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -55,6 +62,23 @@ class ChainStage(nn.Module):
             spread = self.spreads and type(value) is tuple
             value = module(*value, **own) if spread else module(value, **own)
         return value
+
+
+def _models_around(model: nn.Module, paths: Sequence[str]) -> dict[str, Any]:
+    """The models inside the model that initialise what they hold, as shells without anything in them."""
+    return {
+        path: _shell(module)
+        for path, module in model.named_modules()
+        if callable(getattr(module, "_init_weights", None))
+        and any(not path or inner.startswith(f"{path}.") for inner in paths)
+    }
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """The module without its parameters, buffers and modules: a stage must not keep the others' alive."""
+    shell = copy.copy(module)
+    vars(shell).update(_parameters={}, _buffers={}, _modules={})
+    return shell
 
 
 def _graft(root: nn.Module, path: str, module: nn.Module) -> None:
