@@ -12,23 +12,28 @@ if TYPE_CHECKING:
     from penstock.draws import randomness
     from penstock.engine import Pipeline
     from penstock.initial import init_weights
+    from penstock.losses import add_loss, collect_losses
     from penstock.microbatch import REPLICATE, Microbatches, Split
     from penstock.partition import Partition, read_weights
     from penstock.runtime import ActionEvent
     from penstock.stage import PipelineStage
-    from penstock.step import StepResult
+    from penstock.step import LossScaler, Replicas, StepResult
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ActionEvent": "penstock.runtime",
+    "LossScaler": "penstock.step",
     "Microbatches": "penstock.microbatch",
     "Partition": "penstock.partition",
     "Pipeline": "penstock.engine",
     "PipelineStage": "penstock.stage",
     "REPLICATE": "penstock.microbatch",
+    "Replicas": "penstock.step",
     "Split": "penstock.microbatch",
     "StepResult": "penstock.step",
+    "add_loss": "penstock.losses",
+    "collect_losses": "penstock.losses",
     "init_weights": "penstock.initial",
     "randomness": "penstock.draws",
     "read_weights": "penstock.partition",
@@ -37,12 +42,16 @@ _HOMES = {
 __all__ = [
     "REPLICATE",
     "ActionEvent",
+    "LossScaler",
     "Microbatches",
     "Partition",
     "Pipeline",
     "PipelineStage",
+    "Replicas",
     "Split",
     "StepResult",
+    "add_loss",
+    "collect_losses",
     "init_weights",
     "randomness",
     "read_weights",

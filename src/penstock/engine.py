@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
+from penstock.calling import Caller, Given
 from penstock.crew import Crew
 from penstock.draws import Randomness, Seed, own_seed
-from penstock.errors import UsageError
 from penstock.faults import Timeout
 from penstock.holding import WeightHolder
 from penstock.hosting import (
     check_given,
     connect_if_launched,
     ends_of,
+    loss_of,
     placed_on,
     ranks_of,
     world_of,
 )
-from penstock.microbatch import MISSING, Batch, Rules, merge, output_dim, split_batch
+from penstock.microbatch import MISSING, Rules
 from penstock.partition import Shared, find_shared_between
 from penstock.plan import Plan, Stages, check_model, cut, make_plan
-from penstock.runtime import ActionHook, HookHandle, Hooks, Order, Which, engine_for
+from penstock.runtime import ActionHook, HookHandle, Hooks, Which, engine_for
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
 from penstock.stage import PipelineStage, home_of
@@ -35,7 +37,9 @@ from penstock.step import (
     BatchStatistics,
     Loss,
     LossFunction,
-    Reduction,
+    LossOptions,
+    LossScaler,
+    LossWeight,
     StepResult,
     check_statistics,
 )
@@ -55,7 +59,6 @@ class Pipeline(WeightHolder):
         ranks: how many ranks; by default the world size under torchrun, else as the stages need.
         microbatches: into how many parts a batch is split; by default two a rank.
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
-        reduction: whether ``loss_fn`` is a ``"mean"`` or a ``"sum"`` over samples.
         stages: how many, or for each stage its modules' paths in the order of the calls, or a Partition.
         rules: how arguments are split, by position or name; by default along dimension 0. ``"target"``
             says it of the target, and ``"output"`` along which dimension outputs are put together.
@@ -70,6 +73,8 @@ class Pipeline(WeightHolder):
             300 in the first step, then the larger of 30 and ten times the median step. A pair says both.
         batch_statistics: whether batch norms update their running statistics for each ``"microbatch"``, or
             once a step as for the whole ``"batch"``; they normalise each microbatch by itself either way.
+        loss: ``reduction="mean"`` or ``"sum"``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas``:
+            see :class:`penstock.step.LossOptions` and docs/training.md.
 
     Raises:
         UsageError: something asked for cannot be had; see its subclasses in :mod:`penstock.errors`.
@@ -84,7 +89,6 @@ class Pipeline(WeightHolder):
         ranks: int | None = None,
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
-        reduction: Reduction = "mean",
         stages: Stages = None,
         rules: Rules | None = None,
         device: torch.device | str | None = None,
@@ -93,6 +97,7 @@ class Pipeline(WeightHolder):
         seed: Seed = None,
         timeout: Timeout = None,
         batch_statistics: BatchStatistics = "microbatch",
+        **loss: Unpack[LossOptions],
     ) -> None:
         check_model(model)
         check_statistics(batch_statistics, [model])
@@ -107,9 +112,8 @@ class Pipeline(WeightHolder):
         # Only these are moved to the device: the others may not fit there.
         held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
         made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
-        loss = None if loss_fn is None else Loss(loss_fn, reduction)
         crew = Crew(ranks_of(plan, ends, made, partition.describe), timeout)
-        self._set_up(plan, crew, partition.shared, loss, rules)
+        self._set_up(plan, crew, partition.shared, loss_of(loss_fn, **loss), rules)
         self._randomness = Randomness(self._crew.leading(own_seed(seed)))
         self._statistics = batch_statistics
 
@@ -121,7 +125,6 @@ class Pipeline(WeightHolder):
         schedule: str | os.PathLike[str] | Schedule,
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
-        reduction: Reduction = "mean",
         rules: Rules | None = None,
         edges: Edges | None = None,
         shared: Sequence[Shared] | None = None,
@@ -129,6 +132,7 @@ class Pipeline(WeightHolder):
         seed: Seed = None,
         timeout: Timeout = None,
         batch_statistics: BatchStatistics = "microbatch",
+        **loss: Unpack[LossOptions],
     ) -> Pipeline:
         """A pipeline of stages placed by hand.
 
@@ -137,7 +141,6 @@ class Pipeline(WeightHolder):
             schedule: a name or a Schedule; it says which stage belongs on which rank.
             microbatches: as for :class:`Pipeline`, like what follows.
             loss_fn: computes the loss on the last stage.
-            reduction: ``"mean"`` or ``"sum"``.
             rules: how arguments are split.
             edges: which values travel between the stages; by default each feeds the next. A stage that
                 makes several gives them by name in a dict, and gets several by name.
@@ -147,6 +150,7 @@ class Pipeline(WeightHolder):
             seed: of the random numbers that steps draw.
             timeout: seconds without progress after which a rank is named as silent.
             batch_statistics: of what batch norms update their running statistics.
+            loss: more about the loss.
         """
         check_given(stages)
         check_statistics(batch_statistics, [stage.module for stage in stages])
@@ -154,12 +158,11 @@ class Pipeline(WeightHolder):
         plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
         plan = replace(plan, edges=None if edges is None else tuple(edges))
         pipe = cls.__new__(cls)
-        loss = None if loss_fn is None else Loss(loss_fn, reduction)
         modules = {stage.index: stage.module for stage in stages}
         table = find_shared_between(modules) if shared is None else tuple(shared)
         describe = None if edges else stages[0].describe
         crew = Crew(ranks_of(plan, ends_of(plan, found), stages, describe), timeout)
-        pipe._set_up(plan, crew, table, loss, rules)
+        pipe._set_up(plan, crew, table, loss_of(loss_fn, **loss), rules)
         pipe._randomness = Randomness(pipe._crew.leading(own_seed(seed)))
         pipe._statistics = batch_statistics
         pipe._crew.tell_stages_apart()
@@ -174,12 +177,20 @@ class Pipeline(WeightHolder):
         rules: Rules | None,
     ) -> None:
         schedule = plan.training
-        self._plan, self._loss, self._rules = plan, loss, rules
+        self._plan = plan
         self._hooks = Hooks()
         for stage in crew.stages:
             stage.prefer_engine(engine_for(schedule, stage.index))
         crew.assemble(schedule)
         self._take_up(crew, shared, schedule.placement.rank_of)
+        self._caller = Caller(plan, crew, loss, rules, self._hooks, self._training)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """What goes around a training step."""
+        self._sharing.prepare()
+        yield
+        self._add_up_shares()
 
     # ---- what a pipeline is
 
@@ -205,11 +216,16 @@ class Pipeline(WeightHolder):
 
     # ---- what a pipeline does
 
-    def step(
+    def step(  # noqa: PLR0913 - what a user may say of a step, by name
         self,
         *args: Any,
         target: Any = MISSING,
         microbatches: int | None = None,
+        loss_weight: LossWeight | None = None,
+        total_weight: float | None = None,
+        accumulate: int | None = None,
+        scaler: LossScaler | None = None,
+        outputs: bool = False,
         record: bool = False,
         **kwargs: Any,
     ) -> StepResult:
@@ -223,6 +239,12 @@ class Pipeline(WeightHolder):
             target: what ``loss_fn`` compares with, split like the arguments; at least for the rank of the
                 last stage.
             microbatches: how many this time; by default as the Pipeline was made for.
+            loss_weight: for this step, in place of the Pipeline's.
+            total_weight: what the loss is divided by before backward, in place of the weight of this
+                batch: where it is a part of a larger one.
+            accumulate: for this step, in place of the Pipeline's.
+            scaler: scales the loss for float16.
+            outputs: whether to give every rank the model's outputs.
             record: whether to note when each action ran.
             kwargs: the model's arguments by name; they go to the stages that take them.
 
@@ -233,20 +255,18 @@ class Pipeline(WeightHolder):
             StageError: the model's or the loss's code raised.
             PoisonedError: an earlier call failed.
         """
-        if self._loss is None:
-            raise UsageError("step needs a loss; give the Pipeline a loss_fn")
-        if not self._plan.training.trains:
-            raise UsageError(
-                f"the schedule {self.schedule.name!r} has no backward; eval does without"
-            )
-        if torch.is_inference_mode_enabled():
-            raise UsageError(
-                "step under torch.inference_mode() has no gradients; call it outside, or use eval"
-            )
-        count = self._plan.microbatches if microbatches is None else microbatches
-        batch = split_batch(args, kwargs, target, self._rules, count, fewer=True)
-        self._plan.check_trains(batch.count)
-        return self._carry_out(batch, self._loss, trains=True, record=record)
+        return self._caller.step(
+            Given(args, kwargs, target),
+            self._randomness,
+            whole_batch=self._statistics == "batch",
+            microbatches=microbatches,
+            loss_weight=loss_weight,
+            total_weight=total_weight,
+            accumulate=accumulate,
+            scaler=scaler,
+            outputs=outputs,
+            record=record,
+        )
 
     def eval(
         self, *args: Any, target: Any = MISSING, outputs: bool = False, **kwargs: Any
@@ -259,19 +279,11 @@ class Pipeline(WeightHolder):
             outputs: whether to give every rank the model's outputs.
             kwargs: the model's arguments by name.
         """
-        if self._loss is None:
-            raise UsageError("eval needs a loss; give the Pipeline a loss_fn, or use predict")
-        count = self._plan.microbatches
-        batch = split_batch(args, kwargs, target, self._rules, count, fewer=True)
-        with self._crew.evaluating():
-            return self._carry_out(batch, self._loss, trains=False, outputs=outputs)
+        return self._caller.evaluate(Given(args, kwargs, target), outputs=outputs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch in evaluation mode, on every rank."""
-        count = self._plan.microbatches
-        batch = split_batch(args, kwargs, MISSING, self._rules, count, fewer=True)
-        with self._crew.evaluating():
-            return self._carry_out(batch, None, trains=False, outputs=True).outputs
+        return self._caller.predict(Given(args, kwargs, MISSING))
 
     def on(
         self,
@@ -324,44 +336,3 @@ class Pipeline(WeightHolder):
         trace: TracebackType | None,
     ) -> None:
         self.close(error)
-
-    # ---- how
-
-    def _carry_out(
-        self,
-        batch: Batch,
-        loss: Loss | None,
-        *,
-        trains: bool,
-        outputs: bool = False,
-        record: bool = False,
-    ) -> StepResult:
-        dim = output_dim(self._rules) if outputs else 0
-
-        def schedules(count: int, edges: Edges | None) -> Schedule:
-            return self._plan.proven(count, edges, trains=trains)
-
-        draw = self._randomness.next if trains else None
-        order = Order(
-            schedules,
-            batch,
-            loss,
-            trains=trains,
-            outputs=outputs,
-            record=record,
-            draw=draw,
-            hooks=self._hooks if self._hooks else None,
-            whole_batch=trains and self._statistics == "batch",
-        )
-        if trains:
-            self._sharing.prepare()
-        reports = self._crew.carry_out(order)
-        if trains:
-            self._add_up_shares()
-            self._randomness.advance()
-        found = reports[0].outputs if outputs else None
-        merged = merge(found, dim) if found and not reports[0].ready else found
-        if not record:
-            return StepResult(reports[0].loss, merged)
-        timeline, kind = self._crew.timeline(reports)
-        return StepResult(reports[0].loss, merged, timeline, kind, timeline.bubble)

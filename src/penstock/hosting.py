@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from penstock.runtime import Rank, check_stages
 from penstock.runtime.describing import Describe
 from penstock.schedule import Schedule
 from penstock.stage import PipelineStage
-from penstock.transport import Transport, connect, in_process, launched
+from penstock.step import Loss, LossFunction, LossWeight, Metric, Reduction, Replicas
+from penstock.transport import Transport, connect, in_process, launched, sum_over
 
 
 def placed_on(device: torch.device | str | None) -> torch.device | None:
@@ -41,6 +42,33 @@ def check_given(stages: Sequence[PipelineStage]) -> None:
             f"from_stages was given {', '.join(others)}; "
             "make a stage of each module with PipelineStage(module, index, count)"
         )
+
+
+def loss_of(
+    function: LossFunction | None,
+    *,
+    reduction: Reduction = "mean",
+    loss_weight: LossWeight | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    accumulate: int = 1,
+    replicas: Any = None,
+) -> Loss | None:
+    """The loss that a Pipeline was told, see :class:`penstock.step.LossOptions`.
+
+    Raises:
+        UsageError: an unknown reduction, or a number that is none.
+    """
+    if function is None:
+        return None
+    others = replicas_of(replicas)
+    return Loss(function, reduction, loss_weight, metrics or {}, accumulate, others)
+
+
+def replicas_of(replicas: Any) -> Replicas:
+    """The other pipelines, from a process group of the ranks at this place in each."""
+    if replicas is None or isinstance(replicas, Replicas):
+        return replicas or Replicas()
+    return Replicas(*sum_over(replicas))
 
 
 def connect_if_launched(device: torch.device, group: Any) -> list[Transport]:

@@ -182,7 +182,7 @@ def pipelined(
     ranks = make_ranks(schedule, modules, ends or in_process(schedule.ranks))
     reports = drive([rank.run(order_of(schedule)) for rank in ranks])
     stages = [stage for rank in ranks for stage in rank.stages.values()]
-    return reports[0].loss, gradients(modules), [stage.in_flight for stage in stages]
+    return reports[0].numbers.loss, gradients(modules), [stage.in_flight for stage in stages]
 
 
 def run_graph(group: Any, name: str, rank_of: list[int], halves: bool) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def run_graph(group: Any, name: str, rank_of: list[int], halves: bool) -> dict[s
     loss, expected = plain(graph)
     mine = [p for i in held(schedule, end.rank) for p in range(2 * i, 2 * i + 2)]
     gaps = [gap(f, expected[i]) for f, i in zip(gradients(modules), mine, strict=True)]
-    return {"loss": abs(report.loss - loss), "gap": max(gaps)}
+    return {"loss": abs(report.numbers.loss - loss), "gap": max(gaps)}
 
 
 def gap(found: Tensor, expected: Tensor) -> float:

@@ -15,9 +15,10 @@ from penstock import PipelineStage
 from penstock.errors import MessageError, SpecError
 from penstock.microbatch import split
 from penstock.runtime import Machine, RankProgram, Work, channels, drive
+from penstock.runtime.roots import Roots
 from penstock.schedule import Placement, Schedule, add_communication, build, parse_action
 from penstock.specs import ValueSpec
-from penstock.step import Loss
+from penstock.step import Loss, Weights
 from penstock.transport import in_process
 from tests.runtime.graphs import BATCH, GRAPHS, make_ranks, order_of, schedule_of, square_loss
 
@@ -52,7 +53,9 @@ def run(
         stages = {end.rank: PipelineStage(module, end.rank, 2)}
         loss = Loss(lambda output, _: output.sum()) if grad else None
         many = schedule.microbatches
-        works.append(Work(parts, [specs] * many, [None] * many, loss, [1.0] * many, not grad))
+        weights = Weights([1.0] * many, [1.0] * many, [1.0] * many)
+        roots = Roots(loss, weights, [None] * many)
+        works.append(Work(parts, [specs] * many, roots, not grad))
         machines.append(Machine(RankProgram(schedule, end.rank), stages, end, works[-1]))
     with torch.set_grad_enabled(grad):
         drive([machine.run() for machine in machines])
@@ -64,9 +67,8 @@ def run(
 
 def test_the_last_rank_has_the_losses() -> None:
     first, last = run(STEP)
-    assert first.losses == {}
-    assert list(last.losses) == [0]
-    assert not last.losses[0].requires_grad
+    assert not first.roots.tally.sums().totals
+    assert list(last.roots.tally.sums().totals) == [("main", "")]
 
 
 def test_the_last_rank_keeps_outputs_where_asked() -> None:
@@ -82,7 +84,7 @@ OTHER_OPS = programs(
 
 
 def test_ops_that_ask_nothing_of_a_plain_stage() -> None:
-    assert list(run(OTHER_OPS)[1].losses) == [0]
+    assert list(run(OTHER_OPS)[1].roots.tally.sums().totals) == [("main", "")]
 
 
 # ---- what it refuses
@@ -266,4 +268,4 @@ def test_the_loss_is_the_batchs() -> None:
     ranks = make_ranks(schedule, modules, in_process(2))
     reports = drive([rank.run(order_of(schedule)) for rank in ranks])
     expected = float(square_loss(modules[1](BATCH).detach(), BATCH))
-    assert [report.loss for report in reports] == [pytest.approx(expected)] * 2
+    assert [report.numbers.loss for report in reports] == [pytest.approx(expected)] * 2

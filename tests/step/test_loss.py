@@ -1,7 +1,8 @@
-"""The loss of a batch from the losses of its microbatches."""
+"""The loss of a microbatch, and what it is refused for."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,23 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
-from penstock.step import Loss, total
+from penstock.step import Loss, nothing
 
 MEAN = Loss(nn.functional.mse_loss)
 SUM = Loss(lambda output, target: nn.functional.mse_loss(output, target, reduction="sum"), "sum")
-
-
-@pytest.mark.parametrize(
-    ("loss", "samples", "weights"),
-    [
-        (MEAN, [2, 2], [0.5, 0.5]),
-        (MEAN, [3, 1], [0.75, 0.25]),
-        (MEAN, [0, 0], [0.5, 0.5]),
-        (SUM, [3, 1], [1.0, 1.0]),
-    ],
-)
-def test_weights(loss: Loss, samples: list[int], weights: list[float]) -> None:
-    assert loss.weights(samples) == weights
 
 
 @pytest.mark.parametrize("loss", [MEAN, SUM], ids=lambda loss: loss.reduction)
@@ -33,17 +21,11 @@ def test_the_parts_add_up_to_the_loss_of_the_batch(loss: Loss) -> None:
     output, target = torch.randn(7, 2), torch.randn(7, 2)
     sizes = [3, 3, 1]
     parts = zip(output.split(sizes), target.split(sizes), strict=True)
-    found = total([loss.of_microbatch(*part) for part in parts], loss.weights(sizes))
+    shares = loss.weights(loss.counts(sizes, ())).shares
+    found = sum(
+        share * float(loss.of_microbatch(*part)) for share, part in zip(shares, parts, strict=True)
+    )
     assert found == pytest.approx(float(loss.function(output, target)))
-
-
-def test_nothing_adds_up_to_zero() -> None:
-    assert total([], [1.0]) == 0.0
-
-
-def test_parts_are_added_in_double_precision() -> None:
-    parts = [torch.tensor(1.0), torch.tensor([1e-12])]
-    assert total(parts, [1.0, 1.0]) == 1.0 + float(torch.tensor(1e-12))
 
 
 def test_a_loss_is_given_as_it_is() -> None:
@@ -63,6 +45,67 @@ def test_a_loss_must_be_a_scalar_tensor(result: Any, says: str) -> None:
         Loss(function).of_microbatch(0, 0)
 
 
+@dataclass
+class Output:
+    logits: Tensor
+
+
+@pytest.mark.parametrize("kind", [lambda t: t, lambda t: {"a": (t,)}, Output])
+def test_a_loss_without_gradient_is_refused(kind: Any) -> None:
+    output = kind(torch.ones(2, requires_grad=True))
+    with pytest.raises(UsageError, match="requires no grad for an output that does"):
+        Loss(lambda *_: torch.zeros(())).of_microbatch(output, 0)
+
+
 def test_an_unknown_reduction_is_refused() -> None:
     with pytest.raises(UsageError, match="reduction='none': must be 'mean' or 'sum'"):
         Loss(nn.functional.mse_loss, "none")  # type: ignore[arg-type] # the mistake under test
+
+
+# ---- nothing
+
+
+def test_nothing_has_a_gradient_of_zero_whatever_the_output_holds() -> None:
+    output = {"a": torch.full((2,), torch.nan, requires_grad=True), "b": torch.ones(1)}
+    loss = nothing(output)
+    assert (float(loss.detach()), loss.shape) == (0.0, ())
+    loss.backward()
+    assert output["a"].grad is not None
+    assert output["a"].grad.tolist() == [0.0, 0.0]
+
+
+def test_nothing_of_no_tensors_is_zero() -> None:
+    assert float(nothing({"a": None})) == 0.0
+
+
+# ---- what a step may say
+
+
+def test_a_step_has_its_own_weights() -> None:
+    assert MEAN.weighed(None) is MEAN
+    assert MEAN.weighed(2.0).weight == 2.0
+
+
+def test_a_step_says_what_it_accumulates() -> None:
+    usual = Loss(nn.functional.mse_loss, accumulate=4)
+    assert usual.scale(None, None, 1.0).accumulate == 4
+    assert usual.scale(2, None, 1.0).accumulate == 2
+    assert usual.scale(None, 7.0, 3.0).total == 7.0
+    assert usual.scale(None, 7.0, 3.0).factor == 3.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "accumulate", "total", "says"),
+    [
+        (MEAN, 0, None, "accumulate=0: must be at least 1 step"),
+        (MEAN, None, -1.0, "total_weight=-1.0: must be a number of at least 0"),
+        (MEAN, None, float("nan"), "total_weight=nan"),
+        (MEAN, 2, 3.0, "not both: each says what to divide by"),
+        (MEAN.weighed(1.0), 2, None, "accumulate= with loss_weight=.*give total_weight="),
+    ],
+)
+def test_what_contradicts_itself_is_refused(
+    loss: Loss, accumulate: int | None, total: float | None, says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        loss.scale(accumulate, total, 1.0)

@@ -8,29 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from penstock.errors import MessageError, PenstockError, StageError
 from penstock.faults.activity import Activity
+from penstock.losses import collect_losses
 from penstock.microbatch import Microbatch
 from penstock.parallel import Adapter
-from penstock.runtime.arguments import Call, Inputs, chosen
+from penstock.runtime.arguments import Call, Inputs
 from penstock.runtime.clock import Recorder
 from penstock.runtime.companions import Companions
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Exchange, Specs, microbatch_of
 from penstock.runtime.hooks import ActionEvent, Hooks
 from penstock.runtime.program import RankProgram, parts
+from penstock.runtime.roots import Roots
 from penstock.runtime.turns import Turns
 from penstock.schedule import Action, Op, Overlap
 from penstock.schedule.action import COMPUTE_OPS, MESSAGE_OPS, OVERLAPPED, RECV_OPS, Entry
 from penstock.specs import flatten
 from penstock.stage import PipelineStage
-from penstock.step import Loss
 from penstock.transport import Transport
 
 Gradients = Sequence[Tensor | None]
@@ -51,12 +50,9 @@ class Work:
     Args:
         microbatches: the parts of the batch.
         specs: for each microbatch, what was agreed about its values.
-        targets: for each microbatch, what the loss compares with.
-        loss: computed on the last stage, where there is one.
-        weights: from what each microbatch's backward starts.
+        roots: from what backward starts; losses and metrics are noted there.
         keep_outputs: whether to keep the last stage's outputs.
         recorder: notes when each action ran, where asked.
-        losses: of each microbatch, not scaled.
         outputs: of the last stage for each microbatch, where asked.
         owed: arguments of the call and their gradients.
         inputs: which of the model's arguments each stage is given.
@@ -68,12 +64,9 @@ class Work:
 
     microbatches: Sequence[Microbatch]
     specs: Sequence[Specs]
-    targets: Sequence[Any] = ()
-    loss: Loss | None = None
-    weights: Sequence[float] = ()
+    roots: Roots = field(default_factory=Roots)
     keep_outputs: bool = False
     recorder: Recorder | None = None
-    losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     inputs: Inputs = field(default_factory=lambda: Inputs({}))
@@ -100,7 +93,7 @@ class Machine:
         program: what to do.
         stages: the rank's stages by index.
         transport: the rank's end.
-        work: the step's data; losses and outputs are left there.
+        work: the step's data; what it leaves is noted there.
         activity: where it is noted what the rank does.
     """
 
@@ -215,12 +208,13 @@ class Machine:
     def _forward(self, action: Action) -> Any:
         stage, microbatch = self._stages[action.stage], microbatch_of(action)
         args, kwargs = self._arguments(stage, microbatch)
-        root = self._loss_of(stage, microbatch) or self._values_of(stage)
+        given, companions = self._program.given(stage.index), self._companions[stage.index]
         self._before(action, (args, kwargs))
-        with self._timed(action):
-            for companion in self._companions[stage.index]:
+        with self._timed(action), collect_losses() as added:
+            for companion in companions:
                 companion.forward(microbatch)
-            output = stage.forward(microbatch, args, kwargs, root)
+            roots = self._work.roots.maker(stage, microbatch, given, added, companions)
+            output = stage.forward(microbatch, args, kwargs, roots)
         if stage.changed:
             self._exchange.check_unchanged(stage.index, microbatch, stage.changed)
         self._exchange.keep(stage.index, microbatch, output, wired=stage.wired)
@@ -233,28 +227,6 @@ class Machine:
         values = self._exchange.values(stage.index, microbatch)
         taken, part = self._program.taken(stage.index), self._work.microbatches[microbatch]
         return self._work.inputs.arguments(stage, taken, values, part)
-
-    def _values_of(self, stage: PipelineStage) -> Callable[[Any], list[Any]] | None:
-        """Picks out what gradients come back for, where that is not the output as it is."""
-        given = self._program.given(stage.index)
-        if not given or (len(given) == 1 and not stage.wired):
-            return None
-        return partial(chosen, given, wired=stage.wired)
-
-    def _loss_of(self, stage: PipelineStage, microbatch: int) -> Callable[[Any], Tensor] | None:
-        loss, work = self._work.loss, self._work
-        if loss is None or not stage.is_last:
-            return None
-
-        def compute(output: Any) -> Tensor:
-            for companion in self._companions[stage.index]:
-                companion.loss(microbatch)
-            found = loss.of_microbatch(output, work.targets[microbatch])
-            # A copy: the scalar that mse_loss gives lies in memory as large as the output.
-            work.losses[microbatch] = found.detach().clone()
-            return found
-
-        return compute
 
     def _backward(self, action: Action) -> None:
         """Both halves at once, or the weights' half later where another microbatch is due before."""
@@ -315,10 +287,8 @@ class Machine:
             companion.done(microbatch)
 
     def _output_gradients(self, stage: PipelineStage, microbatch: int) -> Gradients:
-        if stage.is_last:
-            weight = self._work.weights[microbatch]
-            return [torch.full_like(self._work.losses[microbatch], weight)]
-        return self._exchange.owed(stage.index, microbatch)
+        owed = self._exchange.owed(stage.index, microbatch)
+        return [*owed, *self._work.roots.seeds(stage.index, microbatch)]
 
     def _timed(self, action: Action) -> Any:
         return _NOT_TIMED if self._work.recorder is None else self._work.recorder.timed(action)

@@ -14,7 +14,7 @@ from penstock.runtime.hooks import Hooks
 from penstock.runtime.machine import Replacement
 from penstock.schedule import Edge, Schedule, Span
 from penstock.specs import autocast_types
-from penstock.step import Loss
+from penstock.step import Loss, Numbers, Scale
 
 Schedules = Callable[[int, tuple[Edge, ...] | None], Schedule]
 """The proven schedule for so many microbatches, and for these edges where they depend on the call."""
@@ -36,6 +36,7 @@ class Order:
         replaced: by kind of work, what does it instead.
         hooks: what to call before and after actions, where there are any.
         whole_batch: whether batch norms update their statistics once, as the whole batch would.
+        scale: what else the gradients are scaled by.
     """
 
     schedules: Schedules
@@ -49,6 +50,7 @@ class Order:
     replaced: Mapping[str, Replacement] = field(default_factory=dict)
     hooks: Hooks | None = None
     whole_batch: bool = False
+    scale: Scale | None = None
 
     @property
     def mode(self) -> str:
@@ -64,7 +66,7 @@ class Report:
 
     Attributes:
         schedule: what was run.
-        loss: of the whole batch.
+        numbers: what the call comes to.
         outputs: of the last stage, where asked.
         spans: when each action ran, where asked.
         elapsed: seconds, where asked.
@@ -75,7 +77,7 @@ class Report:
     """
 
     schedule: Schedule
-    loss: float
+    numbers: Numbers
     outputs: list[Any] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     elapsed: float = 0.0

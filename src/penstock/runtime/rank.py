@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.draws import Generators, Streams
 from penstock.errors import SpecError, UsageError
@@ -19,16 +18,19 @@ from penstock.runtime.arguments import Inputs
 from penstock.runtime.calls import Brought, ModelCall
 from penstock.runtime.clock import Recorder
 from penstock.runtime.companions import Companion, Companions
-from penstock.runtime.describing import OUTPUT, Describe, describe_by_stage, describe_whole
+from penstock.runtime.describing import Describe, describe_by_stage, describe_whole
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.runtime.machine import Machine, Work
+from penstock.runtime.numbers import Names, agree_weights, share_numbers
 from penstock.runtime.orders import Order, Report
+from penstock.runtime.outputs import share_outputs
 from penstock.runtime.program import RankProgram, channels
+from penstock.runtime.roots import Roots
 from penstock.schedule import Edge, Schedule
-from penstock.specs import ValueSpec, flatten, named_arguments
+from penstock.specs import ValueSpec, named_arguments
 from penstock.stage import PipelineStage
-from penstock.step import WholeBatch, total
+from penstock.step import WholeBatch
 from penstock.transport import Transport
 
 
@@ -59,6 +61,7 @@ class Rank:
         self._programs: dict[int, tuple[Schedule, RankProgram]] = {}
         self._book = Book()
         self._inputs: Inputs | None = None
+        self._names: Names = ()
         self._streams = {
             stage.index: Streams(stage.module, Generators([stage.device])) for stage in stages
         }
@@ -89,14 +92,12 @@ class Rank:
         program = self._program(page.schedule)
         device = next(iter(self.stages.values())).device
         recorder = Recorder(self.number, device) if order.record else None
-        count = page.call.count
+        roots, count = (yield from self._roots(order, page.call)), page.call.count
         with self._accompanied(order) as companions, self._adapted(order, count) as adapters:
             work = Work(
                 page.call.completed(self.number, order.batch.parts),
                 page.specs,
-                order.batch.targets or [None] * page.call.count,
-                order.loss,
-                [] if order.loss is None else order.loss.weights(page.call.samples),
+                roots,
                 keep_outputs=order.outputs or order.keep,
                 recorder=recorder,
                 inputs=self._for_call(inputs, page.call, page.schedule),
@@ -110,8 +111,27 @@ class Rank:
         self.activity.wait("waits until what it sent has left", None)
         self.transport.finish()
         self.activity.go_on()
-        report = yield from self._report(program, work, elapsed, order)
-        return replace(report, ready=page.call.ready)
+        numbers, self._names = yield from share_numbers(
+            self.transport, order.loss, roots.tally.sums(), roots.weight, self._names
+        )
+        return Report(
+            program.schedule,
+            numbers,
+            (yield from self._outputs(page, work)) if order.outputs else [],
+            recorder.spans if recorder else [],
+            elapsed,
+            work.owed,
+            page.call.ready,
+            roots.tally.mains(),
+            [work.outputs[index] for index in sorted(work.outputs)] if order.keep else [],
+        )
+
+    def _roots(self, order: Order, call: ModelCall) -> Task[Roots]:
+        loss, targets = order.loss, order.batch.targets
+        if loss is None:
+            return Roots()
+        weights = yield from agree_weights(self.transport, loss, call, targets, order.scale)
+        return Roots(loss, weights, targets or [None] * call.count)
 
     @contextmanager
     def _accompanied(self, order: Order) -> Iterator[Companions]:
@@ -213,58 +233,10 @@ class Rank:
             self._programs[id(schedule)] = (schedule, RankProgram(schedule, self.number))
         return self._programs[id(schedule)][1]
 
-    def _report(
-        self, program: RankProgram, work: Work, elapsed: float, order: Order
-    ) -> Task[Report]:
-        found = [work.losses[index] for index in sorted(work.losses)]
-        mine = torch.tensor([total(found, work.weights)], dtype=torch.float64)
-        loss = yield from self._sum(mine)
-        outputs: list[Any] = []
-        if order.outputs:
-            outputs = yield from self._share_outputs(program, work)
-        spans = work.recorder.spans if work.recorder else []
-        kept = [work.outputs[index] for index in sorted(work.outputs)] if order.keep else []
-        return Report(
-            program.schedule,
-            float(loss),
-            outputs,
-            spans,
-            elapsed,
-            work.owed,
-            losses=found,
-            kept=kept,
-        )
-
-    def _sum(self, values: Tensor) -> Task[Tensor]:
-        ticket = self.transport.sum(values)
-        yield Wait(ticket, self.number, "waits for a sum over the ranks")
-        summed: Tensor = ticket.take()
-        return summed
-
-    def _share_outputs(self, program: RankProgram, work: Work) -> Task[list[Any]]:
-        """Give every rank the outputs of the last stage."""
-        source = program.schedule.placement.rank_of[-1]
-        outputs = []
-        for microbatch, specs in enumerate(work.specs):
-            outputs.append((yield from self._share(source, work.outputs.get(microbatch), specs)))
-        return outputs
-
-    def _share(self, source: int, output: Any, specs: Specs) -> Task[Any]:
-        if OUTPUT not in specs:
-            raise SpecError(
-                "the model's output holds values that cannot travel to other ranks; give tensors, None, "
-                "bools, ints, floats, strings, and tuples, lists and dicts of them, or use step and eval"
-            )
-        spec = specs[OUTPUT]
+    def _outputs(self, page: Page, work: Work) -> Task[list[Any]]:
+        source = page.schedule.placement.rank_of[-1]
         device = next(iter(self.stages.values())).device
-        shared = []
-        for index, tensor_spec in enumerate(spec.tensors):
-            own = self.number == source
-            tensor = _tensor_at(output, index) if own else tensor_spec.empty(device)
-            ticket = self.transport.broadcast(tensor, source)
-            yield Wait(ticket, self.number, "waits for the outputs of the last stage")
-            shared.append(ticket.take())
-        return spec.fill(shared)
+        return (yield from share_outputs(self.transport, source, work.outputs, page.specs, device))
 
     def exchange(self, value: Any) -> Task[list[Any]]:
         """Give every rank's JSON value to all."""
@@ -277,10 +249,6 @@ class Rank:
         """Drop what an interrupted call left in the stages."""
         for stage in self.stages.values():
             stage.clear()
-
-
-def _tensor_at(value: Any, index: int) -> Tensor:
-    return flatten(value)[0][index]
 
 
 def _traits(stages: Iterable[PipelineStage]) -> tuple[tuple[torch.dtype, bool], ...]:

@@ -1,21 +1,35 @@
-"""What a training step adds to running a program: the loss, norms, results."""
+"""What a training step adds to running a program: the loss and its weight, norms, results."""
 
-from penstock.step.loss import Loss, LossFunction, Reduction, total
+from penstock.step.loss import Loss, LossFunction, LossOptions, Reduction, nothing
+from penstock.step.metrics import Metric
 from penstock.step.norms import gradient_norms, scale_gradients, total_norm
 from penstock.step.result import StepResult, TimelineKind
+from penstock.step.scaler import LossScaler
 from penstock.step.statistics import BatchStatistics, WholeBatch, check_statistics
+from penstock.step.tally import Numbers, Sums, Tally
+from penstock.step.weights import LossWeight, Replicas, Scale, Weights
 
 __all__ = [
     "BatchStatistics",
     "Loss",
     "LossFunction",
+    "LossOptions",
+    "LossScaler",
+    "LossWeight",
+    "Metric",
+    "Numbers",
     "Reduction",
+    "Replicas",
+    "Scale",
     "StepResult",
+    "Sums",
+    "Tally",
     "TimelineKind",
+    "Weights",
     "WholeBatch",
     "check_statistics",
     "gradient_norms",
+    "nothing",
     "scale_gradients",
-    "total",
     "total_norm",
 ]

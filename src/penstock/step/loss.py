@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypedDict, cast, get_args
 
 import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
+from penstock.step.metrics import Metric
+from penstock.step.weights import LossWeight, Replicas, Scale, Weights, count, weigh
+from penstock.trees import tensors_of
 
 Reduction = Literal["mean", "sum"]
 LossFunction = Callable[[Any, Any], Tensor]
 
 
+class LossOptions(TypedDict, total=False):
+    """What a Pipeline is told about its loss.
+
+    Attributes:
+        reduction: whether ``loss_fn`` is a ``"mean"``, the default, or a ``"sum"``.
+        loss_weight: over how many things a microbatch's loss is that mean or sum; by default its samples.
+            A function of the target, such as its count of valid tokens, or a number for the batch, or a
+            list of one for each microbatch. A sum is divided by the weights of all.
+        metrics: by name, ``(output, target) -> number``, which is averaged by the weights, or a pair of a
+            sum and how many things it is over. They come back in ``result.metrics``.
+        accumulate: of how many steps the gradients are to equal those of one large batch.
+        replicas: the pipelines that train the same weights on other data: a process group of the ranks
+            at this place in each of them, or :class:`Replicas`.
+    """
+
+    reduction: Reduction
+    loss_weight: LossWeight | None
+    metrics: Mapping[str, Metric] | None
+    accumulate: int
+    replicas: Any
+
+
 @dataclass(frozen=True)
 class Loss:
-    """A loss function and how it reduces over the samples of a batch.
+    """A loss function, how it reduces over the samples of a batch, and what is measured beside it.
 
     Backward of a microbatch starts from its weight, so that the microbatches add up to the loss of the batch;
     gradients are never rescaled afterwards.
 
     Args:
         function: ``(output, target) -> scalar``.
-        reduction: ``"mean"`` where it averages over the samples, ``"sum"`` where it adds them up.
+        reduction: ``"mean"`` where it averages, ``"sum"`` where it adds up.
+        weight: over how many things a microbatch's loss is a mean or a sum; by default its samples.
+        metrics: by name, ``(output, target) -> number``, or a pair of a sum and how many it is over.
+        accumulate: of how many steps the gradients are to equal those of one large batch.
+        replicas: the other pipelines that train the same weights.
 
     Raises:
         UsageError: another reduction.
@@ -32,17 +61,57 @@ class Loss:
 
     function: LossFunction
     reduction: Reduction = "mean"
+    weight: LossWeight | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    accumulate: int = 1
+    replicas: Replicas = field(default_factory=Replicas)
 
     def __post_init__(self) -> None:
         if self.reduction not in get_args(Reduction):
             raise UsageError(f"reduction={self.reduction!r}: must be 'mean' or 'sum'")
 
-    def weights(self, samples: Sequence[int]) -> list[float]:
-        """By what each microbatch's loss is scaled, from how many samples each holds."""
-        if self.reduction == "sum":
-            return [1.0] * len(samples)
-        total = sum(samples)
-        return [count / total for count in samples] if total else [1 / len(samples)] * len(samples)
+    def weighed(self, weight: LossWeight | None) -> Loss:
+        """With other weights, where there are some."""
+        return self if weight is None else replace(self, weight=weight)
+
+    def scale(self, accumulate: int | None, total: float | None, factor: float) -> Scale:
+        """What else the gradients of a step are scaled by.
+
+        Args:
+            accumulate: for this step, in place of the usual.
+            total: what the loss is divided by.
+            factor: of a loss scaler.
+
+        Raises:
+            UsageError: they contradict each other.
+        """
+        usual = self.accumulate if total is None else 1
+        found = Scale(usual if accumulate is None else accumulate, total, factor)
+        if self.weight is not None and found.accumulate > 1:
+            raise UsageError(
+                "accumulate= with loss_weight=: what this step weighs among the others is not known; give "
+                "total_weight=, the weight of all of them, or all batches in one step"
+            )
+        return found
+
+    def counts(self, samples: Sequence[int], targets: Sequence[Any]) -> list[float]:
+        """The weight of each microbatch, from how many samples it has and its target."""
+        return count(self.weight, samples, targets)
+
+    def weights(self, counts: Sequence[float], scale: Scale | None = None) -> Weights:
+        """What each microbatch's loss is multiplied by, see :func:`penstock.step.weights.weigh`.
+
+        Args:
+            counts: the weight of each microbatch.
+            scale: what else gradients are scaled by.
+        """
+        return weigh(
+            self.reduction,
+            counts,
+            given=self.weight is not None,
+            scale=scale,
+            replicas=self.replicas,
+        )
 
     def of_microbatch(self, output: Any, target: Any) -> Tensor:
         """The loss of a microbatch, not scaled.
@@ -63,16 +132,22 @@ class Loss:
 
 
 def _requires_grad(output: Any) -> bool:
-    if isinstance(output, tuple | list):
-        return any(map(_requires_grad, output))
-    if isinstance(output, dict):
-        return any(map(_requires_grad, output.values()))
-    return isinstance(output, Tensor) and output.requires_grad
+    return any(tensor.requires_grad for _, tensor in tensors_of(output))
 
 
-def total(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
-    """The batch's loss from those of its microbatches, scaled and added in their order in float64."""
-    if not losses:
-        return 0.0
-    stacked = torch.stack([loss.reshape(()) for loss in losses]).double().cpu()
-    return float((stacked * torch.tensor(weights, dtype=torch.float64)).sum())
+def nothing(output: Any) -> Tensor:
+    """A loss of 0 whose gradient is 0, whatever stands in the output."""
+    tensors = [tensor for _, tensor in tensors_of(output) if tensor.requires_grad]
+    found: Tensor = cast("Any", _Nothing).apply(*tensors) if tensors else torch.zeros(())
+    return found
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return tuple(map(torch.zeros_like, ctx.saved_tensors))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.schedule import Timeline
@@ -15,7 +16,10 @@ class StepResult:
     """The same on every rank.
 
     Attributes:
-        loss: the loss of the whole batch; 0.0 where there was no target.
+        loss: of the whole batch, with what the model added by :func:`penstock.add_loss`.
+        losses: of ``loss_fn`` alone under ``"main"``, and what was added under each name, unweighted.
+        metrics: what the user measures, by name.
+        weight: over how many things the loss is: samples, or what ``loss_weight`` says.
         outputs: the model's output for the whole batch, where it was asked for.
         timeline: who did what when, in seconds, where it was asked for.
         timeline_kind: ``"measured"`` on the ranks' own clocks, or ``"replayed"``: all ranks live in one
@@ -24,6 +28,9 @@ class StepResult:
     """
 
     loss: float
+    losses: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    weight: float = 0.0
     outputs: Any = None
     timeline: Timeline | None = None
     timeline_kind: TimelineKind | None = None

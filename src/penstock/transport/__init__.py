@@ -2,7 +2,7 @@
 
 from penstock.transport.base import BACKWARD, FORWARD, SHARED, Channel, Ticket, Transport
 from penstock.transport.in_process import InProcessTransport, in_process
-from penstock.transport.process_group import ProcessGroupTransport, connect, launched
+from penstock.transport.process_group import ProcessGroupTransport, connect, launched, sum_over
 from penstock.transport.relay import Relay
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "connect",
     "in_process",
     "launched",
+    "sum_over",
 ]

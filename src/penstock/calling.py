@@ -1,0 +1,155 @@
+"""Carries out the calls of a pipeline: training steps, evaluations, predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.crew import Crew
+from penstock.draws import Randomness
+from penstock.errors import UsageError
+from penstock.microbatch import Batch, Rules, merge, output_dim, split_batch
+from penstock.plan import Plan
+from penstock.runtime import Hooks, Order, Report
+from penstock.schedule import Schedule
+from penstock.schedule.edges import Edges
+from penstock.step import Loss, LossScaler, LossWeight, StepResult
+
+
+class Given(NamedTuple):
+    """What the user gives to a call: the model's arguments, those by name, the target."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    target: Any
+
+
+class Caller:
+    """From what the user gives to what comes back.
+
+    Args:
+        plan: which schedules there are.
+        crew: the ranks of this process.
+        loss: what the Pipeline was told about its loss.
+        rules: how batches are split.
+        hooks: the user's, of actions.
+        training: goes around every training step.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        crew: Crew,
+        loss: Loss | None,
+        rules: Rules | None,
+        hooks: Hooks,
+        training: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._plan = plan
+        self._crew = crew
+        self._loss = loss
+        self._rules = rules
+        self._hooks = hooks
+        self._training = training
+
+    def step(  # noqa: PLR0913 - as Pipeline.step
+        self,
+        given: Given,
+        randomness: Randomness,
+        *,
+        whole_batch: bool,
+        microbatches: int | None,
+        loss_weight: LossWeight | None,
+        total_weight: float | None,
+        accumulate: int | None,
+        scaler: LossScaler | None,
+        outputs: bool,
+        record: bool,
+    ) -> StepResult:
+        """A training step, see :meth:`penstock.Pipeline.step`."""
+        loss = self._training_loss().weighed(loss_weight)
+        scale = loss.scale(accumulate, total_weight, scaler.get_scale() if scaler else 1.0)
+        if scaler is not None:
+            scaler.attach(self._is_anywhere)
+        batch = self._batch(given, microbatches)
+        self._plan.check_trains(batch.count)
+        order = self._order(
+            batch,
+            loss,
+            trains=True,
+            scale=scale,
+            outputs=outputs,
+            record=record,
+            draw=randomness.next,
+            whole_batch=whole_batch,
+        )
+        with self._training():
+            reports = self._crew.carry_out(order)
+        randomness.advance()
+        return self._result(order, reports)
+
+    def _training_loss(self) -> Loss:
+        if self._loss is None:
+            raise UsageError("step needs a loss; give the Pipeline a loss_fn")
+        if not self._plan.training.trains:
+            raise UsageError(
+                f"the schedule {self._plan.training.name!r} has no backward; eval does without"
+            )
+        if torch.is_inference_mode_enabled():
+            raise UsageError(
+                "step under torch.inference_mode() has no gradients; call it outside, or use eval"
+            )
+        return self._loss
+
+    def evaluate(self, given: Given, *, outputs: bool) -> StepResult:
+        """An evaluation, see :meth:`penstock.Pipeline.eval`."""
+        if self._loss is None:
+            raise UsageError("eval needs a loss; give the Pipeline a loss_fn, or use predict")
+        return self._without_gradients(given, self._loss, outputs=outputs)
+
+    def predict(self, given: Given) -> Any:
+        """The model's output, see :meth:`penstock.Pipeline.predict`."""
+        return self._without_gradients(given, None, outputs=True).outputs
+
+    def _without_gradients(self, given: Given, loss: Loss | None, *, outputs: bool) -> StepResult:
+        order = self._order(self._batch(given), loss, trains=False, outputs=outputs)
+        with self._crew.evaluating():
+            return self._result(order, self._crew.carry_out(order))
+
+    def _batch(self, given: Given, microbatches: int | None = None) -> Batch:
+        count = self._plan.microbatches if microbatches is None else microbatches
+        args, kwargs, target = given
+        return split_batch(args, kwargs, target, self._rules, count, fewer=True)
+
+    def _order(
+        self, batch: Batch, loss: Loss | None, *, trains: bool, outputs: bool, **more: Any
+    ) -> Order:
+        if outputs:
+            output_dim(self._rules)
+
+        def schedules(count: int, edges: Edges | None) -> Schedule:
+            return self._plan.proven(count, edges, trains=trains)
+
+        hooks = self._hooks if self._hooks else None
+        return Order(schedules, batch, loss, trains=trains, outputs=outputs, hooks=hooks, **more)
+
+    def _is_anywhere(self, found: bool) -> bool:
+        """Whether something was found on any rank, here or in a replica."""
+        told: list[Any] = self._crew.each(lambda rank: rank.exchange(found))
+        here = torch.tensor([float(any(told))], dtype=torch.float64)
+        return bool((self._loss.replicas.added(here) if self._loss else here).any())
+
+    def _result(self, order: Order, reports: Sequence[Report]) -> StepResult:
+        report = reports[0]
+        found = report.outputs if order.outputs else None
+        if found and not report.ready:
+            found = merge(found, output_dim(self._rules))
+        result = StepResult(**vars(report.numbers), outputs=found)
+        if not order.record:
+            return result
+        timeline, kind = self._crew.timeline(reports)
+        return replace(result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble)

@@ -1,0 +1,114 @@
+"""Losses that a model makes on its way: a router's balance, deep supervision.
+
+A model calls :func:`add_loss` anywhere in its forward. A pipeline adds what it is given to the loss of the
+microbatch, in whatever stage that is; in a plain loop :func:`collect_losses` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import UsageError
+
+MAIN = "main"
+"""The name under which the loss of ``loss_fn`` is reported beside the others."""
+
+
+class Term(NamedTuple):
+    """What was added once."""
+
+    name: str
+    value: Tensor
+    weight: float
+
+
+class Losses:
+    """What a model added during a forward.
+
+    Attributes:
+        differentiable: whether gradients were enabled when it began.
+    """
+
+    def __init__(self) -> None:
+        self.differentiable = torch.is_grad_enabled()
+        self._terms: list[Term] = []
+
+    def add(self, term: Term) -> None:
+        """Note a term."""
+        self._terms.append(term)
+
+    def total(self) -> Tensor:
+        """The sum of all terms, each by its weight; 0 where there are none."""
+        # Multiplied only here: a checkpoint that runs again must find the same tensors saved.
+        terms = [term.value.reshape(()) * term.weight for term in self._terms]
+        return sum(terms[1:], terms[0]) if terms else torch.zeros(())
+
+    def named(self) -> dict[str, Tensor]:
+        """For each name the sum of its terms without their weights, detached."""
+        found: dict[str, Tensor] = {}
+        for name, value, _ in self._terms:
+            term = value.detach().reshape(()).clone()
+            found[name] = found[name] + term if name in found else term
+        return found
+
+    def __iter__(self) -> Iterator[Term]:
+        return iter(self._terms)
+
+    def __len__(self) -> int:
+        return len(self._terms)
+
+
+_collected: ContextVar[Losses | None] = ContextVar("penstock_losses", default=None)
+
+
+@contextmanager
+def collect_losses() -> Iterator[Losses]:
+    """Collect what :func:`add_loss` is given inside.
+
+    ::
+
+        with penstock.collect_losses() as losses:
+            output = model(x)
+        (loss_fn(output, target) + losses.total()).backward()
+    """
+    token = _collected.set(found := Losses())
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
+def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
+    """Add ``weight * value`` to the loss that is being computed.
+
+    To be called by a model in its forward. In a pipeline's stages, and where :func:`collect_losses` is
+    active, the value is added; elsewhere nothing happens, as when a checkpoint runs a forward again.
+
+    Args:
+        name: under which the value is reported, without its weight; those of one name are added up.
+        value: a scalar tensor: of one microbatch, as a mean or a sum like the loss itself.
+        weight: by what it is multiplied.
+
+    Raises:
+        UsageError: the value is no scalar tensor, or gradients are disabled, so that none would come of it.
+    """
+    losses = _collected.get()
+    if losses is None:
+        return
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise UsageError(f"add_loss({name!r}, ...) needs a scalar tensor, not {found}")
+    if not isinstance(name, str) or name == MAIN:
+        raise UsageError(f"add_loss({name!r}, ...): the name must be a text other than {MAIN!r}")
+    if losses.differentiable and weight and not torch.is_grad_enabled():
+        raise UsageError(
+            f"add_loss({name!r}, ...) with gradients disabled: nothing would be trained by it; call it "
+            "outside of no_grad() and of a checkpoint with use_reentrant=True, or with weight=0 to report it"
+        )
+    losses.add(Term(name, value, float(weight)))

@@ -1,0 +1,92 @@
+"""The numbers of a step that ranks must have in common: the weights before it, the results after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError, StageError
+from penstock.runtime.calls import ModelCall
+from penstock.runtime.driver import Task, Wait
+from penstock.step import Loss, Numbers, Scale, Sums, Weights
+from penstock.transport import Transport
+
+Names = tuple[str, ...]
+"""Of losses that stages added in some step, sorted; the same on every rank."""
+
+
+def agree_weights(
+    transport: Transport,
+    loss: Loss,
+    call: ModelCall,
+    targets: Sequence[Any] | None,
+    scale: Scale | None,
+) -> Task[Weights]:
+    """How much each microbatch counts.
+
+    Where that depends on the targets and some rank has none, the first rank that has them tells it.
+
+    Raises:
+        StageError: the user's function raised.
+    """
+    if not callable(loss.weight) or all(call.targets):
+        return loss.weights(_counts(transport.rank, loss, call.samples, targets), scale)
+    mine = [0.0] * call.count
+    if call.targets.index(True) == transport.rank:
+        mine = _counts(transport.rank, loss, call.samples, targets)
+    ticket = transport.sum(torch.tensor(mine, dtype=torch.float64))
+    yield Wait(ticket, transport.rank, "waits for the weights of the microbatches")
+    return loss.weights(ticket.take().tolist(), scale)
+
+
+def _counts(
+    rank: int, loss: Loss, samples: Sequence[int], targets: Sequence[Any] | None
+) -> list[float]:
+    try:
+        return loss.counts(samples, targets or ())
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise StageError(
+            f"rank {rank}, before microbatch 0, loss_weight: {type(error).__name__}: {error}"
+        ) from error
+
+
+def share_numbers(
+    transport: Transport, loss: Loss | None, sums: Sums, weight: float, names: Names
+) -> Task[tuple[Numbers, Names]]:
+    """Add up what the ranks found.
+
+    One sum does it, unless a stage added a loss under a name that is new.
+
+    Args:
+        transport: the rank's end.
+        loss: what was computed, where it was.
+        sums: of this rank.
+        weight: of all microbatches.
+        names: known so far.
+
+    Returns:
+        The numbers, and the names known now.
+    """
+    new = sorted(sums.names.difference(names))
+    total = yield from _sum(transport, torch.cat([sums.row(names), torch.tensor([len(new)])]))
+    row = total[:-1]
+    if total[-1]:
+        ticket = transport.agree(new)
+        yield Wait(ticket, transport.rank, "waits for the names of the losses")
+        names = tuple(sorted({*names, *(name for told in ticket.take() for name in told)}))
+        row = yield from _sum(transport, sums.row(names))
+    if loss is not None:
+        row = loss.replicas.added(row)
+    return sums.read(row.tolist(), names, weight), names
+
+
+def _sum(transport: Transport, values: Tensor) -> Task[Tensor]:
+    ticket = transport.sum(values)
+    yield Wait(ticket, transport.rank, "waits for a sum over the ranks")
+    found: Tensor = ticket.take()
+    return found

@@ -1,0 +1,61 @@
+"""Give every rank the outputs of the last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from penstock.errors import SpecError
+from penstock.runtime.describing import OUTPUT
+from penstock.runtime.driver import Task, Wait
+from penstock.runtime.exchange import Specs
+from penstock.specs import flatten
+from penstock.transport import Transport
+
+
+def share_outputs(
+    transport: Transport,
+    source: int,
+    outputs: Mapping[int, Any],
+    specs: Sequence[Specs],
+    device: torch.device,
+) -> Task[list[Any]]:
+    """The outputs of all microbatches.
+
+    Args:
+        transport: the rank's end.
+        source: the rank that has them.
+        outputs: on that rank, by microbatch.
+        specs: for each microbatch, what was agreed about its values.
+        device: where they shall live.
+
+    Raises:
+        SpecError: they hold something that cannot travel.
+    """
+    found = []
+    for microbatch, agreed in enumerate(specs):
+        found.append(
+            (yield from _share(transport, source, outputs.get(microbatch), agreed, device))
+        )
+    return found
+
+
+def _share(
+    transport: Transport, source: int, output: Any, specs: Specs, device: torch.device
+) -> Task[Any]:
+    if OUTPUT not in specs:
+        raise SpecError(
+            "the model's output holds values that cannot travel to other ranks; give tensors, None, "
+            "bools, ints, floats, strings, and tuples, lists and dicts of them, or use step and eval"
+        )
+    spec = specs[OUTPUT]
+    own = [t.detach() for t in flatten(output)[0]] if transport.rank == source else None
+    shared = []
+    for index, tensor_spec in enumerate(spec.tensors):
+        tensor = own[index] if own is not None else tensor_spec.empty(device)
+        ticket = transport.broadcast(tensor, source)
+        yield Wait(ticket, transport.rank, "waits for the outputs of the last stage")
+        shared.append(ticket.take())
+    return spec.fill(shared)

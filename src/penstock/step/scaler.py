@@ -1,0 +1,206 @@
+"""A loss scaler for training in float16: gradients too small for it are scaled up, and down again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import UsageError
+
+Agree = Callable[[bool], bool]
+"""Whether anything was found on any rank, from whether it was found here."""
+
+
+class LossScaler:
+    """Scales the loss, and skips a step whose gradients are not finite, on all ranks together.
+
+    The rule, the arguments and the state are those of ``torch.amp.GradScaler``, and so is the use, but that
+    the loss is scaled inside ``pipe.step``::
+
+        scaler = penstock.LossScaler()
+        for x, y in loader:
+            pipe.step(x, target=y, scaler=scaler)
+            scaler.unscale_(opt)          # only before gradients are clipped or looked at
+            pipe.clip_grad_norm_(1.0)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+
+    Args:
+        init_scale: the scale to begin with.
+        growth_factor: by what it is multiplied after ``growth_interval`` steps without infinities.
+        backoff_factor: by what it is multiplied after a step with some.
+        growth_interval: how many good steps make it grow.
+        enabled: without it, the scale is 1 and every step is taken.
+
+    Raises:
+        UsageError: numbers by which the scale would not grow and shrink.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        *,
+        enabled: bool = True,
+    ) -> None:
+        if not growth_factor > 1 or not 0 < backoff_factor < 1:
+            raise UsageError(
+                f"growth_factor={growth_factor} must be above 1 and backoff_factor={backoff_factor} "
+                "between 0 and 1"
+            )
+        self.enabled = enabled
+        self._scale = _rounded(init_scale)
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._good_steps = 0
+        self._found: dict[torch.optim.Optimizer, bool] = {}
+        self._stepped: dict[torch.optim.Optimizer, bool] = {}
+        self._agree: Agree = bool
+
+    def attach(self, agree: Agree) -> None:
+        """Decide together with the other ranks; ``pipe.step(..., scaler=...)`` calls it."""
+        self._agree = agree
+
+    def get_scale(self) -> float:
+        """By what the next loss is multiplied."""
+        return self._scale if self.enabled else 1.0
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale; all ranks call it, once before each step.
+
+        Raises:
+            UsageError: it was called before in this step, or gradients are float16.
+        """
+        if not self.enabled:
+            return
+        if optimizer in self._found:
+            raise UsageError(
+                "unscale_() was already called on this optimizer since the last update()"
+            )
+        self._found[optimizer] = self._agree(_unscale(_gradients(optimizer), 1.0 / self._scale))
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Take the optimizer's step, unless some rank found a gradient that is not finite.
+
+        Args:
+            optimizer: its gradients are divided by the scale here, where that was not done before.
+            args: of the optimizer's step.
+            kwargs: of the optimizer's step.
+
+        Returns:
+            What the optimizer's step gave; nothing where it was skipped.
+
+        Raises:
+            UsageError: it was called before since the last update.
+        """
+        if not self.enabled:
+            return optimizer.step(*args, **kwargs)
+        if optimizer in self._stepped:
+            raise UsageError("step() was already called on this optimizer since the last update()")
+        if optimizer not in self._found:
+            self.unscale_(optimizer)
+        self._stepped[optimizer] = True
+        return None if self._found[optimizer] else optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: float | None = None) -> None:
+        """Choose the next scale, after the step of every optimizer.
+
+        Args:
+            new_scale: to be taken instead of what the rule says.
+
+        Raises:
+            UsageError: no gradients were looked at since the last update.
+        """
+        if not self.enabled:
+            return
+        if new_scale is None and not self._found:
+            raise UsageError("update() comes after step(optimizer), once for all optimizers")
+        if new_scale is None:
+            self._follow_rule(any(self._found.values()))
+        else:
+            self._scale = _rounded(new_scale)
+        self._found.clear()
+        self._stepped.clear()
+
+    def _follow_rule(self, found: bool) -> None:
+        if found:
+            self._scale = _rounded(self._scale * self._backoff_factor)
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps == self._growth_interval:
+            grown = _rounded(self._scale * self._growth_factor)
+            self._scale = grown if grown != float("inf") else self._scale
+            self._good_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as torch's scaler has it; the same on every rank."""
+        if not self.enabled:
+            return {}
+        return {
+            "scale": self._scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._good_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state, also of torch's scaler.
+
+        Raises:
+            UsageError: it is not one.
+        """
+        if not self.enabled:
+            return
+        missing = self.state_dict().keys() - state.keys()
+        if missing:
+            raise UsageError(
+                f"a scaler's state has {sorted(self.state_dict())}; {sorted(missing)} are not there, "
+                "as in the state of a scaler that was not enabled"
+            )
+        self._scale = _rounded(state["scale"])
+        self._growth_factor = float(state["growth_factor"])
+        self._backoff_factor = float(state["backoff_factor"])
+        self._growth_interval = int(state["growth_interval"])
+        self._good_steps = int(state["_growth_tracker"])
+
+
+def _rounded(scale: float) -> float:
+    """As float32 has it, in which torch keeps its scale."""
+    return float(torch.tensor(float(scale), dtype=torch.float32))
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter.grad
+
+
+def _unscale(gradients: Iterator[Tensor], factor: float) -> bool:
+    """Multiply gradients by a factor; whether any of them was not finite."""
+    finite: list[Tensor] = []
+    for gradient in gradients:
+        if gradient.dtype is torch.float16:
+            raise UsageError(
+                "gradients in float16 cannot be unscaled without loss; keep the weights in float32 and "
+                "compute in float16 under torch.autocast"
+            )
+        held = gradient.coalesce().values() if gradient.is_sparse else gradient
+        finite.append(held.detach().isfinite().all())
+        gradient.mul_(factor)
+    return not all(flag.item() for flag in _stacked(finite))
+
+
+def _stacked(flags: list[Tensor]) -> list[Tensor]:
+    """One flag for each device."""
+    devices = {flag.device for flag in flags}
+    return [torch.stack([f for f in flags if f.device == device]).all() for device in devices]

@@ -1,0 +1,155 @@
+"""What a rank adds up in a step, and what comes of it over all ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.losses import MAIN, Losses
+from penstock.step.metrics import Metric, Number, measured
+from penstock.step.weights import Weights
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a step comes to, the same on every rank.
+
+    Attributes:
+        loss: of the batch, with what the model added on its way.
+        losses: of ``loss_fn`` alone under ``"main"``, and what was added under each name, unweighted.
+        metrics: by name.
+        weight: over how many things the loss is.
+    """
+
+    loss: float = 0.0
+    losses: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    weight: float = 0.0
+
+
+class _Entry(NamedTuple):
+    """A number of a microbatch, and by what it is multiplied."""
+
+    microbatch: int
+    stage: int
+    value: Number
+    factor: float
+
+
+class Tally:
+    """The losses and metrics of one rank in one step.
+
+    Args:
+        weights: how much each microbatch counts.
+        metrics: to be measured on the last stage.
+    """
+
+    def __init__(self, weights: Weights, metrics: Mapping[str, Metric]) -> None:
+        self._weights = weights
+        self._metrics = metrics
+        self._entries: defaultdict[tuple[str, str], list[_Entry]] = defaultdict(list)
+
+    def add_main(self, microbatch: int, stage: int, loss: Tensor) -> None:
+        """Note the loss of a microbatch."""
+        share = self._weights.shares[microbatch]
+        # A copy: the scalar that a loss function gives may lie in memory as large as the output.
+        self._enter(("main", ""), _Entry(microbatch, stage, loss.detach().clone(), share))
+
+    def add_losses(self, microbatch: int, stage: int, losses: Losses) -> None:
+        """Note what a stage added to it."""
+        share = self._weights.shares[microbatch]
+        for name, value in losses.named().items():
+            self._enter(("loss", name), _Entry(microbatch, stage, value, share))
+        for term in losses:
+            entry = _Entry(microbatch, stage, term.value.detach().clone(), share * term.weight)
+            self._enter(("added", ""), entry)
+
+    def measure(self, microbatch: int, stage: int, output: Any, target: Any) -> None:
+        """Evaluate the metrics of a microbatch."""
+        with torch.no_grad():
+            for name, metric in self._metrics.items():
+                found = metric(output, target)
+                over, under, factor = measured(name, found, self._weights.counts[microbatch])
+                self._enter(("over", name), _Entry(microbatch, stage, over, factor))
+                self._enter(("under", name), _Entry(microbatch, stage, under, factor))
+
+    def _enter(self, row: tuple[str, str], entry: _Entry) -> None:
+        self._entries[row].append(entry)
+
+    def mains(self) -> list[Tensor]:
+        """The losses of the microbatches in their order, on the rank that computed them."""
+        found = sorted(self._entries.get(("main", ""), ()), key=lambda entry: entry.microbatch)
+        return [entry.value for entry in found if isinstance(entry.value, Tensor)]
+
+    def sums(self) -> Sums:
+        """All that was noted, added up."""
+        rows = {row: sorted(found, key=lambda e: e[:2]) for row, found in self._entries.items()}
+        values = iter(_on_cpu([entry.value for found in rows.values() for entry in found]))
+        totals = {
+            row: sum((entry.factor * next(values) for entry in found), 0.0)
+            for row, found in rows.items()
+        }
+        return Sums(totals, tuple(self._metrics))
+
+
+def _on_cpu(values: Sequence[Number]) -> list[float]:
+    """Numbers as they are, and tensors brought over together from each device."""
+    found: dict[int, float] = {}
+    devices = {value.device for value in values if isinstance(value, Tensor)}
+    for device in devices:
+        here = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.device == device]
+        joined = torch.stack([torch.as_tensor(values[i]).reshape(()).double() for i in here])
+        found |= dict(zip(here, joined.tolist(), strict=True))
+    return [found[i] if isinstance(v, Tensor) else float(v) for i, v in enumerate(values)]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The sums of one rank, in the order in which ranks add them up.
+
+    Args:
+        totals: what was noted, by row.
+        metrics: the metrics' names, the same on every rank.
+    """
+
+    totals: Mapping[tuple[str, str], float]
+    metrics: tuple[str, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the losses that stages here added."""
+        return frozenset(name for kind, name in self.totals if kind == "loss")
+
+    def row(self, names: Iterable[str]) -> Tensor:
+        """One rank's numbers, to be added up over the ranks.
+
+        Args:
+            names: of the losses that stages may add; known to every rank.
+        """
+        keys = self._keys(names)
+        seen = [float(name in self.names) for name in names]
+        numbers = [*(self.totals.get(key, 0.0) for key in keys), *seen]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def read(self, row: Sequence[float], names: Sequence[str], weight: float) -> Numbers:
+        """What the ranks' rows come to."""
+        keys = self._keys(names)
+        found = dict(zip(keys, row, strict=False))
+        seen = dict(zip(names, row[len(keys) :], strict=True))
+        main, added = found["main", ""], found["added", ""]
+        losses = {name: found["loss", name] for name in names if seen[name]}
+        metrics = {name: _ratio(found["over", name], found["under", name]) for name in self.metrics}
+        return Numbers(main + added, {MAIN: main, **losses}, metrics, weight)
+
+    def _keys(self, names: Iterable[str]) -> list[tuple[str, str]]:
+        measured = [(kind, name) for name in self.metrics for kind in ("over", "under")]
+        return [("main", ""), ("added", ""), *measured, *(("loss", name) for name in names)]
+
+
+def _ratio(over: float, under: float) -> float:
+    return over / under if under else float("nan")
