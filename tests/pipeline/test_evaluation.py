@@ -142,7 +142,7 @@ def test_a_model_may_give_other_values_in_evaluation() -> None:
 
 def test_finding_shapes_uses_no_random_numbers() -> None:
     """The first step agrees on shapes, the second does not: both draw the same masks."""
-    pipe, losses = make(restless()), []
+    pipe, losses = make(restless(), seed="off"), []
     for _ in range(2):
         torch.manual_seed(3)
         losses.append(pipe.step(X, target=Y).loss)
