@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from time import monotonic
 from typing import Any, TypeVar
@@ -28,10 +28,17 @@ class Crew:
     Args:
         ranks: those that live here.
         timeout: seconds without progress after which a rank is called silent; None to learn it.
+        told: what must be the same on every rank, besides the schedule and the versions.
     """
 
-    def __init__(self, ranks: Sequence[Rank], timeout: Timeout = None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        timeout: Timeout = None,
+        told: Mapping[str, str] | None = None,
+    ) -> None:
         self.ranks = tuple(ranks)
+        self._told = told
         self._failure: BaseException | None = None
         self._generators = Generators(stage.device for stage in self.stages)
         self._patience = Patience(timeout)
@@ -56,7 +63,7 @@ class Crew:
         """
         if len(self.ranks) == 1 and self.ranks[0].transport.separate:
             self._watch = self._keep_watch(self.ranks[0])
-        self.run([agree_plan(rank.transport, schedule) for rank in self.ranks])
+        self.run([agree_plan(rank.transport, schedule, self._told) for rank in self.ranks])
         for rank in self.ranks:
             rank.transport.open(channels(schedule))
 
@@ -107,7 +114,11 @@ class Crew:
             raise self._failure from None
 
     def _cause(self, error: BaseException) -> BaseException:
-        return error if self._watch is None else self._watch.failed(error)
+        if self._watch is not None:
+            return self._watch.failed(error)
+        if self.ranks[0].transport.separate:
+            error.add_note("the pipeline was still being made: another rank may say why it stopped")
+        return error
 
     def each(self, task: Callable[[Rank], Task[T]]) -> T:
         """Run a task that gives the same on every rank."""

@@ -15,7 +15,7 @@ from torch import nn
 from penstock.calling import Caller, Given
 from penstock.crew import Crew
 from penstock.draws import Randomness, Seed, own_seed
-from penstock.faults import Timeout
+from penstock.faults import PATIENCE, Timeout
 from penstock.holding import WeightHolder
 from penstock.hosting import (
     check_given,
@@ -29,7 +29,7 @@ from penstock.hosting import (
 from penstock.microbatch import MISSING, Rules
 from penstock.partition import Shared, find_shared_between
 from penstock.plan import Plan, Stages, check_model, cut, make_plan
-from penstock.runtime import ActionHook, HookHandle, Hooks, Which, engine_for
+from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages, engine_for
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
 from penstock.stage import PipelineStage, home_of
@@ -73,6 +73,7 @@ class Pipeline(WeightHolder):
             300 in the first step, then the larger of 30 and ten times the median step. A pair says both.
         batch_statistics: whether batch norms update their running statistics for each ``"microbatch"``, or
             once a step as for the whole ``"batch"``; they normalise each microbatch by itself either way.
+        rendezvous_timeout: seconds until all processes of a launcher must be there.
         loss: ``reduction="mean"`` or ``"sum"``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas``:
             see :class:`penstock.step.LossOptions` and docs/training.md.
 
@@ -97,12 +98,13 @@ class Pipeline(WeightHolder):
         seed: Seed = None,
         timeout: Timeout = None,
         batch_statistics: BatchStatistics = "microbatch",
+        rendezvous_timeout: float = PATIENCE,
         **loss: Unpack[LossOptions],
     ) -> None:
         check_model(model)
         check_statistics(batch_statistics, [model])
         home = placed_on(device)
-        found = connect_if_launched(home or home_of(model), group)
+        found = connect_if_launched(home or home_of(model), group, rendezvous_timeout)
         plan = make_plan(
             schedule, world_of(found) if ranks is None else ranks, stages, microbatches
         )
@@ -112,7 +114,8 @@ class Pipeline(WeightHolder):
         # Only these are moved to the device: the others may not fit there.
         held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
         made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
-        crew = Crew(ranks_of(plan, ends, made, partition.describe), timeout)
+        told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
+        crew = Crew(ranks_of(plan, ends, made, partition.describe), timeout, told)
         self._set_up(plan, crew, partition.shared, loss_of(loss_fn, **loss), rules)
         self._randomness = Randomness(self._crew.leading(own_seed(seed)))
         self._statistics = batch_statistics
@@ -132,6 +135,7 @@ class Pipeline(WeightHolder):
         seed: Seed = None,
         timeout: Timeout = None,
         batch_statistics: BatchStatistics = "microbatch",
+        rendezvous_timeout: float = PATIENCE,
         **loss: Unpack[LossOptions],
     ) -> Pipeline:
         """A pipeline of stages placed by hand.
@@ -150,11 +154,12 @@ class Pipeline(WeightHolder):
             seed: of the random numbers that steps draw.
             timeout: seconds without progress after which a rank is named as silent.
             batch_statistics: of what batch norms update their running statistics.
+            rendezvous_timeout: seconds until all processes of a launcher must be there.
             loss: more about the loss.
         """
         check_given(stages)
         check_statistics(batch_statistics, [stage.module for stage in stages])
-        found = connect_if_launched(stages[0].device, group)
+        found = connect_if_launched(stages[0].device, group, rendezvous_timeout)
         plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
         plan = replace(plan, edges=None if edges is None else tuple(edges))
         pipe = cls.__new__(cls)

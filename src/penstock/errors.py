@@ -16,7 +16,6 @@
     ├── MessageError (RuntimeError)      a message was expected that nobody sends, or the reverse
     ├── AgreementError (RuntimeError)    ranks that must agree do not
     ├── PeerFailed (RuntimeError)        another rank failed, and this one stops because of it
-    ├── NonFinite (ArithmeticError)      a loss or a gradient is infinite or no number
     ├── PoisonedError (RuntimeError)     the Pipeline failed before and must be rebuilt
     └── InternalError (RuntimeError)     a bug in Penstock: please report it
 
@@ -93,10 +92,6 @@ class PeerFailed(PenstockError, RuntimeError):
         super().__init__(message)
         self.failures = failures
         self.status = status
-
-
-class NonFinite(PenstockError, ArithmeticError):
-    """A loss or a gradient is infinite or no number; the message names where it began."""
 
 
 class PoisonedError(PenstockError, RuntimeError):

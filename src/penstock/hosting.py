@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from penstock.errors import UsageError
+from penstock.faults import PATIENCE
 from penstock.plan import Plan
 from penstock.runtime import Rank, check_stages
 from penstock.runtime.describing import Describe
@@ -71,11 +72,13 @@ def replicas_of(replicas: Any) -> Replicas:
     return Replicas(*sum_over(replicas))
 
 
-def connect_if_launched(device: torch.device, group: Any) -> list[Transport]:
+def connect_if_launched(
+    device: torch.device, group: Any, patience: float = PATIENCE
+) -> list[Transport]:
     """This process's end where each rank is a process; else nothing."""
     if group is None and not launched():
         return []
-    return [connect(device, group)]
+    return [connect(device, group, patience=patience)]
 
 
 def world_of(ends: Sequence[Transport]) -> int | None:

@@ -6,10 +6,12 @@ from penstock.faults.failure import Failure, status_of
 from penstock.faults.meeting import Meeting
 from penstock.faults.patience import Patience, Timeout
 from penstock.faults.processes import Process, this_process
+from penstock.faults.rendezvous import PATIENCE
 from penstock.faults.report import versions
 from penstock.faults.watch import Watch
 
 __all__ = [
+    "PATIENCE",
     "Activity",
     "Board",
     "BoardLostError",

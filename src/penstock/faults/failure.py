@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from penstock.errors import InputFileError, NonFinite, StageError, UsageError
+from penstock.errors import InputFileError, NonFiniteError, StageError, UsageError
 
 Kind = Literal["raised", "died", "silent", "left", "interrupted", "lost"]
 
@@ -138,7 +138,7 @@ def status_of(error: BaseException) -> int:
 
 _STATUSES: tuple[tuple[type[BaseException], int], ...] = (
     (KeyboardInterrupt, INTERRUPTED),
-    (NonFinite, NON_FINITE),
+    (NonFiniteError, NON_FINITE),
     (InputFileError, INPUT),
     (UsageError, USAGE),
 )

@@ -1,6 +1,6 @@
 """Run a schedule: every rank's program as a machine that one can step."""
 
-from penstock.runtime.agreement import agree_plan
+from penstock.runtime.agreement import agree_plan, describe_stages
 from penstock.runtime.driver import Task, Wait, drive
 from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock.runtime.machine import Machine, Work
@@ -25,6 +25,7 @@ __all__ = [
     "agree_plan",
     "channels",
     "check_stages",
+    "describe_stages",
     "drive",
     "engine_for",
 ]

@@ -3,37 +3,84 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import AgreementError
+from penstock.faults import versions
 from penstock.runtime.calls import Brought, ModelCall, merge_calls
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.schedule import Schedule
+from penstock.specs import autocast_types
 from penstock.transport import Transport
 
 
-def agree_plan(transport: Transport, schedule: Schedule) -> Task[None]:
-    """Check that all ranks run the same schedule with the same torch.
+def agree_plan(
+    transport: Transport, schedule: Schedule, told: Mapping[str, str] | None = None
+) -> Task[None]:
+    """Check that all ranks run the same schedule of the same model with the same versions.
+
+    Args:
+        transport: the rank's end.
+        schedule: of a training step.
+        told: what else must be the same on every rank, by what it is called.
 
     Raises:
-        AgreementError: they do not; the message lists what each has.
+        AgreementError: they do not; the message lists who has what.
     """
     mine = {
-        "schedule": f"{schedule.name} {hashlib.sha256(str(schedule).encode()).hexdigest()[:12]}",
-        "microbatches": schedule.microbatches,
-        "torch": torch.__version__,
+        "schedule": f"{schedule.name} {_digest(str(schedule))}",
+        "microbatches": str(schedule.microbatches),
+        **versions(),
+        "precision": " ".join([str(torch.get_default_dtype()), *autocast_types()]),
+        **(told or {}),
     }
     ticket = transport.agree(mine)
     yield Wait(ticket, transport.rank, "waits to agree on the plan")
-    plans = ticket.take()
-    differing = [key for key in mine if len({str(plan[key]) for plan in plans}) > 1]
+    differing = differences(ticket.take())
     if differing:
-        listed = "; ".join(f"{key}: {[plan[key] for plan in plans]}" for key in differing)
-        raise AgreementError(f"ranks differ, by rank: {listed}")
+        raise AgreementError(
+            f"ranks differ in {'; in '.join(differing)}; give every rank the same code, settings and versions"
+        )
+
+
+def differences(plans: Sequence[Mapping[str, str]]) -> list[str]:
+    """In what the ranks' plans differ, and which ranks have what."""
+    names = dict.fromkeys(name for plan in plans for name in plan)
+    return [text for name in names if (text := _difference(name, plans))]
+
+
+def _difference(name: str, plans: Sequence[Mapping[str, str]]) -> str:
+    holders: dict[str, list[int]] = {}
+    for rank, plan in enumerate(plans):
+        holders.setdefault(plan.get(name, "none"), []).append(rank)
+    if len(holders) == 1:
+        return ""
+    told = (
+        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        for value, ranks in holders.items()
+    )
+    return f"{name}: {', '.join(told)}"
+
+
+def describe_stages(modules: Sequence[nn.Module]) -> dict[str, str]:
+    """For each stage a text that is the same exactly if its tensors have the same names, shapes and types."""
+    return {f"stage {index}": _described(module) for index, module in enumerate(modules)}
+
+
+def _described(module: nn.Module) -> str:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+    return f"{len(lines)} tensors {_digest(chr(10).join(lines))}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import InternalError, UsageError
+from penstock.faults.rendezvous import PATIENCE, start_world
 from penstock.specs import TensorSpec
 from penstock.transport.base import KINDS, Channel, Ticket, Transport
 from penstock.transport.messages import Departure, Wire, settled
@@ -35,11 +36,15 @@ def launched() -> bool:
     """Whether a process group is there, or a launcher such as ``torchrun`` has prepared one."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    # A rank without a world is a mistake of the launcher's, which is told when the ranks meet.
+    return os.environ.get("WORLD_SIZE", "2" if "RANK" in os.environ else "1") != "1"
 
 
 def connect(
-    device: torch.device, group: dist.ProcessGroup | None = None, timeout: float = 300.0
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = 24 * 3600.0,
+    patience: float = PATIENCE,
 ) -> ProcessGroupTransport:
     """This process's end of a pipeline over ``group``.
 
@@ -49,12 +54,13 @@ def connect(
     Args:
         device: where this rank's stages live.
         group: the ranks of the pipeline, in order; by default all.
-        timeout: seconds after which a wait on a peer is an error.
+        timeout: seconds after which a wait on a peer is an error; a silent peer is found earlier.
+        patience: seconds until all ranks must be there, where nobody has started the group.
     """
     owns_world = not dist.is_initialized()
     if owns_world:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        start_world(backend, timeout, patience)
     return ProcessGroupTransport(group, device, timeout, owns_world=owns_world)
 
 
