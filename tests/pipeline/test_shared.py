@@ -232,6 +232,13 @@ def test_a_tie_that_was_undone_is_made_again() -> None:
     assert len(list(pipe.parameters())) == 2
 
 
+def test_stages_of_one_process_share_on_one_device() -> None:
+    shared = nn.Linear(4, 4)
+    stages = [PipelineStage(shared, 0, 2, "cpu"), PipelineStage(shared, 1, 2, "meta")]
+    with pytest.raises(UsageError, match=r"'weight' is shared by stages \[0, 1\].*one device"):
+        Pipeline.from_stages(stages, schedule="1F1B")
+
+
 class Counting(nn.Module):
     """Has a buffer that each forward changes."""
 
