@@ -47,9 +47,9 @@ class Join(nn.Module):
         return self.lin(self.use(value))
 
 
-def on_a_branch(value: dict[str, Tensor]) -> Tensor:
+def on_a_branch(value: dict[str, Tensor], bound: float = 0.0) -> Tensor:
     """Rows with a negative mark use b; a microbatch without any takes no look at it."""
-    chosen = value["sign"] < 0
+    chosen = value["sign"] < bound
     if not bool(chosen.any()):
         return value["a"]
     return value["a"] + value["b"] * chosen[:, None]
@@ -58,6 +58,7 @@ def on_a_branch(value: dict[str, Tensor]) -> Tensor:
 USES: dict[str, tuple[Callable[[dict[str, Tensor]], Tensor], Tensor, set[str]]] = {
     "a branch of microbatch 2": (on_a_branch, MARKED, set()),
     "a branch never taken": (on_a_branch, MARKED.abs(), {"b"}),
+    "a branch taken for zeros alone": (lambda v: on_a_branch(v, 1e-9), X.abs() + 1, {"b"}),
     "never": (lambda value: value["a"], X, {"b"}),
     "detached": (lambda value: value["a"] + value["b"].detach(), X, {"b"}),
     "neither": (lambda value: value["a"].detach(), X, {"a", "b"}),

@@ -25,7 +25,8 @@ class Inferred(NamedTuple):
 
     Args:
         output: its spec.
-        reached: for each tensor of the output, those of the arguments that a gradient of it flows to.
+        reached: for each tensor of the output, those of the arguments that a gradient of it surely
+            flows to.
     """
 
     output: ValueSpec
@@ -55,13 +56,27 @@ def infer(module: nn.Module, arguments: ValueSpec, device: torch.device) -> Infe
         Exception: whatever the module raises when run for real.
     """
     with randomness_kept(device):
-        try:
-            if autocast_types():
-                raise NotImplementedError("autocast does nothing on the meta device")
-            return _inferred(copy_without_data(module), arguments, torch.device("meta"))
-        except Exception as error:
-            log.debug("found no shapes without data: %s", error)
+        copied = _without_data(module)
+        if copied is None:
             return _infer_for_real(module, arguments, device)
+        try:
+            return _inferred(copied, arguments, torch.device("meta"))
+        except Exception as error:  # whatever code raises that looks at data which are not there
+            log.debug("found no shapes without data: %s", error)
+        # With other data it may take other ways.
+        output, reached = _infer_for_real(module, arguments, device)
+        return Inferred(output, [[] for _ in reached])
+
+
+def _without_data(module: nn.Module) -> nn.Module | None:
+    if autocast_types():
+        # Which does nothing on the meta device.
+        return None
+    try:
+        return copy_without_data(module)
+    except Exception as error:  # whatever a module's attributes raise when they are copied
+        log.debug("a module cannot be copied: %s", error)
+        return None
 
 
 def _infer_for_real(module: nn.Module, arguments: ValueSpec, device: torch.device) -> Inferred:
