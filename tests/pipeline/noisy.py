@@ -89,7 +89,7 @@ def piped(group: Any = None, *, schedule: str, recompute: str, **options: Any) -
     steps, first = options.pop("steps", 2), options.pop("first", 0)
     x, y = batch()
     pipe = Pipeline(
-        model(recompute),
+        options.pop("net", None) or model(recompute),
         schedule=schedule,
         microbatches=MICROBATCHES,
         loss_fn=noisy_loss,

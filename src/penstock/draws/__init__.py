@@ -5,7 +5,7 @@ from penstock.draws.generators import Generators, devices_of
 from penstock.draws.keys import Draw, seed_of
 from penstock.draws.plain import randomness
 from penstock.draws.state import Randomness, Seed, own_seed
-from penstock.draws.streams import Streams, in_backward
+from penstock.draws.streams import Streams, in_backward, named
 
 __all__ = [
     "Draw",
@@ -15,6 +15,7 @@ __all__ = [
     "Streams",
     "devices_of",
     "in_backward",
+    "named",
     "own_seed",
     "randomness",
     "seed_of",

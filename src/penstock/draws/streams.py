@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,15 @@ from penstock.draws.keys import Draw, Seeds, seeds_of
 ROOT = b""
 
 
+Name = TypeVar("Name", str, bytes)
+
+
+def named(names: Sequence[Name], call: int) -> tuple[Name, int]:
+    """Name and number of a call of a module that stands at several paths."""
+    last = len(names) - 1
+    return names[min(call, last)], max(call - last, 0)
+
+
 class _Site:
     """A module whose calls are seeded."""
 
@@ -35,8 +44,7 @@ class _Site:
 
     def named(self, call: int) -> tuple[bytes, int]:
         """Name and number of its call: a module at several paths is called under one after the other."""
-        last = len(self._names) - 1
-        return self._names[min(call, last)], max(call - last, 0)
+        return named(self._names, call)
 
 
 class _Record:
@@ -170,6 +178,15 @@ class Streams:
         self._records.pop(microbatch, None)
 
     # ---- of a call
+
+    @classmethod
+    def seed_as(cls, path: str, call: int, *, after: bool) -> None:
+        """Seed as for a module's call, or for what follows it, where a graph stands for the modules."""
+        streams = cls._at_work
+        if streams is not None:
+            name = f"{streams._prefix}{path}".encode()
+            seeds = seeds_of(streams._record.key, name, call)
+            streams._generators.seed(seeds.after if after else seeds.inside)
 
     def _enter(self, site: _Site, *_: Any) -> None:
         if torch.compiler.is_compiling() or Streams._at_work is not self:

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
 
 from penstock.errors import PartitionError
+from penstock.partition.traced.draws import drop_idle_seeds, seeded
 from penstock.partition.traced.marks import marked
 from penstock.partition.traced.skeleton import Skeleton
 from penstock.specs import Structure, TensorSpec, ValueSpec, flatten, unflatten
@@ -88,7 +89,7 @@ def export(
     reasons: list[str] = []
     for free, strict in ((True, False), (False, False), (False, True)):
         try:
-            with marked(skeleton.model, paths):
+            with marked(skeleton.model, paths), seeded(skeleton.model, training):
                 return _attempt(skeleton, call, free=free, strict=strict)
         except Exception as error:  # whatever a model's code may raise
             reasons.append(_first_line(error))
@@ -112,6 +113,7 @@ def _attempt(skeleton: Skeleton, call: ValueSpec, *, free: bool, strict: bool) -
     with undisturbed(), torch.enable_grad():
         made = torch.export.export(flat, tensors, dynamic_shapes=dims, strict=strict)
         module = made.module()
+    drop_idle_seeds(module.graph)
     rebuild = flat.rebuild if isinstance(flat, _Flat) else made.call_spec.out_spec.unflatten
     return Exported(call, module.graph, module, rebuild, _take_guard(module), free)
 
