@@ -176,6 +176,7 @@ class WeightHolder:
         return self._load(state_dict, strict=strict, any_name=False)
 
     def _load(self, state: Mapping[str, Any], *, strict: bool, any_name: bool) -> LoadResult:
+        self._weights.check_filled()
         result, sizes = self._crew.each(
             lambda rank: compare_state(rank, self._names, state, any_name=any_name)
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.errors import StateDictError, UsageError
 from penstock.parallel import is_sharded, spread, whole
-from penstock.partition import Shared
+from penstock.partition import Shared, named_tensors
 from penstock.runtime import Rank, Task, Wait
 from penstock.specs import TensorSpec
 from penstock.stage import PipelineStage
@@ -127,6 +127,20 @@ class Weights:
             for other in self._names_of(name, value)
         )
         return list(dict.fromkeys(found))
+
+    def check_filled(self) -> None:
+        """Check that these stages have memory to copy into.
+
+        Raises:
+            UsageError: something is on the meta device.
+        """
+        tensors = (pair for stage in self._stages for pair in named_tensors(stage.module))
+        empty = [name for name, tensor in tensors if tensor.is_meta]
+        if empty:
+            raise UsageError(
+                f"{', '.join(empty[:5])} are on the meta device, where nothing can be copied to; give the "
+                "stages memory with penstock.init_weights(pipe, seed), which also fills what no file holds"
+            )
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Copy from ``state`` what it has of these stages' weights."""

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from penstock import Pipeline, PipelineStage, read_weights
+from penstock import Pipeline, PipelineStage, init_weights, read_weights
 from penstock.errors import InputFileError, NonFiniteError, StateDictError, UsageError
-from penstock.testing import WorkerPool
+from penstock.testing import Case, WorkerPool
 from tests.pipeline.models import X, Y, assert_same, chain, make, mean_loss, restless
-from tests.pipeline.sharing import case, pipeline
+from tests.pipeline.sharing import case, pipeline, train, train_plain
 
 ORDERS = (2.0, 1.0, 3.0, math.inf)
 
@@ -144,6 +144,21 @@ def test_stages_with_names_alike_are_not_mixed_up() -> None:
 def test_files_of_stages_with_names_alike_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="several stages have weights named"):
         by_hand().save(tmp_path)
+
+
+def test_a_model_on_the_meta_device_gets_memory_first(tmp_path: Path) -> None:
+    of = case("tied")
+    pipeline(of, "tied", 2).save(tmp_path)
+    with torch.device("meta"):
+        empty = Case(type(of.model)().double(), of.args, of.target, of.loss_fn)
+    pipe = pipeline(empty, "tied", 2, device="cpu")
+    with pytest.raises(UsageError, match=r"embed.weight.* are on the meta device.*init_weights"):
+        pipe.load(tmp_path)
+    init_weights(pipe, 0)
+    pipe.load(tmp_path)
+    assert_same(pipe.state_dict(), of.model.state_dict())
+    found, expected = train(pipe, of, 2), train_plain(of, 2)[0]
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 # ---- files
