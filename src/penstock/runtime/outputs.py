@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.errors import SpecError
 from penstock.runtime.describing import OUTPUT
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
-from penstock.specs import flatten
+from penstock.specs import ValueSpec, flatten
 from penstock.transport import Transport
 
 
@@ -47,11 +48,12 @@ def _share(
 ) -> Task[Any]:
     if OUTPUT not in specs:
         raise SpecError(
-            "the model's output holds values that cannot travel to other ranks; give tensors, None, "
-            "bools, ints, floats, strings, and tuples, lists and dicts of them, or use step and eval"
+            "the model's output holds values that cannot travel to other ranks; docs/values.md says what "
+            "can; or use step and eval without outputs"
         )
     spec = specs[OUTPUT]
-    own = [t.detach() for t in flatten(output)[0]] if transport.rank == source else None
+    spec.check_travels("the model's output")
+    own = _checked(output, spec) if transport.rank == source else None
     shared = []
     for index, tensor_spec in enumerate(spec.tensors):
         tensor = own[index] if own is not None else tensor_spec.empty(device)
@@ -59,3 +61,15 @@ def _share(
         yield Wait(ticket, transport.rank, "waits for the outputs of the last stage")
         shared.append(ticket.take())
     return spec.fill(shared)
+
+
+def _checked(output: Any, spec: ValueSpec) -> list[Tensor]:
+    """The tensors of the last stage's output, if it is what was agreed on: the rest is not sent again."""
+    tensors, structure = flatten(output)
+    if not spec.fits(tensors, structure, gradients=False):
+        gap = spec.difference(ValueSpec.of(output), gradients=False)
+        raise SpecError(
+            f"the model's output is not what was agreed: {gap}; what is not in a tensor may depend on "
+            "shapes alone, so give numbers that are computed as tensors"
+        )
+    return [tensor.detach() for tensor in tensors]
