@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.parallel.adapter import Adapter, adapter_of
+    from penstock.parallel.crossing import let_cross
     from penstock.parallel.dtensors import is_dtensor, merge_dtensors, split_dtensor
     from penstock.parallel.groups import group_of, seat
     from penstock.parallel.tensors import (
@@ -28,6 +29,7 @@ _HOMES = {
     "group_of": "groups",
     "is_dtensor": "dtensors",
     "is_sharded": "tensors",
+    "let_cross": "crossing",
     "local_part": "tensors",
     "merge_dtensors": "dtensors",
     "seat": "groups",
@@ -44,6 +46,7 @@ __all__ = [
     "group_of",
     "is_dtensor",
     "is_sharded",
+    "let_cross",
     "local_part",
     "merge_dtensors",
     "seat",

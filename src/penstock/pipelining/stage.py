@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
-from penstock.parallel import group_of, seat
+from penstock.parallel import group_of, let_cross, seat
 from penstock.pipelining.actions import ActionTuple, ComputationType
 from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.stage import PipelineStage as OwnStage
@@ -82,7 +82,8 @@ class PipelineStage(StageBase):
         group: the process group of the pipeline, or a ``DeviceMesh`` with a dimension ``pp``; by default all
             processes.
         dw_builder: not needed: the weights' half of backward is made by the stage's engine.
-        get_mesh: not needed: meshes of DTensors are known to the processes that hold them.
+        get_mesh: ``(dimension names, layout) -> DeviceMesh``, for DTensors that arrive on meshes that this
+            process has on none of its parameters.
 
     Raises:
         UsageError: the index is not below the count.
@@ -116,7 +117,9 @@ class PipelineStage(StageBase):
                 f"{self.group_size} processes cannot run {num_stages} stages; each needs at least one"
             )
         self.dw_builder = dw_builder
-        self.examples = (input_args, output_args, input_grads, output_grads, get_mesh)
+        self.examples = (input_args, output_args, input_grads, output_grads)
+        if get_mesh is not None:
+            let_cross([submodule], get_mesh)
         self._own: OwnStage | None = None
         self._perform: Perform | None = None
         self.output_chunks: list[Any] = []

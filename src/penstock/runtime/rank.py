@@ -12,7 +12,7 @@ import torch
 from penstock.draws import Generators, Streams
 from penstock.errors import SpecError, UsageError
 from penstock.faults.activity import Activity
-from penstock.parallel import Adapter, adapter_of
+from penstock.parallel import Adapter, adapter_of, let_cross
 from penstock.runtime.agreement import Book, Page, agree_call, look_up
 from penstock.runtime.arguments import Inputs
 from penstock.runtime.calls import Brought, ModelCall
@@ -87,6 +87,7 @@ class Rank:
 
     def run(self, order: Order) -> Task[Report]:
         """Carry out a call, as a task."""
+        let_cross(stage.module for stage in self.stages.values())
         inputs = self._inputs or (yield from self._introduce())
         page = yield from self._agree(order, inputs)
         program = self._program(page.schedule)

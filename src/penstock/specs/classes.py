@@ -16,6 +16,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
+
 from penstock.errors import SpecError, UsageError
 
 Fields = Iterable[tuple[str, Any]]
@@ -31,6 +33,8 @@ class Record(NamedTuple):
 
 _KNOWN: WeakKeyDictionary[type, Record] = WeakKeyDictionary()
 _REGISTERED: dict[str, type] = {}
+SPREAD: set[type] = set()
+"""The registered classes of tensors, which come apart too."""
 
 
 def register_type(
@@ -63,6 +67,8 @@ def register_type(
             "tuples and enums do without"
         )
     _REGISTERED[_full_name(kind)] = kind
+    if issubclass(kind, Tensor):
+        SPREAD.add(kind)
 
 
 def _custom(

@@ -56,6 +56,9 @@ def infer(module: nn.Module, arguments: ValueSpec, device: torch.device) -> Infe
         Exception: whatever the module raises when run for real.
     """
     with randomness_kept(device):
+        if _shards_itself(module):
+            output, reached = _inferred(module, arguments, device)
+            return Inferred(output, [[] for _ in reached])
         copied = _without_data(module)
         if copied is None:
             return _infer_for_real(module, arguments, device)
@@ -66,6 +69,13 @@ def infer(module: nn.Module, arguments: ValueSpec, device: torch.device) -> Infe
         # With other data it may take other ways.
         output, reached = _infer_for_real(module, arguments, device)
         return Inferred(output, [[] for _ in reached])
+
+
+def _shards_itself(module: nn.Module) -> bool:
+    """Whether its hooks gather and free its parameters, as FSDP2's do: they know the module, not a copy."""
+    return any(
+        kind.__name__ == "FSDPModule" for part in module.modules() for kind in type(part).__mro__
+    )
 
 
 def _without_data(module: nn.Module) -> nn.Module | None:

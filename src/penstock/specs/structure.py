@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import SpecError
-from penstock.specs.classes import Record, record_named, record_of
+from penstock.specs.classes import SPREAD, Record, record_named, record_of
 from penstock.specs.constants import BUILD, DESCRIBE, Structure, describe_enum
 
 # ``{"tensor": 0}``, ``{"int": 3}``, ``{"tuple": [...]}``, ``{"dict": [[key, ...]]}`` and
@@ -37,11 +37,11 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
     Raises:
         SpecError: something of another type; the message says where it stands.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and type(value) not in SPREAD:
         return [value], _TENSOR
     if type(value) is tuple and len(value) < len(_ROWS):
         for item in value:
-            if not isinstance(item, Tensor):
+            if not isinstance(item, Tensor) or type(item) in SPREAD:
                 break
         else:
             return list(value), _ROWS[len(value)]
@@ -75,7 +75,7 @@ def _describe(value: Any, tensors: list[Tensor]) -> Structure:
     kind = type(value)
     if kind in DESCRIBE:
         return DESCRIBE[kind](value)
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and kind not in SPREAD:
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
     if kind is tuple or kind is list:

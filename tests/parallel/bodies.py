@@ -1,0 +1,151 @@
+"""Stages that are replicated, sharded or tensor-parallel, over two by two processes, beside one process."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.pipelining import PipelineStage
+from penstock.pipelining.schedules import get_schedule_class
+
+SINGLE = ("GPipe", "1F1B")
+IN_A_V = ("ZBVZeroBubble", "DualPipeV")
+SCHEDULES = (*SINGLE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *IN_A_V)
+X = torch.linspace(-1, 1, 16 * 3 * 4, dtype=torch.float64).reshape(16, 3, 4)
+Y = X.flip(0)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what goes to process groups."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if "c10d" in name:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, hidden: Tensor) -> Any:
+        return hidden + self.down(torch.tanh(self.up(hidden)))
+
+
+def stages_of(schedule: str) -> tuple[int, list[list[int]]]:
+    """How many stages there are, and those of each of the two ranks."""
+    if schedule in SINGLE:
+        return 2, [[0], [1]]
+    return 4, [[0, 3], [1, 2]] if schedule in IN_A_V else [[0, 2], [1, 3]]
+
+
+def models(count: int) -> tuple[list[nn.Module], nn.Module]:
+    """The stages' modules, and a copy of the whole."""
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [Mlp().double() for _ in range(count)]
+    return modules, copy.deepcopy(nn.Sequential(*modules))
+
+
+def run(
+    schedule: str, held: Sequence[tuple[int, nn.Module]], count: int, group: Any, batch: Any
+) -> dict[str, int]:
+    """Two steps without zeroing gradients; what was communicated in the second beside messages."""
+    x, y = batch
+    stages = [PipelineStage(module, i, count, "cpu", group=group) for i, module in held]
+    chosen: Any = get_schedule_class(schedule)
+    made = chosen(stages[0] if schedule in SINGLE else stages, 4, loss_fn=nn.functional.mse_loss)
+    for _ in range(2):
+        args = (x,) if any(stage.is_first for stage in stages) else ()
+        target = {"target": y} if any(stage.is_last for stage in stages) else {}
+        with Collectives() as told:
+            made.step(*args, **target)
+    return dict(told.counts)
+
+
+def gap(modules: Sequence[tuple[int, nn.Module]], whole: nn.Module) -> float:
+    """How far the gradients are from those of the whole model in one process."""
+    for _ in range(2):
+        nn.functional.mse_loss(whole(X), Y).backward()
+    largest = 0.0
+    for index, module in modules:
+        expected = whole.get_submodule(str(index)).parameters()
+        for mine, theirs in zip(module.parameters(), expected, strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            found = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+            largest = max(largest, float((found - theirs.grad).abs().max()))
+    return largest
+
+
+def run_replicas(group: Any, schedule: str, how: str) -> dict[str, Any]:
+    """A worker's task: two replicas of a pipeline of two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica, rank = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
+    count, placed = stages_of(schedule)
+    modules, whole = models(count)
+    mine = [(index, modules[index]) for index in placed[rank]]
+    half = slice(replica * 8, replica * 8 + 8)
+    wrapped = [(index, wrap(module, how, mesh["dp"])) for index, module in mine]
+    counts = run(schedule, wrapped, count, mesh, (X[half], Y[half]))
+    return {"gap": gap(mine, whole), "counts": counts, "stages": len(mine)}
+
+
+def wrap(module: nn.Module, how: str, mesh: DeviceMesh) -> nn.Module:
+    if how == "ddp":
+        return DistributedDataParallel(module, process_group=mesh.get_group())
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+class Spread(nn.Module):
+    """Passes DTensors from stage to stage; plain tensors go in and come out."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, first: bool, last: bool) -> None:
+        super().__init__()
+        self.module, self.mesh, self.first, self.last = module, mesh, first, last
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.first:
+            hidden = DTensor.from_local(hidden, self.mesh, [Replicate()])
+        assert isinstance(hidden, DTensor)
+        made: DTensor = self.module(hidden)
+        return made.full_tensor() if self.last else made
+
+
+def run_tensor_parallel(group: Any, schedule: str, crossing: bool) -> dict[str, Any]:
+    """A worker's task: a pipeline of two ranks, each of two processes that share its tensors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    count, placed = stages_of(schedule)
+    modules, whole = models(count)
+    mine = [(index, modules[index]) for index in placed[mesh["pp"].get_local_rank()]]
+    row = RowwiseParallel(use_local_output=False) if crossing else RowwiseParallel()
+    for _, module in mine:
+        parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": row})
+    held = [
+        (i, Spread(module, mesh["tp"], i == 0, i == count - 1) if crossing else module)
+        for i, module in mine
+    ]
+    run(schedule, held, count, mesh, (X, Y))
+    return {"gap": gap(mine, whole)}

@@ -1,0 +1,38 @@
+"""DDP, FSDP2 and tensor parallelism inside stages: equal to one process, and reduced once a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.testing import WorkerPool
+from tests.parallel.bodies import SCHEDULES
+
+PROCESSES = 4
+REDUCES = {"ddp": "allreduce", "fsdp": "reduce_scatter"}
+
+
+def run(workers: WorkerPool, task: str, **arguments: Any) -> list[dict[str, Any]]:
+    answers: list[dict[str, Any]] = workers.run(
+        f"tests.parallel.bodies:{task}", PROCESSES, 100.0, **arguments
+    )
+    return answers
+
+
+@pytest.mark.parametrize("how", sorted(REDUCES))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_replicas_equal_one_process(workers: WorkerPool, schedule: str, how: str) -> None:
+    for answer in run(workers, "run_replicas", schedule=schedule, how=how):
+        assert answer["gap"] < 1e-12
+        reductions = sum(n for op, n in answer["counts"].items() if REDUCES[how] in op)
+        assert reductions == answer["stages"], answer["counts"]
+
+
+@pytest.mark.parametrize("crossing", [False, True], ids=["tensors", "DTensors"])
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_tensor_parallel_stages_equal_one_process(
+    workers: WorkerPool, schedule: str, crossing: bool
+) -> None:
+    answers = run(workers, "run_tensor_parallel", schedule=schedule, crossing=crossing)
+    assert max(answer["gap"] for answer in answers) < 1e-12
