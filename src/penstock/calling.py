@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -10,14 +11,18 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.crew import Crew
-from penstock.draws import Randomness
-from penstock.errors import UsageError
+from penstock.draws import Draw, Randomness
+from penstock.errors import NonFiniteError, UsageError
 from penstock.microbatch import Batch, Rules, merge, output_dim, split_batch
 from penstock.plan import Plan
 from penstock.runtime import Hooks, Order, Report
+from penstock.runtime.health import Trouble
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
-from penstock.step import Loss, LossScaler, LossWeight, StepResult
+from penstock.seeking import NonFiniteFinding, seek
+from penstock.step import Loss, LossScaler, LossWeight, NonFinite, StepResult
+
+logger = logging.getLogger("penstock")
 
 
 class Given(NamedTuple):
@@ -86,11 +91,44 @@ class Caller:
             record=record,
             draw=randomness.next,
             whole_batch=whole_batch,
+            # A scaler makes gradients infinite on purpose, and looks at them itself.
+            finite=scaler is None,
         )
         with self._training():
             reports = self._crew.carry_out(order)
         randomness.advance()
-        return self._result(order, reports)
+        result, trouble = self._result(order, reports), reports[0].trouble
+        if trouble is None:
+            return result
+        self._meet(trouble, loss.nonfinite)
+        return replace(result, finite=False)
+
+    def _meet(self, trouble: Trouble, nonfinite: NonFinite) -> None:
+        """Stop, skip or warn where something is not finite; on every rank alike."""
+        if nonfinite == "stop":
+            raise NonFiniteError(
+                f"{trouble}; the optimizer should not step: find_nonfinite of this batch tells which "
+                'module made it; nonfinite="skip" drops the gradients of such steps, "warn" only tells'
+            )
+        if self._crew.leads:
+            skipped = ", its gradients are dropped" if nonfinite == "skip" else ""
+            logger.warning("penstock: a step is not finite%s: %s", skipped, trouble)
+        if nonfinite == "skip":
+            for stage in self._crew.stages:
+                for parameter in stage.module.parameters():
+                    parameter.grad = None
+
+    def find_nonfinite(
+        self, given: Given, draw: Draw | None, *, whole_batch: bool
+    ) -> NonFiniteFinding | None:
+        """What is first not finite, see :meth:`penstock.Pipeline.find_nonfinite`."""
+        loss = self._training_loss()
+        order = self._order(
+            self._batch(given), loss, trains=True, outputs=False, draw=draw, whole_batch=whole_batch,
+            scale=loss.scale(None, None, 1.0), finite=True,
+        )  # fmt: skip
+        with self._training():
+            return seek(self._crew, lambda: self._crew.carry_out(order))
 
     def _training_loss(self) -> Loss:
         if self._loss is None:

@@ -290,6 +290,24 @@ class Pipeline(WeightHolder):
         """The model's output for a batch in evaluation mode, on every rank."""
         return self._caller.predict(Given(args, kwargs, MISSING))
 
+    def find_nonfinite(self, *args: Any, target: Any = MISSING, **kwargs: Any) -> Any:
+        """Run a batch once more, as the last step ran, to find what is first not finite in it.
+
+        Gradients and buffers are left as they are. It takes some times as long as a step.
+
+        Args:
+            args: as for :meth:`step`.
+            target: as for :meth:`step`.
+            kwargs: as for :meth:`step`.
+
+        Returns:
+            A :class:`~penstock.seeking.NonFiniteFinding`, which names stage, microbatch, action and module,
+            the same on every rank; None where everything is finite.
+        """
+        draw = self._randomness.last
+        given = Given(args, kwargs, target)
+        return self._caller.find_nonfinite(given, draw, whole_batch=self._statistics == "batch")
+
     def on(
         self,
         which: Which,

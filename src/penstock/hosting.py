@@ -15,7 +15,7 @@ from penstock.runtime import Rank, check_stages
 from penstock.runtime.describing import Describe
 from penstock.schedule import Schedule
 from penstock.stage import PipelineStage
-from penstock.step import Loss, LossFunction, LossWeight, Metric, Reduction, Replicas
+from penstock.step import Loss, LossFunction, LossWeight, Metric, NonFinite, Reduction, Replicas
 from penstock.transport import Transport, connect, in_process, launched, sum_over
 
 
@@ -45,7 +45,7 @@ def check_given(stages: Sequence[PipelineStage]) -> None:
         )
 
 
-def loss_of(
+def loss_of(  # noqa: PLR0913 - as LossOptions
     function: LossFunction | None,
     *,
     reduction: Reduction = "mean",
@@ -53,6 +53,7 @@ def loss_of(
     metrics: Mapping[str, Metric] | None = None,
     accumulate: int = 1,
     replicas: Any = None,
+    nonfinite: NonFinite = "stop",
 ) -> Loss | None:
     """The loss that a Pipeline was told, see :class:`penstock.step.LossOptions`.
 
@@ -62,7 +63,7 @@ def loss_of(
     if function is None:
         return None
     others = replicas_of(replicas)
-    return Loss(function, reduction, loss_weight, metrics or {}, accumulate, others)
+    return Loss(function, reduction, loss_weight, metrics or {}, accumulate, others, nonfinite)
 
 
 def replicas_of(replicas: Any) -> Replicas:

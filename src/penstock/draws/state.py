@@ -46,6 +46,12 @@ class Randomness:
         """What the next step draws for; None where torch's generators are left alone."""
         return None if self._seed == "off" else Draw(self._seed, self._step)
 
+    @property
+    def last(self) -> Draw | None:
+        """What the last step drew for, to run it again."""
+        last = max(self._step - 1, 0)
+        return None if self._seed == "off" else Draw(self._seed, last)
+
     def advance(self) -> None:
         """Go on to the next step."""
         self._step += 1

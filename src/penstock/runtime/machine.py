@@ -22,6 +22,7 @@ from penstock.runtime.clock import Recorder
 from penstock.runtime.companions import Companions
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Exchange, Specs, microbatch_of
+from penstock.runtime.health import Health
 from penstock.runtime.hooks import ActionEvent, Hooks
 from penstock.runtime.program import RankProgram, parts
 from penstock.runtime.roots import Roots
@@ -60,6 +61,7 @@ class Work:
         adapters: of the stages that are replicated or sharded.
         replaced: by kind of work, what does it instead.
         hooks: what to call before and after actions; None where nobody asked for any.
+        health: notes whether what leaves the stages is finite, where asked.
     """
 
     microbatches: Sequence[Microbatch]
@@ -74,6 +76,7 @@ class Work:
     adapters: Mapping[int, Adapter] = field(default_factory=dict)
     replaced: Mapping[str, Replacement] = field(default_factory=dict)
     hooks: Hooks | None = None
+    health: Health | None = None
 
 
 class Lack(NamedTuple):
@@ -215,6 +218,8 @@ class Machine:
                 companion.forward(microbatch)
             roots = self._work.roots.maker(stage, microbatch, given, added, companions)
             output = stage.forward(microbatch, args, kwargs, roots)
+        if self._work.health is not None and not stage.is_last:
+            self._work.health.forward(stage.index, microbatch, output)
         if stage.changed:
             self._exchange.check_unchanged(stage.index, microbatch, stage.changed)
         self._exchange.keep(stage.index, microbatch, output, wired=stage.wired)
@@ -256,6 +261,8 @@ class Machine:
             for companion in self._companions[stage.index]:
                 companion.backward(microbatch)
             found = half(microbatch, grads)
+        if self._work.health is not None:
+            self._work.health.backward(stage.index, microbatch, found)
         rest = self._exchange.hand_back(stage.index, microbatch, found)
         if any(gradient is not None for gradient in rest):
             self._owe(stage, microbatch, rest)

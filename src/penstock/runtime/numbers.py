@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -56,8 +57,14 @@ def _counts(
 
 
 def share_numbers(
-    transport: Transport, loss: Loss | None, sums: Sums, weight: float, names: Names
-) -> Task[tuple[Numbers, Names]]:
+    transport: Transport,
+    loss: Loss | None,
+    sums: Sums,
+    weight: float,
+    names: Names,
+    *,
+    ill: bool = False,
+) -> Task[tuple[Numbers, Names, bool]]:
     """Add up what the ranks found.
 
     One sum does it, unless a stage added a loss under a name that is new.
@@ -68,13 +75,14 @@ def share_numbers(
         sums: of this rank.
         weight: of all microbatches.
         names: known so far.
+        ill: whether something here is not finite.
 
     Returns:
-        The numbers, and the names known now.
+        The numbers, the names known now, and whether something is not finite on any rank.
     """
     new = sorted(sums.names.difference(names))
-    total = yield from _sum(transport, torch.cat([sums.row(names), torch.tensor([len(new)])]))
-    row = total[:-1]
+    total = yield from _sum(transport, torch.cat([sums.row(names), torch.tensor([ill, len(new)])]))
+    row, ill = total[:-2], bool(total[-2])
     if total[-1]:
         ticket = transport.agree(new)
         yield Wait(ticket, transport.rank, "waits for the names of the losses")
@@ -82,7 +90,8 @@ def share_numbers(
         row = yield from _sum(transport, sums.row(names))
     if loss is not None:
         row = loss.replicas.added(row)
-    return sums.read(row.tolist(), names, weight), names
+    numbers = sums.read(row.tolist(), names, weight)
+    return numbers, names, ill or not isfinite(numbers.loss)
 
 
 def _sum(transport: Transport, values: Tensor) -> Task[Tensor]:

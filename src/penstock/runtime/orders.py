@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.draws import Draw
 from penstock.microbatch import Batch
+from penstock.runtime.health import Trouble
 from penstock.runtime.hooks import Hooks
 from penstock.runtime.machine import Replacement
 from penstock.schedule import Edge, Schedule, Span
@@ -37,6 +38,7 @@ class Order:
         hooks: what to call before and after actions, where there are any.
         whole_batch: whether batch norms update their statistics once, as the whole batch would.
         scale: what else the gradients are scaled by.
+        finite: whether to look whether the loss and the gradients are finite.
     """
 
     schedules: Schedules
@@ -51,6 +53,7 @@ class Order:
     hooks: Hooks | None = None
     whole_batch: bool = False
     scale: Scale | None = None
+    finite: bool = False
 
     @property
     def mode(self) -> str:
@@ -74,6 +77,7 @@ class Report:
         ready: whether the user split the batch, and so gets its outputs one by one.
         losses: of the microbatches, not scaled, on the rank of the last stage.
         kept: the last stage's outputs there, where asked.
+        trouble: where something is not finite, if it was looked for.
     """
 
     schedule: Schedule
@@ -85,3 +89,4 @@ class Report:
     ready: bool = False
     losses: list[Tensor] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
+    trouble: Trouble | None = None

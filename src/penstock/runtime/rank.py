@@ -21,6 +21,7 @@ from penstock.runtime.companions import Companion, Companions
 from penstock.runtime.describing import Describe, describe_by_stage, describe_whole
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
+from penstock.runtime.health import Health, Spot, Trouble, has_finite_gradients
 from penstock.runtime.machine import Machine, Work
 from penstock.runtime.numbers import Names, agree_weights, share_numbers
 from penstock.runtime.orders import Order, Report
@@ -94,6 +95,7 @@ class Rank:
         device = next(iter(self.stages.values())).device
         recorder = Recorder(self.number, device) if order.record else None
         roots, count = (yield from self._roots(order, page.call)), page.call.count
+        health = Health(self.number, page.schedule.stages) if order.finite else None
         with self._accompanied(order) as companions, self._adapted(order, count) as adapters:
             work = Work(
                 page.call.completed(self.number, order.batch.parts),
@@ -106,15 +108,22 @@ class Rank:
                 companions=companions,
                 adapters=adapters,
                 hooks=order.hooks,
+                health=health,
             )
             yield from Machine(program, self.stages, self.transport, work, self.activity).run()
         elapsed = recorder.elapsed() if recorder else 0.0
         self.activity.wait("waits until what it sent has left", None)
         self.transport.finish()
         self.activity.go_on()
-        numbers, self._names = yield from share_numbers(
-            self.transport, order.loss, roots.tally.sums(), roots.weight, self._names
+        ill = health is not None and not has_finite_gradients(self.stages.values())
+        sums, weight = roots.tally.sums(), roots.weight
+        numbers, self._names, ill = yield from share_numbers(
+            self.transport, order.loss, sums, weight, self._names, ill=ill
         )
+        trouble = None
+        if health is not None and ill:
+            spots = health.spots(roots.tally.mains(), self.stages.values())
+            trouble = yield from self._trouble(numbers.loss, spots)
         return Report(
             program.schedule,
             numbers,
@@ -125,7 +134,14 @@ class Rank:
             page.call.ready,
             roots.tally.mains(),
             [work.outputs[index] for index in sorted(work.outputs)] if order.keep else [],
+            trouble,
         )
+
+    def _trouble(self, loss: float, spots: Sequence[Spot]) -> Task[Trouble]:
+        """Where what is not finite began, on any rank."""
+        told = yield from self.exchange(min(spots, default=None))
+        found = [Spot(*spot) for spot in told if spot is not None]
+        return Trouble(loss, min(found, default=None))
 
     def _roots(self, order: Order, call: ModelCall) -> Task[Roots]:
         loss, targets = order.loss, order.batch.targets

@@ -1,6 +1,6 @@
 """What a training step adds to running a program: the loss and its weight, norms, results."""
 
-from penstock.step.loss import Loss, LossFunction, LossOptions, Reduction, nothing
+from penstock.step.loss import Loss, LossFunction, LossOptions, NonFinite, Reduction, nothing
 from penstock.step.metrics import Metric
 from penstock.step.norms import gradient_norms, scale_gradients, total_norm
 from penstock.step.result import StepResult, TimelineKind
@@ -17,6 +17,7 @@ __all__ = [
     "LossScaler",
     "LossWeight",
     "Metric",
+    "NonFinite",
     "Numbers",
     "Reduction",
     "Replicas",

@@ -16,6 +16,7 @@ from penstock.trees import tensors_of
 
 Reduction = Literal["mean", "sum"]
 LossFunction = Callable[[Any, Any], Tensor]
+NonFinite = Literal["stop", "skip", "warn"]
 
 
 class LossOptions(TypedDict, total=False):
@@ -31,6 +32,8 @@ class LossOptions(TypedDict, total=False):
         accumulate: of how many steps the gradients are to equal those of one large batch.
         replicas: the pipelines that train the same weights on other data: a process group of the ranks
             at this place in each of them, or :class:`Replicas`.
+        nonfinite: what becomes of a step whose loss or gradients are not finite: ``"stop"``, the default,
+            raises; ``"skip"`` drops its gradients; ``"warn"`` only tells.
     """
 
     reduction: Reduction
@@ -38,6 +41,7 @@ class LossOptions(TypedDict, total=False):
     metrics: Mapping[str, Metric] | None
     accumulate: int
     replicas: Any
+    nonfinite: NonFinite
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,10 @@ class Loss:
         metrics: by name, ``(output, target) -> number``, or a pair of a sum and how many it is over.
         accumulate: of how many steps the gradients are to equal those of one large batch.
         replicas: the other pipelines that train the same weights.
+        nonfinite: what becomes of a step whose loss or gradients are not finite.
 
     Raises:
-        UsageError: another reduction.
+        UsageError: another reduction, or another word for what to do.
     """
 
     function: LossFunction
@@ -65,10 +70,13 @@ class Loss:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     accumulate: int = 1
     replicas: Replicas = field(default_factory=Replicas)
+    nonfinite: NonFinite = "stop"
 
     def __post_init__(self) -> None:
         if self.reduction not in get_args(Reduction):
             raise UsageError(f"reduction={self.reduction!r}: must be 'mean' or 'sum'")
+        if self.nonfinite not in get_args(NonFinite):
+            raise UsageError(f"nonfinite={self.nonfinite!r}: must be 'stop', 'skip' or 'warn'")
 
     def weighed(self, weight: LossWeight | None) -> Loss:
         """With other weights, where there are some."""

@@ -20,6 +20,7 @@ class StepResult:
         losses: of ``loss_fn`` alone under ``"main"``, and what was added under each name, unweighted.
         metrics: what the user measures, by name.
         weight: over how many things the loss is: samples, or what ``loss_weight`` says.
+        finite: whether the loss and the gradients are; a step whose are not is an error by default.
         outputs: the model's output for the whole batch, where it was asked for.
         timeline: who did what when, in seconds, where it was asked for.
         timeline_kind: ``"measured"`` on the ranks' own clocks, or ``"replayed"``: all ranks live in one
@@ -31,6 +32,7 @@ class StepResult:
     losses: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     weight: float = 0.0
+    finite: bool = True
     outputs: Any = None
     timeline: Timeline | None = None
     timeline_kind: TimelineKind | None = None

@@ -1,0 +1,146 @@
+"""A loss or gradient that is not finite: every rank hears of it before an optimizer moves."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Pipeline
+from penstock.errors import NonFiniteError, UsageError
+from penstock.step import StepResult
+from penstock.testing import WorkerPool
+
+X = torch.arange(12.0).reshape(4, 3)
+"""Four samples; the last one is the only one with an 11."""
+
+
+class Passes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Divides(nn.Module):
+    """By zero, in the marked sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        marked = x.device.type != "meta" and bool((x.detach() == 11).any())
+        return x / 0 if marked else x
+
+
+class Roots(nn.Module):
+    """Finite forward, but the gradient of a root at 0 is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight - x).abs().sqrt() + x
+
+
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def pipe(*middle: nn.Module, **options: Any) -> Pipeline:
+    stages = nn.Sequential(Passes(), nn.Sequential(Passes(), *middle), Passes())
+    return Pipeline(stages, ranks=3, microbatches=4, loss_fn=mean_loss, **options)
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_where_it_began() -> None:
+    made = pipe(Divides())
+    with pytest.raises(
+        NonFiniteError, match="output of microbatch 3 in stage 1, rank 1, action 1F3"
+    ):
+        made.step(X, target=X)
+    # All ranks agreed: nothing is torn down, and a good batch goes on.
+    made.zero_grad()
+    assert made.step(X[:3].repeat(2, 1)[:4], target=X).finite
+
+
+def test_a_gradient_that_is_not_finite_stops_although_the_loss_is() -> None:
+    with pytest.raises(NonFiniteError, match=r"but gradients are not finite; .* stage 1, rank 1"):
+        pipe(Roots()).step(X, target=X)
+
+
+def test_skipping_drops_the_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    made = pipe(Divides(), nonfinite="skip")
+    result = made.step(X, target=X)
+    assert not result.finite
+    assert all(parameter.grad is None for parameter in made.parameters())
+    assert "action 1F3" in caplog.text
+
+
+def test_warning_leaves_them(caplog: pytest.LogCaptureFixture) -> None:
+    made = pipe(Divides(), nonfinite="warn")
+    with caplog.at_level(logging.WARNING, "penstock"):
+        assert not made.step(X, target=X).finite
+    assert all(parameter.grad is not None for parameter in made.parameters())
+    assert "action 1F3" in caplog.text
+
+
+def test_an_unknown_word_is_refused() -> None:
+    with pytest.raises(UsageError, match="nonfinite='never'"):
+        pipe(nonfinite="never")
+
+
+def test_an_evaluation_may_be_infinite() -> None:
+    assert pipe(Divides()).eval(X, target=X).loss == float("inf")
+
+
+# ---- finding the module
+
+
+def test_the_module_is_found_and_nothing_changes() -> None:
+    made = pipe(Divides(), nonfinite="warn")
+    made.step(X[:3].repeat(2, 1)[:4], target=X)
+    before = [p.grad.clone() for p in made.parameters() if p.grad is not None]
+    found = made.find_nonfinite(X, target=X)
+    assert (found.stage, found.microbatch, found.action) == (1, 3, "1F3")
+    assert found.module == "1.1"
+    assert "'1.1'" in str(found)
+    after = [p.grad for p in made.parameters() if p.grad is not None]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_a_finite_step_has_nothing_to_find() -> None:
+    assert pipe().find_nonfinite(X, target=X) is None
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    made = pipe()
+    with torch.no_grad():
+        next(made.parameters()).fill_(float("nan"))
+    found = made.find_nonfinite(X, target=X)
+    assert found.weights == ("0.scale",)
+
+
+# ---- over processes
+
+
+def stop_everywhere(group: Any) -> list[str]:
+    made = pipe(Divides(), group=group)
+    said = []
+    for run in (made.step, made.find_nonfinite):
+        try:
+            found: StepResult | None = run(X, target=X)
+            said.append(str(found))
+        except NonFiniteError as error:
+            said.append(str(error))
+    made.close()
+    return said
+
+
+def test_every_process_stops_with_one_text(workers: WorkerPool) -> None:
+    told = workers.run(f"{__name__}:stop_everywhere", 3, 60.0)
+    assert told[0] == told[1] == told[2]
+    assert "action 1F3" in told[0][0]
+    assert "'1.1'" in told[0][1]
