@@ -3,23 +3,33 @@
 from penstock.partition.balance import choose_cuts
 from penstock.partition.base import Describe, Description, Partition, Shared, named_tensors
 from penstock.partition.chain import cut_chain, cut_sequential
+from penstock.partition.costs import StageCost, stage_costs
 from penstock.partition.export import save_index, save_stage
 from penstock.partition.reading import WeightFiles, read_weights
 from penstock.partition.shared import find_shared, find_shared_between
+from penstock.partition.table import Table, table
+from penstock.partition.traced import cut_into, cut_traced, weigh_blocks
 
 __all__ = [
     "Describe",
     "Description",
     "Partition",
     "Shared",
+    "StageCost",
+    "Table",
     "WeightFiles",
     "choose_cuts",
     "cut_chain",
+    "cut_into",
     "cut_sequential",
+    "cut_traced",
     "find_shared",
     "find_shared_between",
     "named_tensors",
     "read_weights",
     "save_index",
     "save_stage",
+    "stage_costs",
+    "table",
+    "weigh_blocks",
 ]

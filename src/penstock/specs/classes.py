@@ -216,7 +216,8 @@ def _mapping_dataclass(kind: type) -> Record:
     def make(fields: Fields) -> Any:
         given = dict(fields)
         made: Any = kind(**{name: given.pop(name) for name in names})
-        made.update(given)
+        for name, item in given.items():
+            made[name] = item
         return made
 
     return Record(_full_name(kind), take, make)

@@ -63,6 +63,11 @@ def cut_traced(
     call = spec_of_arguments(tuple(args), dict(kwargs or {}))
     traces = Traces(Skeleton(model), cuts, call, training=model.training)
     _check_stages(traces)
+    return assemble(model, traces)
+
+
+def assemble(model: nn.Module, traces: Traces) -> TracedCut:
+    """The stages of a model whose graphs are cut."""
     ownership = share_out(model, traces.first, traces.layout.stages)
     saved = set(model.state_dict(keep_vars=True))
     together: list[TracedStage] = []

@@ -39,7 +39,7 @@ def lay_out(graph: fx.Graph, wanted: Wanted) -> Layout:
     Two marks with nothing in between are one cut.
     """
     marks, regions = _regions(graph, wanted)
-    full = [any(map(_computes, region)) for region in regions]
+    full = [any(map(computes, region)) for region in regions]
     stage_of = [max(sum(full[: i + 1]) - 1, 0) for i in range(len(full))]
     return Layout(tuple(marks), tuple(stage_of))
 
@@ -58,7 +58,7 @@ def stages_of(graph: fx.Graph, wanted: Wanted, layout: Layout) -> dict[fx.Node, 
         )
     found: dict[fx.Node, int] = {}
     for stage, region in zip(layout.stage_of, regions, strict=True):
-        for node in filter(_computes, region):
+        for node in filter(computes, region):
             source = node.args[0] if node.target is operator.getitem else None
             # What takes a tuple apart stays with what made it.
             found[node] = found.get(source, stage) if isinstance(source, fx.Node) else stage
@@ -78,7 +78,8 @@ def _regions(graph: fx.Graph, wanted: Wanted) -> tuple[list[str], list[list[fx.N
     return marks, regions
 
 
-def _computes(node: fx.Node) -> bool:
+def computes(node: fx.Node) -> bool:
+    """Whether a node is work for some stage."""
     return node.op == "call_function" and not is_size(node) and not is_check(node)
 
 

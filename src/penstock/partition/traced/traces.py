@@ -63,11 +63,20 @@ class Traces:
         cuts: where to cut.
         call: the spec of the first call's ``(args, kwargs)``.
         training: the mode of the first call.
+        exported: its graph, where it was made already.
     """
 
-    def __init__(self, skeleton: Skeleton, cuts: Cuts, call: ValueSpec, *, training: bool) -> None:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        cuts: Cuts,
+        call: ValueSpec,
+        *,
+        training: bool,
+        exported: Exported | None = None,
+    ) -> None:
         self._skeleton, self._cuts, self._example = skeleton, cuts, call
-        exported = self._export(call, training)
+        exported = exported or self._export(call, training)
         self.layout = lay_out(exported.graph, cuts.wants)
         self.first = Trace(exported, cuts.wants, self.layout)
         self._made: dict[bool, list[Trace]] = {training: [self.first], not training: []}

@@ -1,0 +1,239 @@
+"""What the stages of a partition cost, found by running them one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.errors import UsageError
+from penstock.partition.base import Partition
+from penstock.specs import flatten, unflatten
+
+Measure = Literal["time", "flops", "parameters", "memory"]
+_KEPT_A_WEIGHT = 4
+"""The weight, its gradient and the two moments of an optimizer like AdamW."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What a stage costs for one microbatch.
+
+    Args:
+        parameters: how many numbers its parameters hold; weights that stages share count in each.
+        held: the bytes of its parameters and buffers.
+        trained: of these, the bytes that get gradients.
+        flops: of its forward.
+        saved: the bytes that forward leaves for backward.
+        forward: seconds, as the next two, or 0 where time was not measured.
+        backward_input: of the gradients of what it takes.
+        backward_weight: of the gradients of its weights.
+    """
+
+    parameters: int
+    held: int
+    trained: int
+    flops: int
+    saved: int
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward together."""
+        return self.forward + self.backward_input + self.backward_weight
+
+    def by(self, measure: Measure) -> float:
+        """The one number that is to be balanced.
+
+        ``"memory"`` counts trained weights four times (with gradients and the state of an optimizer like
+        AdamW), and what one microbatch leaves for backward.
+        """
+        numbers: dict[Measure, float] = {
+            "time": self.seconds,
+            "flops": self.flops,
+            "parameters": self.parameters,
+            "memory": self.held + (_KEPT_A_WEIGHT - 1) * self.trained + self.saved,
+        }
+        return numbers[measure]
+
+
+def check_measure(measure: object) -> None:
+    """Check that a partition can be balanced so.
+
+    Raises:
+        UsageError: it names nothing that is measured.
+    """
+    if measure not in get_args(Measure):
+        raise UsageError(f"balance={measure!r}: must be one of {', '.join(get_args(Measure))}")
+
+
+def stage_costs(
+    partition: Partition,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    repeats: int = 0,
+) -> tuple[StageCost, ...]:
+    """What each stage costs.
+
+    Parameters, buffers, gradients and random numbers stay as they were. A model on the meta device has no
+    times.
+
+    Args:
+        partition: its stages run where their weights are.
+        args: the model's arguments for one microbatch.
+        kwargs: those by name.
+        repeats: how often time is measured, of which the least counts; not at all with 0.
+
+    Raises:
+        UsageError: times are asked of a model without data.
+    """
+    if repeats and any(p.is_meta for m in partition.modules for p in m.parameters()):
+        raise UsageError(
+            "a model on the meta device takes no time; balance by flops, parameters or memory"
+        )
+    run = _Run(tuple(args), dict(kwargs or {}), repeats)
+    with _untouched(partition.modules):
+        return tuple(map(run.stage, partition.modules))
+
+
+@contextmanager
+def _untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
+    buffers = [buffer for module in modules for buffer in module.buffers() if not buffer.is_meta]
+    before = [buffer.clone() for buffer in buffers]
+    devices = {b.device for b in buffers} | {p.device for m in modules for p in m.parameters()}
+    used = [d for d in devices if d.type not in ("cpu", "meta")]
+    with torch.random.fork_rng(
+        [d.index or 0 for d in used], device_type=used[0].type if used else "cpu"
+    ):
+        yield
+    with torch.no_grad():
+        for buffer, kept in zip(buffers, before, strict=True):
+            buffer.copy_(kept)
+
+
+class _Run:
+    """Runs stages one after the other and hands on what they give."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int) -> None:
+        self._call = args, kwargs
+        self._repeats = repeats
+        self._values: dict[str, Any] = {}
+        self._last: Any = args
+
+    def stage(self, module: nn.Module) -> StageCost:
+        """Run one, and measure it."""
+        _, call = self._arguments(module)
+        saved: dict[int, int] = {}
+        with torch.enable_grad(), FlopCounterMode(display=False) as counter, _counted(saved):
+            output = module(*call[0], **call[1])
+        times = [self._timed(module) for _ in range(self._repeats)]
+        self._keep(module, output)
+        forward, inputs, weights = (
+            (min(each) for each in zip(*times, strict=True)) if times else (0.0,) * 3
+        )
+        own = [*module.parameters(), *module.buffers()]
+        return StageCost(
+            parameters=sum(p.numel() for p in module.parameters()),
+            held=sum(map(_bytes, own)),
+            trained=sum(_bytes(tensor) for tensor in own if tensor.requires_grad),
+            flops=counter.get_total_flops(),
+            saved=sum(saved.values()),
+            forward=forward,
+            backward_input=inputs,
+            backward_weight=weights,
+        )
+
+    def _arguments(self, module: nn.Module) -> tuple[list[Tensor], tuple[tuple[Any, ...], Any]]:
+        device = next((p.device for p in module.parameters()), None)
+        if getattr(module, "wired", False):
+            leaves, (values, args, kwargs) = _fresh((self._values, *self._call), device)
+            return leaves, ((values, args, kwargs), {})
+        first = self._last is self._call[0]
+        given = self._last if isinstance(self._last, tuple) else (self._last,)
+        leaves, (args, kwargs) = _fresh((given, self._call[1] if first else {}), device)
+        return leaves, (args, kwargs)
+
+    def _keep(self, module: nn.Module, output: Any) -> None:
+        self._last = output
+        if getattr(module, "wired", False) and type(output) is dict:
+            self._values.update(output)
+
+    def _timed(self, module: nn.Module) -> tuple[float, float, float]:
+        """Seconds of forward, of backward to what it takes, and of what backward takes longer in all."""
+        leaves, call = self._arguments(module)
+        clock = _Clock(leaves)
+        with torch.enable_grad():
+            output = module(*call[0], **call[1])
+        forward = clock.lap()
+        roots = [tensor for tensor in flatten(output)[0] if tensor.requires_grad]
+        starts = [torch.ones_like(tensor) for tensor in roots]
+        inputs = [leaf for leaf in leaves if leaf.requires_grad]
+        weights = [p for p in module.parameters() if p.requires_grad]
+        laps = []
+        for wanted in (inputs, [*inputs, *weights]):
+            clock.lap()
+            if roots and wanted:
+                torch.autograd.grad(roots, wanted, starts, retain_graph=True, allow_unused=True)
+            laps.append(clock.lap())
+        return forward, laps[0], max(laps[1] - laps[0], 0.0)
+
+
+class _Clock:
+    """Time between calls, with the device's work done."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        devices = {tensor.device for tensor in tensors}
+        self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
+        self._last = 0.0
+        self.lap()
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        for device in self._devices:
+            torch.accelerator.synchronize(device)
+        last, self._last = self._last, time.perf_counter()
+        return self._last - last
+
+
+def _fresh(value: Any, device: torch.device | None) -> tuple[list[Tensor], Any]:
+    """Values as a stage gets them from elsewhere."""
+    tensors, structure = flatten(value)
+    leaves = [
+        (tensor if device is None else tensor.to(device))
+        .detach()
+        .requires_grad_(tensor.requires_grad)
+        for tensor in tensors
+    ]
+    # What is changed in place must be no leaf.
+    entered = [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]
+    return leaves, unflatten(structure, entered)
+
+
+@contextmanager
+def _counted(saved: dict[int, int]) -> Iterator[None]:
+    """Note the bytes of what forward saves, but for leaves such as weights."""
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        base = tensor._base if tensor._base is not None else tensor
+        if not (base.is_leaf and base.requires_grad) and id(base) not in saved:
+            kept.append(base)
+            saved[id(base)] = _bytes(base)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
