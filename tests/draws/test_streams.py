@@ -195,6 +195,22 @@ def compiled(module: nn.Module) -> nn.Module:
     return cast("nn.Module", found)
 
 
+class Stand(nn.Module):
+    """Stands in a stage for a module whose own forward runs, and holds what the stage has of it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["stands_for"] = module
+
+
+def test_a_module_that_stands_for_another_leads_to_it() -> None:
+    real, stage = nn.Sequential(Twice()), nn.Module()
+    stage.add_module("0", Stand(real[0]))
+    assert visible(stage)[real[0]] == ("0",)
+    with Streams(stage, Generators()).installed(Draw(0, 0)):
+        assert real[0]._forward_pre_hooks
+
+
 def test_names_do_not_depend_on_wrappers() -> None:
     assert may_draw(compiled(nn.Linear(2, 2)))
     inner = nn.Sequential(nn.Linear(2, 2))
