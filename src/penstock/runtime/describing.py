@@ -141,16 +141,14 @@ def _stage_specs(
             raise
         # The output stays here unless somebody asks for it.
         return {"specs": {}, "links": {OUTPUT: [sources]}}
-    tensors = [placeholder(tensor) for tensor in output.tensors]
-    filled = output.fill(tensors)
+    filled = _without_data(output)
     found = as_values(given, filled, wired=stage.wired) if given else {OUTPUT: filled}
     specs = {name: ValueSpec.of(value) for name, value in found.items()}
     if given:
         _check_travel(specs, f"stage {stage.index}")
-    positions = {name: positions_in(tensors, value) for name, value in found.items()}
     return {
         "specs": {name: spec.to_json() for name, spec in specs.items()},
-        "links": name_links(reached, sources, positions),
+        "links": name_links(reached, sources, positions_in(filled, found)),
     }
 
 

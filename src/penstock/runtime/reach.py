@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from penstock.schedule import Edge
 from penstock.specs import ValueSpec, flatten
@@ -34,10 +35,17 @@ def name_links(
     return {name: [named[index] for index in positions] for name, positions in values.items()}
 
 
-def positions_in(tensors: Sequence[object], value: object) -> list[int]:
-    """Which of an output's tensors are in a value that was taken out of it."""
-    index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
-    return [index_of[id(tensor)] for tensor in flatten(value)[0]]
+def positions_in(output: Any, values: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Which of an output's tensors are in each value: the whole output, or items of it by name."""
+    found: dict[str, list[int]] = {}
+    start = 0
+    whole = {name: value for name, value in values.items() if value is output}
+    for name, item in (whole or output).items():
+        stop = start + len(flatten(item)[0])
+        if name in values:
+            found[name] = list(range(start, stop))
+        start = 0 if whole else stop
+    return found
 
 
 def mark_optional(
