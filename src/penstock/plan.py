@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError, UsageError
-from penstock.partition import Partition, cut_chain, cut_sequential, find_shared
+from penstock.partition import Partition, find_shared, partition
 from penstock.schedule import (
     Schedule,
     add_communication,
@@ -24,8 +24,8 @@ from penstock.schedule import (
 from penstock.schedule.edges import Edges
 from penstock.schedule.library.forward_only import forward_only
 
-Stages = int | Sequence[Sequence[str]] | Partition | None
-"""How to cut: a count (``nn.Sequential``), module paths for each stage, a partition, or by default."""
+Stages = int | Sequence[str] | Sequence[Sequence[str]] | Partition | None
+"""How to cut: a count, module paths to cut before, paths for each stage, a partition, or by default."""
 
 
 @dataclass(frozen=True)
@@ -208,12 +208,13 @@ def _count(stages: Stages) -> int | None:
         return len(stages.modules)
     if not isinstance(stages, Sequence):
         return _whole("stages", stages)
-    if isinstance(stages, str) or any(isinstance(paths, str) for paths in stages):
+    flat = [isinstance(paths, str) for paths in stages]
+    if isinstance(stages, str) or (any(flat) and not all(flat)):
         raise PartitionError(
-            f"stages={stages!r}: must hold a list of module paths for each stage, such as "
-            "[['embed', 'blocks.0'], ['blocks.1', 'head']]"
+            f"stages={stages!r}: must hold the module paths to cut before, such as ['blocks.1', 'head'], or "
+            "a list of module paths for each stage, such as [['embed', 'blocks.0'], ['blocks.1', 'head']]"
         )
-    return len(stages)
+    return len(stages) + 1 if flat and all(flat) else len(stages)
 
 
 def _check_value(
@@ -248,16 +249,7 @@ def cut(model: nn.Module, stages: Stages, count: int) -> Partition:
     """
     if isinstance(stages, Partition):
         found = () if stages.shared else find_shared(model, stages.modules)
-        partition = replace(stages, shared=found) if found else stages
-        partition.check_covers(model)
-        return partition
-    if isinstance(stages, Sequence):
-        return cut_chain(model, stages)
-    if isinstance(model, nn.Sequential) and count > 1:
-        return cut_sequential(model, count)
-    if count == 1:
-        return Partition((model,), shared=find_shared(model, (model,)))
-    raise PartitionError(
-        f"a {type(model).__name__} is cut at module paths: stages=[['embed', 'blocks.0'], ['blocks.1', "
-        "'head']] names each stage's modules in the order of the calls"
-    )
+        made = replace(stages, shared=found) if found else stages
+        made.check_covers(model)
+        return made
+    return partition(model, count if stages is None else stages)

@@ -57,16 +57,20 @@ MAKING: dict[str, Refusal] = {
     ),
     "too many stages": (lambda: make(ranks=4), PartitionError, "3 modules cannot be cut into 4"),
     "another reduction": (lambda: make(reduction="max"), UsageError, "must be 'mean' or 'sum'"),
-    "no chain": (lambda: make(named()), PartitionError, "a Model is cut at module paths: stages="),
-    "a forward of its own": (
-        lambda: make(OfOthers(*chain())),
+    "too few modules": (
+        lambda: make(OfOthers(*chain()), ranks=8),
         PartitionError,
-        "OfOthers has a forward of its own",
+        "a OfOthers has 3 modules that can be placed, too few for 8 stages; use from 1 to 3",
+    ),
+    "nothing to call": (
+        lambda: make(nn.ModuleDict({"a": chain()})),
+        PartitionError,
+        "a ModuleDict is cut at module paths: stages=",
     ),
     "an unknown path": (
         lambda: make(named(), stages=[["embed"], ["tail"]]),
         PartitionError,
-        r"no modules \['tail'\]",
+        "no module 'tail' in the model; did you mean embed",
     ),
     "a partition of another model": (
         lambda: make(stages=cut_sequential(chain(), 2)),

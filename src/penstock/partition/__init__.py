@@ -4,6 +4,7 @@ from penstock.partition.balance import choose_cuts
 from penstock.partition.base import Describe, Description, Partition, Shared, named_tensors
 from penstock.partition.chain import cut_chain, cut_sequential
 from penstock.partition.costs import StageCost, stage_costs
+from penstock.partition.entry import partition
 from penstock.partition.export import save_index, save_stage
 from penstock.partition.reading import WeightFiles, read_weights
 from penstock.partition.shared import find_shared, find_shared_between
@@ -26,6 +27,7 @@ __all__ = [
     "find_shared",
     "find_shared_between",
     "named_tensors",
+    "partition",
     "read_weights",
     "save_index",
     "save_stage",

@@ -60,12 +60,16 @@ class Partition:
         edges: which values travel; empty for the chain, where each stage feeds the next.
         shared: the weights that several stages use.
         describe: tells the edges and specs of a call, where they depend on it.
+        how: the way it was made, as :func:`penstock.partition.partition` says it.
+        reason: why that way.
     """
 
     modules: tuple[nn.Module, ...]
     edges: tuple[Edge, ...] = ()
     shared: tuple[Shared, ...] = ()
     describe: Describe | None = None
+    how: str = ""
+    reason: str = ""
 
     def check_covers(self, model: nn.Module) -> None:
         """Check that every parameter and buffer of ``model`` is in one stage, or in ``shared``.

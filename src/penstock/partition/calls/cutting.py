@@ -1,0 +1,165 @@
+"""One cut of a model: its units, who has them, and the routes of the calls that were seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import PartitionError, SpecError
+from penstock.partition.base import Description
+from penstock.partition.calls.outline import Outline
+from penstock.partition.calls.recorder import Recorder, chance_kept
+from penstock.partition.calls.routing import Homes, Route, routed
+from penstock.partition.calls.tape import Tape, paths_of
+from penstock.specs import ValueSpec, autocast_types, flatten
+
+
+class Cutting:
+    """A model, and which stage has which of its units.
+
+    Args:
+        model: the whole.
+        homes: the stages of each unit by path, and of each parameter outside of them by name.
+        units: the paths of the units.
+        stages: how many there are.
+        outline: the model without data, if it was made already.
+        example: the arguments of a call, as ``(args, kwargs)``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        homes: Homes,
+        units: Sequence[str],
+        stages: int,
+        outline: Outline | None = None,
+        example: Any = None,
+    ) -> None:
+        self.model = model
+        self.stages = stages
+        self.units = tuple(units)
+        self.paths = paths_of(model, units)
+        self._homes = _with_parameters(model, homes, self.paths)
+        self._outline = outline or Outline(model, units)
+        self._example = None if example is None else flatten(example)
+        self._routes: dict[Any, Route] = {}
+        self._latest: dict[Any, Route] = {}
+
+    def describe(self, call: ValueSpec, training: bool) -> Description:
+        """What travels between the stages for a call.
+
+        Args:
+            call: the spec of ``(args, kwargs)``.
+            training: whether gradients are wanted.
+        """
+        return self._route(call, training).description
+
+    def route(self, args: Any, kwargs: Any) -> Route:
+        """What the stages do in this call."""
+        call = ValueSpec.of((args, kwargs))
+        training = torch.is_grad_enabled()
+        known = self._latest.get((_digest(call), training, self._outline.modes()))
+        return known or self._route(call, training)
+
+    def _tensors(self, call: ValueSpec) -> Sequence[torch.Tensor] | None:
+        """The example's tensors, if this is such a call."""
+        if self._example is None:
+            return None
+        tensors, structure = self._example
+        return tensors if call.fits(tensors, structure, gradients=False) else None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter or buffer of the model by name."""
+        path, _, last = name.rpartition(".")
+        found: torch.Tensor = getattr(self.model.get_submodule(path), last)
+        return found
+
+    def _route(self, call: ValueSpec, training: bool) -> Route:
+        digest = _digest(call)
+        key = (digest, training, self._outline.traits(), tuple(autocast_types()))
+        if key not in self._routes:
+            tape = analysed(
+                self._outline, self.units, call, training=training, example=self._tensors(call)
+            )
+            self._routes[key] = routed(tape, self._homes, self.stages, _spec_of(tape.output))
+        self._latest[digest, training, self._outline.modes()] = self._routes[key]
+        return self._routes[key]
+
+
+def analysed(
+    outline: Outline,
+    units: Sequence[str],
+    call: ValueSpec,
+    *,
+    training: bool,
+    example: Sequence[torch.Tensor] | None = None,
+) -> Tape:
+    """Run a model without data and note what happens.
+
+    Args:
+        outline: the model.
+        units: the paths of its units.
+        call: the spec of ``(args, kwargs)``.
+        training: whether gradients are wanted.
+        example: the tensors of such a call, for code between the units that looks into them. By default
+            they are made up: ones, or where these will not do zeros, or twos.
+    """
+    outline.follow(training=training)
+    if example is not None:
+        return _recorded(outline, units, call.fill(list(example)), training)
+    errors: list[Exception] = []
+    for number in (1, 0, 2):
+        made = [_filled(spec, number, outline.device) for spec in call.tensors]
+        try:
+            return _recorded(outline, units, call.fill(made), training)
+        except PartitionError:
+            raise
+        except Exception as error:
+            errors.append(error)
+    errors[0].add_note(
+        "raised where the model was run without data, to see what travels between its stages; if its code "
+        "needs arguments that make sense, give example=(args, kwargs) to penstock.partition.partition"
+    )
+    raise errors[0]
+
+
+def _recorded(outline: Outline, units: Sequence[str], call: Any, training: bool) -> Tape:
+    args, kwargs = call
+    paths = paths_of(outline.model, units)
+    recorder = Recorder(paths, outline.mode, outline.named_tensors())
+    with chance_kept(), torch.set_grad_enabled(training):
+        with recorder.watching(list(paths)):
+            output = outline.model(*args, **kwargs)
+        return recorder.finish(output)
+
+
+def _filled(spec: Any, number: int, device: torch.device) -> torch.Tensor:
+    made = torch.full(spec.shape, number, dtype=spec.torch_dtype, device=device)
+    # A view: a model may change its input in place, which a leaf that requires grad would refuse.
+    return made.requires_grad_() * 1 if spec.requires_grad else made
+
+
+def _digest(call: ValueSpec) -> str:
+    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in call.tensors]
+    return f"{shapes} {call.structure}"
+
+
+def _spec_of(output: Any) -> ValueSpec | None:
+    try:
+        return ValueSpec.of(output)
+    except SpecError:
+        return None
+
+
+def _with_parameters(
+    model: nn.Module, homes: Homes, paths: Mapping[nn.Module, str]
+) -> dict[str, tuple[int, ...]]:
+    """The homes of all tensors by name, those inside of units too."""
+    found = dict(homes)
+    for unit, path in paths.items():
+        for name, _ in (*unit.named_parameters(), *unit.named_buffers()):
+            found[f"{path}.{name}"] = homes[path]
+    return found

@@ -1,0 +1,96 @@
+"""A copy of a model without its data, in which the analysis runs: it leaves no trace in the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from penstock.errors import PartitionError
+
+
+def home_of(model: nn.Module) -> torch.device:
+    """Where a model is; the CPU for one without data."""
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = [t.device for t in tensors if t.device.type != "meta"]
+    return devices[0] if devices else torch.device("cpu")
+
+
+class Outline:
+    """A model without data.
+
+    Args:
+        model: what to copy.
+        units: the paths of its units; what stands elsewhere keeps its buffers, for code between the units
+            may look into them.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = home_of(model)
+        self._original = model
+        self.model = self._copied(model, units)
+        self._pairs = list(zip(model.modules(), self.model.modules(), strict=True))
+        self._parameters = list(zip(model.parameters(), self.model.parameters(), strict=True))
+
+    def _copied(self, model: nn.Module, units: Sequence[str]) -> nn.Module:
+        inside = {id(b) for path in units for b in model.get_submodule(path).buffers()}
+        memo: dict[int, Any] = {}
+        for parameter in model.parameters():
+            memo[id(parameter)] = nn.Parameter(self._fake(parameter), parameter.requires_grad)
+        for buffer in model.buffers():
+            fake = id(buffer) in inside
+            memo[id(buffer)] = self._fake(buffer) if fake else self._real(buffer)
+        for module in model.modules():
+            for kept in vars(module).values():
+                if isinstance(kept, Tensor) and id(kept) not in memo:
+                    memo[id(kept)] = self._real(kept)
+        try:
+            return copy.deepcopy(model, memo)
+        except Exception as error:
+            raise PartitionError(
+                f"the {type(model).__name__} cannot be copied without its data ({error}), which is how the "
+                "values between its stages are found; use how='traced'"
+            ) from error
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        with self.mode:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
+            )
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device=self.device)
+        return tensor.detach().clone()
+
+    def named_tensors(self) -> dict[Tensor, str]:
+        """Parameters, and the buffers that have no data here, with their names."""
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        parameters = {id(p) for p in self.model.parameters()}
+        return {t: name for name, t in named if id(t) in parameters or isinstance(t, FakeTensor)}
+
+    # ---- what the model may have become since
+
+    def modes(self) -> tuple[bool, ...]:
+        """Which of the model's modules are in training."""
+        return tuple(module.training for module, _ in self._pairs)
+
+    def traits(self) -> tuple[Any, ...]:
+        """What of the model's state values may depend on."""
+        return self.modes(), tuple(p.requires_grad for p, _ in self._parameters)
+
+    def follow(self, *, training: bool) -> None:
+        """Take over the model's state.
+
+        Args:
+            training: whether gradients are wanted; without them everything is in evaluation mode.
+        """
+        for module, mine in self._pairs:
+            mine.training = module.training and training
+        for parameter, own in self._parameters:
+            own.requires_grad_(parameter.requires_grad)

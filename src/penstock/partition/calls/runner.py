@@ -1,0 +1,278 @@
+"""Run one stage's part of an author's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from penstock.errors import PartitionError
+from penstock.partition.calls.faces import Run
+from penstock.partition.calls.placeholder import Placeholder
+from penstock.partition.calls.routing import Part
+from penstock.partition.calls.tape import NO_VALUE, Change, Event, Slot, Tape
+from penstock.partition.calls.trees import leaves, replaced, tensors_in
+from penstock.partition.calls.watch import Watch
+
+PLAIN = (bool, int, float, str)
+
+
+class Left(BaseException):
+    """Ends a forward in which this stage has nothing left to do; not to be caught by the author's code."""
+
+
+class Runner(Watch):
+    """One forward pass in one stage: what is not its part is answered from the tape.
+
+    Args:
+        tape: what the analysis of this call has found.
+        part: which of it is this stage's.
+        paths: the path of each unit.
+        values: what arrived, by name.
+        device: where the stage is.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        part: Part,
+        paths: Mapping[nn.Module, str],
+        values: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._tape, self._part, self._paths, self._device = tape, part, paths, device
+        self._arrived = {number: values[name] for number, name in part.takes.items()}
+        self._given: dict[int, Tensor] = {}
+        self._at = 0
+
+    def enter(self, tensor_named: Callable[[str], Tensor]) -> None:
+        """Follow the parameters that are used between the units."""
+        for number, value in enumerate(self._tape.values):
+            if value.parameter is not None:
+                parameter = tensor_named(value.parameter)
+                self.follow(parameter, number)
+                if number in self._arrived:
+                    self.put_instead(parameter, self._arrived[number])
+                if number in self._part.gives:
+                    # Not the leaf itself: its gradient comes back from another stage.
+                    self._given[number] = parameter.view_as(parameter)
+
+    def results(self) -> dict[str, Tensor]:
+        """What other stages use of what was made here, by name.
+
+        Raises:
+            PartitionError: some of it was not made.
+        """
+        missing = [name for n, name in self._part.gives.items() if n not in self._given]
+        if missing:
+            raise PartitionError(
+                f"{', '.join(missing)} should have been made here, but the model's forward ended before; "
+                + _DIVERGED
+            )
+        return {name: self._given[number] for number, name in self._part.gives.items()}
+
+    def output(self, output: Any) -> Any:
+        """The model's output, with what took the place of its tensors.
+
+        Raises:
+            PartitionError: it is not what the analysis found.
+        """
+        output = self.current(output)
+        found, known = tensors_in(output), set(self._tape.outputs)
+        strange = [t for t in found if (n := self.numbers_of(t)) and known.isdisjoint(n)]
+        if strange or len(found) != self._tape.output_tensors:
+            raise PartitionError(
+                f"the model's output holds {len(found)} tensors where {self._tape.output_tensors} were "
+                f"expected, or others than these: {_DIVERGED}. Values that hooks collect from modules of "
+                "other stages, such as hidden states, are not seen here; turn that option off"
+            )
+        return output
+
+    # ---- events
+
+    def call(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A unit is called."""
+        path, given = self._paths[module], tensors_in((args, kwargs))
+        event = self._next(path)
+        if not self._part.runs[self._at]:
+            return self._pass(event, given)
+        self._check_inputs(event, given)
+        with self.unseen():
+            result = run(*args, **kwargs)
+        _check_plain(event, result)
+        return self._made(event, given, result)
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A function uses a value, or asks something of it."""
+        event = self._event_of(func)
+        if event is None:
+            result = func(*args, **kwargs)
+            if tensors_in(result):
+                self._next(func)
+            return result
+        self._next(func)
+        given = tensors_in((args, kwargs))
+        runs = self._part.runs[self._at]
+        if event.answers:
+            return self._answer(event, func(*args, **kwargs) if runs else event.result)
+        if not runs:
+            return self._pass(event, given)
+        self._check_inputs(event, given)
+        return self._made(event, given, func(*args, **kwargs))
+
+    def concerns(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+        """Whether a function uses a value, or draws the random numbers that come next."""
+        if super().concerns(func, args, kwargs):
+            return True
+        event = self._event_of(func)
+        return event is not None and event.random
+
+    def _event_of(self, func: Any) -> Event | None:
+        """The next event, if it is a use of this function."""
+        if self._at >= len(self._tape.events):
+            return None
+        event = self._tape.events[self._at]
+        return event if event.what is func or event.what == func else None
+
+    def _next(self, what: Any) -> Event:
+        """The event whose turn it is.
+
+        Raises:
+            Left: there is nothing left to do here.
+            PartitionError: something else happens.
+        """
+        if self._part.end is not None and self._at > self._part.end:
+            raise Left
+        events = self._tape.events
+        if self._at < len(events) and (events[self._at].what == what):
+            return events[self._at]
+        name = what if isinstance(what, str) else getattr(what, "__name__", str(what))
+        due = events[self._at].label if self._at < len(events) else "the end"
+        raise PartitionError(
+            f"the model's forward came to {name} where {due} was expected: {_DIVERGED}"
+        )
+
+    def _answer(self, event: Event, result: Any) -> Any:
+        if result != event.result:
+            raise PartitionError(
+                f"the model asked chance which way to go ({event.label} gave {result}, where the other "
+                f"stages assume {event.result}), and the other stages cannot know; turn that off, "
+                "for example layer dropout"
+            )
+        self._at += 1
+        return result
+
+    # ---- what ran here
+
+    def _check_inputs(self, event: Event, given: list[Tensor]) -> None:
+        """What is about to run uses the values that it used in the analysis."""
+        if any(isinstance(tensor, FakeTensor) for tensor in given):
+            raise PartitionError(_absent(event.label))
+        expected = set(event.inputs)
+        for tensor in given:
+            numbers = self.numbers_of(tensor)
+            if numbers and expected.isdisjoint(numbers):
+                name = self._tape.values[numbers[-1]].name
+                raise PartitionError(
+                    f"{event.label} was called with {name}, which is not what it was called with when the "
+                    f"model was analysed: {_DIVERGED}"
+                )
+
+    def _made(self, event: Event, given: list[Tensor], result: Any) -> Any:
+        found, slots = tensors_in(result), event.slots
+        if len(found) != len(slots):
+            raise PartitionError(
+                f"{event.label} gave {len(found)} tensors where {len(slots)} were expected: {_DIVERGED}"
+            )
+        for change in event.changes:
+            target = self._target(change, given)
+            if target is not None:
+                self._keep(target, change.new)
+        for tensor, slot in zip(found, slots, strict=True):
+            if slot.value != NO_VALUE:
+                self._keep(tensor, slot.value)
+        self._at += 1
+        return result
+
+    def _keep(self, tensor: Tensor, number: int) -> None:
+        self.follow(tensor, number)
+        if number not in self._part.gives or number in self._given:
+            return
+        value = self._tape.values[number]
+        if not value.form.fits(tensor):
+            raise PartitionError(
+                f"{value.name} is {tensor.dtype}{list(tensor.shape)} where {value.form.dtype}"
+                f"{list(value.form.shape)} was expected: {_DIVERGED}"
+            )
+        self._given[number] = tensor.clone() if number in self._part.copies else tensor
+
+    # ---- what did not
+
+    def _pass(self, event: Event, given: list[Tensor]) -> Any:
+        """What an event of another stage returns here."""
+        targets: dict[int, Tensor] = {}
+        for change in event.changes:
+            old = self._target(change, given)
+            new = targets[change.new] = self._stand_in(change.new)
+            if old is not None:
+                self.put_instead(old, new)
+                self.follow(old, change.new)
+        self._at += 1
+        return replaced(event.result, lambda leaf: self._filled(leaf, given, targets))
+
+    def _filled(self, leaf: Any, given: list[Tensor], targets: Mapping[int, Tensor]) -> Any:
+        if not isinstance(leaf, Slot):
+            return leaf
+        if leaf.value in targets:
+            return targets[leaf.value]
+        if leaf.same_as is None:
+            return self._stand_in(leaf.value)
+        if leaf.value == NO_VALUE:
+            return given[leaf.same_as]
+        known = [tensor for tensor in given if self.number_of(tensor) == leaf.value]
+        return known[0] if known else given[leaf.same_as]
+
+    def _stand_in(self, number: int) -> Tensor:
+        """What arrived, or else a placeholder."""
+        value = self._tape.values[number]
+        made = self._arrived.get(number)
+        if made is None:
+            made = Placeholder.of(value.form, self._device, value.name)
+        self.follow(made, number)
+        return made
+
+    def _target(self, change: Change, given: list[Tensor]) -> Tensor | None:
+        """The tensor here that an event changes in place."""
+        if change.old is not None:
+            for tensor in given:
+                if self.number_of(tensor) == change.old:
+                    return tensor
+            return self.tensor_of(change.old)
+        return None if change.argument is None else given[change.argument]
+
+
+_DIVERGED = (
+    "what a model does between its modules must depend on the shapes and types of its arguments, "
+    "not on the numbers in them, nor on chance"
+)
+
+
+def _absent(user: str) -> str:
+    return (
+        f"{user} uses the data of an argument of the model that this process was not given; pass it to every "
+        "rank whose stages use it, or to all"
+    )
+
+
+def _check_plain(event: Event, result: Any) -> None:
+    """Numbers and texts among a unit's results are known to other stages from the analysis only."""
+    for found, expected in zip(leaves(result), leaves(event.result), strict=False):
+        if isinstance(expected, PLAIN) and isinstance(found, PLAIN) and found != expected:
+            raise PartitionError(
+                f"{event.label} gave {found!r} where the other stages assume {expected!r}; a result that "
+                "depends on numbers in tensors must be a tensor to be known to other stages"
+            )

@@ -1,0 +1,187 @@
+"""A stage that runs the author's own forward, and of it only what is its part."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from penstock.errors import PartitionError
+from penstock.partition.calls.cutting import Cutting
+from penstock.partition.calls.recorder import depends_on_data
+from penstock.partition.calls.routing import Homes
+from penstock.partition.calls.runner import Left, Runner
+from penstock.partition.calls.trees import replaced, tensors_in
+
+
+class Holder(nn.Module):
+    """Holds what a stage has of a module whose own forward is shared by all stages.
+
+    It is in training whenever that module is.
+
+    Args:
+        module: the author's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # Not as a submodule: its parameters are not this stage's.
+        self.__dict__["_shared_module"] = module
+        training = module.training
+        super().__init__()
+        module.training = training
+
+    @property
+    def training(self) -> bool:
+        """The module's own flag."""
+        return bool(self.__dict__["_shared_module"].training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["_shared_module"].training = mode
+
+    def hold_parameter(self, name: str) -> None:
+        """Hold a parameter of the module."""
+        self._parameters[name] = self.__dict__["_shared_module"]._parameters[name]
+
+    def hold_buffers(self, *, copies: bool) -> None:
+        """Hold the module's buffers; ``copies``, where another stage holds the originals."""
+        shared = self.__dict__["_shared_module"]
+        for name, buffer in shared._buffers.items():
+            kept = buffer.clone() if copies and buffer is not None else buffer
+            self.register_buffer(name, kept, name not in shared._non_persistent_buffers_set)
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """The module uses what is held here, as it may have been moved or replaced."""
+        state = self.__dict__["_shared_module"].__dict__
+        before = state["_parameters"], state["_buffers"]
+        if self._parameters:
+            state["_parameters"] = {**before[0], **self._parameters}
+        if self._buffers:
+            state["_buffers"] = self._buffers
+        try:
+            yield
+        finally:
+            state["_parameters"], state["_buffers"] = before
+
+
+class CallStage(Holder):
+    """One stage of a model that is cut by the calls of its modules.
+
+    Args:
+        cutting: the cut.
+        index: which stage.
+        homes: the stages of each unit by path, and of each parameter outside of them by name.
+    """
+
+    wired = True
+
+    def __init__(self, cutting: Cutting, index: int, homes: Homes) -> None:
+        super().__init__(cutting.model)
+        self.index = index
+        self.__dict__["_cutting"] = cutting
+        inside = set(cutting.paths)
+        _fill(self, cutting.model, "", _Share(inside, homes, index))
+        self.__dict__["_lenders"] = [
+            holder for holder in self.modules() if isinstance(holder, Holder)
+        ]
+
+    def forward(self, values: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
+        """Run the stage's part: its values by name, or in the last stage the model's output."""
+        cutting: Cutting = self.__dict__["_cutting"]
+        route = cutting.route(args, kwargs)
+        part = route.parts[self.index]
+        if part.end == -1:
+            return {}
+        device = self._device(args, kwargs)
+        args, kwargs, absent = _present(args, kwargs, device)
+        runner = Runner(route.tape, part, cutting.paths, values, device)
+        output = None
+        with contextlib.ExitStack() as stack:
+            for holder in self.__dict__["_lenders"]:
+                if holder._parameters or holder._buffers:
+                    stack.enter_context(holder.lent())
+            runner.enter(cutting.tensor)
+            stack.enter_context(runner.watching(list(cutting.paths)))
+            try:
+                output = cutting.model(*args, **kwargs)
+            except Left:
+                pass
+            except Exception as error:
+                if absent and depends_on_data(error):
+                    raise PartitionError(_absent(self.index, absent)) from error
+                raise
+        return runner.output(output) if part.end is None else runner.results()
+
+    def _device(self, args: Any, kwargs: Any) -> torch.device:
+        given = [t for t in tensors_in((args, kwargs)) if t.device.type != "meta"]
+        first = next(self.parameters(), *given[:1]) if given else next(self.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+
+class _Share:
+    """Which parts of a model a stage has."""
+
+    def __init__(self, units: set[nn.Module], homes: Homes, index: int) -> None:
+        self.units, self.homes, self.index = units, homes, index
+        self.at_home: dict[nn.Module, bool] = {}
+
+    def has(self, unit: nn.Module, path: str) -> bool:
+        """Whether a unit is here; under its other paths too."""
+        if path in self.homes:
+            self.at_home[unit] = self.index in self.homes[path]
+        return self.at_home[unit]
+
+
+def _fill(holder: Holder, module: nn.Module, path: str, share: _Share) -> None:
+    """Put the stage's part of a module into its holder, under the module's own names."""
+    for name in module._parameters:
+        full = f"{path}{name}"
+        if module._parameters[name] is not None and share.index in share.homes[full]:
+            holder.hold_parameter(name)
+    holder.hold_buffers(copies=share.index > 0)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        full = f"{path}{name}"
+        if child in share.units:
+            if share.has(child, full):
+                holder.add_module(name, child)
+        elif next(child.parameters(), None) is None and next(child.buffers(), None) is None:
+            holder.add_module(name, child)
+        else:
+            made = Holder(child)
+            _fill(made, child, f"{full}.", share)
+            holder.add_module(name, made)
+
+
+def _present(args: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any, list[str]]:
+    """Arguments that this process was not given, as tensors that compute shapes only."""
+    absent = [
+        str(key)
+        for key, value in (*enumerate(args), *kwargs.items())
+        if any(t.is_meta for t in tensors_in(value))
+    ]
+    if not absent:
+        return args, kwargs, absent
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def without_data(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:
+            return leaf
+        with mode:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+
+    args, kwargs = replaced((tuple(args), dict(kwargs)), without_data)
+    return args, kwargs, absent
+
+
+def _absent(stage: int, names: list[str]) -> str:
+    return (
+        f"stage {stage} uses the data of one of the arguments {', '.join(names)}, which this process was "
+        "not given; pass them to every rank whose stages use them, or to all"
+    )

@@ -1,0 +1,125 @@
+"""What an author's forward does with values that stages make: the record of one analysed call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from penstock.partition.calls.placeholder import Form
+from penstock.partition.calls.trees import leaves
+
+NO_VALUE = -1
+"""The number of a tensor that every stage has: one of the call's own arguments."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that an event makes.
+
+    Args:
+        form: its shape and type.
+        name: says what it is, unique in a tape.
+        maker: the event's position; for a parameter that is used between the units, ``None``.
+        parameter: that parameter's name.
+    """
+
+    form: Form
+    name: str
+    maker: int | None
+    parameter: str | None = None
+
+
+class Slot:
+    """Stands in a recorded result where a tensor stood.
+
+    Args:
+        value: the tensor's number.
+        same_as: if the result is one of the arguments itself, which of the tensors among them.
+    """
+
+    def __init__(self, value: int, same_as: int | None) -> None:
+        self.value = value
+        self.same_as = same_as
+
+
+@dataclass(frozen=True)
+class Change:
+    """A tensor that an event changes in place.
+
+    Args:
+        argument: which of the tensors among the arguments, if it is one.
+        old: the number it had, if it was followed.
+        new: the number it has from then on.
+    """
+
+    argument: int | None
+    old: int | None
+    new: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """A call of a unit, or of a function of PyTorch between the units.
+
+    Args:
+        what: the function, or the unit's path.
+        inputs: the numbers of the values that it uses.
+        result: what it returns, with a :class:`Slot` for each tensor.
+        changes: what it changes in place.
+        random: whether it draws random numbers without using any value.
+        answers: whether it returns no tensor, but something that depends on the numbers in them.
+    """
+
+    what: Any
+    inputs: tuple[int, ...]
+    result: Any
+    changes: tuple[Change, ...] = ()
+    random: bool = False
+    answers: bool = False
+
+    @property
+    def is_call(self) -> bool:
+        """Whether a unit is called."""
+        return isinstance(self.what, str)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Where tensors stand in the result."""
+        return [leaf for leaf in leaves(self.result) if isinstance(leaf, Slot)]
+
+    @property
+    def label(self) -> str:
+        """What it is, in words."""
+        return self.what if self.is_call else getattr(self.what, "__name__", str(self.what))
+
+
+@dataclass
+class Tape:
+    """The events of a call, in order.
+
+    Attributes:
+        events: what happened.
+        values: what was made, by number.
+        outputs: the numbers of the values in the model's output.
+        hidden: pairs of units of which the second uses what the first has left in an object.
+        output: the model's output, without data.
+        output_tensors: how many tensors that holds.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    outputs: tuple[int, ...] = ()
+    hidden: dict[tuple[str, str], None] = field(default_factory=dict)
+    output: Any = None
+    output_tensors: int = 0
+
+
+def paths_of(model: nn.Module, units: Sequence[str]) -> dict[nn.Module, str]:
+    """The units of a model, each with its first path."""
+    found: dict[nn.Module, str] = {}
+    for path in units:
+        found.setdefault(model.get_submodule(path), path)
+    return found

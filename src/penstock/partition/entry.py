@@ -1,0 +1,121 @@
+"""Cut any model: the one entry, which chooses how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from penstock.errors import PartitionError, UsageError
+from penstock.partition.base import Partition
+from penstock.partition.calls import cut_calls, cut_points
+from penstock.partition.chain import cut_chain, cut_sequential
+from penstock.partition.shared import find_shared
+from penstock.partition.traced import Cuts, Point, cut_traced
+from penstock.schedule import Placement
+
+Where = int | Sequence[str] | Sequence[Sequence[str]]
+"""How many stages, or the module paths to cut before, or for each stage its modules' paths."""
+
+Example = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+class _Asked(NamedTuple):
+    example: Example | None
+    balance: str | Sequence[float] | None
+    placement: Placement | None
+
+
+WAYS = ("auto", "calls", "traced", "chain")
+
+
+def partition(
+    model: nn.Module,
+    stages: Where,
+    *,
+    how: str = "auto",
+    example: Example | None = None,
+    balance: str | Sequence[float] | None = None,
+    placement: Placement | None = None,
+) -> Partition:
+    """Cut a model into stages that together compute what it computes.
+
+    Args:
+        model: any module; it is not changed, and its stages hold its own parameters.
+        stages: how many; or the paths of the modules before which to cut; or for each stage the paths of
+            its modules.
+        how: ``"calls"`` runs the author's own forward in every stage and lets each run its own modules
+            only; ``"traced"`` cuts the graph of a call, made by ``torch.export``; ``"chain"`` calls the
+            modules one after the other. ``"auto"`` is a chain where the model is one, else calls.
+        example: arguments for one microbatch, as ``(args, kwargs)``. Traces need them; for calls they show
+            the order of the modules, where the source does not tell it.
+        balance: what makes stages equal where their number is given: ``"parameters"``, the default, or a
+            weight for each module that can be placed.
+        placement: which rank holds which stage, where their number is given: the ranks are made equal.
+
+    Returns:
+        The stages; :attr:`Partition.how` and :attr:`Partition.reason` say which way was chosen and why.
+
+    Raises:
+        PartitionError: it cannot be cut so; the message says why, and what to do.
+    """
+    if how not in WAYS:
+        raise UsageError(f"how={how!r}: must be one of {', '.join(WAYS)}")
+    asked = _Asked(example, balance, placement)
+    if how != "auto":
+        made, reason = _CUTTERS[how](model, stages, asked), "as asked for"
+    elif isinstance(stages, int) and stages == 1:
+        made, reason = Partition((model,), shared=find_shared(model, (model,))), "one stage is all"
+        how = "whole"
+    elif _is_chain(model, stages):
+        made, reason = _chain(model, stages, asked), "its forward is the chain of them"
+        how = "chain"
+    else:
+        made, reason = _calls(model, stages, asked), "it has a forward of its own"
+        how = "calls"
+    return replace(made, how=how, reason=reason)
+
+
+def _is_chain(model: nn.Module, stages: Where) -> bool:
+    if type(model).forward is nn.Sequential.forward:
+        return isinstance(stages, int) or not _is_flat(stages)
+    # A module that only holds others has no forward to follow.
+    return type(model).forward is nn.Module.forward or isinstance(model, nn.ModuleDict)
+
+
+def _is_flat(stages: Sequence[Any]) -> bool:
+    return all(isinstance(path, str) for path in stages)
+
+
+def _chain(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
+    if not isinstance(stages, int):
+        return cut_chain(model, [list(paths) for paths in stages])
+    if not isinstance(model, nn.Sequential):
+        raise PartitionError(
+            f"a {type(model).__name__} is cut at module paths: stages=[['embed', 'blocks.0'], ['blocks.1', "
+            "'head']] names each stage's modules in the order of the calls"
+        )
+    return cut_sequential(model, stages)
+
+
+def _calls(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
+    return cut_calls(
+        model,
+        stages,
+        example=asked.example,
+        balance=asked.balance,
+        placement=asked.placement,
+    )
+
+
+def _traced(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
+    if asked.example is None:
+        raise PartitionError("how='traced' traces a call: give example=(args, kwargs)")
+    points = tuple(Point(path) for path in cut_points(model, stages))
+    args, kwargs = asked.example
+    return cut_traced(model, args, kwargs, Cuts(points, in_code=False)).partition
+
+
+_CUTTERS = {"calls": _calls, "traced": _traced, "chain": _chain}
