@@ -43,6 +43,12 @@ class Holder(nn.Module):
     def training(self, mode: bool) -> None:
         self.__dict__["_shared_module"].training = mode
 
+    @property
+    def stands_for(self) -> nn.Module:
+        """The author's module, which is what runs: it is its random numbers and first weights that count."""
+        found: nn.Module = self.__dict__["_shared_module"]
+        return found
+
     def hold_parameter(self, name: str) -> None:
         """Hold a parameter of the module."""
         self._parameters[name] = self.__dict__["_shared_module"]._parameters[name]
