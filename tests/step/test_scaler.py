@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from penstock import LossScaler
 from penstock.errors import UsageError
+from penstock.parallel import local_part
+from penstock.testing import WorkerPool
 
 OPTIONS: dict[str, Any] = {
     "init_scale": 64.0,
@@ -167,3 +171,27 @@ def test_numbers_that_do_not_scale_are_refused() -> None:
         LossScaler().load_state_dict(
             {k: v for k, v in LossScaler().state_dict().items() if k != "scale"}
         )
+
+
+# ---- sharded gradients
+
+
+def sharded(group: Any) -> dict[str, Any]:
+    """A worker's task: only the last process has the share that is not finite."""
+    mesh = DeviceMesh("cpu", torch.arange(group.size()))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    scaler, optimizer = LossScaler(8.0), torch.optim.SGD([weight], lr=0.1)
+    found = []
+    for worst in (1.0, float("inf")):
+        weight.grad = distribute_tensor(
+            torch.tensor([8.0, 8.0, 8.0, 8.0 * worst]), mesh, [Shard(0)]
+        )
+        scaler.step(optimizer)
+        scaler.update()
+        found.append([scaler.get_scale(), *local_part(weight).detach().tolist()])
+    return {"found": found}
+
+
+def test_all_processes_of_a_mesh_skip_together(workers: WorkerPool) -> None:
+    for answer in workers.run(f"{__name__}:sharded", 4, 60.0):
+        assert answer["found"] == [[8.0, pytest.approx(0.9)], [4.0, pytest.approx(0.9)]]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
+from penstock.parallel import global_norms, is_sharded, local_part, with_local
 
 Agree = Callable[[bool], bool]
 """Whether anything was found on any rank, from whether it was found here."""
@@ -187,20 +188,29 @@ def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def _unscale(gradients: Iterator[Tensor], factor: float) -> bool:
     """Multiply gradients by a factor; whether any of them was not finite."""
-    finite: list[Tensor] = []
-    for gradient in gradients:
-        if gradient.dtype is torch.float16:
-            raise UsageError(
-                "gradients in float16 cannot be unscaled without loss; keep the weights in float32 and "
-                "compute in float16 under torch.autocast"
-            )
-        held = gradient.coalesce().values() if gradient.is_sparse else gradient
-        finite.append(held.detach().isfinite().all())
+    found = list(gradients)
+    if any(gradient.dtype is torch.float16 for gradient in found):
+        raise UsageError(
+            "gradients in float16 cannot be unscaled without loss; keep the weights in float32 and "
+            "compute in float16 under torch.autocast"
+        )
+    bad = _any_bad(found)
+    for gradient in found:
         gradient.mul_(factor)
-    return not all(flag.item() for flag in _stacked(finite))
+    return bad
 
 
-def _stacked(flags: list[Tensor]) -> list[Tensor]:
-    """One flag for each device."""
+def _any_bad(gradients: Sequence[Tensor]) -> bool:
+    """Whether one is not finite; of sharded ones, on any process of their mesh."""
+    flags = [_bad(gradient).any() for gradient in gradients if not is_sharded(gradient)]
     devices = {flag.device for flag in flags}
-    return [torch.stack([f for f in flags if f.device == device]).all() for device in devices]
+    here = [torch.stack([f for f in flags if f.device == device]).any() for device in devices]
+    sharded = [gradient for gradient in gradients if is_sharded(gradient)]
+    marks = [with_local(gradient, _bad(local_part(gradient)).float()) for gradient in sharded]
+    beyond = bool(global_norms(marks, float("inf")).any()) if marks else False
+    return beyond or any(flag.item() for flag in here)
+
+
+def _bad(gradient: Tensor) -> Tensor:
+    held = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return held.detach().isfinite().logical_not()
