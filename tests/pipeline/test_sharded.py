@@ -26,7 +26,7 @@ def spread(pipe: Pipeline, plain: nn.Module, mesh: DeviceMesh) -> None:
             cut = [Shard(0) if parameter.dim() > 1 else Replicate()]
             made = nn.Parameter(distribute_tensor(parameter.detach(), mesh, cut))
             grad = plain.get_parameter(name).grad
-            made.grad = None if grad is None else distribute_tensor(grad, mesh, cut)
+            made.grad = None if grad is None else distribute_tensor(grad.clone(), mesh, cut)
             path, _, leaf = name.rpartition(".")
             setattr(stage.module.get_submodule(path), leaf, made)
 
@@ -40,13 +40,16 @@ def run_sharded(group: Any) -> dict[str, Any]:
     of.loss_fn(plain(*of.args), of.target).backward()
     spread(pipe, plain, mesh["dp"])
     grads = [p.grad for p in plain.parameters() if p.grad is not None]
-    full = pipe.state_dict(full=True)
-    pipe.load_state_dict({name: tensor + 1 for name, tensor in plain.state_dict().items()})
-    moved = pipe.state_dict(full=True)
+    with pipe:
+        full = pipe.state_dict(full=True)
+        pipe.load_state_dict({name: tensor + 1 for name, tensor in plain.state_dict().items()})
+        moved = pipe.state_dict(full=True)
+        norms = [pipe.grad_norm(order) for order in ORDERS]
+        clipped = [pipe.clip_grad_norm_(0.1), pipe.grad_norm()]
     return {
-        "norms": [pipe.grad_norm(order) for order in ORDERS],
+        "norms": norms,
         "plain": [float(nn.utils.get_total_norm(grads, order)) for order in ORDERS],
-        "clipped": [pipe.clip_grad_norm_(0.1), pipe.grad_norm()],
+        "clipped": clipped,
         "full": {n: bool(torch.equal(t, plain.state_dict()[n])) for n, t in full.items()},
         "moved": {n: bool(torch.equal(t, plain.state_dict()[n] + 1)) for n, t in moved.items()},
     }

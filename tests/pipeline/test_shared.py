@@ -105,17 +105,11 @@ def test_five_steps_are_those_of_the_plain_loop(shape: str, name: str) -> None:
 def run_training(group: Any, shape: str, name: str, steps: int, dtype: str) -> dict[str, Any]:
     """A worker's task: norms, the distance from the plain loop, and the bits of what is shared."""
     of = case(shape, DTYPES[dtype])
-    pipe = pipeline(of, shape, 2 if name == "1F1B" else 4, schedule=name, group=group)
     norms, expected = train_plain(of, steps)
-    return {
-        "norms": [train(pipe, of, steps), norms],
-        "gap": gap(pipe.state_dict(), expected),
-        "shared": {
-            n: t.tolist()
-            for n, t in pipe.state_dict().items()
-            if "block." in n or n == "embed.weight"
-        },
-    }
+    with pipeline(of, shape, 2 if name == "1F1B" else 4, schedule=name, group=group) as pipe:
+        found, held = train(pipe, of, steps), pipe.state_dict()
+    shared = {n: t.tolist() for n, t in held.items() if "block." in n or n == "embed.weight"}
+    return {"norms": [found, norms], "gap": gap(held, expected), "shared": shared}
 
 
 @pytest.mark.parametrize(("shape", "name"), [("tied", "1F1B"), ("looped", "ZBVZeroBubble")])
@@ -277,9 +271,9 @@ def run_unlike(group: Any) -> dict[str, Any]:
     of = case("tied")
     with torch.no_grad():
         of.model.get_parameter("embed.weight").add_(group.rank())
-    pipe = pipeline(of, "tied", 2, group=group)
+    with pipeline(of, "tied", 2, group=group) as pipe:
+        held = pipe.state_dict()["embed.weight"]
     logging.getLogger("penstock").removeHandler(handler)
-    held = pipe.state_dict()["embed.weight"]
     return {
         "sum": float(held.sum()),
         "said": records,
@@ -304,7 +298,7 @@ def run_by_hand(group: Any, told: list[int], width: int) -> str:
     try:
         Pipeline.from_stages(
             [PipelineStage(module, rank, 2)], schedule="1F1B", shared=table, group=group
-        )
+        ).close()
     except AgreementError as error:
         return str(error)
     return "made"

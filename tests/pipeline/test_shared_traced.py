@@ -50,10 +50,9 @@ def test_training_is_that_of_the_plain_loop(tmp_path: Path) -> None:
 def run_traced(group: Any) -> dict[str, Any]:
     """A worker's task."""
     of = case("tied")
-    pipe = made(of, group=group)
     norms, expected = train_plain(of, 2)
-    found = train(pipe, of, 2)
-    held = pipe.state_dict()
+    with made(of, group=group) as pipe:
+        found, held = train(pipe, of, 2), pipe.state_dict()
     return {
         "norms": [found, norms],
         "gap": gap(held, expected),

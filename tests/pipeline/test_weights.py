@@ -276,7 +276,7 @@ def run_state(group: Any, shape: str, schedule: str, stages: int, folder: str) -
     pipe.agree(None)
     fresh = pipeline(of, shape, stages, schedule=schedule, group=group)
     fresh.load(folder)
-    return {
+    found = {
         "keys": [len(before), len(full)],
         "gaps": [start, _distance(full, other.state_dict())],
         "parts": [_distance(p.state_dict(), other.state_dict()) for p in (pipe, fresh)],
@@ -284,6 +284,9 @@ def run_state(group: Any, shape: str, schedule: str, stages: int, folder: str) -
         "result": list(result),
         "own": sorted(pipe.state_dict()),
     }
+    pipe.close()
+    fresh.close()
+    return found
 
 
 def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
