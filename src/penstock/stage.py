@@ -138,6 +138,7 @@ class PipelineStage:
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         loss: Callable[[Any], Any] | None = None,
+        aside: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the module for a microbatch.
 
@@ -149,6 +150,7 @@ class PipelineStage:
             kwargs: its arguments by name.
             loss: makes of the output what backward starts from: a scalar, or those of several values that
                 gradients come for.
+            aside: more arguments by name, which come to the module as they are.
 
         Returns:
             The module's output.
@@ -159,7 +161,7 @@ class PipelineStage:
         args, kwargs = entered.call
 
         def run() -> tuple[Any, Any]:
-            output = self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs, **(aside or {}))
             self.changed = self._entrance.leave(entered)
             return output, output if loss is None else loss(output)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -21,12 +21,14 @@ class Microbatch:
         kwargs: arguments by name.
         samples: how many samples of the batch it holds; 0 where no argument is split.
         kind: parts of one batch and kind are alike in all but data; ``None`` says nothing.
+        aside: arguments by name that stay in this process, whatever they are: no other is told of them.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     samples: int
     kind: int | None = None
+    aside: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

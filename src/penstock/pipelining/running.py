@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.crew import Crew
+from penstock.errors import SpecError
 from penstock.hosting import connect_if_launched, ends_of, held_by
 from penstock.microbatch import Batch, Microbatch
 from penstock.pipelining.actions import ActionTuple, to_entry, to_tuple
@@ -16,6 +17,7 @@ from penstock.plan import Plan
 from penstock.runtime import Order, Rank, Report, engine_for
 from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.action import OVERLAPPED, Entry
+from penstock.specs import flatten
 from penstock.stage import PipelineStage as OwnStage
 from penstock.step import Loss
 
@@ -119,8 +121,25 @@ def _batch(chunks: Chunks, count: int) -> Batch:
     parts = None
     if chunks.args is not None and chunks.kwargs is not None:
         pairs = zip(chunks.args, chunks.kwargs, strict=True)
-        parts = [Microbatch(tuple(args), dict(kwargs), 0) for args, kwargs in pairs]
+        parts = [_part(args, kwargs) for args, kwargs in pairs]
     return Batch(parts, chunks.targets, _shares(chunks), count)
+
+
+def _part(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Microbatch:
+    """A microbatch; what cannot be described to other ranks, such as a block mask, stays aside."""
+    told: dict[str, Any] = {}
+    aside: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        (told if _describable(value) else aside)[name] = value
+    return Microbatch(tuple(args), told, 0, aside=aside)
+
+
+def _describable(value: Any) -> bool:
+    try:
+        flatten(value)
+    except SpecError:
+        return False
+    return True
 
 
 def _shares(chunks: Chunks) -> list[int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import SpecError
@@ -23,10 +23,12 @@ class Inputs:
             the whole call.
         by_hand: for each stage the arguments by name that it is given, where its rank was given them for
             just that; then they go by no names.
+        aside: what this process keeps to itself of a microbatch like those of the call.
     """
 
     named: Mapping[int, Sequence[str] | None]
     by_hand: Mapping[int, frozenset[str]] | None = None
+    aside: Mapping[str, Any] = field(default_factory=dict)
 
     def by_name(self, stage: int, names: Sequence[str], *, first: bool) -> list[str]:
         """The arguments by name that go to a stage.

@@ -125,7 +125,7 @@ def _with_placeholders(part: Microbatch, spec: ValueSpec, samples: int) -> Micro
     mine = _named(part)
     args = tuple(mine.get(position, value) for position, value in enumerate(args))
     kwargs = {name: mine.get(name, value) for name, value in kwargs.items()}
-    return Microbatch(args, kwargs, samples, part.kind)
+    return Microbatch(args, kwargs, samples, part.kind, part.aside)
 
 
 def merge_calls(brought: Sequence[Mapping[str, Any]]) -> ModelCall:

@@ -135,7 +135,7 @@ def _stage_specs(
     arguments = spec_of_arguments(*inputs.arguments(stage, taken, values, part))
     sources = [(e.value, i) for e in taken for i in range(len(known[e.value].tensors))]
     try:
-        output, reached = infer(stage.module, arguments, stage.device)
+        output, reached = infer(stage.module, arguments, stage.device, inputs.aside)
     except SpecError:
         if not stage.is_last:
             raise

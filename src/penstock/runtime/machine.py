@@ -217,7 +217,8 @@ class Machine:
             for companion in companions:
                 companion.forward(microbatch)
             roots = self._work.roots.maker(stage, microbatch, given, added, companions)
-            output = stage.forward(microbatch, args, kwargs, roots)
+            aside = self._work.microbatches[microbatch].aside
+            output = stage.forward(microbatch, args, kwargs, roots, aside)
         if self._work.health is not None and not stage.is_last:
             self._work.health.forward(stage.index, microbatch, output)
         if stage.changed:

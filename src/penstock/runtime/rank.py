@@ -220,6 +220,8 @@ class Rank:
             # Before a stage is asked what it gives for arguments that it has not got.
             schedule = order.schedules(call.count, None)
             inputs = self._for_call(inputs, call, schedule)
+            if order.batch.parts:
+                inputs = replace(inputs, aside=order.batch.parts[0].aside)
             _check_given(call, inputs, schedule, order)
         if news:
             found = yield from self._describe_all(order, call, inputs, list(news.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,12 +33,24 @@ class Inferred(NamedTuple):
     reached: list[list[int]]
 
 
+class Call(NamedTuple):
+    """What a module is tried out with: the spec of ``(args, kwargs)``, and arguments as they are."""
+
+    arguments: ValueSpec
+    aside: Mapping[str, Any]
+
+
 def infer_output(module: nn.Module, arguments: ValueSpec, device: torch.device) -> ValueSpec:
     """The spec of what ``module`` gives, see :func:`infer`."""
     return infer(module, arguments, device).output
 
 
-def infer(module: nn.Module, arguments: ValueSpec, device: torch.device) -> Inferred:
+def infer(
+    module: nn.Module,
+    arguments: ValueSpec,
+    device: torch.device,
+    aside: Mapping[str, Any] | None = None,
+) -> Inferred:
     """What ``module`` gives for arguments of a spec.
 
     A copy of it without data runs on the meta device where the module's code allows that, which computes
@@ -51,23 +63,25 @@ def infer(module: nn.Module, arguments: ValueSpec, device: torch.device) -> Infe
         module: a stage.
         arguments: the spec of ``(args, kwargs)``.
         device: where the stage lives.
+        aside: more arguments by name, as they are.
 
     Raises:
         Exception: whatever the module raises when run for real.
     """
+    call = Call(arguments, aside or {})
     with randomness_kept(device):
         if _shards_itself(module):
-            output, reached = _inferred(module, arguments, device)
+            output, reached = _inferred(module, call, device)
             return Inferred(output, [[] for _ in reached])
         copied = _without_data(module)
         if copied is None:
-            return _infer_for_real(module, arguments, device)
+            return _infer_for_real(module, call, device)
         try:
-            return _inferred(copied, arguments, torch.device("meta"))
+            return _inferred(copied, call, torch.device("meta"))
         except Exception as error:  # whatever code raises that looks at data which are not there
             log.debug("found no shapes without data: %s", error)
         # With other data it may take other ways.
-        output, reached = _infer_for_real(module, arguments, device)
+        output, reached = _infer_for_real(module, call, device)
         return Inferred(output, [[] for _ in reached])
 
 
@@ -89,10 +103,10 @@ def _without_data(module: nn.Module) -> nn.Module | None:
         return None
 
 
-def _infer_for_real(module: nn.Module, arguments: ValueSpec, device: torch.device) -> Inferred:
+def _infer_for_real(module: nn.Module, call: Call, device: torch.device) -> Inferred:
     before = _versions(module)
     try:
-        return _inferred(_runnable(module), arguments, device)
+        return _inferred(_runnable(module), call, device)
     finally:
         if _versions(module) != before:
             log.warning("a forward that changes parameters in place has run once on zeros")
@@ -110,12 +124,13 @@ def _runnable(module: nn.Module) -> Run:
         return partial(run_itself, module)
 
 
-def _inferred(run: Run, arguments: ValueSpec, device: torch.device) -> Inferred:
-    leaves = [spec.zeros(device).requires_grad_(spec.requires_grad) for spec in arguments.tensors]
+def _inferred(run: Run, call: Call, device: torch.device) -> Inferred:
+    specs = call.arguments.tensors
+    leaves = [spec.zeros(device).requires_grad_(spec.requires_grad) for spec in specs]
     with device, torch.enable_grad():
         # A module may change its input in place, which a leaf that requires grad would refuse.
-        args, kwargs = arguments.fill([t * 1 if t.requires_grad else t for t in leaves])
-        tensors, structure = flatten(run(*args, **kwargs))
+        args, kwargs = call.arguments.fill([t * 1 if t.requires_grad else t for t in leaves])
+        tensors, structure = flatten(run(*args, **kwargs, **call.aside))
     spec = ValueSpec(tuple(map(TensorSpec.of, tensors)), structure)
     return Inferred(spec, _reached(tensors, leaves))
 
