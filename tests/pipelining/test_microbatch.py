@@ -96,5 +96,5 @@ def test_block_masks_are_split_with_their_samples(batch: int) -> None:
         attend(part[0], part[1], part[2], named["block_mask"])
         for part, named in zip(args, kwargs, strict=True)
     ]
-    assert all(isinstance(mask, BlockMask) for mask in masks)
+    assert all(isinstance(named["block_mask"], BlockMask) for named in kwargs)
     torch.testing.assert_close(torch.cat(parts), whole)
