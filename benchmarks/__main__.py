@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import backward, buffers, inside, predictions, schedules, steps
+from benchmarks import backward, buffers, inside, loading, predictions, schedules, steps
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
@@ -20,6 +20,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "buffers": buffers.compare,
     "schedules": schedules.compare,
     "backward": backward.compare,
+    "loading": loading.compare,
 }
 
 

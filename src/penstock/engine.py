@@ -21,13 +21,13 @@ from penstock.hosting import (
     check_given,
     connect_if_launched,
     ends_of,
+    home_for,
     loss_of,
-    placed_on,
     ranks_of,
     world_of,
 )
 from penstock.microbatch import MISSING, Rules
-from penstock.partition import Shared, find_shared_between
+from penstock.partition import Shared, find_shared_between, load_partition
 from penstock.plan import Plan, Stages, check_model, cut, make_plan
 from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages, engine_for
 from penstock.schedule import Schedule
@@ -74,6 +74,8 @@ class Pipeline(WeightHolder):
         batch_statistics: whether batch norms update their running statistics for each ``"microbatch"``, or
             once a step as for the whole ``"batch"``; they normalise each microbatch by itself either way.
         rendezvous_timeout: seconds until all processes of a launcher must be there.
+        weights: a folder of safetensors files, of which each process reads its own stages. The model may be
+            on the meta device: its stages then get memory, on ``device`` or the CPU.
         loss: ``reduction="mean"`` or ``"sum"``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas``:
             see :class:`penstock.step.LossOptions` and docs/training.md.
 
@@ -99,11 +101,12 @@ class Pipeline(WeightHolder):
         timeout: Timeout = None,
         batch_statistics: BatchStatistics = "microbatch",
         rendezvous_timeout: float = PATIENCE,
+        weights: str | os.PathLike[str] | None = None,
         **loss: Unpack[LossOptions],
     ) -> None:
         check_model(model)
         check_statistics(batch_statistics, [model])
-        home = placed_on(device)
+        home = home_for(model, device, filled=weights is not None)
         found = connect_if_launched(home or home_of(model), group, rendezvous_timeout)
         plan = make_plan(
             schedule, world_of(found) if ranks is None else ranks, stages, microbatches
@@ -113,6 +116,8 @@ class Pipeline(WeightHolder):
         parts, plan = partition.modules, replace(plan, edges=partition.edges or None)
         # Only these are moved to the device: the others may not fit there.
         held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
+        if weights is not None:
+            load_partition(partition, held, weights, device=home or home_of(model))
         made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
         told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
         crew = Crew(ranks_of(plan, ends, made, partition.describe), timeout, told)

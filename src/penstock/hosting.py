@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import UsageError
 from penstock.faults import PATIENCE
@@ -14,7 +15,7 @@ from penstock.plan import Plan
 from penstock.runtime import Rank, check_stages
 from penstock.runtime.describing import Describe
 from penstock.schedule import Schedule
-from penstock.stage import PipelineStage
+from penstock.stage import PipelineStage, home_of
 from penstock.step import Loss, LossFunction, LossWeight, Metric, NonFinite, Reduction, Replicas
 from penstock.transport import Transport, connect, in_process, launched, sum_over
 
@@ -26,6 +27,16 @@ def placed_on(device: torch.device | str | None) -> torch.device | None:
     found = torch.device(device)
     if found.type != "cpu" and found.index is None:
         return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+    return found
+
+
+def home_for(
+    model: nn.Module, device: torch.device | str | None, *, filled: bool
+) -> torch.device | None:
+    """The device that is meant; the CPU for a model without data that is about to be filled."""
+    found = placed_on(device)
+    if found is None and filled and home_of(model).type == "meta":
+        return torch.device("cpu")
     return found
 
 

@@ -6,6 +6,7 @@ from penstock.partition.chain import cut_chain, cut_sequential
 from penstock.partition.costs import StageCost, stage_costs
 from penstock.partition.entry import partition
 from penstock.partition.export import save_index, save_stage
+from penstock.partition.loading import load_partition, load_stage, load_stages, parameters_on_meta
 from penstock.partition.reading import WeightFiles, read_weights
 from penstock.partition.shared import find_shared, find_shared_between
 from penstock.partition.table import Table, table
@@ -26,7 +27,11 @@ __all__ = [
     "cut_traced",
     "find_shared",
     "find_shared_between",
+    "load_partition",
+    "load_stage",
+    "load_stages",
     "named_tensors",
+    "parameters_on_meta",
     "partition",
     "read_weights",
     "save_index",

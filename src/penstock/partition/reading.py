@@ -62,7 +62,29 @@ def read_weights(folder: str | os.PathLike[str]) -> Mapping[str, Tensor]:
         return _of_index(path)
     if (path / "model.safetensors").is_file():
         return _of_file(path / "model.safetensors")
-    raise InputFileError(
+    raise _nothing_in(path)
+
+
+def weight_files(path: Path) -> dict[Path, set[str] | None]:
+    """The files of a folder, or the single file, each with the names wanted of it; ``None`` for all.
+
+    Raises:
+        InputFileError: there are none, or the index leads elsewhere.
+    """
+    if path.is_file():
+        return {path: None}
+    if (path / INDEX).is_file():
+        found: dict[Path, set[str] | None] = {}
+        for name, file in _read_index(path)[0].items():
+            found[file] = {*(found.get(file) or ()), name}
+        return found
+    if (path / "model.safetensors").is_file():
+        return {path / "model.safetensors": None}
+    raise _nothing_in(path)
+
+
+def _nothing_in(path: Path) -> InputFileError:
+    return InputFileError(
         f"{path}: there is neither {INDEX} nor model.safetensors; give a folder that Pipeline.save or "
         "transformers wrote"
     )
@@ -73,11 +95,20 @@ def _of_file(path: Path) -> WeightFiles:
 
 
 def _of_index(folder: Path) -> WeightFiles:
+    return WeightFiles(*_read_index(folder))
+
+
+def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """The file of each tensor, and further names with the one in a file."""
     try:
         index = json.loads((folder / INDEX).read_text())
-        files = {str(name): folder / file for name, file in index["weight_map"].items()}
+        files = {
+            str(name): folder / _inside(folder, file) for name, file in index["weight_map"].items()
+        }
         tied = dict(index.get("metadata", {}).get("tied", {}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, InputFileError):
+            raise
         raise InputFileError(
             f"{folder / INDEX}: no index of weights ({type(error).__name__}: {error}); write it anew"
         ) from error
@@ -86,7 +117,17 @@ def _of_index(folder: Path) -> WeightFiles:
         raise InputFileError(
             f"{folder}: the index names {', '.join(lacking)}, not there; copy the whole folder"
         )
-    return WeightFiles(files, tied)
+    return files, tied
+
+
+def _inside(folder: Path, file: str) -> Path:
+    """A path that an index names, which must stay in its folder."""
+    path = Path(file)
+    if path.is_absolute() or ".." in path.parts:
+        raise InputFileError(
+            f"{folder / INDEX}: it names {file!r}, outside of its folder; do not use it"
+        )
+    return path
 
 
 def _opened(path: Path) -> Any:
