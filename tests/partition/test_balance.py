@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError, UsageError
@@ -41,6 +41,7 @@ def test_no_cut_is_better_with_one_stage_a_rank(costs: list[float], data: st.Dat
 
 @settings(deadline=None, max_examples=150)
 @given(COSTS, st.integers(1, 4))
+@example([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0], 3)
 def test_no_cut_is_better_where_stages_go_down_and_up(costs: list[float], ranks: int) -> None:
     if 2 * ranks <= len(costs):
         check(costs, 2 * ranks, v_shaped(ranks))

@@ -1,9 +1,9 @@
 """Where to cut a row of blocks into stages, so that the heaviest rank is as light as can be.
 
 A *cut* is the list of the blocks that stages start with. Each stage is a run of at least one block, and
-what a rank costs is the sum of its stages. With one stage a rank, and where the stages go down the ranks and
-back up, the best cut is found for certain. For other placements it is searched for, from a good one on;
-the search proves most of its results and gives up on the others after a while.
+what a rank costs is the sum of its stages. With one stage a rank the best cut is found for certain. For
+other placements it is searched for, from a good one on; the search proves most of its results, and is given
+up after a while.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def choose_cuts(costs: Sequence[float], stages: int, placement: Placement | None
     sums = [0.0, *accumulate(weights)]
     if placement is None or placement.ranks == stages:
         return _one_a_rank(sums, stages)
+    known = _one_a_rank(sums, stages)
     if placement.rank_of == (*range(stages // 2), *reversed(range(stages // 2))):
-        return _down_and_up(sums, stages // 2)
-    return _searched(sums, placement.rank_of)
+        known = _down_and_up(sums, stages // 2)
+    return _searched(sums, placement.rank_of, known)
 
 
 def _check(costs: Sequence[float], stages: int, placement: Placement | None) -> None:
@@ -142,7 +143,8 @@ def _down_and_up(sums: Sequence[float], ranks: int) -> Cut:
 def _fit(prefix: Array, ranks: int, limit: float) -> Cut | None:
     """A cut in which no rank costs more than a limit, if there is one.
 
-    For each end of the runs at the front, the runs at the back that reach farthest are enough to know.
+    For each end of the runs at the front, only the runs at the back that reach farthest are looked at. What
+    is left is least then; it may lack a light block that a later stage needs to have one at all.
     """
     blocks = len(prefix) - 1
     back = np.full(blocks + 1, blocks + 1)
@@ -192,8 +194,8 @@ def _unwound(steps: Sequence[Array], front: int, back: int) -> Cut:
 # ---- any placement
 
 
-def _searched(sums: Sequence[float], rank_of: Sequence[int]) -> Cut:
-    cut = _improved(sums, rank_of, _one_a_rank(sums, len(rank_of)))
+def _searched(sums: Sequence[float], rank_of: Sequence[int], known: Cut) -> Cut:
+    cut = _improved(sums, rank_of, known)
     least = _least(sums, max(rank_of) + 1)
     if max(_loads(sums, cut, rank_of)) <= least * (1 + 1e-12):
         return cut
