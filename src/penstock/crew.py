@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -182,6 +183,11 @@ class Crew:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+    def report_failures_to(self, folder: Path) -> None:
+        """Where the story of a failure is written."""
+        if self._watch is not None:
+            self._watch.keep_in(folder)
 
     def close(self, error: BaseException | None = None) -> None:
         """Give back what the ranks' transports hold.

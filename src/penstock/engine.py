@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -345,6 +346,10 @@ class Pipeline(WeightHolder):
         """Put something between the ranks of this process and their wires, such as a counter."""
         for rank in self._crew.ranks:
             rank.wrap_transport(wrap)
+
+    def report_failures_to(self, folder: str | os.PathLike[str]) -> None:
+        """Have the story of a failure of a rank's process written to ``failure.json`` in a folder."""
+        self._crew.report_failures_to(Path(folder))
 
     def close(self, error: BaseException | None = None) -> None:
         """Give back what the transport holds, and the process group where this Pipeline started it.

@@ -1,6 +1,6 @@
 """A fault on one rank is a named error on all: heartbeats, a failure channel, a watch, and a report."""
 
-from penstock.faults.activity import Activity
+from penstock.faults.activity import Activity, add_probe
 from penstock.faults.board import Board, BoardLostError, FolderBoard, StoreBoard
 from penstock.faults.failure import Failure, status_of
 from penstock.faults.meeting import Meeting
@@ -23,6 +23,7 @@ __all__ = [
     "StoreBoard",
     "Timeout",
     "Watch",
+    "add_probe",
     "status_of",
     "this_process",
     "versions",

@@ -6,8 +6,24 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
+from penstock.faults.slate import Slate
+
 OUTSIDE = "outside of the pipeline"
 """What a rank does between two calls: the code of the user's own loop."""
+
+
+Probe = Callable[["Activity", Any], object]
+_PROBES: list[Probe] = []
+
+
+def add_probe(probe: Probe) -> Callable[[], None]:
+    """Have a function called at the begin of every action, as tests do to make it fail.
+
+    Returns:
+        A function that takes it away.
+    """
+    _PROBES.append(probe)
+    return lambda: _PROBES.remove(probe) if probe in _PROBES else None
 
 
 class Waiting(NamedTuple):
@@ -30,6 +46,7 @@ class Activity:
         since: when that began, on this process's monotonic clock.
         progress: a number that grows with everything it does.
         busy: for each stage the seconds that its actions have taken, and how many there were.
+        slate: where every action is written down for others, if there is such a place.
         concern: called before each action; raises where this rank must stop.
     """
 
@@ -43,6 +60,7 @@ class Activity:
         self.since = monotonic()
         self.progress = 0
         self.busy: dict[int, list[float]] = {}
+        self.slate: Slate | None = None
         self.concern: Callable[[], None] | None = None
 
     def begin(self, *, training: bool) -> None:
@@ -62,6 +80,11 @@ class Activity:
         if self.concern is not None:
             self.concern()
         self._moved(action)
+        if self.slate is not None:
+            self.slate.write(self.progress, self.calls, self.step, self.since, action)
+        if _PROBES:
+            for probe in tuple(_PROBES):
+                probe(self, action)
 
     def wait(self, why: object, peers: Sequence[int] | None) -> None:
         """A wait begins."""

@@ -19,6 +19,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import PenstockError
+from penstock.faults.slate import Slate
 
 
 class BoardLostError(PenstockError, RuntimeError):
@@ -43,6 +44,10 @@ class Board(ABC):
     @abstractmethod
     def reports(self, start: int) -> list[str]:
         """The list from an index on."""
+
+    def slate(self, rank: int) -> Slate | None:
+        """Where a rank writes down its actions, if the others can read that; made by the rank itself."""
+        return None
 
     @abstractmethod
     def remove(self) -> None:
@@ -93,6 +98,11 @@ class FolderBoard(Board):
         """The files from a number on."""
         texts = (self._text(f"report-{number}") for number in itertools.count(start))
         return list(itertools.takewhile(lambda text: text is not None, texts))  # type: ignore[arg-type]
+
+    def slate(self, rank: int) -> Slate | None:
+        """A file of the folder, as memory."""
+        with _reachable():
+            return Slate(self._path / f"slate-{rank}")
 
     def remove(self) -> None:
         """Remove the folder."""

@@ -164,7 +164,7 @@ def place_of(
         found["action"],
         found["waits"],
         None if peers is None else tuple(int(peer) for peer in peers),
-        float(found["age"]) + stale,
+        float(found["age"]) + (0.0 if found.get("exact") else stale),
         stale,
         condition,
         inside if is_inside else outside,

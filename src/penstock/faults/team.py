@@ -10,6 +10,7 @@ from typing import Any
 from penstock.faults.board import Board
 from penstock.faults.processes import Process
 from penstock.faults.silence import Place, place_of
+from penstock.faults.slate import Slate
 
 BEAT, LEFT, RAISED, STACK, TOLD = "beat", "left", "raised", "stack", "told"
 """Topics of the board: a heartbeat; that a rank is done; that it stops; its stacks; that all is written."""
@@ -30,6 +31,7 @@ class Team:
         self.rank = rank
         self.processes = processes
         self._board = board
+        self._slates: dict[int, Slate | None] = {}
         self._beats: dict[int, tuple[int, float]] = {}
 
     @property
@@ -88,7 +90,12 @@ class Team:
     def beat(self, rank: int) -> dict[str, Any]:
         """The last heartbeat of a rank; empty where there is none or it cannot be read."""
         found = as_dict(self.said(BEAT, rank) or "")
-        return found if _is_beat(found) else {}
+        if not _is_beat(found):
+            return {}
+        slate = self._slates[rank] = self._slates.get(rank) or self._board.slate(rank)
+        seen = slate.read() if slate is not None else {}
+        # What was written down since the heartbeat is newer.
+        return found | seen if seen.get("progress", 0) > found["progress"] else found
 
     def listen(self) -> None:
         """Note which heartbeats have changed, from which their age is found."""
@@ -118,6 +125,7 @@ _BEAT: dict[str, type | tuple[type, ...]] = {
     "step": int,
     "inside": bool,
     "age": (int, float),
+    "progress": int,
     "busy": dict,
 }
 _MAYBE: dict[str, Callable[[Any], bool]] = {
@@ -147,5 +155,6 @@ def _unheard(rank: int) -> dict[str, Any]:
         "step": 0,
         "inside": True,
         "age": 0.0,
+        "progress": 0,
         "busy": {},
     }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 from time import sleep
 
@@ -61,9 +63,13 @@ class Watch:
         self._monitor = Monitor(activity, self._team, self._ledger, self._wires, patience)
         self._closed = threading.Event()
         activity.concern = self.check
+        activity.slate = board.slate(activity.rank)
         self._team.say("ready")
         self._monitor.start()
         atexit.register(self.leave)
+        if multiprocessing.parent_process() is not None:
+            # A process of multiprocessing ends without what is registered with atexit.
+            Finalize(None, self.leave, exitpriority=10)
 
     @property
     def folder(self) -> Path | None:

@@ -157,8 +157,8 @@ class Machine:
 
     def _do(self, entry: Entry, perform: Callable[[Entry], Any] | None = None) -> None:
         action = parts(entry)[0]
-        self._activity.at(action)
         try:
+            self._activity.at(action)
             if perform is not None:
                 perform(entry)
             elif self._work.replaced or isinstance(entry, Overlap):

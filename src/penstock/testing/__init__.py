@@ -1,17 +1,21 @@
 """What Penstock tests itself with, for its users' tests too."""
 
 from penstock.testing.counting import CountingTransport, Traffic, count_messages
+from penstock.testing.faults import Fault, InjectedError, fail_at
 from penstock.testing.oracle import Case, Verdict, compare, plain_loop
 from penstock.testing.workers import WorkerError, WorkerPool
 
 __all__ = [
     "Case",
     "CountingTransport",
+    "Fault",
+    "InjectedError",
     "Traffic",
     "Verdict",
     "WorkerError",
     "WorkerPool",
     "compare",
     "count_messages",
+    "fail_at",
     "plain_loop",
 ]

@@ -1,0 +1,220 @@
+"""Faults on purpose: what a test of one's own training does to see that it stops well."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from penstock.errors import UsageError
+from penstock.faults import Activity, add_probe
+from penstock.schedule import Action, Op, matching
+
+How = Literal[
+    "exception",
+    "out of memory",
+    "SIGKILL",
+    "SIGSTOP",
+    "SIGTERM",
+    "SIGINT",
+    "exit",
+    "sleep",
+    "hold the GIL",
+    "dtype",
+    "shape",
+    "layout",
+    "detach",
+    "nan",
+    "short iterator",
+]
+T = TypeVar("T")
+
+LONG = 3600
+"""Seconds of a fault that does not end by itself."""
+
+
+class InjectedError(RuntimeError):
+    """What ``"exception"`` raises."""
+
+
+def fail_at(
+    rank: int,
+    step: int,
+    action: str = "*",
+    how: How = "exception",
+    *,
+    before: Callable[[], object] | None = None,
+) -> Fault:
+    """Let a rank fail at a place of its program, once.
+
+    Use it on every rank alike, around or before the training; only the rank that is meant fails::
+
+        with fail_at(rank=1, step=3, action="1F2", how="SIGKILL"):
+            train()
+
+    Args:
+        rank: which, by its position in the pipeline.
+        step: in which training step of the pipeline, counted from 1.
+        action: at which action, such as ``"1F2"``, or a pattern of :func:`penstock.schedule.matching`; by
+            default the rank's first of the step.
+        how: ``"exception"``, ``"out of memory"``: raise. ``"SIGKILL"``, ``"SIGSTOP"``, ``"SIGTERM"``,
+            ``"SIGINT"``: send this process that signal. ``"exit"``: end it with status 0 and no word.
+            ``"sleep"``: make no progress. ``"hold the GIL"``: likewise, and let no other thread run.
+            ``"dtype"``, ``"shape"``, ``"layout"``, ``"detach"``, ``"nan"``: change the tensors that the
+            stage gives, at a forward. ``"short iterator"``: none of these; ``fault.over(batches)`` ends
+            before the step.
+        before: called just before, for instance to note the time.
+
+    Returns:
+        The fault. It is armed until its ``with`` block ends, or ``remove()``.
+
+    Raises:
+        UsageError: an unknown kind of fault.
+    """
+    if how not in get_args(How):
+        raise UsageError(f"how={how!r}: must be one of {', '.join(map(repr, get_args(How)))}")
+    return Fault(rank, step, action, how, before or _nothing)
+
+
+class Fault:
+    """An armed fault; made by :func:`fail_at`."""
+
+    def __init__(
+        self, rank: int, step: int, action: str, how: How, before: Callable[[], object]
+    ) -> None:
+        self.rank = rank
+        self.step = step
+        self.how = how
+        self.fired = False
+        self._matches = matching(action)
+        self._before = before
+        self._disarm = add_probe(self._probe)
+
+    def over(self, batches: Iterable[T], rank: int | None = None) -> Iterator[T]:
+        """The batches; for a ``"short iterator"`` on its rank, those before the step.
+
+        Args:
+            batches: of all steps.
+            rank: this process's; by default from ``RANK``.
+        """
+        here = int(os.environ.get("RANK", "0")) if rank is None else rank
+        for number, batch in enumerate(batches, start=1):
+            if self.how == "short iterator" and here == self.rank and number == self.step:
+                self._fire()
+                return
+            yield batch
+
+    def remove(self) -> None:
+        """Disarm it."""
+        self._disarm()
+
+    def __enter__(self) -> Fault:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def _fire(self) -> None:
+        self.fired = True
+        self._before()
+
+    def _probe(self, activity: Activity, action: Action) -> None:
+        if self.fired or activity.rank != self.rank or activity.step != self.step:
+            return
+        if self.how == "short iterator" or not self._matches(action):
+            return
+        if self.how in _CHANGES:
+            if action.op is Op.F:
+                self._fire()
+                _change_output(_CHANGES[self.how])
+            return
+        self._fire()
+        _FAULTS[self.how]()
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
+def _raise() -> None:
+    raise InjectedError("injected by fail_at")
+
+
+def _run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("injected by fail_at: tried to allocate 1.00 TiB")
+
+
+def _send(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def _hold_the_gil() -> None:
+    # Functions of a PyDLL run with the lock held.
+    ctypes.PyDLL(None).sleep(LONG)
+
+
+_FAULTS: dict[str, Callable[[], None]] = {
+    "exception": _raise,
+    "out of memory": _run_out_of_memory,
+    "SIGKILL": _send(signal.SIGKILL),
+    "SIGSTOP": _send(signal.SIGSTOP),
+    "SIGTERM": _send(signal.SIGTERM),
+    "SIGINT": _send(signal.SIGINT),
+    "exit": lambda: os._exit(0),
+    "sleep": lambda: time.sleep(LONG),
+    "hold the GIL": _hold_the_gil,
+}
+
+_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "dtype": lambda tensor: tensor.half(),
+    "shape": lambda tensor: tensor[..., :-1],
+    "layout": lambda tensor: tensor.to_sparse(),
+    "detach": lambda tensor: tensor.detach(),
+    "nan": lambda tensor: tensor * float("nan"),
+}
+
+
+def _change_output(change: Callable[[Tensor], Tensor]) -> None:
+    """Change what the next module gives that is called from no other module: the stage's."""
+    depth = 0
+
+    def enter(module: Any, args: Any) -> None:
+        nonlocal depth
+        depth += 1
+
+    def leave(module: Any, args: Any, output: Any) -> Any:
+        nonlocal depth
+        depth -= 1
+        if depth:
+            return None
+        for handle in handles:
+            handle.remove()
+        return _changed(output, change)
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _changed(item, change) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_changed(item, change) for item in value)
+    return value

@@ -1,0 +1,156 @@
+"""A fault on one rank of three: every rank raises a named error, in time, and no process is left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.jobs import RANKS, SILENT, SLACK, Job, run_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+PEERS = 2.0 * SLACK
+"""Seconds until every other rank has raised."""
+GONE = 3.0 * SLACK
+"""Seconds until no process is left."""
+
+
+def check(job: Job, culprit: int, says: str, status: int, *, within: float = PEERS) -> None:
+    """That all other ranks name the culprit, in time."""
+    for rank, ended in enumerate(job.ranks):
+        if rank != culprit:
+            assert ended.error == "PeerFailed", ended.output
+            assert f"rank {rank} stopped because rank {culprit}, step 2" in ended.text
+            assert says in ended.text
+            assert ended.status == status
+    assert 0 < job.heard(culprit) < within
+    assert job.gone - job.fired < within - PEERS + GONE
+
+
+def fault(how: str, action: str = "1F2", rank: int = 1) -> dict[str, Any]:
+    return {"rank": rank, "step": 2, "action": action, "how": how}
+
+
+RAISED = {
+    "forward, first": fault("exception", "0F3", 0),
+    "forward, middle": fault("exception", "1F2"),
+    "loss, last": fault("exception", "2F0", 2),
+    "backward": fault("exception", "1B1"),
+    "memory": fault("out of memory", "1F1"),
+    "a split backward": fault("exception", "2W1", 2),
+}
+
+
+@pytest.mark.parametrize("name", sorted(RAISED))
+def test_an_exception_is_told_once_and_named_everywhere(name: str, tmp_path: Path) -> None:
+    found = RAISED[name]
+    schedule = "ZB-H1" if "W" in found["action"] else "1F1B"
+    job = run_job(tmp_path, fault=found, schedule=schedule)
+    rank, action = found["rank"], found["action"]
+    kind = "OutOfMemoryError" if name == "memory" else "InjectedError"
+    place = f"stage {rank}, microbatch {action[-1]}, action {action}: {kind}: injected by fail_at"
+    check(job, rank, place, 70)
+    culprit = job.ranks[rank]
+    assert culprit.error == "StageError"
+    assert culprit.status == 70
+    assert culprit.output.count(f"{kind}: injected") == 2, (
+        "the user's, and the StageError around it"
+    )
+    assert all(f"{kind}(" not in e.output for r, e in enumerate(job.ranks) if r != rank)
+    told = json.loads((tmp_path / "failure.json").read_text())
+    assert told["failures"][0]["action"] == action
+    assert "fail_at" in told["failures"][0]["trace"]
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "says"),
+    [
+        ("SIGKILL", 1, "its process ended"),
+        ("SIGKILL", 0, "its process ended"),
+        ("exit", 1, "its process ended"),
+    ],
+)
+def test_a_death_is_named(how: str, rank: int, says: str, tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault(how, f"{rank}F2", rank))
+    check(job, rank, says, 75)
+    assert json.loads((tmp_path / "failure.json").read_text())["failures"][0]["kind"] == "died"
+
+
+@pytest.mark.parametrize(
+    ("how", "says", "status"),
+    [
+        ("sleep", "it is in 1F2", 75),
+        ("SIGSTOP", "its process is stopped by a signal", -9),
+        ("hold the GIL", "its interpreter is held", -9),
+    ],
+)
+def test_who_is_silent_is_named(how: str, says: str, status: int, tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault(how))
+    check(job, 1, says, 75, within=SILENT + 5.0 * SLACK)
+    assert job.ranks[1].status == status
+    told = json.loads((tmp_path / "failure.json").read_text())
+    assert {int(rank) for rank in told["stacks"]} >= {0, 2}
+    assert [place["rank"] for place in told["ranks"]] == list(range(RANKS))
+    assert "1F2" in str(told["failures"][0])
+    if how == "sleep":
+        assert "time.sleep" in told["stacks"]["1"]
+
+
+@pytest.mark.parametrize("how", ["dtype", "shape", "layout", "detach"])
+def test_a_value_that_changed_is_not_sent(how: str, tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault(how))
+    check(job, 1, "stage 1, microbatch 2, action 1F2: SpecError: ", 70)
+    assert job.ranks[1].error == "SpecError"
+
+
+def test_what_is_not_finite_stops_all_ranks_alike(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("nan"))
+    assert {ended.error for ended in job.ranks} == {"NonFiniteError"}
+    assert {ended.status for ended in job.ranks} == {76}
+    assert len({ended.text for ended in job.ranks}) == 1
+    assert "microbatch 2 in stage 1, rank 1, action 1F2" in job.ranks[0].text
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_loop_that_ends_early_is_named(close: bool, tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("short iterator"), close=close)
+    for rank in (0, 2):
+        assert job.ranks[rank].error == "PeerFailed", job.ranks[rank].output
+        assert "because rank 1, step 1: left after" in job.ranks[rank].text
+    assert job.ranks[1].status == 0
+    assert job.heard(1) < PEERS
+
+
+def test_an_error_between_two_steps_is_named(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("sleep", rank=9), job="fail outside")
+    check(job, 1, "InjectedError: the optimizer", 70)
+
+
+def test_an_interrupt_is_named(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("SIGINT"))
+    check(job, 1, "was interrupted by Ctrl-C (SIGINT)", 130)
+    assert job.ranks[1].status == 130
+
+
+def test_a_failed_pipeline_does_not_go_on(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("exception", "1F2") | {"step": 1}, job="try again")
+    assert {ended.error for ended in job.ranks} == {"PoisonedError"}
+    assert all("build a new Pipeline" in ended.text for ended in job.ranks)
+
+
+def test_a_straggler_is_told_and_not_stopped(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("sleep", rank=9), job="straggle")
+    assert [ended.status for ended in job.ranks] == [0] * RANKS
+    assert "stage 1 is a straggler" in job.ranks[0].output
+
+
+def test_ranks_with_other_models_are_listed(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("sleep", rank=9), job="differ")
+    for ended in job.ranks:
+        assert ended.error == "AgreementError", ended.output
+        assert "ranks differ in stage 1: " in ended.text
+        assert "on ranks 0, 1, 1 tensors" in ended.text
+        assert ended.time - job.fired < 2.0 * SLACK
