@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.crew import Crew
 from penstock.errors import SpecError
+from penstock.holding import WeightHolder
 from penstock.hosting import connect_if_launched, ends_of, held_by
 from penstock.microbatch import Batch, Microbatch
 from penstock.pipelining.actions import ActionTuple, to_entry, to_tuple
@@ -39,7 +40,7 @@ class Outcome(NamedTuple):
     outputs: list[Any]
 
 
-class Runner:
+class Runner(WeightHolder):
     """The ranks of this process for one schedule; made together by all processes of the group.
 
     Args:
@@ -60,13 +61,15 @@ class Runner:
         ends = ends_of(self._plan, found)
         for stage in self._held:
             stage.prefer_engine(engine_for(training, stage.index))
-        self._crew = Crew(
+        crew = Crew(
             [
                 Rank(end, held_by(training, end, self._held, len(ends)), describe, by_hand=True)
                 for end in ends
             ]
         )
-        self._crew.assemble(training)
+        crew.assemble(training)
+        shared = next((stage.shared for stage in stages if stage.shared), ())
+        self._take_up(crew, shared, training.placement.rank_of)
 
     def serves(self, schedule: Schedule, stages: Sequence[StageBase]) -> bool:
         """Whether this is still the runner for a schedule and the modules of its stages."""
@@ -92,7 +95,11 @@ class Runner:
 
         replaced = {name: self._replacing(function, context) for name, function in custom.items()}
         order = Order(schedules, batch, loss, trains=trains, keep=True, replaced=replaced)
+        if trains:
+            self._sharing.prepare()
         reports: list[Report] = self._crew.carry_out(order)
+        if trains:
+            self._add_up_shares()
         return Outcome(
             [found for report in reports for found in report.losses],
             [found for report in reports for found in report.kept],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.parallel import group_of, let_cross, seat
+from penstock.partition import Shared
 from penstock.pipelining.actions import ActionTuple, ComputationType
 from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.stage import PipelineStage as OwnStage
@@ -31,6 +32,8 @@ class StageBase:
         group_size: how many processes it has.
         has_backward: whether the schedule runs a backward for it.
         edges: which values travel between the stages; ``None`` where each feeds the next.
+        shared: the weights that stages share, the same on every rank: their gradients are added up and copies
+            stay equal. Without it they are as many weights as there are stages that hold one.
     """
 
     submod: Any = None
@@ -42,6 +45,7 @@ class StageBase:
     group_size: int = 1
     has_backward: bool = False
     edges: Any = None
+    shared: Sequence[Shared] = ()
     dw_builder: Any = None
 
     def own(self) -> OwnStage:
