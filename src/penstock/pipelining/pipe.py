@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from penstock.errors import UsageError
-from penstock.partition import Partition
+from penstock.partition import Partition, Shared
 from penstock.partition.traced import TracedCut, summary
 from penstock.pipelining.stage import PipelineStage
 
@@ -22,11 +22,13 @@ class PipeInfo:
         graph: the model's graph, uncut.
         num_stages: how many stages there are.
         has_loss_and_backward: always false: the loss belongs to the schedule.
+        shared: the weights that stages share.
     """
 
     graph: fx.Graph
     num_stages: int
     has_loss_and_backward: bool = False
+    shared: tuple[Shared, ...] = ()
 
 
 class SplitModel(nn.Module):
@@ -85,7 +87,8 @@ class Pipe(nn.Module):
 
     def info(self) -> PipeInfo:
         """What :func:`build_stage` needs to know."""
-        return PipeInfo(self._cut.traces.first.exported.graph, self.num_stages)
+        graph = self._cut.traces.first.exported.graph
+        return PipeInfo(graph, self.num_stages, shared=self.partition.shared)
 
     def build_stage(
         self, stage_index: int, device: torch.device | str, group: Any = None
@@ -120,4 +123,6 @@ def build_stage(
         device: where it is to live.
         group: the process group of the pipeline; by default all processes.
     """
-    return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
+    stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
+    stage.shared = pipe_info.shared
+    return stage
