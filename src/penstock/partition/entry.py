@@ -13,7 +13,7 @@ from penstock.partition.base import Partition
 from penstock.partition.calls import cut_calls, cut_points
 from penstock.partition.chain import cut_chain, cut_sequential
 from penstock.partition.shared import find_shared
-from penstock.partition.traced import Cuts, Point, cut_traced
+from penstock.partition.traced import Cuts, Point, cut_into, cut_traced
 from penstock.schedule import Placement
 
 Where = int | Sequence[str] | Sequence[Sequence[str]]
@@ -52,7 +52,8 @@ def partition(
         example: arguments for one microbatch, as ``(args, kwargs)``. Traces need them; for calls they show
             the order of the modules, where the source does not tell it.
         balance: what makes stages equal where their number is given: ``"parameters"``, the default, or a
-            weight for each module that can be placed.
+            weight for each module that can be placed. Traces also know ``"flops"``, their default,
+            ``"memory"`` and ``"time"``.
         placement: which rank holds which stage, where their number is given: the ranks are made equal.
 
     Returns:
@@ -113,8 +114,12 @@ def _calls(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
 def _traced(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
     if asked.example is None:
         raise PartitionError("how='traced' traces a call: give example=(args, kwargs)")
-    points = tuple(Point(path) for path in cut_points(model, stages))
     args, kwargs = asked.example
+    if isinstance(stages, int):
+        balance: Any = "flops" if asked.balance is None else asked.balance
+        placement = asked.placement
+        return cut_into(model, stages, args, kwargs, balance=balance, placement=placement).partition
+    points = tuple(Point(path) for path in cut_points(model, stages))
     return cut_traced(model, args, kwargs, Cuts(points, in_code=False)).partition
 
 
