@@ -117,6 +117,7 @@ class Pipeline(WeightHolder):
         parts, plan = partition.modules, replace(plan, edges=partition.edges or None)
         # Only these are moved to the device: the others may not fit there.
         held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
+        partition.keep(held)
         if weights is not None:
             load_partition(partition, held, weights, device=home or home_of(model))
         made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -44,6 +44,14 @@ class Shared(NamedTuple):
     def stages(self) -> tuple[int, ...]:
         """The stages that use it."""
         return tuple(stage for stage, _ in self.holders)
+
+
+@runtime_checkable
+class Releases(Protocol):
+    """A stage that can let go of its data."""
+
+    def release(self, kept: Collection[Tensor]) -> None:
+        """Let go of all data but of the tensors that are kept."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,16 @@ class Partition:
                 f"used by several stages: {wrong}, which the partition does not list as shared; make its "
                 "shared= with find_shared(model, modules), or put the modules that share it into one stage"
             )
+
+    def keep(self, stages: Collection[int]) -> None:
+        """Let go of the data of all other stages, where these share a model that would hold on to it.
+
+        The model then has tensors on the meta device in their place.
+        """
+        kept = [tensor for index in stages for _, tensor in named_tensors(self.modules[index])]
+        for index, module in enumerate(self.modules):
+            if index not in stages and isinstance(module, Releases):
+                module.release(kept)
 
     def _check_table(self) -> None:
         """Check that the stages hold what ``shared`` says."""

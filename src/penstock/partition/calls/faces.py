@@ -66,12 +66,21 @@ def _face_of(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _make_face(kind: type[nn.Module]) -> type[nn.Module]:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        face = type(self)
+        # The author's code may ask for its class.
+        _become(self, kind)
+        try:
+            return kind.__call__(self, *args, **kwargs)
+        finally:
+            _become(self, face)
+
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         listener = _LISTENER.get()
         if listener is None:
-            # In a thread of its own, or recomputed by a checkpoint.
+            # Another thread uses the module meanwhile.
             return kind.__call__(self, *args, **kwargs)
-        return listener.called(self, partial(kind.__call__, self), args, kwargs)
+        return listener.called(self, partial(run, self), args, kwargs)
 
     names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return types.new_class(kind.__name__, (kind,), exec_body=lambda space: space.update(names))

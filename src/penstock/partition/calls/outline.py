@@ -35,7 +35,13 @@ class Outline:
         self._original = model
         self.model = self._copied(model, units)
         self._pairs = list(zip(model.modules(), self.model.modules(), strict=True))
-        self._parameters = list(zip(model.parameters(), self.model.parameters(), strict=True))
+        # By name: what other processes hold is let go, see `CallStage.release`.
+        self._named = [
+            (module, name, mine._parameters[name])
+            for module, mine in self._pairs
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
 
     def _copied(self, model: nn.Module, units: Sequence[str]) -> nn.Module:
         inside = {id(b) for path in units for b in model.get_submodule(path).buffers()}
@@ -82,7 +88,10 @@ class Outline:
 
     def traits(self) -> tuple[Any, ...]:
         """What of the model's state values may depend on."""
-        return self.modes(), tuple(p.requires_grad for p, _ in self._parameters)
+        return self.modes(), tuple(
+            module._parameters[name].requires_grad  # type: ignore[union-attr]
+            for module, name, _ in self._named
+        )
 
     def follow(self, *, training: bool) -> None:
         """Take over the model's state.
@@ -92,5 +101,6 @@ class Outline:
         """
         for module, mine in self._pairs:
             mine.training = module.training and training
-        for parameter, own in self._parameters:
-            own.requires_grad_(parameter.requires_grad)
+        for module, name, parameter in self._named:
+            assert parameter is not None
+            parameter.requires_grad_(getattr(module, name).requires_grad)

@@ -17,7 +17,7 @@ from penstock.partition.calls.faces import Run
 from penstock.partition.calls.inference import Inference
 from penstock.partition.calls.placeholder import Form
 from penstock.partition.calls.tape import NO_VALUE, Change, Event, Slot, Tape, Value
-from penstock.partition.calls.trees import replaced, tensors_in
+from penstock.partition.calls.trees import leaves, replaced, tensors_deep_in, tensors_in, without
 from penstock.partition.calls.watch import Watch
 
 ANSWERS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"} | {
@@ -208,9 +208,21 @@ class Recorder(Watch):
 
     # ---- the end
 
+    def _without_kept(self, output: Any) -> Any:
+        """The output without the objects that units fill, such as caches: no stage has all of them."""
+        kept = [leaf for leaf in leaves(output) if self._is_filled(leaf)]
+        self.tape.kept = tuple({type(leaf) for leaf in kept})
+        return without(output, self.tape.kept)
+
+    def _is_filled(self, leaf: Any) -> bool:
+        return not isinstance(leaf, Tensor) and any(
+            self._inference.maker(t) is not None or self.number_of(t) is not None
+            for t in tensors_deep_in(leaf)
+        )
+
     def finish(self, output: Any) -> Tape:
         """Note the model's output."""
-        output = self.current(output)
+        output = self._without_kept(self.current(output))
         numbers = []
         for tensor in tensors_in(output):
             self._find_parameter(tensor)

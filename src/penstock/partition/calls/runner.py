@@ -14,7 +14,7 @@ from penstock.partition.calls.faces import Run
 from penstock.partition.calls.placeholder import Placeholder
 from penstock.partition.calls.routing import Part
 from penstock.partition.calls.tape import NO_VALUE, Change, Event, Slot, Tape
-from penstock.partition.calls.trees import leaves, replaced, tensors_in
+from penstock.partition.calls.trees import leaves, replaced, tensors_in, without
 from penstock.partition.calls.watch import Watch
 
 PLAIN = (bool, int, float, str)
@@ -81,7 +81,7 @@ class Runner(Watch):
         Raises:
             PartitionError: it is not what the analysis found.
         """
-        output = self.current(output)
+        output = without(self.current(output), self._tape.kept)
         found, known = tensors_in(output), set(self._tape.outputs)
         strange = [t for t in found if (n := self.numbers_of(t)) and known.isdisjoint(n)]
         if strange or len(found) != self._tape.output_tensors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -123,10 +123,42 @@ class CallStage(Holder):
                 raise
         return runner.output(output) if part.end is None else runner.results()
 
+    def release(self, kept: Collection[Tensor]) -> None:
+        """Let go of the data that this stage alone holds; it is in another process.
+
+        Args:
+            kept: what the stages of this process hold.
+        """
+        keep = {id(tensor) for tensor in kept}
+        made: dict[int, nn.Parameter] = {}
+        for module in self.modules():
+            _release_parameters(module, keep, made)
+            if not isinstance(module, Holder):
+                _release_buffers(module, keep)
+
     def _device(self, args: Any, kwargs: Any) -> torch.device:
         given = [t for t in tensors_in((args, kwargs)) if t.device.type != "meta"]
         first = next(self.parameters(), *given[:1]) if given else next(self.parameters(), None)
         return torch.device("cpu") if first is None else first.device
+
+
+def _release_parameters(module: nn.Module, keep: set[int], made: dict[int, nn.Parameter]) -> None:
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None or id(parameter) in keep:
+            continue
+        if id(parameter) not in made:
+            # One for each parameter, so that what is tied stays tied.
+            data = parameter.detach().to("meta")
+            made[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+        for holder in (module, module.__dict__.get("_shared_module", module)):
+            holder.register_parameter(name, made[id(parameter)])
+
+
+def _release_buffers(module: nn.Module, keep: set[int]) -> None:
+    for name, buffer in list(module._buffers.items()):
+        if buffer is not None and id(buffer) not in keep:
+            saved = name not in module._non_persistent_buffers_set
+            module.register_buffer(name, buffer.to("meta"), saved)
 
 
 class _Share:

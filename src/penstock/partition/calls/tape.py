@@ -107,6 +107,7 @@ class Tape:
         hidden: pairs of units of which the second uses what the first has left in an object.
         output: the model's output, without data.
         output_tensors: how many tensors that holds.
+        kept: the classes of objects in it that units fill; they are left out.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -115,6 +116,7 @@ class Tape:
     hidden: dict[tuple[str, str], None] = field(default_factory=dict)
     output: Any = None
     output_tensors: int = 0
+    kept: tuple[type, ...] = ()
 
 
 def paths_of(model: nn.Module, units: Sequence[str]) -> dict[nn.Module, str]:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Change = Callable[[Any], Any]
 
@@ -50,6 +50,25 @@ def replaced(value: Any, change: Change) -> Any:
     if _is_record(value):
         return _replaced_fields(value, change)
     return change(value)
+
+
+def without(value: Any, kinds: tuple[type, ...]) -> Any:
+    """The value with ``None`` for leaves of these classes."""
+    return replaced(value, lambda leaf: None if type(leaf) in kinds else leaf) if kinds else value
+
+
+def tensors_deep_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    """The tensors that can be reached from any object, but not through modules."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and not isinstance(value, str | int | float | nn.Module | type | None):
+        inner: Any = value
+        if isinstance(value, Mapping):
+            inner = value.values()
+        elif not isinstance(value, list | tuple | set):
+            inner = getattr(value, "__dict__", {}).values()
+        for item in inner:
+            yield from tensors_deep_in(item, depth - 1)
 
 
 def _sequence(like: Any, items: list[Any]) -> Any:
