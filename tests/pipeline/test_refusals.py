@@ -152,7 +152,7 @@ CALLING: dict[str, Refusal] = {
     "an output that cannot travel": (
         lambda: make(nn.Sequential(chain(), Odd())).predict(X),
         SpecError,
-        "the model's output holds values that cannot travel",
+        "the model's output cannot travel to other ranks",
     ),
 }
 

@@ -48,8 +48,8 @@ def _share(
 ) -> Task[Any]:
     if OUTPUT not in specs:
         raise SpecError(
-            "the model's output holds values that cannot travel to other ranks; docs/values.md says what "
-            "can; or use step and eval without outputs"
+            f"the model's output cannot travel to other ranks{_why_not(output)}; let the model leave it out "
+            "(transformers' caches go with use_cache=False), or use step and eval without outputs"
         )
     spec = specs[OUTPUT]
     spec.check_travels("the model's output")
@@ -61,6 +61,15 @@ def _share(
         yield Wait(ticket, transport.rank, "waits for the outputs of the last stage")
         shared.append(ticket.take())
     return spec.fill(shared)
+
+
+def _why_not(output: Any) -> str:
+    """What in it cannot, as far as this rank has it."""
+    try:
+        flatten(output)
+    except SpecError as error:
+        return f": {error}"
+    return ""
 
 
 def _checked(output: Any, spec: ValueSpec) -> list[Tensor]:
