@@ -27,6 +27,9 @@ from penstock.schedule.library.forward_only import forward_only
 Stages = int | Sequence[str] | Sequence[Sequence[str]] | Partition | None
 """How to cut: a count, module paths to cut before, paths for each stage, a partition, or by default."""
 
+AHEAD = 2
+"""Messages of a channel for which a buffer waits: one alone comes late where ranks do not keep step."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -132,7 +135,7 @@ def prove(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: every problem that was found.
     """
-    lowered = add_communication(schedule)
+    lowered = add_communication(schedule, ahead=AHEAD)
     report = validate(lowered)
     if not report.ok:
         raise ScheduleError(f"the schedule {schedule.name!r} cannot run:\n{report}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import permutations
 
 import pytest
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, UsageError
 from penstock.schedule import (
+    Dependencies,
     Edge,
     Op,
     Schedule,
@@ -25,6 +27,7 @@ from penstock.schedule import (
     remove_wait_sends,
     validate,
 )
+from penstock.schedule.action import RECV_OPS
 from penstock.schedule.passes import Pass
 
 ALL: tuple[Pass, ...] = (
@@ -52,6 +55,34 @@ def test_add_communication_sends_at_once_and_receives_one_message_ahead() -> Non
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0F2 0SEND_F2 0RECV_B2 0B1 0B2",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1RECV_F2 1F1 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
     ]
+
+
+def waiting_buffers(made: Schedule) -> int:
+    """The most receives of a channel that are posted and not used yet."""
+    most = 0
+    for rank in range(made.ranks):
+        now: Counter[tuple[Op, int]] = Counter()
+        rule = Dependencies(made)
+        for action in made.actions(rank):
+            found = [action] if action.op in RECV_OPS else rule.receives(action)
+            for receive in found:
+                channel = receive.op, made.placement.rank_of[receive.peer_stage]
+                now[channel] += 1 if receive is action else -1
+                most = max(most, now[channel])
+    return most
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("name", names())
+def test_add_communication_lets_few_buffers_wait(name: str, ahead: int) -> None:
+    made = add_communication(build(name, ranks=4, microbatches=8), ahead=ahead)
+    assert validate(made).ok
+    assert waiting_buffers(made) <= ahead + 1
+
+
+def test_add_communication_is_at_least_one_message_ahead() -> None:
+    with pytest.raises(UsageError, match="ahead=0: must be at least 1"):
+        add_communication(build("1F1B", ranks=2, microbatches=2), ahead=0)
 
 
 def test_add_communication_hands_over_directly_on_one_rank() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -29,14 +28,10 @@ class Deferral:
         self._targets: dict[int, Target] = {}
         self._anchors: dict[torch.device, Tensor] = {}
 
-    @contextlib.contextmanager
-    def into(self, store: WeightGradStore) -> Iterator[None]:
-        """Leaves gradients to ``store`` for as long as the context lasts."""
+    def lead_to(self, store: WeightGradStore | None) -> WeightGradStore | None:
+        """Leaves gradients to ``store`` from now on; returns to which they were left before."""
         before, self._store = self._store, store
-        try:
-            yield
-        finally:
-            self._store = before
+        return before
 
     def run(self, call: Call) -> tuple[Tensor, bool]:
         """Runs an operation.

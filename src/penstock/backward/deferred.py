@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -115,7 +114,7 @@ class DeferredBackward:
     ) -> Gradients:
         if not self._shared:
             try:
-                with _only_for_inputs(pairs, store):
+                with _OnlyForInputs(pairs, store):
                     return backward_through(pairs, inputs, as_edges=self._interception.needs_mode)
             except _SharedError:
                 self._shared = True
@@ -126,24 +125,27 @@ class _SharedError(PenstockError):
     """The inputs' half would reach a weight whose gradient the other half completes."""
 
 
-@contextlib.contextmanager
-def _only_for_inputs(pairs: Sequence[Pair], store: WeightGradStore) -> Iterator[None]:
+class _OnlyForInputs:
     """Raises _SharedError, before anything has run, if backward would reach what waits in ``store``."""
-    waiting = store.nodes()
-    handles: list[Any] = []
 
-    def look(_: Any) -> None:
-        _release(handles)
+    def __init__(self, pairs: Sequence[Pair], store: WeightGradStore) -> None:
+        self._pairs = pairs
+        self._waiting = store.nodes()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        if self._waiting:
+            nodes = set(nodes_of(output for output, _ in self._pairs))
+            self._handles += (node.register_prehook(self._look) for node in nodes)
+
+    def __exit__(self, *_: object) -> None:
+        _release(self._handles)
+
+    def _look(self, _: Any) -> None:
+        _release(self._handles)
         # No public name tells what a backward pass that is running will reach. Seen in torch 2.13.
-        if any(map(torch._C._will_engine_execute_node, waiting)):
+        if any(map(torch._C._will_engine_execute_node, self._waiting)):
             raise _SharedError
-
-    if waiting:
-        handles += (node.register_prehook(look) for node in set(nodes_of(out for out, _ in pairs)))
-    try:
-        yield
-    finally:
-        _release(handles)
 
 
 def _release(handles: list[Any]) -> None:

@@ -38,30 +38,21 @@ class Interception:
         self._deferral = Deferral()
         opaque, self.reason = opaque_modules(module)
         self._visible = [m for m in module.modules() if m not in opaque]
-        self._known = {
-            m: _stand_in(self._deferral, m, f) for m in self._visible if (f := module_finder(m))
-        }
-        self._through_functions: dict[nn.Module, Forward] = {}
+        self._known = {m: f for m in self._visible if (f := module_finder(m))}
+        self._through_functions: set[nn.Module] = set()
+        self._stand_ins = [(m, _stand_in(self._deferral, m, f)) for m, f in self._known.items()]
         self._explored: set[bool] = set() if self.reason is None else {True, False}
         self._everywhere = False
 
-    @contextlib.contextmanager
-    def forward(self, store: WeightGradStore) -> Iterator[None]:
+    def forward(self, store: WeightGradStore) -> contextlib.AbstractContextManager[Any]:
         """Leaves weight gradients of what runs in the context to ``store``."""
-        mode = self._module.training
-        if mode in self._explored:
-            with self._installed(store), self._mode_if(self._everywhere):
-                yield
-            return
-        with self._exploring(store):
-            yield
-        self._explored.add(mode)
+        if self._module.training in self._explored:
+            return self._watching(store)
+        return self._exploring(store)
 
-    @contextlib.contextmanager
-    def backward(self, store: WeightGradStore) -> Iterator[None]:
+    def backward(self, store: WeightGradStore) -> contextlib.AbstractContextManager[Any]:
         """Does so for what a backward pass recomputes, and keeps what it computes."""
-        with self._installed(store), self._mode_if(self._everywhere), store.record():
-            yield
+        return self._watching(store, recording=True)
 
     @property
     def needs_mode(self) -> bool:
@@ -74,29 +65,27 @@ class Interception:
 
     # ---- what is in the modules while they run
 
-    @contextlib.contextmanager
-    def _installed(self, store: WeightGradStore) -> Iterator[None]:
-        with (
-            self._deferral.into(store),
-            _replaced(self._known),
-            _replaced(self._through_functions),
-        ):
-            yield
-
-    def _mode_if(self, wanted: bool) -> contextlib.AbstractContextManager[Any]:
-        return _Mode(self._deferral) if wanted else contextlib.nullcontext()
+    def _watching(
+        self, store: WeightGradStore, *, recording: bool = False
+    ) -> contextlib.AbstractContextManager[Any]:
+        installed = _Installed(self._deferral, store, self._stand_ins, recording=recording)
+        return _both(installed, _Mode(self._deferral)) if self._everywhere else installed
 
     # ---- the first forward pass
 
     @contextlib.contextmanager
     def _exploring(self, store: WeightGradStore) -> Iterator[None]:
         running = _Running()
-        trackers = {m: running.tracker(m) for m in self._visible if m not in self._known}
-        with self._installed(store), _replaced(trackers), _Mode(self._deferral, running):
+        mode = self._module.training
+        trackers = [(m, running.tracker(m)) for m in self._visible if m not in self._known]
+        stand_ins = [*self._stand_ins, *trackers]
+        with _Installed(self._deferral, store, stand_ins), _Mode(self._deferral, running):
             yield
         self._everywhere |= running.recomputed_apart
-        for module in running.found:
-            self._through_functions.setdefault(module, _with_mode(self._deferral, module))
+        for module in (m for m in running.found if m not in self._through_functions):
+            self._through_functions.add(module)
+            self._stand_ins.append((module, _with_mode(self._deferral, module)))
+        self._explored.add(mode)
 
 
 def _stand_in(deferral: Deferral, module: nn.Module, find: Finder) -> Forward:
@@ -196,17 +185,47 @@ class _Mode(TorchFunctionMode):
             self._running.note()
 
 
-@contextlib.contextmanager
-def _replaced(forwards: dict[nn.Module, Forward]) -> Iterator[None]:
-    """Gives modules another ``forward``, in their instance dicts: no hook of theirs is bypassed."""
-    before = [(module.__dict__, module.__dict__.get("forward")) for module in forwards]
-    for module, forward in forwards.items():
-        module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for names, forward in reversed(before):
+class _Installed:
+    """A store that gradients are left to, and other ``forward`` of modules, while the context lasts.
+
+    They stand in the modules' instance dicts, so that no hook of theirs is bypassed. Every microbatch enters
+    it twice: a class costs a fraction of what generators would.
+    """
+
+    def __init__(
+        self,
+        deferral: Deferral,
+        store: WeightGradStore,
+        stand_ins: Sequence[tuple[nn.Module, Forward]],
+        *,
+        recording: bool = False,
+    ) -> None:
+        self._deferral = deferral
+        self._store = store
+        self._stand_ins = stand_ins
+        self._recording = recording
+        self._before: list[tuple[dict[str, Any], Forward | None]] = []
+
+    def __enter__(self) -> None:
+        self._store_before = self._deferral.lead_to(self._store)
+        self._recording_before = self._store.recording
+        self._store.recording |= self._recording
+        for module, forward in self._stand_ins:
+            names = module.__dict__
+            self._before.append((names, names.get("forward")))
+            names["forward"] = forward
+
+    def __exit__(self, *_: object) -> None:
+        for names, forward in reversed(self._before):
             if forward is None:
                 del names["forward"]
             else:
                 names["forward"] = forward
+        self._store.recording = self._recording_before
+        self._deferral.lead_to(self._store_before)
+
+
+@contextlib.contextmanager
+def _both(first: contextlib.AbstractContextManager[Any], second: Any) -> Iterator[None]:
+    with first, second:
+        yield

@@ -63,16 +63,23 @@ def describe(value: Any) -> str:
     return type(value).__name__
 
 
-@contextlib.contextmanager
-def explained(call: str, **values: Any) -> Iterator[None]:
+def explained(call: str, **values: Any) -> contextlib.AbstractContextManager[None]:
     """Turns what autograd raises inside into a StageError that shows the values of the call."""
-    try:
-        yield
-    except PenstockError:
-        raise
-    except Exception as error:
-        shown = ", ".join(f"{name}={describe(value)}" for name, value in values.items())
-        raise StageError(f"{call} failed for {shown}: {error}") from error
+    return _Explained(call, values)
+
+
+class _Explained:
+    def __init__(self, call: str, values: dict[str, Any]) -> None:
+        self._call = call
+        self._values = values
+
+    def __enter__(self) -> None:
+        """Nothing to do before something fails."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, PenstockError):
+            shown = ", ".join(f"{name}={describe(value)}" for name, value in self._values.items())
+            raise StageError(f"{self._call} failed for {shown}: {error}") from error
 
 
 def _pair_tensor(output: Tensor, gradient: Any, path: str) -> Iterator[Pair]:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.action import COMPUTE_OPS, Action, Entry, Op, Overlap, Program
 from penstock.schedule.base import Schedule
 from penstock.schedule.collection import paused_collection
@@ -39,23 +39,27 @@ class _Receive(NamedTuple):
 
 
 @paused_collection()
-def add_communication(schedule: Schedule) -> Schedule:
+def add_communication(schedule: Schedule, *, ahead: int = 1) -> Schedule:
     """Add every SEND and RECV that the edges need, for values that change ranks.
 
     A SEND follows the action that makes its value. A RECV is posted while the rank waits for the message
-    before: right ahead of the last entry that needs one. So a message finds its buffer ready, posting costs
-    no time in which the rank could compute, and few buffers wait. Messages of one channel keep the order of
-    their sends. Stages on one rank hand over directly.
+    before on the same channel: right ahead of the last entry that needs one of it. So a message finds its
+    buffer ready, posting costs no time in which the rank could compute, and few buffers wait. Messages of one
+    channel keep the order of their sends. Stages on one rank hand over directly.
 
     Args:
         schedule: without messages. One whose messages are spelled out already is returned as it is.
+        ahead: how many messages of a channel to be ready for beside the one that is waited for.
 
     Raises:
         ScheduleError: an action needs a value that no action makes.
+        UsageError: ``ahead`` is less than 1.
     """
+    if ahead < 1:
+        raise UsageError(f"ahead={ahead}: must be at least 1")
     if schedule.communicates:
         return schedule
-    wiring = _Wiring(schedule)
+    wiring = _Wiring(schedule, ahead)
     with_sends = [wiring.add_sends(program) for program in schedule.programs]
     return schedule.with_programs(
         wiring.add_receives(rank, program) for rank, program in enumerate(with_sends)
@@ -65,7 +69,8 @@ def add_communication(schedule: Schedule) -> Schedule:
 class _Wiring:
     """The messages of a schedule's lanes, and its channels with what is on them."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, ahead: int) -> None:
+        self._ahead = ahead
         self._rule = Dependencies(schedule)
         self._rank_of = schedule.placement.rank_of
         self._channels: dict[tuple[int, int, Op], Channel] = {}
@@ -119,23 +124,53 @@ class _Wiring:
         return all(needed in done for needed in self._rule.before(message))
 
     def add_receives(self, rank: int, program: list[Entry]) -> list[Entry]:
-        """Put the receives of each entry before the last entry ahead of it that needs one too."""
+        """Put each receive before an entry ahead that needs one of its channel too."""
         early: set[Action] = set()
         placed: list[Entry] = []
-        before: int | None = None
+        waits = _Waits(self._ahead)
         for entry in program:
             actions = entry if isinstance(entry, Overlap) else (entry,)
-            needed = [(r, action) for action in actions for r in self._receives.get(action[:2], ())]
-            if needed:
-                at = len(placed) if before is None else before
-                placed[at:at] = [
-                    posted
-                    for receive, action in needed
-                    for posted in _post(rank, receive, action, early)
-                ]
-                before = len(placed)
+            for action in actions:
+                for receive in self._receives.get(action[:2], ()):
+                    at = waits.place(receive.channel, len(placed))
+                    posted = _post(rank, receive, action, early)
+                    placed[at:at] = posted
+                    waits.moved(at, len(posted))
+            for action in actions:
+                for receive in self._receives.get(action[:2], ()):
+                    waits.note(receive.channel, len(placed))
             placed.append(entry)
         return placed
+
+
+class _Waits:
+    """Where in a program that grows the last entries stand that wait for a message of each channel.
+
+    Args:
+        ahead: how many of them to know for each channel.
+    """
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+        self._last: dict[int, list[int]] = {}
+
+    def place(self, channel: Channel, end: int) -> int:
+        """Where to post a channel's next receive; of its first ones, ahead of the last wait of any."""
+        known = self._last.get(id(channel), [])
+        if known:
+            return known[0]
+        return max((places[-1] for places in self._last.values()), default=end)
+
+    def note(self, channel: Channel, place: int) -> None:
+        """An entry at this place waits for a message of the channel."""
+        known = self._last.setdefault(id(channel), [])
+        known.append(place)
+        del known[: -self._ahead]
+
+    def moved(self, place: int, count: int) -> None:
+        """So many entries were put in at a place."""
+        for known in self._last.values():
+            known[:] = [last + count if last >= place else last for last in known]
 
 
 def _post(rank: int, receive: _Receive, action: Action, early: set[Action]) -> list[Action]:
