@@ -101,7 +101,8 @@ def stage_costs(
         raise UsageError(
             "a model on the meta device takes no time; balance by flops, parameters or memory"
         )
-    run = _Run(tuple(args), dict(kwargs or {}), repeats)
+    homes = (parameter.device for module in partition.modules for parameter in module.parameters())
+    run = _Run(tuple(args), dict(kwargs or {}), repeats, next(homes, None))
     with _untouched(partition.modules):
         return tuple(map(run.stage, partition.modules))
 
@@ -124,8 +125,15 @@ def _untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
 class _Run:
     """Runs stages one after the other and hands on what they give."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        repeats: int,
+        home: torch.device | None,
+    ) -> None:
         self._call = args, kwargs
+        self._home = home
         self._repeats = repeats
         self._values: dict[str, Any] = {}
         self._last: Any = args
@@ -154,7 +162,8 @@ class _Run:
         )
 
     def _arguments(self, module: nn.Module) -> tuple[list[Tensor], tuple[tuple[Any, ...], Any]]:
-        device = next((p.device for p in module.parameters()), None)
+        # What holds no parameters lives where the model does.
+        device = next((p.device for p in module.parameters()), self._home)
         if getattr(module, "wired", False):
             leaves, (values, args, kwargs) = _fresh((self._values, *self._call), device)
             return leaves, ((values, args, kwargs), {})

@@ -51,9 +51,9 @@ def partition(
             modules one after the other. ``"auto"`` is a chain where the model is one, else calls.
         example: arguments for one microbatch, as ``(args, kwargs)``. Traces need them; for calls they show
             the order of the modules, where the source does not tell it.
-        balance: what makes stages equal where their number is given: ``"parameters"``, the default, or a
-            weight for each module that can be placed. Traces also know ``"flops"``, their default,
-            ``"memory"`` and ``"time"``.
+        balance: what makes stages equal where their number is given: ``"parameters"``, ``"flops"``,
+            ``"memory"`` or ``"time"``, of which all but the first need the example, or a weight for each
+            module that can be placed. By default parameters; for traces flops.
         placement: which rank holds which stage, where their number is given: the ranks are made equal.
 
     Returns:

@@ -19,11 +19,15 @@ from penstock.partition.calls.stage import CallStage
 from penstock.partition.calls.tape import paths_of
 from penstock.partition.calls.units import find_units, parts, walk, worthy
 from penstock.partition.calls.weights import count_parameters
+from penstock.partition.costs import check_measure, stage_costs
 from penstock.partition.shared import find_shared
 from penstock.schedule import Placement
 from penstock.specs import ValueSpec, flatten
 
 Example = tuple[Sequence[Any], Mapping[str, Any]]
+
+_REPEATS = 3
+"""How often a time is measured, of which the least counts."""
 
 
 def cut_calls(
@@ -41,8 +45,8 @@ def cut_calls(
         stages: how many; or the paths before which to cut; or for each stage the paths of its modules.
         example: arguments for the model, as ``(args, kwargs)``. With them the order in which modules are
             called is seen instead of read from the model's source.
-        balance: what makes stages equal where only their number is given: ``"parameters"``, or a weight for
-            each unit in that order.
+        balance: what makes stages equal where only their number is given: ``"parameters"``; ``"flops"``,
+            ``"memory"`` or ``"time"``, which run the example; or a weight for each unit in that order.
         placement: which rank holds which stage; ranks are made equal, not stages.
 
     Raises:
@@ -103,22 +107,34 @@ def _by_count(
             f"stages; use from 1 to {len(units)}"
         )
     units = _in_order_of_calls(model, units, example)
-    starts = choose_cuts(_weights(model, units, balance), stages, placement)
+    starts = choose_cuts(_weights(model, units, balance, example), stages, placement)
     return [units[a:b] for a, b in pairwise([*starts, len(units)])]
 
 
-def _weights(model: nn.Module, units: Sequence[str], balance: Any) -> list[float]:
+def _weights(
+    model: nn.Module, units: Sequence[str], balance: Any, example: Example | None
+) -> list[float]:
     if balance is None or balance == "parameters":
         return [count_parameters(model.get_submodule(path)) for path in units]
     if isinstance(balance, str):
-        raise PartitionError(
-            f"balance={balance!r}: must be 'parameters' or a weight for each module"
-        )
+        return _measured(model, units, balance, example)
     if len(balance) != len(units):
         raise PartitionError(
             f"balance= has {len(balance)} weights for {len(units)} modules: {', '.join(units)}"
         )
     return [float(weight) for weight in balance]
+
+
+def _measured(
+    model: nn.Module, units: Sequence[str], balance: Any, example: Example | None
+) -> list[float]:
+    """What each unit costs as a stage of its own."""
+    check_measure(balance)
+    if example is None:
+        raise PartitionError(f"balance={balance!r} runs the model: give example=(args, kwargs)")
+    fine = _assembled(model, [[unit] for unit in units], example)
+    costs = stage_costs(fine, *example, repeats=_REPEATS if balance == "time" else 0)
+    return [cost.by(balance) for cost in costs]
 
 
 def _in_order_of_calls(model: nn.Module, units: list[str], example: Example | None) -> list[str]:

@@ -1,0 +1,62 @@
+"""What stages cost, whichever way they were cut, and stages that are equal by it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PartitionError, UsageError
+from penstock.partition import cut_chain, partition, stage_costs
+from tests.partition.traced.models import EXAMPLES, Words
+
+LAYERS = [4, 8, 8, 2]
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(LAYERS)))
+
+
+def test_costs_of_a_chain_are_those_one_can_count() -> None:
+    model = layers()
+    costs = stage_costs(cut_chain(model, [["0"], ["1"], ["2"]]), (torch.ones(3, 4),))
+    sizes = [4 * 8, 8 * 8, 8 * 2]
+    assert [cost.parameters for cost in costs] == sizes
+    assert [cost.flops for cost in costs] == [2 * 3 * size for size in sizes]
+    assert [cost.by("memory") for cost in costs] == [
+        4 * 4 * s + cost.saved for s, cost in zip(sizes, costs, strict=True)
+    ]
+    assert [cost.saved for cost in costs][1:] == [3 * 8 * 4, 3 * 8 * 4]
+    assert all(cost.seconds == 0 for cost in costs)
+
+
+def test_times_are_taken_of_forward_and_of_both_halves_of_backward() -> None:
+    costs = stage_costs(cut_chain(layers(), [["0", "1"], ["2"]]), (torch.ones(3, 4),), repeats=2)
+    assert all(cost.forward > 0 for cost in costs)
+    assert costs[1].backward_input > 0
+    with pytest.raises(UsageError, match="a model on the meta device takes no time"):
+        stage_costs(
+            cut_chain(layers().to("meta"), [["0", "1"], ["2"]]), (torch.ones(3, 4),), repeats=1
+        )
+
+
+@pytest.mark.parametrize("how", ["calls", "traced"])
+@pytest.mark.parametrize("balance", ["parameters", "flops", "memory", "time"])
+def test_both_ways_cut_by_what_is_measured(how: str, balance: Any) -> None:
+    example = EXAMPLES["words"]
+    model = example.model()
+    args, kwargs = example.microbatch()
+    made = partition(model, 2, how=how, example=(args, kwargs), balance=balance)
+    found = [cost.by(balance) for cost in stage_costs(made, args, kwargs, repeats=2)]
+    assert len(found) == 2
+    assert balance == "time" or max(found) < 0.7 * sum(found)
+
+
+def test_a_measure_needs_an_example_and_a_name() -> None:
+    with pytest.raises(PartitionError, match=r"balance='flops' runs the model: give example="):
+        partition(Words(), 2, how="calls", balance="flops")
+    with pytest.raises(UsageError, match=r"balance='speed': must be one of time, flops"):
+        partition(Words(), 2, how="calls", balance="speed")
