@@ -129,6 +129,8 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
         reduction=case.reduction,
         rules=case.rules,
         group=group,
+        # The verdict tells.
+        nonfinite="warn",
     )
     with pipe:
         for _ in range(steps):
