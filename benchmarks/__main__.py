@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import backward, buffers, inside, loading, predictions, schedules, steps
+from benchmarks import backward, buffers, cutting, inside, loading, predictions, schedules, steps
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
@@ -21,6 +21,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "schedules": schedules.compare,
     "backward": backward.compare,
     "loading": loading.compare,
+    "cutting": cutting.compare,
 }
 
 

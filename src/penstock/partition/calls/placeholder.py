@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ class Form:
         return tensor.shape == self.shape and tensor.dtype is self.dtype
 
 
+_VIEWS = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
+
+
 class Placeholder(Tensor):
     """Stands for a tensor that this stage has not got; whoever asks for its data is told so."""
 
@@ -63,12 +66,15 @@ class Placeholder(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
+    ) -> Placeholder:
         """Refuse whatever needs the data.
 
         Raises:
-            PartitionError: always.
+            PartitionError: always, but where only another view of it is wanted.
         """
+        if func in _VIEWS and isinstance(args[0], Placeholder):
+            made = func(Form.of(args[0]).without_data().detach(), *args[1:], **(kwargs or {}))
+            return Placeholder.of(Form.of(made), args[0].device, args[0].label)
         found = [a.label for a in (*args, *(kwargs or {}).values()) if isinstance(a, Placeholder)]
         raise PartitionError(
             f"{func} needs the data of {', '.join(found) or 'a value'}, which is in another stage. Either "

@@ -111,7 +111,7 @@ class Runner(Watch):
         event = self._event_of(func)
         if event is None:
             result = func(*args, **kwargs)
-            if tensors_in(result):
+            if tensors_in(result) and not _asks_for_graph(func, args):
                 self._next(func)
             return result
         self._next(func)
@@ -259,6 +259,11 @@ _DIVERGED = (
     "what a model does between its modules must depend on the shapes and types of its arguments, "
     "not on the numbers in them, nor on chance"
 )
+
+
+def _asks_for_graph(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this is how hooks of torch find a tensor's place in the graph."""
+    return getattr(func, "__name__", "") == "view_as" and args[0] is args[1]
 
 
 def _absent(user: str) -> str:
