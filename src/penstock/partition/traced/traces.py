@@ -17,6 +17,11 @@ from penstock.partition.traced.skeleton import Skeleton
 from penstock.partition.traced.trace import Trace
 from penstock.specs import ValueSpec, flatten, unflatten
 
+_KEPT = 32
+"""How many graphs are kept for each mode; the oldest goes first."""
+_REMEMBERED = 1024
+"""Of how many calls it is remembered which graph holds for them."""
+
 Policy = Callable[[fx.GraphModule], fx.GraphModule]
 
 
@@ -105,12 +110,19 @@ class Traces:
         key = (training, call.digest())
         if key not in self._found:
             fitting = (t for t in self._made[training] if t.exported.fits(call))
-            self._found[key] = next(fitting, None) or self._make(call, training)
+            found = next(fitting, None) or self._make(call, training)
+            if len(self._found) == _REMEMBERED:
+                self._found.clear()
+            self._found[key] = found
         return self._found[key]
 
     def _make(self, call: ValueSpec, training: bool) -> Trace:
         made = Trace(self._export(call, training), self._cuts.wants, self.layout)
-        self._made[training].append(made)
+        kept = self._made[training]
+        if len(kept) == _KEPT:
+            kept.remove(next(trace for trace in kept if trace is not self.first))
+            self._found.clear()
+        kept.append(made)
         return made
 
     def _export(self, call: ValueSpec, training: bool) -> Exported:
