@@ -13,10 +13,11 @@ MICROBATCHES = (8, 64, 512)
 def measure(group: Any, schedule: str, microbatches: int) -> dict[str, int]:
     """A worker's task: the most bytes this rank holds for messages in a step."""
     work = tiny(SCHEDULES[schedule], microbatches)
-    pipe, peer = ours(work, schedule, group), Peer(work, schedule, group)
-    (counter,) = count_messages(pipe)
-    for _ in range(2):
-        pipe.step(work.batch, target=work.target)
+    peer = Peer(work, schedule, group)
+    with ours(work, schedule, group) as pipe:
+        (counter,) = count_messages(pipe)
+        for _ in range(2):
+            pipe.step(work.batch, target=work.target)
     peer.step()
     return {
         "received": counter.received.most,

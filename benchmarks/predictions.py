@@ -51,6 +51,7 @@ def measure(group: Any, name: str, rounds: int) -> dict[str, Any]:
         for key, found in recorded(pipe, work).items():
             durations[key] += found if index else []
         work.zero_grad()
+    pipe.close()
     return {
         "seconds": seconds[1:],
         "costs": {key: statistics.median(found) for key, found in durations.items() if found},
@@ -143,6 +144,7 @@ def peak(group: Any, name: str) -> int:
     probe.most = 0
     with probe.live:
         pipe.step(work.batch, target=work.target)
+    pipe.close()
     return probe.most
 
 

@@ -34,6 +34,7 @@ def measure(group: Any, case: str, schedule: str, rounds: int) -> dict[str, list
     run_ours()
     run_peer()
     first, second = alternate(run_ours, run_peer, rounds, REPEATS[case])
+    pipe.close()
     return {"ours": first, "peer": second}
 
 

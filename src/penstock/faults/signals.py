@@ -31,7 +31,10 @@ class Interrupts:
         before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         self._ends = (reading, writing)
         if before != -1:
-            signal.set_wakeup_fd(before)
+            try:
+                signal.set_wakeup_fd(before)
+            except OSError:
+                return  # who listened has closed its end without a word: this one listens now
             self.close()
 
     def came(self) -> bool:
