@@ -60,3 +60,11 @@ def test_a_measure_needs_an_example_and_a_name() -> None:
         partition(Words(), 2, how="calls", balance="flops")
     with pytest.raises(UsageError, match=r"balance='speed': must be one of time, flops"):
         partition(Words(), 2, how="calls", balance="speed")
+
+
+def test_without_data_only_traces_are_measured() -> None:
+    model = Words().to("meta")
+    args, kwargs = EXAMPLES["words"].microbatch()
+    with pytest.raises(PartitionError, match=r"runs the model, which has no data: .* how=.traced."):
+        partition(model, 2, how="calls", example=(args, kwargs), balance="flops")
+    assert len(partition(model, 2, how="calls", example=(args, kwargs)).modules) == 2

@@ -22,6 +22,7 @@ from penstock.partition import (
     load_partition,
     load_stage,
     parameters_on_meta,
+    partition,
     save_index,
     save_stage,
 )
@@ -73,30 +74,29 @@ def test_only_the_parameters_are_without_memory() -> None:
 
 def test_a_stage_is_filled_and_the_others_stay_empty(tmp_path: Path) -> None:
     model = saved(tmp_path)
-    partition = cut(empty()).partition
-    load_partition(partition, [1], tmp_path)
-    found = partition.modules[1].state_dict()
+    parts = cut(empty()).partition
+    load_partition(parts, [1], tmp_path)
+    found = parts.modules[1].state_dict()
     close(dict(found), {name: model.state_dict()[name] for name in found})
-    assert all(
-        p.is_meta for m in (partition.modules[0], partition.modules[3]) for p in m.parameters()
-    )
+    assert all(p.is_meta for m in (parts.modules[0], parts.modules[3]) for p in m.parameters())
 
 
 def test_what_is_tied_stays_tied(tmp_path: Path) -> None:
     saved(tmp_path)
-    partition = cut(empty()).partition
-    load_partition(partition, [0, 3], tmp_path)
-    first, last = (dict(partition.modules[stage].named_parameters()) for stage in (0, 3))
+    parts = cut(empty()).partition
+    load_partition(parts, [0, 3], tmp_path)
+    first, last = (dict(parts.modules[stage].named_parameters()) for stage in (0, 3))
     assert first["embed.weight"] is last["head.weight"]
 
 
-def test_a_pipeline_fills_its_stages_and_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["calls", "traced"])
+def test_a_pipeline_fills_its_stages_and_trains(tmp_path: Path, how: str) -> None:
     expected = saved(tmp_path)
     model = empty()
     pipe = Pipeline(
         model,
         schedule="1F1B",
-        stages=cut(model).partition,
+        stages=partition(model, list(EXAMPLE.cuts), how=how, example=EXAMPLE.microbatch()),
         microbatches=2,
         loss_fn=word_loss,
         weights=tmp_path,
@@ -116,9 +116,9 @@ def test_a_single_file_and_other_types_are_read(tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with parameters_on_meta():
         other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).bfloat16()
-    partition = cut_chain(other, [["0", "1"], ["2"]])
-    for index, module in enumerate(partition.modules):
-        load_stage(module, tmp_path, shared=partition.shared)
+    parts = cut_chain(other, [["0", "1"], ["2"]])
+    for index, module in enumerate(parts.modules):
+        load_stage(module, tmp_path, shared=parts.shared)
         assert all(p.dtype is torch.bfloat16 for p in module.parameters()), index
     close(dict(other[0].state_dict()), dict(model[0].bfloat16().state_dict()))
 
@@ -145,14 +145,14 @@ def test_all_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: Path) ->
     own["extra"] = torch.ones(1)
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file(own, tmp_path / "model.safetensors")
-    partition = cut(empty()).partition
+    parts = cut(empty()).partition
     with pytest.raises(StateDictError) as caught:
-        load_partition(partition, [0], tmp_path)
+        load_partition(parts, [0], tmp_path)
     text = str(caught.value)
     assert 'not in the files: "norm.bias"' in text
     assert "norm.weight: [5] in model.safetensors, [12] in the model" in text
     assert 'in the files but in no stage: "extra"' in text
-    assert all(p.is_meta for m in partition.modules for p in m.parameters())
+    assert all(p.is_meta for m in parts.modules for p in m.parameters())
 
 
 @pytest.mark.parametrize("file", ["/etc/passwd", "../other.safetensors", "a/../../b.safetensors"])

@@ -132,6 +132,11 @@ def _measured(
     check_measure(balance)
     if example is None:
         raise PartitionError(f"balance={balance!r} runs the model: give example=(args, kwargs)")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PartitionError(
+            f"balance={balance!r} runs the model, which has no data: balance it by parameters, give a weight "
+            'for each module, or cut it by how="traced", which measures all but time without data'
+        )
     fine = _assembled(model, [[unit] for unit in units], example)
     costs = stage_costs(fine, *example, repeats=_REPEATS if balance == "time" else 0)
     return [cost.by(balance) for cost in costs]
