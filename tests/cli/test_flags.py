@@ -20,7 +20,7 @@ def note(flags: Flags, config: Path | None) -> None:
 
 def test_a_flag_for_every_setting() -> None:
     given = list(inspect.signature(command(note)).parameters)
-    assert given == ["config", *TrainConfig.model_fields]
+    assert given == ["config", "processes", *TrainConfig.model_fields]
 
 
 def test_the_help_is_the_command_s() -> None:

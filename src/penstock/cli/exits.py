@@ -9,16 +9,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import typer
 
-from penstock.errors import InputFileError, UsageError
+from penstock.errors import InputFileError, NonFiniteError, PeerFailed, UsageError
+from penstock.faults.signals import interrupt, terminate
 
 OK = 0
 USAGE = 2
 INPUT = 65
 FAILURE = 70
+TEMPORARY = 75
+NON_FINITE = 76
 INTERRUPTED = 130
 TERMINATED = 143
 
@@ -54,17 +57,17 @@ def guarded(run: Callable[[], object]) -> int:
 
 @contextmanager
 def leaving_on_sigterm() -> Iterator[None]:
-    """Leave through the contexts that are open, so that a terminal gets its cursor back."""
-    before = signal.signal(signal.SIGTERM, _terminate)
+    """Leave through the contexts that are open, so that a terminal gets its cursor back.
+
+    So does Ctrl-C; a second signal ends the process at once.
+    """
+    handlers = {signal.SIGTERM: terminate, signal.SIGINT: interrupt}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _terminate(number: int, frame: Any) -> None:
-    del number, frame
-    sys.exit(TERMINATED)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _report(error: Exception) -> int:
@@ -75,6 +78,12 @@ def _report(error: Exception) -> int:
     if isinstance(error, (UsageError, InputFileError)):
         _tell(str(error))
         return INPUT if isinstance(error, InputFileError) else USAGE
+    if isinstance(error, PeerFailed):
+        _say(str(error))
+        return error.status
+    if isinstance(error, NonFiniteError):
+        _tell(str(error))
+        return NON_FINITE
     traceback.print_exception(error)
     return FAILURE
 
@@ -87,6 +96,10 @@ def _tell(message: str) -> None:
     """
     if not _first_of_machine():
         time.sleep(PATIENCE)
+    _say(message)
+
+
+def _say(message: str) -> None:
     print(f"penstock: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
 
 

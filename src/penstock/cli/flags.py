@@ -16,23 +16,31 @@ from penstock.train.config import group_of
 
 Flags = dict[str, Any]
 
+PROCESSES = "processes"
+"""A flag that is no setting: how many processes to start."""
+
 CONFIG_HELP = "TOML file with settings; flags win over it."
 
 
-def command(run: Callable[[Flags, Path | None], None]) -> Callable[..., None]:
+def command(run: Callable[[Flags, Path | None], int | None]) -> Callable[..., int | None]:
     """A function that typer turns into a command.
 
     Args:
         run: is called with the flags that were given, by setting, and the config file.
     """
 
-    def wrapper(**given: Any) -> None:
-        config = given.pop("config")
+    def wrapper(**given: Any) -> int | None:
+        config, processes = given.pop("config"), given.pop(PROCESSES, None)
         flags = {name: text for name, text in given.items() if text is not None}
-        run({name: _value(name, text) for name, text in flags.items()}, config)
+        settings = {name: _value(name, text) for name, text in flags.items()}
+        return run(settings if processes is None else settings | {PROCESSES: processes}, config)
 
     fields = TrainConfig.model_fields
-    parameters = [_config_flag(), *(_flag(name, field) for name, field in fields.items())]
+    parameters = [
+        _config_flag(),
+        _processes_flag(),
+        *(_flag(name, field) for name, field in fields.items()),
+    ]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__doc__ = run.__doc__
     return wrapper
@@ -56,6 +64,11 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
 
 def _config_flag() -> inspect.Parameter:
     return _parameter("config", typer.Option(None, "--config", help=CONFIG_HELP), Path)
+
+
+def _processes_flag() -> inspect.Parameter:
+    said = "Start so many processes on this machine, one a rank."
+    return _parameter(PROCESSES, typer.Option(None, "--processes", help=said, min=1), int)
 
 
 def _parameter(name: str, option: Any, kind: Any) -> inspect.Parameter:

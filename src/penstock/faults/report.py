@@ -96,7 +96,11 @@ def tell_torchrun(failure: Failure, *, own: bool) -> None:
     if not name:
         return
     moment = int(failure.time) if own else int(max(failure.time, time.time())) + 2
-    extra = {"py_callstack": failure.trace if own else "", "timestamp": str(moment)}
+    extra: dict[str, Any] = {
+        "py_callstack": failure.trace if own else "",
+        "timestamp": str(moment),
+        "status": failure.status,
+    }
     said = str(failure) if own else f"stopped because {failure}"
     path = Path(name)
     with contextlib.suppress(OSError):

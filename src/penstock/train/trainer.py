@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.engine import Pipeline
-from penstock.errors import ConfigError, UsageError
+from penstock.errors import NonFiniteError, UsageError
 from penstock.schedule import Timeline
 from penstock.train import corpus as texts
 from penstock.train import runfolder
@@ -69,6 +69,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
     corpus = texts.load(config.data, config.sequence)
     with make_pipeline(config) as pipe:
         folder = _claim(pipe, config.out)
+        pipe.report_failures_to(folder.path)
         out = (console or Console()) if pipe.leads else Console(quiet=True)
         say(out, introduction(config, corpus))
         return Run(config, pipe, corpus, folder, out).complete()
@@ -169,9 +170,14 @@ class Run:
         tokens, target = self._corpus.training_batch(
             step, seed=config.seed, batch=config.batch, sequence=config.sequence
         )
-        result = self._pipe.step(tokens, target=target, record=measure)
+        try:
+            result = self._pipe.step(tokens, target=target, record=measure)
+        except NonFiniteError as error:
+            given = f"learning_rate={self._config.learning_rate:g}"
+            raise NonFiniteError(
+                f"{given}: step {step}: {error}; use a lower learning rate"
+            ) from None
         norm = self._pipe.clip_grad_norm_(config.clip)
-        self._refuse_divergence(step, result.loss, norm)
         rate = self._update(step)
         seconds = perf_counter() - started
         if result.timeline is not None:
@@ -203,13 +209,6 @@ class Run:
         """Of the process that holds most."""
         peaks: list[int] = self._pipe.agree(peak_memory(self._device))
         return max(peaks)
-
-    def _refuse_divergence(self, step: int, loss: float, norm: float) -> None:
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise ConfigError(
-                f"learning_rate={self._config.learning_rate:g}: step {step} gave loss {loss:g} and "
-                f"gradient norm {norm:g}; use a lower learning rate"
-            )
 
     def _held_out_loss(self) -> float:
         config = self._config

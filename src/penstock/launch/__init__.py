@@ -1,0 +1,5 @@
+"""Start a process a rank on this machine; when one fails, end the others."""
+
+from penstock.launch.launcher import Launcher, Outcome, launch
+
+__all__ = ["Launcher", "Outcome", "launch"]
