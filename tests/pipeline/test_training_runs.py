@@ -1,102 +1,116 @@
-"""Five steps: a ragged language model weighed by tokens, and a mixture of experts with its balance."""
+"""Five steps of AdamW with clipped gradients, of many kinds of model: all weights are the plain loop's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
-from penstock import Microbatches, Pipeline, collect_losses
+from penstock import Microbatches, Pipeline, PipelineStage
 from penstock.testing import WorkerPool
-from tests.pipeline.test_losses import (
-    SCHEDULES,
-    draw,
-    experts,
-    make,
-    plain_model,
-    token_loss,
-    valid,
-)
+from tests.pipeline.whole import LIMIT, MODELS, STEPS, Whole, optimizer_of, plain
 
-MODELS = {"ragged": plain_model, "experts": experts}
-STEPS = 5
+SCHEDULES = {"1F1B": 4, "Interleaved1F1B": 2, "ZB-V": 2, "DualPipeV": 2, "GPipe": 4}
+"""Their names, and on how many ranks they have four stages."""
 
 
-def batches() -> Iterator[list[Tensor]]:
-    """Other lengths, other numbers of rows and other numbers of microbatches in every step."""
+def trained(pipe: Pipeline, whole: Whole) -> list[list[float]]:
+    """Loss and norm of each step."""
+    optimizer, seen = optimizer_of(pipe.parameters()), []
     for step in range(STEPS):
-        count = 4 + step % 3
-        yield [draw(1 + i % 2, 2 + (step + 3 * i) % 5, seed=10 * step + i) for i in range(count)]
-
-
-def targets_of(parts: list[Tensor]) -> list[Tensor]:
-    """Part of each row counts; of one microbatch nothing does."""
-    found = [part.roll(-1, 1).masked_fill(part == 3, -100) for part in parts]
-    return [*found[:-1], torch.full_like(parts[-1], -100)]
-
-
-def optimizer_of(owner: nn.Module | Pipeline) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(owner.parameters(), lr=0.05)
-
-
-def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    model = MODELS[name]()
-    optimizer, losses = optimizer_of(model), []
-    for parts in batches():
-        losses.append(plain_step(model, parts))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
-
-
-def plain_step(model: nn.Module, parts: list[Tensor]) -> float:
-    targets, total = targets_of(parts), 0.0
-    whole = sum(float(valid(target)) for target in targets)
-    for part, target in zip(parts, targets, strict=True):
-        if count := float(valid(target)):
-            with collect_losses() as added:
-                main = token_loss(model(part), target)
-            loss = (main + added.total()) * (count / whole)
-            loss.backward()
-            total += float(loss.detach())
-    return total
-
-
-def trained(pipe: Pipeline) -> list[float]:
-    losses, optimizer = [], optimizer_of(pipe)
-    for parts in batches():
-        losses.append(pipe.step(Microbatches(parts), target=targets_of(parts)).loss)
+        parts, targets = whole.batches(step)
+        result = pipe.step(Microbatches(parts), target=targets)
+        norm = pipe.clip_grad_norm_(LIMIT)
         optimizer.step()
         pipe.zero_grad()
-    return losses
+        seen.append([result.loss, float(norm)])
+    return seen
 
 
-def gaps(name: str, pipe: Pipeline) -> list[float]:
-    """How far losses and weights are from the plain loop's."""
-    losses, weights = plain(name)
-    found = [abs(a - b) for a, b in zip(trained(pipe), losses, strict=True)]
-    own = dict(pipe.named_parameters())
-    return found + [float((p.detach() - weights[n]).abs().max()) for n, p in own.items()]
+def cut(whole: Whole, model: nn.Module, schedule: str, group: Any = None) -> Pipeline:
+    """A pipeline of an unedited model."""
+    return Pipeline(
+        model,
+        schedule=schedule,
+        ranks=SCHEDULES[schedule],
+        stages=4,
+        loss_fn=whole.loss_fn,
+        loss_weight=whole.weight,
+        group=group,
+    )
+
+
+def gaps(found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max(abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True))
+
+
+def gap(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_in_one_process(name: str, schedule: str) -> None:
-    assert max(gaps(name, make(MODELS[name](), schedule, loss_weight=valid))) < 1e-10
+    whole = MODELS[name]
+    model = whole.model()
+    seen = trained(cut(whole, model, schedule), whole)
+    expected, weights = plain(whole)
+    assert gaps(seen, expected) < 1e-10
+    assert gap([*model.state_dict().values()], weights) < 1e-10
 
 
-def in_processes(group: Any, name: str, schedule: str) -> float:
-    """A worker's task."""
-    pipe = make(MODELS[name](), schedule, loss_weight=valid, ranks=None, group=group)
-    return max(gaps(name, pipe))
+BY_HAND = sorted(name for name, whole in MODELS.items() if whole.edges)
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("name", BY_HAND)
+def test_with_edges_by_hand(name: str, schedule: str) -> None:
+    whole = MODELS[name]
+    model = whole.model()
+    seen = trained(by_hand(whole, model, schedule), whole)
+    expected, weights = plain(whole)
+    assert gaps(seen, expected) < 1e-10
+    assert gap([*model.state_dict().values()], weights) < 1e-10
+
+
+def by_hand(whole: Whole, model: nn.Module, schedule: str) -> Pipeline:
+    stages = [PipelineStage(module, i, 4) for i, module in enumerate(model.children())]
+    return Pipeline.from_stages(
+        stages,
+        schedule=schedule,
+        loss_fn=whole.loss_fn,
+        loss_weight=whole.weight,
+        edges=whole.edges,
+    )
+
+
+def in_processes(group: Any, name: str, schedule: str) -> list[float]:
+    """A worker's task: how far losses, norms and the weights that live here are from the plain loop's."""
+    whole = MODELS[name]
+    with cut(whole, whole.model(), schedule, group) as pipe:
+        seen = trained(pipe, whole)
+        found = pipe.state_dict()
+    expected, weights = plain(whole)
+    named = dict(zip(whole.model().state_dict(), weights, strict=True))
+    return [gaps(seen, expected), gap([*found.values()], [named[name] for name in found])]
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"), [("ragged", "1F1B"), ("ragged", "ZB-V"), ("experts", "Interleaved1F1B")]
+    ("name", "schedule"),
+    [
+        ("U-Net", "ZB-V"),
+        ("encoder-decoder", "1F1B"),
+        ("ragged", "ZB-V"),
+        ("experts", "Interleaved1F1B"),
+        ("vision", "DualPipeV"),
+        ("dicts", "GPipe"),
+    ],
 )
 def test_over_processes(workers: WorkerPool, name: str, schedule: str) -> None:
     task = f"{__name__}:in_processes"
-    assert max(workers.run(task, 2, 60.0, name=name, schedule=schedule)) < 1e-10
+    answers = workers.run(task, SCHEDULES[schedule], 60.0, name=name, schedule=schedule)
+    assert max(found for answer in answers for found in answer) < 1e-10
