@@ -54,13 +54,14 @@ class Pipeline(WeightHolder):
     where this process is one rank.
 
     Args:
-        model: an ``nn.Sequential``, or a model whose forward is a chain of modules, cut by ``stages``.
+        model: any module; see docs/partition.md for how it is cut.
         schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, or a
             :class:`~penstock.schedule.Schedule`.
         ranks: how many ranks; by default the world size under torchrun, else as the stages need.
         microbatches: into how many parts a batch is split; by default two a rank.
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
-        stages: how many, or for each stage its modules' paths in the order of the calls, or a Partition.
+        stages: how many, the module paths to cut before, for each stage the paths of its modules, or a
+            Partition.
         rules: how arguments are split, by position or name; by default along dimension 0. ``"target"``
             says it of the target, and ``"output"`` along which dimension outputs are put together.
         device: where the stages live; by default where the model is. ``"cuda"`` under torchrun is the

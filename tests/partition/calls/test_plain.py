@@ -203,3 +203,28 @@ def test_a_decision_between_modules_is_refused() -> None:
     cut = partition(Between().double(), 2)
     with pytest.raises(PartitionError, match=r"after blocks.1 depends on .*__bool__"):
         run(cut, (rows(),))
+
+
+class Casts(nn.Module):
+    """Does not run without data: it asks for a number, and for the bytes of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.lin.weight.data_ptr() != 0
+        return torch.tanh(self.lin(x))
+
+
+def test_a_unit_that_needs_data_is_analysed_with_some() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Casts(), Casts()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    check_equal(Model().double(), by_count(2), (rows(),))

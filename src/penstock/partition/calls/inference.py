@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -104,6 +105,36 @@ class Inference(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             return leaf
         return back.get(id(leaf)) if id(leaf) in back else self._mode.from_tensor(leaf)
+
+
+def run_for_real(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
+) -> Any:
+    """Run a copy of a module with ones for all data, where its code does not run without.
+
+    Returns:
+        What it gives, without data.
+    """
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(_ones(parameter), parameter.requires_grad)
+        for parameter in module.parameters()
+    }
+    memo |= {id(buffer): _ones(buffer) for buffer in module.buffers()}
+    args, kwargs = replaced((args, kwargs), _real)
+    result = copy.deepcopy(module, memo)(*args, **kwargs)
+
+    def without_data(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return mode.from_tensor(leaf.detach()).requires_grad_(leaf.requires_grad)
+
+    return replaced(result, without_data)
+
+
+def _real(leaf: Any) -> Any:
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    return _ones(leaf).requires_grad_() * 1 if leaf.requires_grad else _ones(leaf)
 
 
 def _nothing(record: logging.LogRecord) -> bool:

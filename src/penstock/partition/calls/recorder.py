@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from penstock.errors import PartitionError
 from penstock.partition.calls.faces import Run
-from penstock.partition.calls.inference import Inference
+from penstock.partition.calls.inference import Inference, run_for_real
 from penstock.partition.calls.placeholder import Form
 from penstock.partition.calls.tape import NO_VALUE, Change, Event, Slot, Tape, Value
 from penstock.partition.calls.trees import leaves, replaced, tensors_deep_in, tensors_in, without
@@ -58,12 +58,25 @@ class Recorder(Watch):
     def call(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A unit is called: its outputs are values."""
         path, given = self._paths[module], tensors_in((args, kwargs))
-        with self.unseen(), self._inference.of(path):
-            result = run(*args, **kwargs)
+        with self.unseen():
+            result = self._run_unit(module, run, args, kwargs)
         used = [n for t in given if (n := self.number_of(t)) is not None]
         inputs = tuple(dict.fromkeys([*used, *self._inference.used]))
         self.tape.hidden.update({(maker, path): None for maker in self._inference.borrowed})
         return self._note(path, inputs, given, result, [])
+
+    def _run_unit(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
+        try:
+            with self._inference.of(self._paths[module]):
+                return run(*args, **kwargs)
+        except PartitionError:
+            raise
+        except Exception as error:
+            try:
+                return run_for_real(module, args, kwargs, self._mode)
+            except Exception:
+                # What it would be with the model's own weights and these arguments.
+                raise error from None
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A function uses a value, or draws random numbers."""
