@@ -31,19 +31,18 @@ from penstock.testing.faults import fail_at
 RANKS, STEPS, MICROBATCHES = 3, 6, 4
 SILENT = 2.0
 LIMIT = 120.0
-FAULTS = (
-    *(
-        "exception",
-        "out of memory",
-        "SIGKILL",
-        "SIGSTOP",
-        "SIGINT",
-        "exit",
-        "sleep",
-        "hold the GIL",
-    ),
-    "shape",
+ANYWHERE = (
+    "exception",
+    "out of memory",
+    "SIGKILL",
+    "SIGSTOP",
+    "SIGINT",
+    "exit",
+    "sleep",
+    "hold the GIL",
 )
+FORWARD = (*ANYWHERE, "shape")
+"""The last stage's output goes nowhere, so that its shape may be any."""
 SCHEDULES = ("1F1B", "GPipe", "ZB-H1")
 
 
@@ -69,12 +68,9 @@ def plan_of(draw: random.Random) -> Plan:
     if draw.random() >= 1 / 3:
         return Plan(schedule, None)
     rank = draw.randrange(RANKS)
-    action = (
-        f"{rank}{draw.choice('FB')}{draw.randrange(MICROBATCHES)}"
-        if schedule != "ZB-H1"
-        else f"{rank}F1"
-    )
-    how = draw.choice(FAULTS[:-1] if rank == RANKS - 1 or op == "B" else FAULTS)
+    op = "F" if schedule == "ZB-H1" else draw.choice("FB")
+    action = f"{rank}{op}{draw.randrange(MICROBATCHES)}"
+    how = draw.choice(ANYWHERE if rank == RANKS - 1 or op == "B" else FORWARD)
     step = draw.randint(2, STEPS)
     return Plan(schedule, {"rank": rank, "step": step, "action": action, "how": how})
 
