@@ -87,52 +87,58 @@ class Rank:
         self.transport = wrap(self.transport)
 
     def run(self, order: Order) -> Task[Report]:
-        """Carry out a call, as a task."""
+        """Carry out a call, as a task: agree on it, run the program, and tell what came out."""
         let_cross(stage.module for stage in self.stages.values())
         inputs = self._inputs or (yield from self._introduce())
         page = yield from self._agree(order, inputs)
-        program = self._program(page.schedule)
-        device = next(iter(self.stages.values())).device
-        recorder = Recorder(self.number, device) if order.record else None
-        roots, count = (yield from self._roots(order, page.call)), page.call.count
-        health = Health(self.number, page.schedule.stages) if order.finite else None
+        roots = yield from self._roots(order, page.call)
+        work = self._work(order, page, inputs, roots)
+        count = page.call.count
         with self._accompanied(order) as companions, self._adapted(order, count) as adapters:
-            work = Work(
-                page.call.completed(self.number, order.batch.parts),
-                page.specs,
-                roots,
-                keep_outputs=order.outputs or order.keep,
-                recorder=recorder,
-                inputs=self._for_call(inputs, page.call, page.schedule),
-                replaced=order.replaced,
-                companions=companions,
-                adapters=adapters,
-                hooks=order.hooks,
-                health=health,
-            )
-            yield from Machine(program, self.stages, self.transport, work, self.activity).run()
-        elapsed = recorder.elapsed() if recorder else 0.0
+            along = replace(work, companions=companions, adapters=adapters)
+            program = self._program(page.schedule)
+            yield from Machine(program, self.stages, self.transport, along, self.activity).run()
+        elapsed = work.recorder.elapsed() if work.recorder else 0.0
         self.activity.wait("waits until what it sent has left", None)
         self.transport.finish()
         self.activity.go_on()
+        return (yield from self._report(order, page, work, elapsed))
+
+    def _work(self, order: Order, page: Page, inputs: Inputs, roots: Roots) -> Work:
+        """What the step brings to this rank."""
+        device = next(iter(self.stages.values())).device
+        return Work(
+            page.call.completed(self.number, order.batch.parts),
+            page.specs,
+            roots,
+            keep_outputs=order.outputs or order.keep,
+            recorder=Recorder(self.number, device) if order.record else None,
+            inputs=self._for_call(inputs, page.call, page.schedule),
+            replaced=order.replaced,
+            hooks=order.hooks,
+            health=Health(self.number, page.schedule.stages) if order.finite else None,
+        )
+
+    def _report(self, order: Order, page: Page, work: Work, elapsed: float) -> Task[Report]:
+        """What all ranks made of the call together, and what this one has to give back."""
+        tally, health = work.roots.tally, work.health
         ill = health is not None and not has_finite_gradients(self.stages.values())
-        sums, weight = roots.tally.sums(), roots.weight
         numbers, self._names, ill = yield from share_numbers(
-            self.transport, order.loss, sums, weight, self._names, ill=ill
+            self.transport, order.loss, tally.sums(), work.roots.weight, self._names, ill=ill
         )
         trouble = None
         if health is not None and ill:
-            spots = health.spots(roots.tally.mains(), self.stages.values())
+            spots = health.spots(tally.mains(), self.stages.values())
             trouble = yield from self._trouble(numbers.loss, spots)
         return Report(
-            program.schedule,
+            page.schedule,
             numbers,
             (yield from self._outputs(page, work)) if order.outputs else [],
-            recorder.spans if recorder else [],
+            work.recorder.spans if work.recorder else [],
             elapsed,
             work.owed,
             page.call.ready,
-            roots.tally.mains(),
+            tally.mains(),
             [work.outputs[index] for index in sorted(work.outputs)] if order.keep else [],
             trouble,
         )

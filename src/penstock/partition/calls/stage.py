@@ -54,11 +54,15 @@ class Holder(nn.Module):
         self._parameters[name] = self.__dict__["_shared_module"]._parameters[name]
 
     def hold_buffers(self, *, copies: bool) -> None:
-        """Hold the module's buffers; ``copies``, where another stage holds the originals."""
+        """Hold the module's buffers; ``copies`` of those that are not saved, where another stage has them.
+
+        What is saved is one tensor that stages share.
+        """
         shared = self.__dict__["_shared_module"]
         for name, buffer in shared._buffers.items():
-            kept = buffer.clone() if copies and buffer is not None else buffer
-            self.register_buffer(name, kept, name not in shared._non_persistent_buffers_set)
+            saved = name not in shared._non_persistent_buffers_set
+            copied = copies and buffer is not None and not saved
+            self.register_buffer(name, buffer.clone() if copied else buffer, saved)
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
