@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import platform
 import socket
 import sys
 import time
@@ -165,6 +166,9 @@ def _main(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
     os.dup2(out.fileno(), 2)
     sys.stdout = sys.stderr = out
     torch.set_num_threads(1)
+    if case.get("apart"):
+        # As if each rank had a machine of its own: no folder, no look at processes.
+        platform.node = lambda: f"machine{rank}"
     fired = Path(folder, "fired")
     with fail_at(**case["fault"], before=lambda: fired.write_text(str(time.monotonic()))) as fault:
         sys.exit(_status(rank, Path(folder), fault, case))

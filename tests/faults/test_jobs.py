@@ -154,3 +154,19 @@ def test_ranks_with_other_models_are_listed(tmp_path: Path) -> None:
         assert "ranks differ in stage 1: " in ended.text
         assert "on ranks 0, 1, 1 tensors" in ended.text
         assert ended.time - job.fired < 2.0 * SLACK
+
+
+# ---- as if on several machines: word travels through the store
+
+
+def test_an_exception_is_named_across_machines(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("exception"), apart=True)
+    check(job, 1, "microbatch 2, action 1F2: InjectedError: injected by fail_at", 70)
+
+
+def test_a_store_that_is_lost_is_named(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("SIGKILL", "0F2", 0), apart=True)
+    for rank in (1, 2):
+        assert job.ranks[rank].error == "PeerFailed", job.ranks[rank].output
+        assert "the control store, through which ranks leave word, is lost" in job.ranks[rank].text
+    assert job.heard(0) < 3.0 * SLACK

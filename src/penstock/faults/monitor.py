@@ -21,7 +21,7 @@ from penstock.faults.processes import words_of
 from penstock.faults.signals import Interrupts, launcher
 from penstock.faults.silence import STALE, Place, Verdict, find_silent
 from penstock.faults.stragglers import Stragglers
-from penstock.faults.team import BEAT, RAISED, STACK, TOLD, Team
+from penstock.faults.team import BEAT, STACK, TOLD, Team
 
 TICK = 0.1
 _BEATS = 2
@@ -56,6 +56,7 @@ class Monitor:
     Attributes:
         alarm: whether the rank must stop.
         stopped: whether it has stopped with an error of its own.
+        cut_off: whether a wire broke and nobody has said why.
         folder: where the story of a failure is written.
     """
 
@@ -69,6 +70,7 @@ class Monitor:
     ) -> None:
         self.alarm = False
         self.stopped = False
+        self.cut_off = False
         self.folder: Path | None = None
         self._activity = activity
         self._team = team
@@ -143,9 +145,15 @@ class Monitor:
 
     def _give_up(self, failure: Failure) -> None:
         """This rank is the silent one: end it, unless it wakes up and stops by itself."""
-        self._team.await_word(TOLD, [failure.by], 2 * GRACE)
         rank = self._activity.rank
-        if not self._team.await_word(RAISED, [rank], GRACE):
+        try:
+            self._team.await_word(TOLD, [failure.by], 2 * GRACE)
+        except BoardLostError:
+            # The others have heard, and are gone with it.
+            self._ending.wait(GRACE)
+        if not self.stopped:
+            self._ending.wait(GRACE)
+        if not self.stopped:
             self._end_process(f"rank {rank} ends itself, as it {failure.what}", failure.status)
 
     def _end_process(self, why: str, status: int) -> None:
@@ -171,7 +179,7 @@ class Monitor:
 
     def _look_at(self, rank: int) -> None:
         """Whether a rank has ended, or left while this one goes on."""
-        ended = self._team.processes[rank].condition() == "ended"
+        ended = self._team.processes[rank].condition() == "ended" or self._is_lost(rank)
         cause = self._team.processes[rank].cause_of_end() if ended else None
         left = self._team.left(rank)
         if left is not None and self._activity.calls <= int(left.get("calls", 0)):
@@ -181,6 +189,12 @@ class Monitor:
         beat = self._team.beat(rank)
         failure = _departed(rank, self._activity.rank, beat, left, cause)
         self._post(failure)
+
+    def _is_lost(self, rank: int) -> bool:
+        """Whether a rank of another machine has fallen silent at the time when a wire broke."""
+        if not self.cut_off or self._team.processes[rank].is_here:
+            return False
+        return self._team.staleness(rank) > STALE
 
     def _post(self, failure: Failure) -> None:
         """Report another rank; of several that do, the first tells the story."""

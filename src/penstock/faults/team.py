@@ -97,6 +97,15 @@ class Team:
         # What was written down since the heartbeat is newer.
         return found | seen if seen.get("progress", 0) > found["progress"] else found
 
+    @property
+    def is_near(self) -> bool:
+        """Whether all ranks are on this machine."""
+        return all(process.is_here for process in self.processes.values())
+
+    def staleness(self, rank: int) -> float:
+        """Seconds since the heartbeat of a rank last changed."""
+        return self._staleness(rank, self.beat(rank))
+
     def listen(self) -> None:
         """Note which heartbeats have changed, from which their age is found."""
         for rank in self.others:

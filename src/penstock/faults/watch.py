@@ -29,6 +29,8 @@ from penstock.faults.team import LEFT, RAISED, Team
 
 WORD = 1.5
 """Seconds that a broken wire has until its cause must be on the board."""
+WORD_FROM_AFAR = 4.0
+"""Likewise across machines, where a death is known by heartbeats that do not come."""
 LINGER = 1.0
 """Seconds that a failed rank waits for the others to hear why, before a launcher ends them."""
 BOW = 0.3
@@ -98,12 +100,17 @@ class Watch:
         if self._monitor.stopped or isinstance(error, PeerFailed) or is_orderly(error):
             return error
         try:
-            if _of_wires(error) and self._ledger.await_others(WORD):
+            if _of_wires(error) and self._hear_why():
                 return self._peer_failed()
             self._confess(error)
         except BoardLostError as lost:
             return self._cut_off(lost)
         return error
+
+    def _hear_why(self) -> bool:
+        """Wait for the word of another rank on why a wire broke."""
+        self._monitor.cut_off = True
+        return bool(self._ledger.await_others(WORD if self._team.is_near else WORD_FROM_AFAR))
 
     def close(self) -> None:
         """This rank is done; idempotent."""
