@@ -376,3 +376,17 @@ def test_tracing_leaves_the_model_alone() -> None:
     assert torch.equal(noise, torch.get_rng_state())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert InPlace.__call__ is nn.Module.__call__
+
+
+def test_arguments_that_later_stages_use_are_handed_on() -> None:
+    """Their ranks need not be given the batch, as those who call ``step()`` there expect."""
+    model = Marked()
+    pipe = pipeline(model, (torch.randn(2, 6), torch.randn(2, 6)))
+    edges = pipe.partition.edges
+    assert any(edge.source == 0 and edge.value.startswith("argument.") for edge in edges)
+    x, gate = torch.randn(2, 6), torch.randn(2, 6)
+    missing: Any = ((x.to("meta"), gate.to("meta")), {})
+    values = pipe.get_stage_module(0)({}, (x, gate), {})
+    for index in (1, 2):
+        values |= pipe.get_stage_module(index)(values, *missing)
+    torch.testing.assert_close(pipe.get_stage_module(3)(values, *missing), model(x, gate))

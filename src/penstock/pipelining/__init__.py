@@ -1,6 +1,6 @@
 """torch's names on Penstock's engine: change ``torch.distributed.pipelining`` to ``penstock.pipelining``."""
 
-from penstock.pipelining.pipe import Pipe, PipeInfo, build_stage
+from penstock.pipelining.pipe import Pipe
 from penstock.pipelining.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -10,8 +10,9 @@ from penstock.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from penstock.pipelining.schedules import ScheduleForwardOnly as _ScheduleForwardOnly
 from penstock.pipelining.split import SplitPoint, pipe_split, pipeline
-from penstock.pipelining.stage import PipelineStage
+from penstock.pipelining.stage import PipeInfo, PipelineStage, build_stage
 
 __all__ = [
     "Pipe",
@@ -25,6 +26,7 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "SplitPoint",
+    "_ScheduleForwardOnly",
     "build_stage",
     "pipe_split",
     "pipeline",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,19 +11,20 @@ from typing import Any, ClassVar
 import torch
 
 from penstock.errors import MicrobatchError, UsageError
-from penstock.pipelining.actions import ActionTuple, ComputationType, to_entry, to_order
+from penstock.pipelining.actions import ActionTuple, ComputationType, to_order
+from penstock.pipelining.context import Arrived, PipelineContext
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
     split_args_kwargs_into_chunks,
     split_tensor,
 )
+from penstock.pipelining.orders import check_order, schedule_of
 from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.pipelining.running import CUSTOM_OPS, Chunks, Custom, Runner
 from penstock.pipelining.stage import StageBase
 from penstock.plan import prove
 from penstock.schedule import (
-    Placement,
     Schedule,
     add_communication,
     build,
@@ -33,30 +33,6 @@ from penstock.schedule import (
     to_csv,
 )
 from penstock.step import Loss
-
-
-@dataclass
-class PipelineContext:
-    """What a custom function is told besides its action.
-
-    Attributes:
-        schedule_ref: the schedule that runs.
-        arg_mbs: for each microbatch the positional arguments, where this process was given some.
-        kwarg_mbs: for each microbatch the arguments by name.
-        target_mbs: for each microbatch the target.
-        losses: the list that the caller gave for the losses.
-    """
-
-    schedule_ref: PipelineSchedule
-    arg_mbs: list[tuple[Any, ...]] | None = None
-    kwarg_mbs: list[dict[str, Any]] | None = None
-    target_mbs: list[Any] | None = None
-    losses: list[Any] | None = None
-
-    @property
-    def stages(self) -> list[StageBase]:
-        """The stages of this process."""
-        return self.schedule_ref.stages
 
 
 class PipelineSchedule:
@@ -101,8 +77,9 @@ class PipelineSchedule:
         self._custom: dict[str, Custom] = {}
         self._schedule: Schedule | None = None
         self._runner: Runner | None = None
-        self.fwd_recv_ops: Any = _Arrived()
-        self.bwd_recv_ops: Any = _Arrived()
+        self._order: dict[int, list[ActionTuple | None]] | None = None
+        self.fwd_recv_ops: Any = Arrived()
+        self.bwd_recv_ops: Any = Arrived()
         self.backward_counter: Counter[int] = Counter()
         if n_microbatches < 1:
             raise UsageError(f"n_microbatches={n_microbatches}: must be at least 1")
@@ -119,10 +96,12 @@ class PipelineSchedule:
         Raises:
             CallError: there is none yet.
         """
+        if self._schedule is None and self._order:
+            self._take(self._order)
         if self._schedule is None:
             raise CallError(
-                f"{type(self).__name__} has no actions yet; load them with _load_csv, or take a class such "
-                "as ScheduleInterleaved1F1B"
+                f"{type(self).__name__} has no actions yet; load them with _load_csv, set pipeline_order, "
+                "or take a class such as ScheduleInterleaved1F1B"
             )
         return self._schedule
 
@@ -131,15 +110,43 @@ class PipelineSchedule:
         """On which rank each stage is."""
         return dict(enumerate(self.schedule.placement.rank_of))
 
+    @stage_index_to_group_rank.setter
+    def stage_index_to_group_rank(self, rank_of: dict[int, int]) -> None:
+        if rank_of != self.stage_index_to_group_rank:
+            raise PlacementError(
+                f"stages on ranks {rank_of}, but the actions have them on {self.stage_index_to_group_rank}"
+            )
+
     @property
     def pipeline_order(self) -> dict[int, list[ActionTuple | None]]:
-        """Each rank's work, by rank."""
-        return to_order(compute_only(self.schedule).programs)
+        """Each rank's work, by rank; set it, or fill it in, to make a schedule of one's own."""
+        if self._order is None:
+            made = self._schedule
+            self._order = {} if made is None else to_order(compute_only(made).programs)
+        return self._order
+
+    @pipeline_order.setter
+    def pipeline_order(self, order: dict[int, list[ActionTuple | None]]) -> None:
+        self._order, self._schedule = order, None
 
     @property
     def pipeline_order_with_comms(self) -> dict[int, list[ActionTuple | None]]:
         """Each rank's work and messages, by rank."""
         return to_order(prove(self.schedule).programs)
+
+    @pipeline_order_with_comms.setter
+    def pipeline_order_with_comms(self, order: dict[int, list[ActionTuple | None]]) -> None:
+        self._take(order)
+
+    def _take(self, order: dict[int, list[ActionTuple | None]]) -> None:
+        """Take actions that were written by hand, and prove that they can run."""
+        made = schedule_of(order, self._num_stages, self._n_microbatches)
+        prove(made)
+        self._adopt(made)
+
+    def _validate_and_set_stage_mapping(self, order: dict[int, list[ActionTuple | None]]) -> None:
+        check_order(order, self.pp_group_size, self._num_stages, self._n_microbatches)
+        self._take(order)
 
     def _adopt(self, schedule: Schedule) -> None:
         """Take a schedule, if the stages here are where it has them.
@@ -156,7 +163,7 @@ class PipelineSchedule:
             raise PlacementError(
                 f"{schedule.name} is for {schedule.microbatches} microbatches, not {self._n_microbatches}"
             )
-        self._schedule = schedule
+        self._schedule, self._order = schedule, None
 
     def _build(self) -> None:
         """Build the schedule that the class is named after."""
@@ -229,7 +236,13 @@ class PipelineSchedule:
         if losses is not None and not isinstance(losses, list):
             raise TypeError(f"losses must be a list, not a {type(losses).__name__}")
         chunks = self._split(args, kwargs, target)
-        context = PipelineContext(self, chunks.args, chunks.kwargs, chunks.targets, losses)
+        context = PipelineContext(
+            self,
+            chunks.args or [()] * self._n_microbatches,
+            chunks.kwargs or [{} for _ in range(self._n_microbatches)],
+            chunks.targets,
+            losses,
+        )
         for stage in self._stages:
             stage.has_backward = trains
         found = self._current_runner().run(
@@ -295,6 +308,9 @@ class PipelineSchedule:
     def _maybe_compute_loss(self, *_: Any, **__: Any) -> None:
         """Nothing: the loss is computed where the last stage's forward runs."""
 
+    def _assert_unsharded(self, stage: StageBase) -> None:
+        """Nothing: a stage's parameters are gathered before its action runs."""
+
     def _maybe_get_loss(self, stage: StageBase, mb_index: int) -> None:
         """Nothing: a backward of the last stage starts at its loss by itself."""
 
@@ -336,31 +352,3 @@ class PipelineSchedule:
             )
         prove(found)
         self._adopt(found)
-
-
-class _Arrived:
-    """The receives that a custom function may ask for: all have arrived, there is nothing to wait for."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def pop(self, key: object, default: Any = None) -> list[Any]:
-        """No work to wait for."""
-        return []
-
-
-def schedule_of(
-    order: dict[int, list[ActionTuple | None]], stages: int, microbatches: int
-) -> Schedule:
-    """The schedule that ranks' actions make, each stage on the rank that computes it."""
-    programs = tuple(
-        tuple(to_entry(action) for action in order[rank] if action is not None)
-        for rank in sorted(order)
-    )
-    rank_of = dict.fromkeys(range(stages), 0)
-    for rank in sorted(order):
-        for action in order[rank]:
-            parts = () if action is None else action.sub_actions or (action,)
-            rank_of |= {part.stage_index: rank for part in parts if part.is_compute_op}
-    placement = Placement(tuple(rank_of[stage] for stage in range(stages)))
-    return Schedule("by hand", placement, microbatches, programs)

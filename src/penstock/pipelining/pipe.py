@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from penstock.errors import UsageError
-from penstock.partition import Partition, Shared
+from penstock.partition import Partition
 from penstock.partition.traced import TracedCut, summary
-from penstock.pipelining.stage import PipelineStage
-
-
-@dataclass(frozen=True)
-class PipeInfo:
-    """What :func:`build_stage` needs to know of a pipe.
-
-    Args:
-        graph: the model's graph, uncut.
-        num_stages: how many stages there are.
-        has_loss_and_backward: always false: the loss belongs to the schedule.
-        shared: the weights that stages share.
-    """
-
-    graph: fx.Graph
-    num_stages: int
-    has_loss_and_backward: bool = False
-    shared: tuple[Shared, ...] = ()
+from penstock.pipelining.stage import PipeInfo, PipelineStage, build_stage
 
 
 class SplitModel(nn.Module):
@@ -105,24 +87,3 @@ class Pipe(nn.Module):
 
     def __repr__(self) -> str:
         return f"Pipe of {self._of}, {self.num_stages} stages\n{summary(self._cut)}"
-
-
-def build_stage(
-    stage_module: nn.Module,
-    stage_index: int,
-    pipe_info: PipeInfo,
-    device: torch.device | str,
-    group: Any = None,
-) -> PipelineStage:
-    """A stage of a pipe on a device.
-
-    Args:
-        stage_module: from :meth:`Pipe.get_stage_module`; it may have been worked on since.
-        stage_index: which stage it is.
-        pipe_info: from :meth:`Pipe.info`.
-        device: where it is to live.
-        group: the process group of the pipeline; by default all processes.
-    """
-    stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
-    stage.shared = pipe_info.shared
-    return stage

@@ -7,14 +7,31 @@ from typing import Any
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.pipelining.actions import ActionTuple, ComputationType
-from penstock.pipelining.base import PipelineContext, PipelineSchedule, schedule_of
-from penstock.pipelining.refusals import PlacementError
-from penstock.pipelining.stage import StageBase
-from penstock.plan import prove
+from penstock.pipelining.base import PipelineSchedule
+from penstock.pipelining.context import PipelineContext
+from penstock.pipelining.microbatch import (
+    TensorChunkSpec,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+)
+from penstock.pipelining.orders import (
+    add_messages,
+    add_reductions,
+    add_unshards,
+    check_order,
+    format_order,
+    merge_halves,
+    rank_to_stages,
+    stage_to_rank,
+    wait_all,
+)
+from penstock.pipelining.refusals import CallError, PlacementError
+from penstock.pipelining.stage import PipelineStage, StageBase
 
 __all__ = [
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
+    "PipelineStage",
     "Schedule1F1B",
     "ScheduleDualPipeV",
     "ScheduleGPipe",
@@ -22,7 +39,10 @@ __all__ = [
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
+    "TensorChunkSpec",
     "get_schedule_class",
+    "merge_chunks",
+    "split_args_kwargs_into_chunks",
 ]
 
 FORWARD = ComputationType.FORWARD
@@ -43,6 +63,16 @@ _Action = ActionTuple
 _ComputationType = ComputationType
 _PipelineContext = PipelineContext
 _PipelineSchedule = PipelineSchedule
+_PipelineStageBase = StageBase
+_add_reduce_grad = add_reductions
+_add_send_recv = add_messages
+_add_unshard_reshard = add_unshards
+_format_pipeline_order = format_order
+_merge_bw = merge_halves
+_validate_schedule = check_order
+_wait_batch_p2p = wait_all
+generate_rank_to_stage_mapping = rank_to_stages
+generate_stage_to_rank_mapping = stage_to_rank
 
 
 class PipelineScheduleSingle(PipelineSchedule):
@@ -69,6 +99,20 @@ class PipelineScheduleSingle(PipelineSchedule):
         )
         self._stage = stage
         self._build()
+
+
+class ScheduleForwardOnly(PipelineScheduleSingle):
+    """All forwards, and no loss."""
+
+    recipe = "forward-only"
+
+    def _run(self, args: Any, kwargs: Any, target: Any, losses: Any, *rest: Any, **how: Any) -> Any:
+        if target is not None or losses is not None:
+            raise CallError("a forward-only schedule has no loss; take ScheduleGPipe and call eval")
+        return super()._run(args, kwargs, target, losses, *rest, **how)
+
+
+_ScheduleForwardOnly = ScheduleForwardOnly
 
 
 class ScheduleGPipe(PipelineScheduleSingle):
@@ -162,9 +206,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         self, actions: dict[int, list[ActionTuple | None]], format: str = "compute_only"
     ) -> None:
         """Take a schedule that was made by hand: each rank's actions, by rank."""
-        made = schedule_of(actions, self._num_stages, self._n_microbatches)
-        prove(made)
-        self._adopt(made)
+        self._take(actions)
 
 
 class ScheduleRuntime(PipelineScheduleMulti):

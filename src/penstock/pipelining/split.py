@@ -41,7 +41,8 @@ def pipeline(
     if not isinstance(mb_args, tuple):
         raise UsageError(f"mb_args must be a tuple of arguments, not a {type(mb_args).__name__}")
     points = tuple(_point(path, where) for path, where in (split_spec or {}).items())
-    cut = cut_traced(module, mb_args, mb_kwargs, Cuts(points, policy=split_policy))
+    cuts = Cuts(points, policy=split_policy, arguments_travel=True)
+    cut = cut_traced(module, mb_args, mb_kwargs, cuts)
     if split_spec is None and not cut.traces.layout.marks:
         raise PartitionError(
             f"no split point in the {type(module).__name__}; name modules in split_spec, such as "

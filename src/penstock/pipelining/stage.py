@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from penstock.errors import UsageError
 from penstock.parallel import group_of, let_cross, seat
@@ -47,6 +48,29 @@ class StageBase:
     edges: Any = None
     shared: Sequence[Shared] = ()
     dw_builder: Any = None
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str,
+        group: Any = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+    ) -> None:
+        if not 0 <= stage_index < num_stages:
+            raise UsageError(f"stage index {stage_index} is out of range of {num_stages} stages")
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device)
+        self.group = group_of(group)
+        self.group_rank, self.group_size = seat(self.group)
+        if self.group_size > num_stages:
+            raise PlacementError(
+                f"{self.group_size} processes cannot run {num_stages} stages; each needs at least one"
+            )
+        self.dw_builder = dw_builder
 
     def own(self) -> OwnStage:
         """Penstock's stage.
@@ -108,19 +132,7 @@ class PipelineStage(StageBase):
         dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: Callable[..., Any] | None = None,
     ) -> None:
-        if not 0 <= stage_index < num_stages:
-            raise UsageError(f"stage index {stage_index} is out of range of {num_stages} stages")
-        self.submod = submodule
-        self.stage_index = stage_index
-        self.num_stages = num_stages
-        self.device = torch.device(device)
-        self.group = group_of(group)
-        self.group_rank, self.group_size = seat(self.group)
-        if self.group_size > num_stages:
-            raise PlacementError(
-                f"{self.group_size} processes cannot run {num_stages} stages; each needs at least one"
-            )
-        self.dw_builder = dw_builder
+        super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
         self.examples = (input_args, output_args, input_grads, output_grads)
         if get_mesh is not None:
             let_cross([submodule], get_mesh)
@@ -197,6 +209,44 @@ class PipelineStage(StageBase):
                 "penstock.PipelineStage"
             )
         return self._perform(action)
+
+
+@dataclass(frozen=True)
+class PipeInfo:
+    """What :func:`build_stage` needs to know of a pipe.
+
+    Args:
+        graph: the model's graph, uncut.
+        num_stages: how many stages there are.
+        has_loss_and_backward: always false: the loss belongs to the schedule.
+        shared: the weights that stages share.
+    """
+
+    graph: fx.Graph
+    num_stages: int
+    has_loss_and_backward: bool = False
+    shared: tuple[Shared, ...] = ()
+
+
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: PipeInfo,
+    device: torch.device | str,
+    group: Any = None,
+) -> PipelineStage:
+    """A stage of a pipe on a device.
+
+    Args:
+        stage_module: from :meth:`Pipe.get_stage_module`; it may have been worked on since.
+        stage_index: which stage it is.
+        pipe_info: from :meth:`Pipe.info`.
+        device: where it is to live.
+        group: the process group of the pipeline; by default all processes.
+    """
+    stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
+    stage.shared = pipe_info.shared
+    return stage
 
 
 _PipelineStageBase = StageBase

@@ -14,6 +14,7 @@ from penstock.partition.traced.by_hand import sizes_by_hand
 from penstock.partition.traced.program import Program
 from penstock.partition.traced.trace import Trace
 from penstock.partition.traced.traces import Traces
+from penstock.partition.traced.wiring import argument_in
 from penstock.specs import TensorSpec, ValueSpec, flatten
 
 
@@ -72,29 +73,38 @@ class TracedStage(nn.Module):
         else:
             trace = self._traces.example(self.training)
             values, tensors = self._given_by_hand(trace, args, kwargs)
-        given = self._run(self._program(trace), values, tensors)
+        program = self._program(trace)
+        given = self._run(program, values, tensors)
         if self._is_last:
             return trace.exported.rebuild(given)
-        return given[0] if len(given) == 1 else tuple(given)
+        pairs = zip(program.gives, given, strict=True)
+        made = [value for name, value in pairs if argument_in(name) is None]
+        return made[0] if len(made) == 1 else tuple(made)
 
     def _given_by_hand(
         self, trace: Trace, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], list[Tensor]]:
         program = self._program(trace)
-        values, direct = (
-            list(args[: len(program.takes)]),
-            [*args[len(program.takes) :], *kwargs.values()],
-        )
-        if len(values) != len(program.takes) or len(direct) != len(program.inputs):
+        takes = [name for name in program.takes if argument_in(name) is None]
+        handed = [p for name in program.takes if (p := argument_in(name)) is not None]
+        positions = [*program.inputs, *handed]
+        values, direct = list(args[: len(takes)]), [*args[len(takes) :], *kwargs.values()]
+        if len(values) != len(takes) or len(direct) != len(positions):
             raise UsageError(
-                f"stage {self._index} takes {len(program.takes)} values of earlier stages "
-                f"({', '.join(program.takes)}) and then {len(program.inputs)} tensors of the model's "
+                f"stage {self._index} takes {len(takes)} values of earlier stages "
+                f"({', '.join(takes)}) and then {len(positions)} tensors of the model's "
                 f"arguments, not {len(args) + len(kwargs)} arguments"
             )
-        tensors = sizes_by_hand(trace, self._index, values)
-        for position, tensor in zip(program.inputs, direct, strict=True):
+        found = dict(zip(takes, values, strict=True))
+        arguments = dict(zip(positions, direct, strict=True))
+        every = [
+            found[name] if (p := argument_in(name)) is None else arguments[p]
+            for name in program.takes
+        ]
+        tensors = sizes_by_hand(trace, self._index, every)
+        for position, tensor in arguments.items():
             tensors[position] = tensor
-        return values, tensors
+        return every, tensors
 
     @property
     def _is_last(self) -> bool:

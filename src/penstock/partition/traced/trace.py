@@ -21,13 +21,22 @@ class Trace:
         exported: the graph.
         wanted: which of its marks are cut at.
         layout: how the regions between them make up stages.
+        arguments_travel: whether the first stage hands on the arguments that later ones use.
     """
 
-    def __init__(self, exported: Exported, wanted: Wanted, layout: Layout) -> None:
+    def __init__(
+        self, exported: Exported, wanted: Wanted, layout: Layout, *, arguments_travel: bool = False
+    ) -> None:
         self.exported = exported
         self._stage_of = stages_of(exported.graph, wanted, layout)
         aliases = Aliases(exported.graph, exported.root)
-        self.wiring = wire(exported.graph, self._stage_of, layout.stages, aliases)
+        self.wiring = wire(
+            exported.graph,
+            self._stage_of,
+            layout.stages,
+            aliases,
+            arguments_travel=arguments_travel,
+        )
         self._programs: dict[int, Program] = {}
 
     def users(self, name: str) -> dict[int, list[fx.Node]]:

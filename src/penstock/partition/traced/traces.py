@@ -33,11 +33,14 @@ class Cuts:
         points: before and after modules.
         in_code: whether at each ``pipe_split()`` of the code as well.
         policy: puts more ``pipe_split`` calls into a graph.
+        arguments_travel: whether the first stage hands on the arguments that later ones use, so that their
+            ranks need not be given the batch.
     """
 
     points: tuple[Point, ...] = ()
     in_code: bool = True
     policy: Policy | None = None
+    arguments_travel: bool = False
 
     def wants(self, mark: Point | str) -> bool:
         """Whether a graph is cut at a mark of it."""
@@ -83,7 +86,7 @@ class Traces:
         self._skeleton, self._cuts, self._example = skeleton, cuts, call
         exported = exported or self._export(call, training)
         self.layout = lay_out(exported.graph, cuts.wants)
-        self.first = Trace(exported, cuts.wants, self.layout)
+        self.first = self._trace(exported)
         self._made: dict[bool, list[Trace]] = {training: [self.first], not training: []}
         self._found: dict[tuple[bool, str], Trace] = {}
 
@@ -117,13 +120,17 @@ class Traces:
         return self._found[key]
 
     def _make(self, call: ValueSpec, training: bool) -> Trace:
-        made = Trace(self._export(call, training), self._cuts.wants, self.layout)
+        made = self._trace(self._export(call, training))
         kept = self._made[training]
         if len(kept) == _KEPT:
             kept.remove(next(trace for trace in kept if trace is not self.first))
             self._found.clear()
         kept.append(made)
         return made
+
+    def _trace(self, exported: Exported) -> Trace:
+        travel = self._cuts.arguments_travel
+        return Trace(exported, self._cuts.wants, self.layout, arguments_travel=travel)
 
     def _export(self, call: ValueSpec, training: bool) -> Exported:
         paths = [point.path for point in self._cuts.points]

@@ -12,6 +12,13 @@ from penstock.partition.traced.aliasing import Aliases
 from penstock.partition.traced.layout import is_size
 from penstock.schedule import Edge
 
+_ARGUMENT = "argument."
+
+
+def argument_in(value: str) -> int | None:
+    """Which of the model's arguments a value is that the first stage hands on."""
+    return int(value.removeprefix(_ARGUMENT)) if value.startswith(_ARGUMENT) else None
+
 
 @dataclass
 class Slice:
@@ -47,14 +54,28 @@ class Wiring:
     outputs: tuple[object, ...]
 
 
-def wire(graph: fx.Graph, stage_of: Mapping[fx.Node, int], stages: int, aliases: Aliases) -> Wiring:
+def wire(
+    graph: fx.Graph,
+    stage_of: Mapping[fx.Node, int],
+    stages: int,
+    aliases: Aliases,
+    *,
+    arguments_travel: bool = False,
+) -> Wiring:
     """Work out the slices of a graph.
+
+    Args:
+        graph: the graph.
+        stage_of: the stage of each of its nodes.
+        stages: how many there are.
+        aliases: which of its values share memory.
+        arguments_travel: whether the first stage hands on the arguments that later ones use.
 
     Raises:
         PartitionError: what is changed in place in one stage is needed in another in a way that cannot be
             kept apart.
     """
-    return _Wirer(graph, stage_of, stages, aliases).wiring()
+    return _Wirer(graph, stage_of, stages, aliases, arguments_travel).wiring()
 
 
 class _Wirer:
@@ -64,8 +85,14 @@ class _Wirer:
     """
 
     def __init__(
-        self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], stages: int, aliases: Aliases
+        self,
+        graph: fx.Graph,
+        stage_of: Mapping[fx.Node, int],
+        stages: int,
+        aliases: Aliases,
+        arguments_travel: bool,
     ) -> None:
+        self._arguments_travel = arguments_travel
         self._stage_of = stage_of
         self._aliases = aliases
         self._slices = tuple(Slice() for _ in range(stages))
@@ -100,12 +127,16 @@ class _Wirer:
         entering = dict.fromkeys(self._used(stage))
         for node in entering:
             home = self._home.get(node, self._stage_of.get(node, -1))
+            travels = home < 0 < stage and self._arguments_travel
             if home < 0:
-                self._slices[stage].inputs[node] = self._inputs[node]
-                continue
+                home = 0 if travels else stage
+                self._slices[home].inputs.setdefault(node, self._inputs[node])
+                if not travels:
+                    continue
             given = self._slices[home].gives
             # By number, so that the graphs of training and evaluation give the same names.
-            name = given.setdefault(node, f"stage{home}.{len(given)}")
+            called = f"{_ARGUMENT}{self._inputs[node]}" if travels else f"stage{home}.{len(given)}"
+            name = given.setdefault(node, called)
             self._slices[stage].takes[node] = name
             self._targets.setdefault((home, name), []).append(stage)
 

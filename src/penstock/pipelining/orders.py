@@ -1,0 +1,168 @@
+"""Ranks' actions in a dict of lists, as torch has them, checked and changed by Penstock's passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from penstock.errors import UsageError
+from penstock.pipelining.actions import ActionTuple, to_entry, to_order
+from penstock.pipelining.refusals import PlacementError
+from penstock.schedule import (
+    Placement,
+    Schedule,
+    add_communication,
+    merge_backward,
+    prefetch,
+    reduce_gradients,
+    validate,
+)
+
+Row = Sequence[ActionTuple | None]
+Order = Mapping[int, Row]
+"""Each rank's actions, by rank; ``None`` stands for idle time and is passed over."""
+
+
+def schedule_of(order: Order, stages: int, microbatches: int) -> Schedule:
+    """The schedule that ranks' actions make, each stage on the rank that computes it."""
+    rank_of = dict.fromkeys(range(stages), 0)
+    for rank, row in order.items():
+        for action in row:
+            parts = () if action is None else action.sub_actions or (action,)
+            rank_of |= {part.stage_index: rank for part in parts if part.is_compute_op}
+    return _schedule(order, [rank_of[stage] for stage in range(stages)], microbatches)
+
+
+def _schedule(order: Order, rank_of: Sequence[int], microbatches: int) -> Schedule:
+    programs = tuple(
+        tuple(to_entry(action) for action in order[rank] if action is not None)
+        for rank in sorted(order)
+    )
+    return Schedule("by hand", Placement(tuple(rank_of)), microbatches, programs)
+
+
+def check_order(
+    order: Order, pp_group_size: int, num_stages: int, num_microbatches: int
+) -> dict[int, int]:
+    """Prove that a step completes, without regard to messages.
+
+    Returns:
+        The rank of each stage.
+
+    Raises:
+        PlacementError: every reason why it does not.
+    """
+    if len(order) != pp_group_size:
+        raise PlacementError(f"actions for {len(order)} ranks, but there are {pp_group_size}")
+    try:
+        found = schedule_of(order, num_stages, num_microbatches)
+        validate(found).raise_if_bad()
+    except ValueError as error:
+        raise PlacementError(str(error)) from error
+    return dict(enumerate(found.placement.rank_of))
+
+
+def add_messages(
+    order: Order, stage_to_rank: Callable[[int], int], num_stages: int
+) -> dict[int, list[ActionTuple | None]]:
+    """Add every send and receive."""
+    rank_of = [stage_to_rank(stage) for stage in range(num_stages)]
+    return to_order(add_communication(_schedule(order, rank_of, _microbatches(order))).programs)
+
+
+def merge_halves(row: Row) -> list[ActionTuple | None]:
+    """Make each input backward and its weight backward right after it a full backward."""
+    return _passed(row, merge_backward)
+
+
+def add_unshards(row: Row, max_active_stages: int = 3) -> list[ActionTuple | None]:
+    """Say when a rank's stages are gathered and freed, so many at a time."""
+    return _passed(row, lambda schedule: prefetch(schedule, unsharded=max_active_stages))
+
+
+def add_reductions(row: Row, n_microbatches: int) -> list[ActionTuple | None]:
+    """Say when a rank's stages reduce their gradients: after their last microbatch."""
+    return _passed(row, reduce_gradients)
+
+
+def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTuple | None]:
+    """One rank's actions after a pass over schedules."""
+    order = {0: row}
+    last = max((_last_stage(action) for action in row if action is not None), default=0)
+    return to_order(change(_schedule(order, [0] * (last + 1), _microbatches(order))).programs)[0]
+
+
+def _last_stage(action: ActionTuple) -> int:
+    return max(part.stage_index for part in action.sub_actions or (action,))
+
+
+def _microbatches(order: Order) -> int:
+    found = [
+        part.microbatch_index or 0
+        for row in order.values()
+        for action in row
+        if action is not None
+        for part in action.sub_actions or (action,)
+    ]
+    return max(found, default=0) + 1
+
+
+def format_order(order: Order, error_step_number: int | None = None) -> str:
+    """The actions as a table: a column a rank, a row a step.
+
+    Args:
+        order: each rank's actions, by rank.
+        error_step_number: a row to point at.
+    """
+    ranks = sorted(order)
+    columns = [
+        [f"Rank {rank}", *("" if a is None else str(a) for a in order[rank])] for rank in ranks
+    ]
+    rows = list(zip_longest(*columns, fillvalue=""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    digits = len(str(max(len(rows) - 2, 0)))
+    lines = []
+    for number, row in enumerate(rows, start=-1):
+        label = "" if number < 0 else f"Step {number:0{digits}}:"
+        cells = " ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        mark = " <-- error" if number == error_step_number else ""
+        lines.append(f"{label:<{digits + 6}} {cells}{mark}\n")
+    return "".join(lines)
+
+
+def stage_to_rank(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, int]:
+    """The rank of each stage.
+
+    Args:
+        pp_size: how many ranks there are.
+        num_stages: how many stages there are.
+        style: ``"loop"``: round and round; ``"v"``: there and back.
+
+    Raises:
+        UsageError: another style, or stages that do not fill a V.
+    """
+    if style not in ("loop", "v"):
+        raise UsageError(f"style={style!r}: must be 'loop' or 'v'")
+    if style == "v" and num_stages % pp_size:
+        raise UsageError(f"{num_stages} stages on {pp_size} ranks do not fill a V; take a multiple")
+
+    def rank(stage: int) -> int:
+        turn, place = divmod(stage, pp_size)
+        return pp_size - 1 - place if style == "v" and turn % 2 else place
+
+    return {stage: rank(stage) for stage in range(num_stages)}
+
+
+def rank_to_stages(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, list[int]]:
+    """The stages of each rank; arguments as :func:`stage_to_rank`."""
+    found: dict[int, list[int]] = {rank: [] for rank in range(pp_size)}
+    for stage, rank in stage_to_rank(pp_size, num_stages, style).items():
+        found[rank].append(stage)
+    return found
+
+
+def wait_all(work: Sequence[Any]) -> None:
+    """Wait for communication."""
+    for item in work:
+        item.wait()

@@ -1,0 +1,167 @@
+"""Actions in a dict of lists, as tests and schedules written for torch hold them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.pipelining import _IR, _backward, _utils, schedules
+from penstock.pipelining.schedules import B, F, _Action
+from penstock.pipelining.stage import PipelineStage, build_stage
+from tests.pipelining.bodies import X, Y, loss_fn
+from tests.pipelining.test_schedules import Stage, gradients, plain, stages
+
+theirs: Any = import_module("torch.distributed.pipelining.schedules")
+their_utils: Any = import_module("torch.distributed.pipelining._utils")
+
+ONE_F_ONE_B = {0: "0F0 0F1 0B0 0B1", 1: "1F0 1B0 1F1 1B1"}
+
+
+def row(module: Any, text: str) -> list[Any]:
+    return [module._Action.from_str(action) for action in text.split()]
+
+
+def order(module: Any) -> dict[int, list[Any]]:
+    return {rank: row(module, text) for rank, text in ONE_F_ONE_B.items()}
+
+
+def on_own_rank(stage: int) -> int:
+    return stage
+
+
+def test_messages_are_those_of_torch() -> None:
+    ours = schedules._add_send_recv(order(schedules), on_own_rank, 2)
+    peer = theirs._add_send_recv(order(theirs), on_own_rank, 2)
+    for rank in range(2):
+        assert sorted(map(str, ours[rank])) == sorted(map(str, peer[rank]))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "more"),
+    [
+        ("_merge_bw", "0F0 0F1 1F0 1F1 1I0 1W0 1I1 0I0 1W1 0W0", ()),
+        ("_add_unshard_reshard", "0F0 0F1 1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1 0B0 0B1", (3,)),
+    ],
+)
+def test_a_rank_after_a_pass_is_that_of_torch(name: str, text: str, more: Any) -> None:
+    ours = getattr(schedules, name)(row(schedules, text), *more)
+    peer = getattr(theirs, name)(row(theirs, text), *more)
+    assert sorted(map(str, ours)) == sorted(map(str, peer))
+
+
+def test_reductions_follow_the_last_microbatch() -> None:
+    found = schedules._add_reduce_grad(row(schedules, ONE_F_ONE_B[0]), 2)
+    assert " ".join(map(str, found)) == ONE_F_ONE_B[0] + " 0REDUCE_GRAD"
+
+
+def test_an_order_is_proven_and_gives_the_ranks_of_stages() -> None:
+    assert schedules._validate_schedule(order(schedules), 2, 2, 2) == {0: 0, 1: 1}
+
+
+WRONG = {
+    "ranks": ({0: ONE_F_ONE_B[0]}, "actions for 1 ranks"),
+    "missing": ({**ONE_F_ONE_B, 1: "1F0 1B0 1F1"}, "1B1"),
+    "circle": ({**ONE_F_ONE_B, 0: "0F0 0B1 0F1 0B0"}, "never ends"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRONG))
+def test_a_wrong_order_is_refused(name: str) -> None:
+    texts, says = WRONG[name]
+    found = {rank: row(schedules, text) for rank, text in texts.items()}
+    with pytest.raises(AssertionError, match=says):
+        schedules._validate_schedule(found, 2, 2, 2)
+
+
+def test_an_order_as_a_table() -> None:
+    shown = schedules._format_pipeline_order(
+        {0: [None, *row(schedules, "0F0")], 1: row(schedules, "1F0")}, error_step_number=1
+    )
+    assert [line.split() for line in shown.splitlines()] == [
+        ["Rank", "0", "Rank", "1"],
+        ["Step", "0:", "1F0"],
+        ["Step", "1:", "0F0", "<--", "error"],
+    ]
+
+
+@pytest.mark.parametrize("style", ["loop", "v"])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 4), (3, 6), (2, 6)])
+def test_where_stages_are(style: str, ranks: int, count: int) -> None:
+    for name in _utils.__all__:
+        ours = getattr(_utils, name)(ranks, count, style)
+        assert ours == getattr(their_utils, name)(ranks, count, style)
+
+
+@pytest.mark.parametrize(("style", "count"), [("v", 5), ("w", 4)])
+def test_where_stages_cannot_be(style: str, count: int) -> None:
+    with pytest.raises(ValueError, match=style.upper() if style == "v" else style):
+        schedules.generate_stage_to_rank_mapping(2, count, style)
+
+
+# ---- schedules of one's own
+
+
+class Written(schedules.PipelineScheduleMulti):
+    """One microbatch after the other, as a user writes it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pipeline_order = {}
+        self.pipeline_order[0] = [
+            action
+            for microbatch in range(self._n_microbatches)
+            for action in (
+                _Action(0, F, microbatch),
+                None,
+                _Action(1, F, microbatch),
+                _Action(1, B, microbatch),
+                _Action(0, B, microbatch),
+            )
+        ]
+        self._validate_and_set_stage_mapping(self.pipeline_order)
+
+
+class WrittenLater(schedules._PipelineScheduleRuntime):
+    """The actions, with their messages, are set when all else is there."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        assert self.pipeline_order == {}
+        self.pipeline_order_with_comms = {0: row(schedules, "0F0 1F0 1I0 0F1 1F1 1W0 0B0 1B1 0B1")}
+        self.stage_index_to_group_rank = {0: 0, 1: 0}
+
+
+@pytest.mark.parametrize(("chosen", "count"), [(Written, 4), (WrittenLater, 2)])
+def test_a_schedule_of_ones_own(chosen: Any, count: int) -> None:
+    schedule = chosen(stages(), count, loss_fn=loss_fn)
+    schedule.step(X, target=Y)
+    torch.testing.assert_close(gradients(schedule), plain()[1])
+
+
+def test_actions_that_are_filled_in_are_used() -> None:
+    schedule = schedules.PipelineScheduleMulti(stages(), 2, loss_fn=loss_fn)
+    schedule.pipeline_order[0] = row(schedules, "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1")
+    schedule.step(X, target=Y)
+    torch.testing.assert_close(gradients(schedule), plain()[1])
+    with pytest.raises(RuntimeError, match="the actions have them on"):
+        schedule.stage_index_to_group_rank = {0: 1, 1: 0}
+
+
+def test_forward_only() -> None:
+    stage = PipelineStage(stages()[0].submod, 0, 1, "cpu")
+    schedule = schedules._ScheduleForwardOnly(stage, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(schedule.step(X), stage.submod(X))
+        with pytest.raises(RuntimeError, match="has no loss"):
+            schedule.step(X, target=Y)
+
+
+def test_names_are_where_torch_has_them() -> None:
+    assert _IR.Pipe is import_module("penstock.pipelining").Pipe
+    assert set(_backward.__all__) <= set(dir(import_module("penstock.backward")))
+    assert build_stage is import_module("penstock.pipelining").build_stage
+    assert isinstance(Stage(1, 1), schedules._PipelineStageBase)
+    schedules._wait_batch_p2p([])
