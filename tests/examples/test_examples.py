@@ -39,3 +39,12 @@ def test_examples_run_in_one_process_and_in_several(name: str) -> None:
 
 def test_the_first_example_is_short() -> None:
     assert len((EXAMPLES / "llama.py").read_text().splitlines()) < 40
+
+
+@pytest.mark.slow
+def test_torchs_names_run_with_either_package() -> None:
+    script = str(EXAMPLES / "torch_names.py")
+    ours = steps(*LAUNCH, "2", script, "--package", "penstock")
+    assert len(ours) == 5
+    assert steps(*LAUNCH, "2", script, "--package", "torch") == ours
+    assert steps(script, "--package", "penstock") == ours

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.pipelining import PipelineStage
+from penstock.pipelining import PipelineStage, Schedule1F1B, SplitPoint, build_stage, pipeline
 from penstock.pipelining.schedules import get_schedule_class
 
 SINGLE = ("GPipe", "1F1B")
@@ -110,6 +110,25 @@ def run_replicas(group: Any, schedule: str, how: str) -> dict[str, Any]:
     wrapped = [(index, wrap(module, how, mesh["dp"])) for index, module in mine]
     counts = run(schedule, wrapped, count, mesh, (X[half], Y[half]))
     return {"gap": gap(mine, whole), "counts": counts, "stages": len(mine)}
+
+
+def run_traced_replicas(group: Any, how: str) -> dict[str, Any]:
+    """A worker's task: two replicas of a pipeline whose stages were traced and then wrapped."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica, rank = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
+    _, whole = models(2)
+    pipe = pipeline(copy.deepcopy(whole), (X[:2],), split_spec={"1": SplitPoint.BEGINNING})
+    module = pipe.get_stage_module(rank)
+    wrapped = wrap(module, how, mesh["dp"])
+    stage = build_stage(wrapped, rank, pipe.info(), "cpu", mesh["pp"].get_group())
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    half = slice(replica * 8, replica * 8 + 8)
+    for _ in range(2):
+        if rank:
+            schedule.step(target=Y[half])
+        else:
+            schedule.step(X[half])
+    return {"gap": gap([(rank, module.get_submodule(str(rank)))], whole)}
 
 
 def wrap(module: nn.Module, how: str, mesh: DeviceMesh) -> nn.Module:

@@ -29,6 +29,12 @@ def test_replicas_equal_one_process(workers: WorkerPool, schedule: str, how: str
         assert reductions == answer["stages"], answer["counts"]
 
 
+@pytest.mark.parametrize("how", sorted(REDUCES))
+def test_replicas_of_traced_stages_equal_one_process(workers: WorkerPool, how: str) -> None:
+    answers = run(workers, "run_traced_replicas", how=how)
+    assert max(answer["gap"] for answer in answers) < 1e-12
+
+
 @pytest.mark.parametrize("crossing", [False, True], ids=["tensors", "DTensors"])
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
 def test_tensor_parallel_stages_equal_one_process(

@@ -37,7 +37,7 @@ class Skeleton:
     def like(self, tensor: Tensor) -> Tensor:
         """A fake parameter or buffer like a real one."""
         with self.mode:
-            fake = torch.empty_like(tensor, device=_home(tensor))
+            fake = _whole_like(tensor) if hasattr(tensor, "full_tensor") else _empty_like(tensor)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)
@@ -56,6 +56,16 @@ class Skeleton:
         for name, module in self.model.named_modules():
             # From the outside in, as train() reaches what is inside.
             module.train(self._modes[name])
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device=_home(tensor))
+
+
+def _whole_like(sharded: Tensor) -> Tensor:
+    """What a stage computes with where its parameters were sharded since: the gathered tensor."""
+    home = _home(sharded)
+    return torch.empty_strided(sharded.shape, sharded.stride(), dtype=sharded.dtype, device=home)
 
 
 def _home(tensor: Tensor) -> torch.device:
