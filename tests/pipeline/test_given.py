@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Pipeline, PipelineStage
+from penstock import LossScaler, Pipeline, PipelineStage
 from penstock.errors import PenstockError
 from penstock.partition import Description, Partition
 from penstock.schedule import Edge
@@ -167,6 +167,19 @@ LESS: dict[str, tuple[Callable[[Pipeline, int], Any], str]] = {
     "other samples": (
         lambda pipe, rank: pipe.step(X) if rank == 0 else pipe.step(target=Y[:6]),
         "AgreementError ranks differ in the samples of the microbatches",
+    ),
+    "another divisor": (
+        lambda pipe, rank: pipe.step(X, target=Y, total_weight=2.0 + 2 * rank),
+        r"AgreementError ranks differ in the weights of the loss: rank 0: in all 7, gradients times up to 2; "
+        "rank 1: in all 7, gradients times up to 1; give every rank the same loss_weight",
+    ),
+    "other weights": (
+        lambda pipe, rank: pipe.step(X, target=Y, loss_weight=[1.0, 2.0 + rank]),
+        "AgreementError ranks differ in the weights of the loss: rank 0: in all 3, .* rank 1: in all 4, ",
+    ),
+    "no scaler": (
+        lambda pipe, rank: pipe.step(X, target=Y, scaler=LossScaler() if rank else None),
+        "AgreementError ranks differ in the weights of the loss",
     ),
 }
 

@@ -41,7 +41,7 @@ class Activity:
         calls: how many calls of the pipeline it has begun.
         step: how many of them were training steps.
         inside: whether it is in a call now.
-        doing: the action it is in or was in last, None between calls.
+        doing: the action it is in or was in last, None before the first of a call and after the last.
         waiting: what it waits for, if it waits.
         since: when that began, on this process's monotonic clock.
         progress: a number that grows with everything it does.
@@ -94,6 +94,10 @@ class Activity:
     def go_on(self) -> None:
         """The wait is over."""
         self._moved(self.doing)
+
+    def over(self) -> None:
+        """All actions of the call are done; what follows all ranks do alike."""
+        self._moved(None)
 
     def worked(self, stage: int) -> None:
         """The action was one of a stage's own work, and is over: note how long it took."""

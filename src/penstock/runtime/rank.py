@@ -101,7 +101,7 @@ class Rank:
         elapsed = work.recorder.elapsed() if work.recorder else 0.0
         self.activity.wait("waits until what it sent has left", None)
         self.transport.finish()
-        self.activity.go_on()
+        self.activity.over()
         return (yield from self._report(order, page, work, elapsed))
 
     def _work(self, order: Order, page: Page, inputs: Inputs, roots: Roots) -> Work:
@@ -124,7 +124,7 @@ class Rank:
         tally, health = work.roots.tally, work.health
         ill = health is not None and not has_finite_gradients(self.stages.values())
         numbers, self._names, ill = yield from share_numbers(
-            self.transport, order.loss, tally.sums(), work.roots.weight, self._names, ill=ill
+            self.transport, order.loss, tally.sums(), work.roots.weights, self._names, ill=ill
         )
         trouble = None
         if health is not None and ill:

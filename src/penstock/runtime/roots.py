@@ -29,7 +29,7 @@ class Roots:
 
     Attributes:
         tally: where losses and metrics are noted.
-        weight: of all microbatches.
+        weights: of the microbatches.
     """
 
     def __init__(
@@ -39,10 +39,9 @@ class Roots:
         targets: Sequence[Any] = (),
     ) -> None:
         self._loss = loss
-        self._weights = weights or Weights()
+        self.weights = weights or Weights()
         self._targets = targets
-        self.tally = Tally(self._weights, loss.metrics if loss else {})
-        self.weight = self._weights.whole
+        self.tally = Tally(self.weights, loss.metrics if loss else {})
         self._seeds: dict[tuple[int, int], Tensor] = {}
 
     def maker(
@@ -83,7 +82,7 @@ class Roots:
         return make
 
     def _main(self, loss: Loss, stage: int, microbatch: int, output: Any) -> Tensor:
-        if self._weights.shares[microbatch]:
+        if self.weights.shares[microbatch]:
             target = self._targets[microbatch]
             found = loss.of_microbatch(output, target)
             self.tally.measure(microbatch, stage, output, target)
@@ -94,7 +93,7 @@ class Roots:
         return found
 
     def _seed(self, root: Tensor, microbatch: int) -> Tensor:
-        return torch.full_like(root.detach(), self._weights.seeds[microbatch])
+        return torch.full_like(root.detach(), self.weights.seeds[microbatch])
 
     def seeds(self, stage: int, microbatch: int) -> list[Tensor]:
         """What backward starts with at the loss, where the stage has a part in it."""
