@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from penstock.testing import WorkerPool, compare
+from penstock import add_loss
+from penstock.testing import Case, WorkerPool, compare
 from tests.pipeline.cases import sequence_case
+from tests.pipeline.test_losses import RAGGED_Y, X, plain_model, token_loss, valid
 
 SCHEDULES = ("GPipe", "1F1B", "ZB-H1")
 STAGES = (1, 2, 3, 4)
@@ -69,3 +72,28 @@ def test_float32_bits_do_not_depend_on_the_transport(
     together = {name: text for answer in answers for name, text in answer["digest"].items()}
     assert together == in_process(schedule, stages, microbatches, torch.float32)
     assert len({answer["digest"]["loss"] for answer in answers}) == 1
+
+
+class Small(nn.Module):
+    """Adds a loss that is linear in the samples: one of the whole batch is the mean of those of its parts."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        add_loss("size", hidden.square().mean(), weight=0.5)
+        return hidden
+
+
+def weighed(weight: Any) -> Case:
+    model = plain_model()
+    model.insert(3, Small())
+    return Case(model, (X[:6],), RAGGED_Y[[0, 1, 0, 1, 0, 1]], token_loss, loss_weight=weight)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
+def test_weights_and_added_losses(schedule: str) -> None:
+    """Three microbatches of equal shape and weight, so that also the added loss is that of the batch."""
+    compare(weighed(valid), schedule=schedule, ranks=2, microbatches=3).check(1e-12)
+
+
+def test_a_wrong_weight_is_found() -> None:
+    verdict = compare(weighed([1, 2, 3, 1, 1, 1]), schedule="1F1B", ranks=2, microbatches=6)
+    assert verdict.differences()["loss"] > 1e-3

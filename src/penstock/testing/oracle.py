@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine import Pipeline
+from penstock.losses import collect_losses
 from penstock.microbatch import Rules
 from penstock.plan import Stages
 from penstock.schedule import Schedule
-from penstock.step import LossFunction, Reduction
+from penstock.step import LossFunction, LossWeight, Reduction
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Case:
         reduction: whether that is a mean or a sum over samples.
         kwargs: the model's arguments by name.
         rules: how arguments are split.
+        loss_weight: over how many things a microbatch's loss is a mean, such as its target's tokens that
+            count; the loss of all samples at once is the mean over all of them.
     """
 
     model: nn.Module
@@ -40,6 +43,7 @@ class Case:
     reduction: Reduction = "mean"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     rules: Rules | None = None
+    loss_weight: LossWeight | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,7 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
         loss_fn=case.loss_fn,
         reduction=case.reduction,
         rules=case.rules,
+        loss_weight=case.loss_weight,
         group=group,
         # The verdict tells.
         nonfinite="warn",
@@ -140,9 +145,11 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
 
 
 def plain_loop(case: Case, steps: int = 1) -> tuple[float, dict[str, Tensor | None]]:
-    """The loss and gradients of the unsplit model, all samples at once."""
+    """The loss and gradients of the unsplit model, all samples at once, with the losses it adds itself."""
     model = copy.deepcopy(case.model)
     for _ in range(steps):
-        loss = case.loss_fn(model(*case.args, **case.kwargs), case.target)
+        with collect_losses() as added:
+            output = model(*case.args, **case.kwargs)
+        loss = case.loss_fn(output, case.target) + added.total()
         loss.backward()
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
