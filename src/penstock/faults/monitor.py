@@ -260,7 +260,8 @@ class Monitor:
 def _departed(
     rank: int, by: int, beat: dict[str, Any], left: dict[str, Any] | None, cause: int | None
 ) -> Failure:
-    step = int(beat.get("step", 0))
+    # Who leaves says where it was; its last heartbeat may be from before.
+    step = int((left or beat).get("step", 0))
     if left is not None:
         calls = int(left.get("calls", 0))
         what = (
