@@ -90,10 +90,11 @@ class Team:
     def beat(self, rank: int) -> dict[str, Any]:
         """The last heartbeat of a rank; empty where there is none or it cannot be read."""
         found = as_dict(self.said(BEAT, rank) or "")
-        if not _is_beat(found):
-            return {}
         slate = self._slates[rank] = self._slates.get(rank) or self._board.slate(rank)
         seen = slate.read() if slate is not None else {}
+        if not _is_beat(found):
+            # A rank may be far on before its first heartbeat.
+            return _unheard(rank) | seen if seen else {}
         # What was written down since the heartbeat is newer.
         return found | seen if seen.get("progress", 0) > found["progress"] else found
 
