@@ -103,14 +103,19 @@ class Monitor:
             try:
                 self._tick()
             except BoardLostError:
-                self._wires.cut()
+                self._cut()
                 return
+
+    def _cut(self) -> None:
+        """Break the connections, unless this rank is done with them: others may use them by now."""
+        if not self._ending.is_set():
+            self._wires.cut()
 
     def _tick(self) -> None:
         self._ticks += 1
         self._follow_launcher()
         if self._interrupts.came():
-            self._wires.cut()
+            self._cut()
         if self._ticks % _BEATS == 1:
             beat = {**self._activity.snapshot(), "beat": self._ticks}
             self._team.say(BEAT, json.dumps(beat))
@@ -131,7 +136,7 @@ class Monitor:
         if first.everywhere and (self.stopped or monotonic() - self._heard < GRACE):
             return
         self.alarm = True
-        self._wires.cut()
+        self._cut()
 
     def _give_stacks(self, failure: Failure) -> None:
         if self._told:
@@ -140,7 +145,7 @@ class Monitor:
         self._team.say(STACK, report.stacks())
         if failure.rank == self._activity.rank:
             self.alarm = True
-            self._wires.cut()
+            self._cut()
             self._give_up(failure)
 
     def _give_up(self, failure: Failure) -> None:
@@ -228,7 +233,7 @@ class Monitor:
         report.write(self.folder, report.story([failure], places, found, self._activity.rank))
         self._team.say(TOLD)
         self.alarm = True
-        self._wires.cut()
+        self._cut()
         if failure.kind == "silent" and places[failure.rank].stale >= STALE:
             self._team.processes[failure.rank].kill()
 
