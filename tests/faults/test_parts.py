@@ -113,6 +113,25 @@ def test_a_ledger_keeps_each_rank_s_first_failure(board: Any) -> None:
     assert len(board.reports(0)) == 3
 
 
+@pytest.mark.parametrize("kind", ["lost", "silent", "died", "left"])
+def test_what_is_found_from_outside_stops_a_rank_also_if_it_found_it_itself(
+    board: Any, kind: Any
+) -> None:
+    ledger = Ledger(board, 0)
+    ledger.post(Failure(kind, 0, what="the network is cut", by=0))
+    assert [f.kind for f in ledger.of_others] == [kind]
+    ledger.post(Failure("died", 1, by=0))
+    assert [f.rank for f in ledger.of_others] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["raised", "interrupted"])
+def test_what_a_rank_raised_itself_is_not_another_s(board: Any, kind: Any) -> None:
+    ledger = Ledger(board, 0)
+    ledger.post(Failure(kind, 0, by=0))
+    assert ledger.failures
+    assert ledger.of_others == ()
+
+
 def test_ranks_of_one_machine_meet_in_a_folder_and_others_in_the_store() -> None:
     near = [Meeting(rank) for rank in range(2)]
     offers = [meeting.offer() for meeting in near]

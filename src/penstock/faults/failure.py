@@ -64,6 +64,11 @@ class Failure:
         return f"{self.place}: {said}"
 
     @property
+    def is_raised(self) -> bool:
+        """Whether the rank itself raised it; the others were found from outside."""
+        return self.kind in ("raised", "interrupted")
+
+    @property
     def place(self) -> str:
         """Rank, step, stage, microbatch and action, as far as they are known."""
         parts = [f"rank {self.rank}"]

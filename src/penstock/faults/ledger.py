@@ -34,8 +34,8 @@ class Ledger:
 
     @property
     def of_others(self) -> tuple[Failure, ...]:
-        """All of them, if the first one is another rank's or was found by another."""
-        return tuple(f for f in self.failures if f.rank != self._rank or f.by != self._rank)
+        """All but what this rank raised itself; a network that was cut has this rank's name on it too."""
+        return tuple(f for f in self.failures if f.rank != self._rank or not f.is_raised)
 
     def post(self, failure: Failure) -> None:
         """Put a failure on the board, unless there is one of that rank."""

@@ -258,7 +258,7 @@ class Monitor:
     def finish_story(self) -> None:
         """Write it for a rank that cannot, if this one was the first to notice."""
         first = self._ledger.failures[:1]
-        if first and first[0].by == self._activity.rank and first[0].kind != "silent":
+        if first and first[0].by == self._activity.rank and first[0].kind not in ("silent", "lost"):
             self.write_story()
 
 

@@ -168,7 +168,8 @@ class Watch:
         self._wires.cut()
         report.tell_torchrun(failures[0], own=False)
         self._team.say(RAISED)
-        self._await_departure([failures[0].rank])
+        if failures[0].rank != self._activity.rank:
+            self._await_departure([failures[0].rank])
         self._monitor.finish_story()
         text = report.summary(failures)
         if failures[0].rank != self._activity.rank:

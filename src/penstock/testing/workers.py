@@ -24,6 +24,8 @@ from penstock.errors import PenstockError
 
 PATIENCE = 10.0
 """Seconds that idle workers have to end by themselves."""
+AFTER = 3.0
+"""Seconds that the other workers have to tell of their errors after the first one did."""
 _Lines = queue.SimpleQueue[tuple[int, str]]
 
 
@@ -73,7 +75,7 @@ class WorkerPool:
         return [answers[rank] for rank in range(ranks)]
 
     def _answers(self, ranks: int, deadline: float) -> dict[int, Any]:
-        """What the workers answer, as it comes: the first error ends the wait for the others."""
+        """What the workers answer, as it comes: an error ends the wait for the others soon."""
         answers: dict[int, Any] = {}
         while len(answers) < ranks:
             try:
@@ -81,8 +83,24 @@ class WorkerPool:
             except queue.Empty:
                 late = sorted(set(range(ranks)) - set(answers))
                 raise WorkerError(f"workers {late} did not end in time") from None
-            answers[rank] = self._workers[rank].read(line)
+            try:
+                answers[rank] = self._workers[rank].read(line)
+            except WorkerError as error:
+                raise self._with_others(error, ranks - len(answers) - 1) from None
         return answers
+
+    def _with_others(self, first: WorkerError, missing: int) -> WorkerError:
+        """The first error and those that come soon after: the cause may have been slower to tell."""
+        errors, deadline = [str(first)], time.monotonic() + AFTER
+        for _ in range(missing):
+            try:
+                rank, line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                self._workers[rank].read(line)
+            except queue.Empty:
+                break
+            except WorkerError as error:
+                errors.append(str(error))
+        return WorkerError("\n".join(errors))
 
     def _start(self) -> None:
         if self._workers:
