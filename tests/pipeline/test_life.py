@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from penstock import Pipeline
 from penstock.engine import Pipeline as Engine
+from penstock.errors import PeerFailed, StageError
 from penstock.testing import WorkerPool
 from tests.pipeline.models import X, Y, chain, gradients, make, mean_loss
 
@@ -113,3 +116,30 @@ def test_processes_hold_their_part_and_know_the_whole(workers: WorkerPool) -> No
         assert answer["loss"] == answer["other"] == pytest.approx(float(loss.detach()))
         assert answer["norm"] == answer["clipped"] == pytest.approx(norm)
         assert answer["values"] == [True, False, False]
+
+
+def fail_and_go_on(group: Any) -> dict[str, Any]:
+    """A worker's task: one rank's loss raises; then the user's group and a new pipeline on it are used."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("this loss is broken")
+
+    said = ""
+    with make(chain(), ranks=3, loss_fn=loss_fn, group=group) as broken:
+        try:
+            broken.step(X, target=Y)
+        except (ValueError, PeerFailed, StageError) as error:
+            said = str(error)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    with make(chain(), ranks=3, group=group) as other, make(chain(), ranks=3, group=group) as third:
+        losses = [pipe.step(X, target=Y).loss for pipe in (other, third, other)]
+    return {"said": said, "total": float(total), "losses": losses}
+
+
+def test_a_failure_breaks_no_connection_but_its_pipeline_s(workers: WorkerPool) -> None:
+    expected = float(mean_loss(chain()(X), Y).detach())
+    for answer in workers.run(f"{__name__}:fail_and_go_on", 3, 30.0):
+        assert "this loss is broken" in answer["said"]
+        assert answer["total"] == 3.0
+        assert answer["losses"] == [pytest.approx(expected)] * 3

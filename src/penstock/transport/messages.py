@@ -24,7 +24,8 @@ SMALL = 32 * 1024
 class Wire(NamedTuple):
     """How to reach the other end of a channel."""
 
-    group: dist.ProcessGroup
+    # A ProcessGroup, or a ProcessGroupGloo, whose methods torch's stubs do not tell.
+    group: Any
     peer: int
     tag: int
 

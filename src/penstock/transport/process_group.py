@@ -1,8 +1,9 @@
 """A process a rank, over a ``torch.distributed`` process group: gloo on CPU, NCCL on GPU.
 
-On gloo all channels share the given group and have a tag each. On NCCL every channel is a group of its own
-with its own communicator and stream, so that a receive never stands in front of a send; the communicators are
-made when the channels are opened, by all ranks in the same order, since making one waits for the other end.
+The given group only serves to meet. On gloo all channels share one group, which is this pipeline's own, and
+have a tag each. On NCCL every channel is a group of its own with its own communicator and stream, so that a
+receive never stands in front of a send; the communicators are made when the channels are opened, by all ranks
+in the same order, since making one waits for the other end.
 The NCCL side is the same code; two GPUs, which its test needs, were not at hand.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import InternalError, UsageError
+from penstock.errors import UsageError
 from penstock.faults.rendezvous import PATIENCE, start_world
 from penstock.specs import TensorSpec
 from penstock.transport.base import KINDS, Channel, Ticket, Transport
+from penstock.transport.connections import break_off, connect_all
 from penstock.transport.messages import Departure, Wire, settled
 
 _TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=0x50)}
 """Tags of messages; away from 0, the default of other code on the same group."""
-_NOBODY = 0x4F
-"""The tag of a message that nobody sends, see :meth:`ProcessGroupTransport.cut`."""
 
 
 def launched() -> bool:
@@ -100,9 +99,9 @@ class ProcessGroupTransport(Transport):
         self._owns_world = owns_world
         self._timeout = timeout
         self._device = device
-        self._control = (
-            parent if _carries(parent, "cpu") else self._new_group(self._members, "gloo")
-        )
+        self._store: Any = parent.get_group_store()
+        meets_on = torch.device("cpu") if _carries(parent, "cpu") else device
+        self._control = connect_all(parent, meets_on, timedelta(seconds=timeout))
         self._wires: dict[Channel, Wire] = {}
         self._leaving: set[Departure] = set()
         self._closed = False
@@ -166,14 +165,12 @@ class ProcessGroupTransport(Transport):
 
     def _gathered(self, values: Tensor) -> _Gathered:
         rows = [torch.empty_like(values) for _ in range(self.ranks)]
-        work = dist.all_gather(rows, values, group=self._control, async_op=True)
-        return _Gathered(_posted(work), rows)
+        return _Gathered(self._control.allgather([rows], [values]), rows)
 
     def broadcast(self, tensor: Tensor, source: int) -> Ticket:
         """Broadcast over the control group, on the CPU, as bytes: gloo knows only some types."""
         data = settled(tensor).flatten().view(torch.uint8).cpu().clone()
-        work = dist.broadcast(data, self._members[source], group=self._control, async_op=True)
-        return _Broadcast(_posted(work), data, tensor)
+        return _Broadcast(self._control.broadcast(data, source), data, tensor)
 
     def finish(self) -> None:
         """Wait for the sends that nobody has waited for, and let go of their tensors."""
@@ -182,24 +179,25 @@ class ProcessGroupTransport(Transport):
 
     def cut(self) -> None:
         """Break all connections, from whichever thread; a wait on them ends at once, also at their ends."""
-        for group in {self._control, *(wire.group for wire in self._wires.values())}:
-            if group is not self._control:
-                group.abort()
-            elif group.size() > 1:
-                _break(group)
+        for group in {wire.group for wire in self._wires.values()} - {self._control}:
+            group.abort()
+        break_off(self._control)
 
     @property
     def store(self) -> Any:
         """The store of the process group, over a connection of its own."""
-        store: Any = self._control.get_group_store()
-        return store.clone()
+        return self._store.clone()
 
     def close(self) -> None:
-        """End the default group if it was started here."""
+        """End the connections, and the default group if it was started here."""
         if self._closed:
             return
         self._closed = True
         self._leaving.clear()
+        self._wires.clear()
+        # What still waits on them, after an error, would keep the group from ending.
+        break_off(self._control)
+        del self._control
         if self._owns_world:
             dist.destroy_process_group()
 
@@ -215,19 +213,6 @@ def _carries(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether a group has a backend for a kind of device."""
     backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
     return device_type in backends
-
-
-def _break(group: dist.ProcessGroup) -> None:
-    """Close the connections of a gloo group: a receive that is not served in time does that to all."""
-    with suppress(RuntimeError):
-        work = group.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), _NOBODY)
-        work.wait(timedelta(milliseconds=1))
-
-
-def _posted(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise InternalError("this process is not in the group of the message")
-    return work
 
 
 class _Gathered(Ticket):
