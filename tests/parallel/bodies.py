@@ -134,7 +134,8 @@ def run_traced_replicas(group: Any, how: str) -> dict[str, Any]:
 def wrap(module: nn.Module, how: str, mesh: DeviceMesh) -> nn.Module:
     if how == "ddp":
         return DistributedDataParallel(module, process_group=mesh.get_group())
-    fully_shard(module, mesh=mesh)
+    nameless = DeviceMesh.from_group(mesh.get_group(), "cpu")
+    fully_shard(module, mesh=nameless if how == "nameless fsdp" else mesh)
     return module
 
 

@@ -29,6 +29,11 @@ def test_replicas_equal_one_process(workers: WorkerPool, schedule: str, how: str
         assert reductions == answer["stages"], answer["counts"]
 
 
+def test_a_mesh_that_nothing_crosses_needs_no_names(workers: WorkerPool) -> None:
+    answers = run(workers, "run_replicas", schedule="1F1B", how="nameless fsdp")
+    assert max(answer["gap"] for answer in answers) < 1e-12
+
+
 @pytest.mark.parametrize("how", sorted(REDUCES))
 def test_replicas_of_traced_stages_equal_one_process(workers: WorkerPool, how: str) -> None:
     answers = run(workers, "run_traced_replicas", how=how)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.parallel.adapter import Adapter, adapter_of
     from penstock.parallel.crossing import let_cross
-    from penstock.parallel.dtensors import is_dtensor, merge_dtensors, split_dtensor
     from penstock.parallel.groups import group_of, seat
     from penstock.parallel.tensors import (
         global_norms,
         is_sharded,
         local_part,
+        merge_sharded,
+        split_sharded,
         spread,
         whole,
         with_local,
@@ -27,13 +28,12 @@ _HOMES = {
     "adapter_of": "adapter",
     "global_norms": "tensors",
     "group_of": "groups",
-    "is_dtensor": "dtensors",
     "is_sharded": "tensors",
     "let_cross": "crossing",
     "local_part": "tensors",
-    "merge_dtensors": "dtensors",
+    "merge_sharded": "tensors",
     "seat": "groups",
-    "split_dtensor": "dtensors",
+    "split_sharded": "tensors",
     "spread": "tensors",
     "whole": "tensors",
     "with_local": "tensors",
@@ -44,13 +44,12 @@ __all__ = [
     "adapter_of",
     "global_norms",
     "group_of",
-    "is_dtensor",
     "is_sharded",
     "let_cross",
     "local_part",
-    "merge_dtensors",
+    "merge_sharded",
     "seat",
-    "split_dtensor",
+    "split_sharded",
     "spread",
     "whole",
     "with_local",

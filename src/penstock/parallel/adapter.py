@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Protocol
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-class Adapter(Protocol):
-    """Goes along with a stage through a training step.
+class Adapter:
+    """Goes along with a stage through a training step; what it does not do otherwise is nothing.
 
     Attributes:
         whole_backward: whether the stage's backward must come in one piece.
     """
 
-    whole_backward: bool
+    whole_backward = False
 
     def begin(self, microbatches: int) -> None:
         """A step of so many microbatches begins."""

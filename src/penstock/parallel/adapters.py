@@ -25,43 +25,7 @@ def make_adapter(module: nn.Module) -> Adapter | None:
     return Sharded(sharded) if sharded else None
 
 
-class _Quiet:
-    """An adapter that most things are nothing to."""
-
-    whole_backward = False
-
-    def begin(self, microbatches: int) -> None:
-        """Nothing."""
-
-    def forward(self, microbatch: int) -> None:
-        """Nothing."""
-
-    def loss(self, microbatch: int) -> None:
-        """Nothing."""
-
-    def backward(self, microbatch: int) -> None:
-        """Nothing."""
-
-    def done(self, microbatch: int) -> None:
-        """Nothing."""
-
-    def unshard(self) -> None:
-        """Nothing."""
-
-    def reshard(self) -> None:
-        """Nothing."""
-
-    def reduce(self) -> None:
-        """Nothing."""
-
-    def finish(self) -> None:
-        """Nothing."""
-
-    def abandon(self) -> None:
-        """Nothing."""
-
-
-class Replicated(_Quiet):
+class Replicated(Adapter):
     """A stage in ``DistributedDataParallel``: gradients are averaged over its replicas once a step.
 
     Its own reducer waits for one backward that reaches every parameter. A step has many, so it is kept out
@@ -138,7 +102,7 @@ def _buckets(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
         yield bucket
 
 
-class Sharded(_Quiet):
+class Sharded(Adapter):
     """A stage with modules under FSDP2's ``fully_shard`` or ``replicate``.
 
     Gradients stay unreduced until the last microbatch's backward, in which torch reduces them as ever. It

@@ -21,7 +21,7 @@ def let_cross(modules: Iterable[nn.Module], get_mesh: GetMesh | None = None) -> 
     """Prepare this process for DTensors between its stages and others.
 
     Args:
-        modules: of its stages; the meshes of their parameters are noted.
+        modules: of its stages, whose parameters may tell their meshes.
         get_mesh: ``(dimension names, layout) -> DeviceMesh`` for others.
     """
     # torch takes half a second for its part of DTensors; where nobody has imported it, there are none.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,17 +18,20 @@ from penstock.specs import register_type
 _Names = tuple[str, ...]
 _MESHES: dict[_Names, DeviceMesh] = {}
 _CALLBACKS: list[Callable[..., Any]] = []
+_MODULES: WeakSet[nn.Module] = WeakSet()
 
 
 def prepare(modules: Iterable[nn.Module], get_mesh: Callable[..., Any] | None) -> None:
-    """Register DTensors as values that come apart, and note the meshes of parameters."""
-    register_type(DTensor, _take_apart, _put_together)
+    """Register DTensors as values that come apart, and remember whose parameters may have meshes."""
+    _register()
     if get_mesh is not None and get_mesh not in _CALLBACKS:
         _CALLBACKS.append(get_mesh)
-    for module in modules:
-        for parameter in module.parameters():
-            if isinstance(parameter, DTensor):
-                _note(parameter.device_mesh)
+    _MODULES.update(modules)
+
+
+@cache
+def _register() -> None:
+    register_type(DTensor, _take_apart, _put_together)
 
 
 def _note(mesh: DeviceMesh) -> _Names:
@@ -63,17 +68,24 @@ def _put_together(parts: dict[str, Any]) -> DTensor:
 
 
 def _mesh(names: _Names) -> DeviceMesh:
-    if names in _MESHES:
-        return _MESHES[names]
+    if names not in _MESHES:
+        _look_for_meshes(names)
+    if names not in _MESHES:
+        raise SpecError(
+            f"a DTensor on a mesh of the dimensions {names} arrives, but this process knows only "
+            f"{sorted(_MESHES)}; give PipelineStage get_mesh="
+        )
+    return _MESHES[names]
+
+
+def _look_for_meshes(names: _Names) -> None:
+    """In the parameters of this process's stages, then at what the users' functions give."""
+    for parameter in (p for module in list(_MODULES) for p in module.parameters()):
+        if isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names:
+            _note(parameter.device_mesh)
     for callback in _CALLBACKS:
-        found = callback(names, None)
-        if found is not None:
+        if names not in _MESHES and (found := callback(names, None)) is not None:
             _MESHES[names] = found
-            return _MESHES[names]
-    raise SpecError(
-        f"a DTensor on a mesh of the dimensions {names} arrives, but this process knows only "
-        f"{sorted(_MESHES)}; give PipelineStage get_mesh="
-    )
 
 
 def _told(placement: Placement) -> list[Any]:

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
+from penstock.errors import MicrobatchError
+
 _Sharding = tuple[DeviceMesh, tuple[bool, ...]]
 """A mesh, and for each of its dimensions whether a tensor is cut along it."""
 
@@ -21,14 +23,46 @@ def local_part(tensor: DTensor) -> Tensor:
 
 def with_local(like: DTensor, part: Tensor) -> DTensor:
     """A tensor that is spread as ``like`` is and has this part here."""
+    return _spread_as(like, part, like.shape)
+
+
+def _spread_as(like: DTensor, part: Tensor, shape: Sequence[int]) -> DTensor:
     return DTensor.from_local(
         part,
         like.device_mesh,
         like.placements,
         run_check=False,
-        shape=like.shape,
+        shape=torch.Size(shape),
         stride=like.stride(),
     )
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    found = list(shape)
+    found[dim] = size
+    return found
+
+
+def split(tensor: DTensor, count: int, dim: int) -> list[Tensor]:
+    """Each process's own share in parts along a dimension; nothing is gathered."""
+    shares = torch.tensor_split(tensor.to_local(), count, dim)
+    sizes = [len(part) for part in torch.arange(tensor.shape[dim]).tensor_split(count)]
+    return [
+        _spread_as(tensor, share, _resized(tensor.shape, dim, size))
+        for share, size in zip(shares, sizes, strict=True)
+    ]
+
+
+def merge(parts: Sequence[DTensor], dim: int) -> Tensor:
+    """Parts put together along a dimension, each process its own share."""
+    first = parts[0]
+    others = [part.placements for part in parts if part.placements != first.placements]
+    if others:
+        raise MicrobatchError(
+            f"microbatches gave DTensors placed as {first.placements} and as {others[0]}; give one placement"
+        )
+    share = torch.cat([part.to_local() for part in parts], dim=dim)
+    return _spread_as(first, share, _resized(first.shape, dim, sum(p.shape[dim] for p in parts)))
 
 
 def whole(tensor: DTensor) -> Tensor:

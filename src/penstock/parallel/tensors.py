@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
-    return hasattr(tensor, "to_local")
+def is_sharded(value: Any) -> bool:
+    """Whether a value is a DTensor."""
+    return hasattr(value, "to_local")
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -41,6 +41,28 @@ def whole(tensor: Tensor) -> Tensor:
 def spread(like: Tensor, value: Tensor) -> Tensor:
     """A whole tensor, which every process has, cut as ``like`` is."""
     found: Tensor = _sharded().spread(like, value) if is_sharded(like) else value
+    return found
+
+
+def split_sharded(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
+    """A DTensor in parts along a dimension, each process's share by itself; nothing is gathered.
+
+    Args:
+        tensor: what to split.
+        count: into how many parts, whose sizes differ by at most one.
+        dim: along which dimension.
+    """
+    found: list[Tensor] = _sharded().split(tensor, count, dim)
+    return found
+
+
+def merge_sharded(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """DTensors put together along a dimension, each process its share.
+
+    Raises:
+        MicrobatchError: they are placed differently.
+    """
+    found: Tensor = _sharded().merge(parts, dim)
     return found
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 # No public name reaches types that users register as trees; torch 2.13 has this one since 2.0.
 from torch.utils import _pytree as pytree
 
-from penstock.parallel import is_dtensor, merge_dtensors, split_dtensor
+from penstock.parallel import is_sharded, merge_sharded, split_sharded
 from penstock.pipelining.refusals import ChunkError
 
 DEFAULT_CHUNK_DIM = 0
@@ -157,8 +157,8 @@ def split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequ
             f"a tensor of shape {list(tensor.shape)} cannot be split into {num_chunks} chunks along "
             f"dimension {spec.split_dim}"
         )
-    if is_dtensor(tensor):
-        return split_dtensor(tensor, num_chunks, spec.split_dim)
+    if is_sharded(tensor):
+        return split_sharded(tensor, num_chunks, spec.split_dim)
     return torch.tensor_split(tensor, num_chunks, spec.split_dim)
 
 
@@ -236,9 +236,9 @@ def _merged(values: list[Any], spec: Any) -> Any:
         if any(value != values[0] for value in values):
             raise ChunkError(f"microbatches gave different values: {values}")
         return values[0]
-    marks = {is_dtensor(value) for value in values}
+    marks = {is_sharded(value) for value in values}
     if marks == {True}:
-        return merge_dtensors(values, spec.split_dim)
+        return merge_sharded(values, spec.split_dim)
     if marks == {True, False}:
         raise ChunkError("some microbatches gave DTensors and some did not; give the same kind")
     return torch.cat(values, dim=spec.split_dim)
