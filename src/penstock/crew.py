@@ -14,7 +14,7 @@ import torch
 from penstock.draws import Generators
 from penstock.errors import PoisonedError
 from penstock.faults import Meeting, Patience, Timeout, Watch
-from penstock.runtime import Order, Rank, Report, Task, agree_plan, channels, drive
+from penstock.runtime import Order, Rank, Report, Task, agree_plan, channels, drive, engine_for
 from penstock.schedule import Action, Schedule, Span, Timeline, parse_action, replay
 from penstock.schedule.base import flat
 from penstock.stage import PipelineStage
@@ -57,11 +57,13 @@ class Crew:
         return tuple(held[index] for index in sorted(held))
 
     def assemble(self, schedule: Schedule) -> None:
-        """Check that all ranks were given one plan, and open their channels.
+        """Choose the stages' engines, check that all ranks were given one plan, and open their channels.
 
         Raises:
             AgreementError: they were not.
         """
+        for stage in self.stages:
+            stage.prefer_engine(engine_for(schedule, stage.index))
         if len(self.ranks) == 1 and self.ranks[0].transport.separate:
             self._watch = self._keep_watch(self.ranks[0])
         self.run([agree_plan(rank.transport, schedule, self._told) for rank in self.ranks])

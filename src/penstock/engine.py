@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +29,7 @@ from penstock.hosting import (
 from penstock.microbatch import MISSING, Rules
 from penstock.partition import Shared, find_shared_between, load_partition
 from penstock.plan import Plan, Stages, check_model, cut, make_plan
-from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages, engine_for
+from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
 from penstock.stage import PipelineStage, home_of
@@ -192,18 +191,9 @@ class Pipeline(WeightHolder):
         schedule = plan.training
         self._plan = plan
         self._hooks = Hooks()
-        for stage in crew.stages:
-            stage.prefer_engine(engine_for(schedule, stage.index))
         crew.assemble(schedule)
         self._take_up(crew, shared, schedule.placement.rank_of)
         self._caller = Caller(plan, crew, loss, rules, self._hooks, self._training)
-
-    @contextmanager
-    def _training(self) -> Iterator[None]:
-        """What goes around a training step."""
-        self._sharing.prepare()
-        yield
-        self._add_up_shares()
 
     # ---- what a pipeline is
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,11 @@ class WeightHolder:
     def _align(self, level: int = logging.WARNING) -> None:
         self._crew.run([self._sharing.align(rank.transport, level) for rank in self._crew.ranks])
 
-    def _add_up_shares(self) -> None:
-        """Give the weights that stages share the gradient of all of them."""
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Goes around a training step: then weights that stages share have the gradient of all of them."""
+        self._sharing.prepare()
+        yield
         if self._sharing.idle:
             return
         self._sharing.collect()

@@ -116,13 +116,17 @@ def ranks_of(
     ends: Sequence[Transport],
     stages: Sequence[PipelineStage],
     describe: Describe | None = None,
+    *,
+    by_hand: bool = False,
 ) -> list[Rank]:
     """The ranks that live here, each at its end with its stages."""
-    schedule, count = plan.training, len(ends)
-    return [Rank(end, held_by(schedule, end, stages, count), describe) for end in ends]
+    return [
+        Rank(end, _held_by(plan.training, end, stages, len(ends)), describe, by_hand=by_hand)
+        for end in ends
+    ]
 
 
-def held_by(
+def _held_by(
     schedule: Schedule, end: Transport, stages: Sequence[PipelineStage], ends: int
 ) -> list[PipelineStage]:
     """The stages of a rank. In one process there are those of other ranks to leave out.

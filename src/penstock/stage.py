@@ -86,7 +86,7 @@ class PipelineStage:
 
     def prefer_engine(self, engine: str) -> None:
         """Use a backward engine, where the stage was made without one."""
-        if not self._chosen:
+        if not self._chosen and engine != self._name:
             self._name = engine
             self._engine = self._new_engine()
 

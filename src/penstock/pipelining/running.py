@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,17 +11,18 @@ from torch import Tensor
 from penstock.crew import Crew
 from penstock.errors import SpecError
 from penstock.holding import WeightHolder
-from penstock.hosting import connect_if_launched, ends_of, held_by
+from penstock.hosting import connect_if_launched, ends_of, ranks_of
 from penstock.microbatch import Batch, Microbatch
 from penstock.pipelining.actions import ActionTuple, to_entry, to_tuple
 from penstock.pipelining.stage import StageBase
 from penstock.plan import Plan
-from penstock.runtime import Order, Rank, Report, engine_for
+from penstock.runtime import Order, Report
 from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.action import OVERLAPPED, Entry
 from penstock.specs import flatten
 from penstock.stage import PipelineStage as OwnStage
 from penstock.step import Loss
+from penstock.trees import tensors_of
 
 Custom = Callable[[ActionTuple, Any], None]
 
@@ -59,14 +61,7 @@ class Runner(WeightHolder):
         describe = None if edges else self._held[0].describe
         found = connect_if_launched(self._held[0].device, stages[0].group)
         ends = ends_of(self._plan, found)
-        for stage in self._held:
-            stage.prefer_engine(engine_for(training, stage.index))
-        crew = Crew(
-            [
-                Rank(end, held_by(training, end, self._held, len(ends)), describe, by_hand=True)
-                for end in ends
-            ]
-        )
+        crew = Crew(ranks_of(self._plan, ends, self._held, describe, by_hand=True))
         crew.assemble(training)
         shared = next((stage.shared for stage in stages if stage.shared), ())
         self._take_up(crew, shared, training.placement.rank_of)
@@ -95,11 +90,8 @@ class Runner(WeightHolder):
 
         replaced = {name: self._replacing(function, context) for name, function in custom.items()}
         order = Order(schedules, batch, loss, trains=trains, keep=True, replaced=replaced)
-        if trains:
-            self._sharing.prepare()
-        reports: list[Report] = self._crew.carry_out(order)
-        if trains:
-            self._add_up_shares()
+        with self._training() if trains else nullcontext():
+            reports: list[Report] = self._crew.carry_out(order)
         return Outcome(
             [found for report in reports for found in report.losses],
             [found for report in reports for found in report.kept],
@@ -157,19 +149,9 @@ def _shares(chunks: Chunks) -> list[int] | None:
 
 
 def _size(parts: Sequence[Any]) -> list[int] | None:
-    first = [_first_tensor(part) for part in parts]
+    first = [next(tensors_of(part), ("", None))[1] for part in parts]
     sizes = [len(tensor) for tensor in first if tensor is not None and tensor.dim()]
     return sizes if len(sizes) == len(parts) else None
-
-
-def _first_tensor(value: Any) -> Tensor | None:
-    if isinstance(value, Tensor):
-        return value
-    items = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, tuple | list | dict):
-        return None
-    found = (_first_tensor(item) for item in items)
-    return next((tensor for tensor in found if tensor is not None), None)
 
 
 CUSTOM_OPS = frozenset(

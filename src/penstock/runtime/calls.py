@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from penstock.errors import AgreementError, UsageError
 from penstock.microbatch import Batch, Microbatch
 from penstock.specs import ValueSpec, spec_of_arguments
@@ -192,7 +189,7 @@ def _merged_spec(
 
 
 def _spec_of(specs: Mapping[Key, Any]) -> ValueSpec:
-    values = {key: _placeholder(ValueSpec.from_json(spec)) for key, spec in specs.items()}
+    values = {key: ValueSpec.from_json(spec).without_data() for key, spec in specs.items()}
     positions = sorted(key for key in values if isinstance(key, int))
     if positions != list(range(len(positions))):
         raise UsageError(
@@ -200,13 +197,3 @@ def _spec_of(specs: Mapping[Key, Any]) -> ValueSpec:
         )
     kwargs = {key: value for key, value in values.items() if isinstance(key, str)}
     return spec_of_arguments(tuple(values[position] for position in positions), kwargs)
-
-
-def _placeholder(spec: ValueSpec) -> Any:
-    return spec.fill([placeholder(tensor) for tensor in spec.tensors])
-
-
-def placeholder(spec: Any) -> Tensor:
-    """A tensor of a spec without data."""
-    tensor: torch.Tensor = spec.empty("meta")
-    return tensor.requires_grad_(spec.requires_grad)

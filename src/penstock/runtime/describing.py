@@ -11,7 +11,6 @@ from typing import Any
 from penstock.errors import AgreementError, SpecError, StageError
 from penstock.microbatch import Microbatch
 from penstock.runtime.arguments import Inputs, as_values
-from penstock.runtime.calls import placeholder
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.runtime.program import RankProgram
@@ -129,8 +128,8 @@ def _stage_specs(
     program: RankProgram, stage: PipelineStage, inputs: Inputs, call: ValueSpec, known: Specs
 ) -> dict[str, Any]:
     given, taken = program.given(stage.index), program.taken(stage.index)
-    values = {edge.value: _without_data(known[edge.value]) for edge in taken}
-    args, kwargs = _without_data(call)
+    values = {edge.value: known[edge.value].without_data() for edge in taken}
+    args, kwargs = call.without_data()
     part = Microbatch(args, kwargs, 0)
     arguments = spec_of_arguments(*inputs.arguments(stage, taken, values, part))
     sources = [(e.value, i) for e in taken for i in range(len(known[e.value].tensors))]
@@ -141,7 +140,7 @@ def _stage_specs(
             raise
         # The output stays here unless somebody asks for it.
         return {"specs": {}, "links": {OUTPUT: [sources]}}
-    filled = _without_data(output)
+    filled = output.without_data()
     found = as_values(given, filled, wired=stage.wired) if given else {OUTPUT: filled}
     specs = {name: ValueSpec.of(value) for name, value in found.items()}
     if given:
@@ -160,10 +159,6 @@ def _check_travel(values: Specs, source: str) -> None:
     """
     for name, spec in values.items():
         spec.check_travels(f"{source}, value {name!r}")
-
-
-def _without_data(spec: ValueSpec) -> Any:
-    return spec.fill([placeholder(tensor) for tensor in spec.tensors])
 
 
 def _trouble(error: Exception) -> dict[str, str]:

@@ -46,6 +46,10 @@ class ValueSpec:
         """The value of this structure with these tensors."""
         return unflatten(self.structure, tensors)
 
+    def without_data(self) -> Any:
+        """A value of this spec whose tensors have no memory: they are on the meta device."""
+        return self.fill([t.empty("meta").requires_grad_(t.requires_grad) for t in self.tensors])
+
     def fits(
         self, tensors: Sequence[Tensor], structure: Structure, *, gradients: bool = True
     ) -> bool:
