@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
 import socket
 import sys
 import time
@@ -105,11 +106,16 @@ def run_job(folder: Path, **case: Any) -> Job:
 
     Args:
         folder: an empty one.
-        case: ``fault``: arguments of :func:`fail_at`; ``job``: which function below; more is up to that.
+        case: ``fault``: arguments of :func:`fail_at`; ``job``: which function below; ``apart``: as if each
+            rank had a machine of its own; ``resume``: a stopped rank that goes on when the others have ended;
+            more is up to the job.
     """
     with started(folder, **case) as processes:
         deadline = time.monotonic() + LIMIT
-        for process in processes:
+        stopped = case.get("resume")
+        for process in sorted(processes, key=lambda p: processes.index(p) == stopped):
+            if processes.index(process) == stopped:
+                os.kill(process.pid, signal.SIGCONT)
             process.join(max(0.0, deadline - time.monotonic()))
         gone = time.monotonic()
         late = [rank for rank, process in enumerate(processes) if process.is_alive()]

@@ -164,6 +164,40 @@ def test_an_exception_is_named_across_machines(tmp_path: Path) -> None:
     check(job, 1, "microbatch 2, action 1F2: InjectedError: injected by fail_at", 70)
 
 
+FROM_AFAR = 6.0
+"""Seconds until a rank of another machine is known to be dead, by its heartbeats."""
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "exit"])
+def test_a_death_is_named_across_machines(how: str, tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault(how), apart=True)
+    for rank in (0, 2):
+        assert job.ranks[rank].error == "PeerFailed", job.ranks[rank].output
+        # Where it was is known from its last heartbeat, and it may have died before the first.
+        assert f"rank {rank} stopped because rank 1" in job.ranks[rank].text
+        assert "its process ended, without a word" in job.ranks[rank].text
+        assert job.ranks[rank].status == 75
+    assert 0 < job.heard(1) < FROM_AFAR * SLACK
+
+
+def test_who_sleeps_is_named_across_machines_and_gives_its_stack(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("sleep"), apart=True)
+    check(job, 1, "makes no progress: it is in 1F2 for", 75, within=SILENT + FROM_AFAR * SLACK)
+    assert job.ranks[1].status == 75
+    told = json.loads((tmp_path / "failure.json").read_text())
+    assert "time.sleep" in told["stacks"]["1"]
+
+
+def test_who_is_stopped_is_named_across_machines(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("SIGSTOP"), apart=True, resume=1)
+    for rank in (0, 2):
+        assert job.ranks[rank].error == "PeerFailed", job.ranks[rank].output
+        assert f"rank {rank} stopped because rank 1" in job.ranks[rank].text
+        assert "makes no progress: it has not been heard of for" in job.ranks[rank].text
+    assert job.heard(1) < SILENT + FROM_AFAR * SLACK
+    assert job.ranks[1].status not in (0, None)
+
+
 def test_a_store_that_is_lost_is_named(tmp_path: Path) -> None:
     job = run_job(tmp_path, fault=fault("SIGKILL", "0F2", 0), apart=True)
     for rank in (1, 2):

@@ -293,7 +293,9 @@ def _silent(places: dict[int, Place], verdict: Verdict, by: int) -> Failure:
         return Failure(
             "lost", rank, place.step, what=what, status=TEMPORARY, by=by, story=verdict.chain
         )
-    what = f"makes no progress: it {place.words}, and waits for nobody"
+    what = f"makes no progress: it {place.words}" + (
+        "" if place.is_mute else ", and waits for nobody"
+    )
     return Failure(
         "silent",
         rank,

@@ -47,7 +47,16 @@ class Place:
     @property
     def words(self) -> str:
         """What it does, and for how long."""
+        if self.is_mute:
+            return (
+                f"has not been heard of for {self.stale:.1f} s; by its last word it {self._doing}"
+            )
         return f"{self._doing} for {self.age:.1f} s{self._trouble}"
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether it gives no heartbeat, and its process cannot be looked at from here."""
+        return self.stale >= STALE and self.condition == "unknown"
 
     @property
     def _doing(self) -> str:
@@ -71,10 +80,8 @@ class Place:
             return "; its process is stopped by a signal"
         if self.condition == "ended":
             return "; its process has ended"
-        if self.stale < STALE:
-            return ""
         held = "; its interpreter is held by code that does not let other threads run"
-        return held if self.condition == "runs" else f"; not heard of for {self.stale:.1f} s"
+        return held if self.stale >= STALE else ""
 
 
 STALE = 1.5
