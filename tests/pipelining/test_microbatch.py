@@ -50,6 +50,13 @@ def test_splitting_by_specs() -> None:
     )
 
 
+def test_specs_by_name_apply_by_name() -> None:
+    wanted = {"b": ours.TensorChunkSpec(1), "a": ours.TensorChunkSpec(0)}
+    _, found = ours.split_args_kwargs_into_chunks((), {"a": X, "b": X}, 2, None, wanted)
+    assert [part["a"].shape for part in found] == [torch.Size([3, 4])] * 2
+    assert [part["b"].shape for part in found] == [torch.Size([6, 2])] * 2
+
+
 def test_merging() -> None:
     chunks = [(X[:2], {"s": torch.tensor(1.0)}, 3), (X[2:], {"s": torch.tensor(2.0)}, 3)]
     for module in (ours, theirs):

@@ -36,7 +36,7 @@ def test_messages_are_those_of_torch() -> None:
     ours = schedules._add_send_recv(order(schedules), on_own_rank, 2)
     peer = theirs._add_send_recv(order(theirs), on_own_rank, 2)
     for rank in range(2):
-        assert sorted(map(str, ours[rank])) == sorted(map(str, peer[rank]))
+        assert list(map(str, ours[rank])) == list(map(str, peer[rank]))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_messages_are_those_of_torch() -> None:
 def test_a_rank_after_a_pass_is_that_of_torch(name: str, text: str, more: Any) -> None:
     ours = getattr(schedules, name)(row(schedules, text), *more)
     peer = getattr(theirs, name)(row(theirs, text), *more)
-    assert sorted(map(str, ours)) == sorted(map(str, peer))
+    assert list(map(str, ours)) == list(map(str, peer))
 
 
 def test_reductions_follow_the_last_microbatch() -> None:
@@ -83,14 +83,14 @@ def test_an_order_as_a_table() -> None:
     assert [line.split() for line in shown.splitlines()] == [
         ["Rank", "0", "Rank", "1"],
         ["Step", "0:", "1F0"],
-        ["Step", "1:", "0F0", "<--", "error"],
+        ["Step", "1:", "0F0", "<--", "ERROR", "HERE"],
     ]
 
 
 @pytest.mark.parametrize("style", ["loop", "v"])
 @pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 4), (3, 6), (2, 6)])
 def test_where_stages_are(style: str, ranks: int, count: int) -> None:
-    for name in _utils.__all__:
+    for name in ("generate_stage_to_rank_mapping", "generate_rank_to_stage_mapping"):
         ours = getattr(_utils, name)(ranks, count, style)
         assert ours == getattr(their_utils, name)(ranks, count, style)
 

@@ -55,7 +55,7 @@ def test_a_pipe_computes_what_the_model_does(example: Example) -> None:
     for training in (True, False):
         pipe.train(training)
         expected = copy.deepcopy(model).train(training)(*fresh(example), **example.kwargs)
-        close(pipe(*fresh(example), **example.kwargs), expected)
+        close(pipe.split_gm(*fresh(example), **example.kwargs), expected)
 
 
 def test_stages_have_the_names_of_the_model(example: Example) -> None:
@@ -125,7 +125,7 @@ def test_other_sizes_of_the_batch_need_no_other_graph() -> None:
     pipe = cut(example, model)
     for size in (3, 8, 1):
         args, kwargs = example.microbatch(size)
-        close(pipe(*args, **kwargs), model(*args, **kwargs))
+        close(pipe.split_gm(*args, **kwargs), model(*args, **kwargs))
 
 
 class Forked(nn.Module):
@@ -147,8 +147,8 @@ def test_calls_that_take_another_path_get_a_graph_of_their_own() -> None:
     pipe = pipeline(model, (torch.ones(2, 2, 4),), split_spec=before("b"))
     for shape in ((2, 2, 4), (5, 6, 4), (2, 3, 4)):
         x = torch.randn(shape)
-        torch.testing.assert_close(pipe(x), model(x))
-        torch.testing.assert_close(pipe(x, flip=True), model(x, flip=True))
+        torch.testing.assert_close(pipe.split_gm(x), model(x))
+        torch.testing.assert_close(pipe.split_gm(x, flip=True), model(x, flip=True))
 
 
 # ---- torch's names
@@ -215,7 +215,7 @@ def test_a_policy_puts_cuts_into_the_graph() -> None:
         ["2.bias", "2.weight", "3.bias", "3.weight"],
     ]
     x = torch.randn(3, 4)
-    torch.testing.assert_close(pipe(x), model(x))
+    torch.testing.assert_close(pipe.split_gm(x), model(x))
 
 
 def test_a_pipe_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,7 +318,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"split_spec": before("block.1")},
         r"no module 'block.1' in the Words; the nearest are 'blocks.1'",
     ),
-    "no point": (chain, {}, r"no split point in the Sequential"),
     "not a point": (chain, {"split_spec": {"1": 2}}, r"split_spec\['1'\] is 2: must be SplitPoint"),
     "both": (chain, {"split_spec": {}, "split_policy": lambda m: m}, r"cannot both be given"),
     "all in one": (chain, {"split_spec": before("0")}, r"leave all of the model in one stage"),
@@ -357,6 +356,14 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(what: str) -> None:
     args = (torch.ones(2, 4, dtype=torch.int64),) if make is REFUSED["unknown path"][0] else (X,)
     with pytest.raises((PartitionError, UsageError), match=message):
         pipeline(make(), args, **options)
+
+
+def test_no_cut_is_one_stage_and_said_so() -> None:
+    model = chain()
+    with pytest.warns(UserWarning, match="no split point in the Sequential"):
+        assert pipeline(model, (X,)).num_stages == 1
+    pipe = Pipe.from_tracing(model, (X,))
+    torch.testing.assert_close(pipe(X), (model(X),))
 
 
 def test_stages_that_do_not_exist_are_refused() -> None:

@@ -10,7 +10,7 @@ from penstock.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from penstock.pipelining.schedules import ScheduleForwardOnly as _ScheduleForwardOnly
+from penstock.pipelining.single import ScheduleForwardOnly as _ScheduleForwardOnly
 from penstock.pipelining.split import SplitPoint, pipe_split, pipeline
 from penstock.pipelining.stage import PipeInfo, PipelineStage, build_stage
 

@@ -1,6 +1,51 @@
-"""Where stages are, under torch's names."""
+"""Where stages are, and arguments as lists, under torch's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+# As in ``microbatch``: types that users register as trees.
+from torch.utils import _pytree as pytree
 
 from penstock.pipelining.orders import rank_to_stages as generate_rank_to_stage_mapping
 from penstock.pipelining.orders import stage_to_rank as generate_stage_to_rank_mapping
+from penstock.pipelining.refusals import PipeliningMetadataError
+from penstock.pipelining.stage import PipeInfo
 
-__all__ = ["generate_rank_to_stage_mapping", "generate_stage_to_rank_mapping"]
+__all__ = [
+    "PipeInfo",
+    "PipeliningMetadataError",
+    "flatten_args",
+    "flatten_args_detach",
+    "generate_rank_to_stage_mapping",
+    "generate_stage_to_rank_mapping",
+]
+
+
+def flatten_args(args: Any, *, detach: bool = False) -> Any:
+    """The values in nested arguments, as a list.
+
+    Args:
+        args: tuples, lists and dicts of values.
+        detach: whether tensors are to leave the graph they were made in, and keep ``requires_grad``.
+
+    Returns:
+        The list; with ``detach`` the nested arguments with the detached values, and the list of these.
+    """
+    leaves, tree = pytree.tree_flatten(args)
+    if not detach:
+        return leaves
+    apart = [_detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(apart, tree), apart
+
+
+def flatten_args_detach(args: Any) -> tuple[Any, list[Any]]:
+    """:func:`flatten_args` with ``detach``."""
+    again, leaves = flatten_args(args, detach=True)
+    return again, leaves
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

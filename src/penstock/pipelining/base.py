@@ -13,16 +13,13 @@ import torch
 from penstock.errors import MicrobatchError, UsageError
 from penstock.pipelining.actions import ActionTuple, ComputationType, to_order
 from penstock.pipelining.context import Arrived, PipelineContext
-from penstock.pipelining.microbatch import (
-    TensorChunkSpec,
-    merge_chunks,
-    split_args_kwargs_into_chunks,
-    split_tensor,
-)
-from penstock.pipelining.orders import check_order, schedule_of
+from penstock.pipelining.microbatch import TensorChunkSpec, split_tensor
+from penstock.pipelining.orders import check_format, check_order, schedule_of
+from penstock.pipelining.parts import StepParts
 from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.pipelining.running import CUSTOM_OPS, Chunks, Custom, Runner
 from penstock.pipelining.stage import StageBase
+from penstock.pipelining.turns import count_steps
 from penstock.plan import prove
 from penstock.schedule import (
     Schedule,
@@ -35,7 +32,7 @@ from penstock.schedule import (
 from penstock.step import Loss
 
 
-class PipelineSchedule:
+class PipelineSchedule(StepParts):
     """A schedule over stages that are already placed; the base of all.
 
     Args:
@@ -183,6 +180,19 @@ class PipelineSchedule:
             )
         )
 
+    def _get_pipeline_order(self) -> dict[int, list[ActionTuple | None]] | None:
+        """Each rank's work, by rank; nothing where it is not known yet."""
+        return self.pipeline_order or None
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[ActionTuple | None]:
+        """A rank's work."""
+        return self.pipeline_order[rank]
+
+    def _simulate(self) -> dict[int, list[ActionTuple | None]]:
+        """Each rank's actions by step, with their messages; see :func:`count_steps`."""
+        rank_of = self.schedule.placement.rank_of
+        return count_steps(self.pipeline_order_with_comms, rank_of.__getitem__, self._num_stages)
+
     # ---- running
 
     def step(
@@ -253,13 +263,13 @@ class PipelineSchedule:
             losses[:] = found.losses
         if not (last and return_outputs):
             return None
-        return merge_chunks(found.outputs, self._output_merge_spec)
+        return self._merge_outputs(found.outputs)
 
     def _loss(self, more: dict[str, Any] | None, trains: bool, target: Any) -> Loss | None:
         last = any(stage.is_last for stage in self._stages)
         if self._loss_fn is None or (last and target is None and not trains):
             return None
-        function = partial(self._loss_fn, **more) if more else self._loss_fn
+        function = partial(self._compute_loss, loss_kwargs=more) if more else self._compute_loss
         return Loss(function, "mean" if self.scale_grads else "sum")
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Chunks:
@@ -269,9 +279,7 @@ class PipelineSchedule:
             targets = list(split_tensor(target, TensorChunkSpec(0), count))
         if not args and not kwargs:
             return Chunks(None, None, targets)
-        split_args, split_kwargs = split_args_kwargs_into_chunks(
-            args, kwargs, count, self._args_chunk_spec, self._kwargs_chunk_spec
-        )
+        split_args, split_kwargs = self._split_inputs(args, kwargs)
         if len(split_args) != count:
             raise MicrobatchError(
                 f"expected {count} microbatches, but the arguments have only {len(split_args)} slices; "
@@ -323,11 +331,8 @@ class PipelineSchedule:
             filename: where to.
             format: ``"compute_comms"`` with messages, ``"compute_only"`` without.
         """
-        form = {"compute_comms": add_communication, "compute_only": compute_only}.get(format)
-        if form is None:
-            raise NotImplementedError(
-                f"format={format!r}: must be 'compute_only' or 'compute_comms'"
-            )
+        check_format(format)
+        form = add_communication if format == "compute_comms" else compute_only
         Path(filename).write_text(to_csv(form(self.schedule)), encoding="utf-8", newline="")
 
     def _load_csv(self, filename: Any, format: str = "compute_only") -> None:
@@ -341,10 +346,7 @@ class PipelineSchedule:
             InputFileError: what the file holds is no schedule.
             PlacementError: it is for other stages, or misses or repeats actions.
         """
-        if format not in ("compute_only", "compute_comms"):
-            raise NotImplementedError(
-                f"format={format!r}: must be 'compute_only' or 'compute_comms'"
-            )
+        check_format(format)
         found = from_csv(Path(filename).read_text(encoding="utf-8"), name="CSV")
         if format == "compute_only" and found.communicates:
             raise PlacementError(

@@ -61,9 +61,14 @@ class CustomReducer:
         self.reduce_fn = reduce_fn
 
 
-sum_reducer = CustomReducer(torch.tensor(0.0), operator.add)
-_Replicate = Replicated
+class LossReducer(CustomReducer):
+    """How the losses of microbatches become one."""
+
+
+sum_reducer = LossReducer(torch.tensor(0.0), operator.add)
 _CustomReducer = CustomReducer
+_LossReducer = LossReducer
+_Replicate = Replicated
 
 
 def split_args_kwargs_into_chunks(
@@ -96,6 +101,7 @@ def split_args_kwargs_into_chunks(
             f"chunk specs for {len(specs[0])} positional arguments and {list(specs[1])}, but there are "
             f"{len(whole[0])} and {list(whole[1])}; give a spec for each"
         )
+    specs = (specs[0], {name: specs[1][name] for name in whole[1]})
     leaves, tree = pytree.tree_flatten(whole, is_leaf=_is_mask)
     wanted, _ = pytree.tree_flatten(specs, is_leaf=_is_mask)
     if len(wanted) != len(leaves):
@@ -105,6 +111,20 @@ def split_args_kwargs_into_chunks(
     columns = [_pieces(leaf, spec, count) for leaf, spec in pairs]
     parts = [pytree.tree_unflatten([column[i] for column in columns], tree) for i in range(count)]
     return [part[0] for part in parts], [part[1] for part in parts]
+
+
+def shard_dict(args_dict: Mapping[str, Any], args_chunk_spec: Any, num_chunks: int) -> list[Any]:
+    """Split arguments by name; arguments as :func:`split_args_kwargs_into_chunks`.
+
+    Raises:
+        ChunkError: a spec that fits no value.
+    """
+    if not args_dict:
+        return [{} for _ in range(num_chunks)]
+    return split_args_kwargs_into_chunks((), dict(args_dict), num_chunks, (), args_chunk_spec)[1]
+
+
+_shard_dict_of_args = shard_dict
 
 
 def _is_mask(value: Any) -> bool:
@@ -179,6 +199,9 @@ def split_mask(mask: BlockMask, num_chunks: int) -> list[BlockMask]:
     starts = [len(part) for part in torch.arange(batch).tensor_split(num_chunks)]
     bounds = [0, *torch.tensor(starts).cumsum(0).tolist()]
     return [_mask_slice(mask, a, b) for a, b in pairwise(bounds)]
+
+
+_split_block_mask = split_mask
 
 
 def _mask_slice(mask: BlockMask, start: int, stop: int) -> BlockMask:

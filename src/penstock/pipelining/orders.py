@@ -12,7 +12,6 @@ from penstock.pipelining.refusals import PlacementError
 from penstock.schedule import (
     Placement,
     Schedule,
-    add_communication,
     merge_backward,
     prefetch,
     reduce_gradients,
@@ -31,10 +30,11 @@ def schedule_of(order: Order, stages: int, microbatches: int) -> Schedule:
         for action in row:
             parts = () if action is None else action.sub_actions or (action,)
             rank_of |= {part.stage_index: rank for part in parts if part.is_compute_op}
-    return _schedule(order, [rank_of[stage] for stage in range(stages)], microbatches)
+    return schedule_on(order, [rank_of[stage] for stage in range(stages)], microbatches)
 
 
-def _schedule(order: Order, rank_of: Sequence[int], microbatches: int) -> Schedule:
+def schedule_on(order: Order, rank_of: Sequence[int], microbatches: int) -> Schedule:
+    """The schedule that ranks' actions make, with each stage on a given rank."""
     programs = tuple(
         tuple(to_entry(action) for action in order[rank] if action is not None)
         for rank in sorted(order)
@@ -63,12 +63,32 @@ def check_order(
     return dict(enumerate(found.placement.rank_of))
 
 
-def add_messages(
-    order: Order, stage_to_rank: Callable[[int], int], num_stages: int
-) -> dict[int, list[ActionTuple | None]]:
-    """Add every send and receive."""
-    rank_of = [stage_to_rank(stage) for stage in range(num_stages)]
-    return to_order(add_communication(_schedule(order, rank_of, _microbatches(order))).programs)
+FORMATS = ("compute_only", "compute_comms")
+
+
+def check_format(format: str) -> None:
+    """Check the name of a form of schedules.
+
+    Raises:
+        NotImplementedError: there is none of that name.
+    """
+    if format not in FORMATS:
+        raise NotImplementedError(f"format={format!r}: must be {FORMATS[0]!r} or {FORMATS[1]!r}")
+
+
+def check_computes(order: Order) -> None:
+    """Check that ranks' actions are work alone.
+
+    Raises:
+        PlacementError: there is a message among them.
+    """
+    for rank, row in order.items():
+        for place, action in enumerate(row):
+            if action is not None and not action.is_compute_op:
+                raise PlacementError(
+                    f"{action} at rank {rank}, position {place}: a 'compute_only' schedule has no messages; "
+                    "leave them out, or say format='compute_comms'"
+                )
 
 
 def merge_halves(row: Row) -> list[ActionTuple | None]:
@@ -90,14 +110,17 @@ def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTupl
     """One rank's actions after a pass over schedules."""
     order = {0: row}
     last = max((_last_stage(action) for action in row if action is not None), default=0)
-    return to_order(change(_schedule(order, [0] * (last + 1), _microbatches(order))).programs)[0]
+    return to_order(change(schedule_on(order, [0] * (last + 1), microbatches_of(order))).programs)[
+        0
+    ]
 
 
 def _last_stage(action: ActionTuple) -> int:
     return max(part.stage_index for part in action.sub_actions or (action,))
 
 
-def _microbatches(order: Order) -> int:
+def microbatches_of(order: Order) -> int:
+    """How many microbatches the actions are for."""
     found = [
         part.microbatch_index or 0
         for row in order.values()
@@ -126,7 +149,7 @@ def format_order(order: Order, error_step_number: int | None = None) -> str:
     for number, row in enumerate(rows, start=-1):
         label = "" if number < 0 else f"Step {number:0{digits}}:"
         cells = " ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        mark = " <-- error" if number == error_step_number else ""
+        mark = " <-- ERROR HERE" if number == error_step_number else ""
         lines.append(f"{label:<{digits + 6}} {cells}{mark}\n")
     return "".join(lines)
 

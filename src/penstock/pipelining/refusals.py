@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.errors import MicrobatchError, ScheduleError, UsageError
+from penstock.errors import (
+    MicrobatchError,
+    PartitionError,
+    ScheduleError,
+    SpecError,
+    UsageError,
+)
 
 
 class ChunkError(MicrobatchError, AssertionError):
@@ -15,3 +21,15 @@ class PlacementError(ScheduleError, RuntimeError, AssertionError):
 
 class CallError(UsageError, RuntimeError, AssertionError):
     """A method that was called at the wrong time."""
+
+
+class CutError(PartitionError, RuntimeError):
+    """A model that cannot be traced, or not be cut where that was asked for."""
+
+
+class PathError(PartitionError, AttributeError):
+    """A path at which the model has no module."""
+
+
+class PipeliningMetadataError(SpecError):
+    """Tensors that are not what was said of them."""

@@ -15,9 +15,10 @@ from penstock.pipelining.microbatch import (
     split_args_kwargs_into_chunks,
 )
 from penstock.pipelining.orders import (
-    add_messages,
     add_reductions,
     add_unshards,
+    check_computes,
+    check_format,
     check_order,
     format_order,
     merge_halves,
@@ -25,8 +26,24 @@ from penstock.pipelining.orders import (
     stage_to_rank,
     wait_all,
 )
-from penstock.pipelining.refusals import CallError, PlacementError
+from penstock.pipelining.refusals import PlacementError
+from penstock.pipelining.running import Custom
+from penstock.pipelining.single import (
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleForwardOnly,
+    ScheduleGPipe,
+    check_enough,
+)
 from penstock.pipelining.stage import PipelineStage, StageBase
+from penstock.pipelining.turns import (
+    add_messages,
+    completes_weights,
+    count_steps,
+    defer_receives,
+    span_name,
+    write_trace,
+)
 
 __all__ = [
     "PipelineScheduleMulti",
@@ -61,86 +78,25 @@ F, I, W, B = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD  # noqa: E7
 
 _Action = ActionTuple
 _ComputationType = ComputationType
+_CustomFunctionProtocol = Custom
 _PipelineContext = PipelineContext
 _PipelineSchedule = PipelineSchedule
 _PipelineStageBase = StageBase
+_ScheduleForwardOnly = ScheduleForwardOnly
 _add_reduce_grad = add_reductions
 _add_send_recv = add_messages
 _add_unshard_reshard = add_unshards
+_defer_recv_ops = defer_receives
 _format_pipeline_order = format_order
 _merge_bw = merge_halves
+_simulate_comms_compute = count_steps
+_dump_chrometrace = write_trace
+_get_profiler_function_name = span_name
+_requires_reduce_grad = completes_weights
 _validate_schedule = check_order
 _wait_batch_p2p = wait_all
 generate_rank_to_stage_mapping = rank_to_stages
 generate_stage_to_rank_mapping = stage_to_rank
-
-
-class PipelineScheduleSingle(PipelineSchedule):
-    """A schedule with one stage a rank; arguments as :class:`PipelineSchedule`, with one stage."""
-
-    def __init__(  # noqa: PLR0913 - torch's arguments
-        self,
-        stage: StageBase,
-        n_microbatches: int,
-        loss_fn: Callable[..., Any] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-    ) -> None:
-        super().__init__(
-            [stage],
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-        )
-        self._stage = stage
-        self._build()
-
-
-class ScheduleForwardOnly(PipelineScheduleSingle):
-    """All forwards, and no loss."""
-
-    recipe = "forward-only"
-
-    def _run(self, args: Any, kwargs: Any, target: Any, losses: Any, *rest: Any, **how: Any) -> Any:
-        if target is not None or losses is not None:
-            raise CallError("a forward-only schedule has no loss; take ScheduleGPipe and call eval")
-        return super()._run(args, kwargs, target, losses, *rest, **how)
-
-
-_ScheduleForwardOnly = ScheduleForwardOnly
-
-
-class ScheduleGPipe(PipelineScheduleSingle):
-    """All forwards, then all backwards."""
-
-    recipe = "GPipe"
-
-
-class Schedule1F1B(PipelineScheduleSingle):
-    """One forward, one backward, after a warm-up.
-
-    Raises:
-        ValueError: fewer microbatches than stages.
-    """
-
-    recipe = "1F1B"
-
-    def _build(self) -> None:
-        _check_enough(self._n_microbatches, self._num_stages)
-        super()._build()
-
-
-def _check_enough(microbatches: int, stages: int) -> None:
-    if microbatches < stages:
-        raise UsageError(
-            f"{microbatches} microbatches for {stages} stages: there must be at least as many "
-            "microbatches as stages"
-        )
 
 
 class PipelineScheduleMulti(PipelineSchedule):
@@ -205,8 +161,21 @@ class PipelineScheduleMulti(PipelineSchedule):
     def _prepare_schedule_with_comms(
         self, actions: dict[int, list[ActionTuple | None]], format: str = "compute_only"
     ) -> None:
-        """Take a schedule that was made by hand: each rank's actions, by rank."""
+        """Take a schedule that was made by hand.
+
+        Args:
+            actions: each rank's, by rank.
+            format: ``"compute_only"``: messages are worked out; ``"compute_comms"``: they are there.
+
+        Raises:
+            ValueError: messages where there are to be none, or actions that are no schedule.
+        """
+        check_format(format)
+        if format == "compute_only":
+            check_computes(actions)
         self._take(actions)
+
+    _load_actions = _prepare_schedule_with_comms
 
 
 class ScheduleRuntime(PipelineScheduleMulti):
@@ -336,7 +305,7 @@ class ScheduleDualPipeV(_Named):
 
     def _build(self) -> None:
         _check_two(self._stages)
-        _check_enough(self._n_microbatches, self._num_stages)
+        check_enough(self._n_microbatches, self._num_stages)
         super()._build()
 
 

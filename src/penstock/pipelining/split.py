@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx, nn
 
 from penstock.errors import PartitionError, UsageError
-from penstock.partition.traced import Cuts, Point, SplitPoint, cut_traced, pipe_split
-from penstock.pipelining.pipe import Pipe
+from penstock.partition.traced import Cuts, Point, SplitPoint, pipe_split
+from penstock.partition.traced.marks import check_points
+from penstock.pipelining.pipe import Pipe, trace
+from penstock.pipelining.refusals import PathError
 
-__all__ = ["SplitPoint", "pipe_split", "pipeline"]
+__all__ = ["SplitPoint", "annotate_split_points", "pipe_split", "pipeline"]
 
 
 def pipeline(
@@ -23,32 +26,73 @@ def pipeline(
 ) -> Pipe:
     """Trace a model and cut it into stages.
 
-    It is cut at each ``pipe_split()`` in its code, and where ``split_spec`` or ``split_policy`` say.
+    It is cut at each ``pipe_split()`` in its code, and where ``split_spec`` or ``split_policy`` say. Where
+    none of these says a place, it is one stage, with a warning.
 
     Args:
         module: the model, which is not changed.
         mb_args: the positional arguments of a call with one microbatch.
         mb_kwargs: its arguments by name.
-        split_spec: for a module's path, whether the cut is before or after it. ``{}`` allows one stage.
+        split_spec: for a module's path, whether the cut is before or after it. ``{}`` means one stage.
         split_policy: gets the traced graph and gives it with calls of :func:`pipe_split` put in.
 
     Raises:
         UsageError: both ``split_spec`` and ``split_policy`` are given, or arguments are not as above.
-        PartitionError: the model cannot be traced, or not be cut there, or no cut is asked for.
+        PathError: there is no module of a path.
+        CutError: the model cannot be traced, or not be cut there.
     """
     if split_spec is not None and split_policy is not None:
         raise UsageError("split_spec and split_policy cannot both be given; use one of them")
     if not isinstance(mb_args, tuple):
         raise UsageError(f"mb_args must be a tuple of arguments, not a {type(mb_args).__name__}")
-    points = tuple(_point(path, where) for path, where in (split_spec or {}).items())
-    cuts = Cuts(points, policy=split_policy, arguments_travel=True)
-    cut = cut_traced(module, mb_args, mb_kwargs, cuts)
-    if split_spec is None and not cut.traces.layout.marks:
-        raise PartitionError(
-            f"no split point in the {type(module).__name__}; name modules in split_spec, such as "
-            "{'layers.4': SplitPoint.BEGINNING}, put pipe_split() into forward, or give a split_policy"
+    points = points_of(module, split_spec or {})
+    pipe = trace(module, mb_args, mb_kwargs, Cuts(points, policy=split_policy))
+    if split_spec is None and pipe.num_stages == 1:
+        warnings.warn(
+            f"no split point in the {type(module).__name__}: it is one stage. Name modules in split_spec, "
+            "such as {'layers.4': SplitPoint.BEGINNING}, put pipe_split() into forward, or give a "
+            "split_policy",
+            stacklevel=2,
         )
-    return Pipe(cut, type(module).__name__)
+    return pipe
+
+
+def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
+    """Put a :func:`pipe_split` before or after modules' forwards.
+
+    Args:
+        mod: the model; its modules get hooks.
+        spec: for a module's path, whether the cut is before or after it.
+
+    Raises:
+        PathError: there is no module of that path.
+        UsageError: something else than a :class:`SplitPoint`.
+    """
+    for point in points_of(mod, spec):
+        module = mod.get_submodule(point.path)
+        if point.where is SplitPoint.BEGINNING:
+            module.register_forward_pre_hook(_split_here, prepend=True)
+        else:
+            module.register_forward_hook(_split_here)
+
+
+def _split_here(*_: Any) -> None:
+    pipe_split()
+
+
+def points_of(model: nn.Module, spec: Mapping[str, SplitPoint]) -> tuple[Point, ...]:
+    """The places that a split spec names.
+
+    Raises:
+        PathError: there is no module of that path.
+        UsageError: something else than a :class:`SplitPoint`.
+    """
+    points = tuple(_point(path, where) for path, where in spec.items())
+    try:
+        check_points(model, points)
+    except PartitionError as error:
+        raise PathError(str(error)) from error
+    return points
 
 
 def _point(path: str, where: Any) -> Point:

@@ -1,0 +1,81 @@
+"""Schedules with one stage a rank, under torch's names and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from penstock.errors import UsageError
+from penstock.pipelining.base import PipelineSchedule
+from penstock.pipelining.refusals import CallError
+from penstock.pipelining.stage import StageBase
+
+
+class PipelineScheduleSingle(PipelineSchedule):
+    """A schedule with one stage a rank; arguments as :class:`PipelineSchedule`, with one stage."""
+
+    def __init__(  # noqa: PLR0913 - torch's arguments
+        self,
+        stage: StageBase,
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+    ) -> None:
+        super().__init__(
+            [stage],
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+        )
+        self._stage = stage
+        self._build()
+
+
+class ScheduleForwardOnly(PipelineScheduleSingle):
+    """All forwards, and no loss."""
+
+    recipe = "forward-only"
+
+    def _run(self, args: Any, kwargs: Any, target: Any, losses: Any, *rest: Any, **how: Any) -> Any:
+        if target is not None or losses is not None:
+            raise CallError("a forward-only schedule has no loss; take ScheduleGPipe and call eval")
+        return super()._run(args, kwargs, target, losses, *rest, **how)
+
+
+class ScheduleGPipe(PipelineScheduleSingle):
+    """All forwards, then all backwards."""
+
+    recipe = "GPipe"
+
+
+class Schedule1F1B(PipelineScheduleSingle):
+    """One forward, one backward, after a warm-up.
+
+    Raises:
+        ValueError: fewer microbatches than stages.
+    """
+
+    recipe = "1F1B"
+
+    def _build(self) -> None:
+        check_enough(self._n_microbatches, self._num_stages)
+        super()._build()
+
+
+def check_enough(microbatches: int, stages: int) -> None:
+    """Check that there are as many microbatches as stages.
+
+    Raises:
+        UsageError: there are fewer.
+    """
+    if microbatches < stages:
+        raise UsageError(
+            f"{microbatches} microbatches for {stages} stages: there must be at least as many "
+            "microbatches as stages"
+        )

@@ -1,0 +1,50 @@
+"""What is written for torch's package and runs in one process: the same bodies with either import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipelining import alone
+from tests.pipelining.alone import BY_HAND, Names, run_alone, run_by_hand, run_parts
+
+BODIES = {name: body for name, body in vars(alone).items() if name.startswith("body_")}
+TO_FOLDER = {"body_traces", "body_files"}
+OF_TORCH = [
+    r"ignore:.*fork\(\):DeprecationWarning",
+    "ignore:.*deprecated.*",
+]
+pytestmark = [pytest.mark.filterwarnings(each) for each in OF_TORCH]
+
+
+def perform(name: str, package: str, folder: Path) -> Any:
+    body: Callable[..., Any] = BODIES[name]
+    names = Names(package)
+    return body(names, folder) if name in TO_FOLDER else body(names)
+
+
+@pytest.mark.parametrize("name", sorted(BODIES))
+def test_either_import_does_the_same(name: str, tmp_path: Path) -> None:
+    theirs = perform(name, "torch", tmp_path)
+    assert perform(name, "penstock", tmp_path) == theirs
+
+
+@pytest.mark.parametrize("package", ["torch", "penstock"])
+@pytest.mark.parametrize(
+    "name", ["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS"]
+)
+def test_one_stage_in_a_group_of_one(name: str, package: str) -> None:
+    run_alone(Names(package), name)
+
+
+@pytest.mark.parametrize("package", ["torch", "penstock"])
+@pytest.mark.parametrize("row", sorted(BY_HAND))
+def test_actions_by_hand_in_a_group_of_one(row: str, package: str) -> None:
+    run_by_hand(Names(package), BY_HAND[row])
+
+
+def test_parts_of_a_step_may_be_replaced() -> None:
+    assert run_parts(Names("penstock")) == pytest.approx(run_parts(Names("torch")))
