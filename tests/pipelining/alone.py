@@ -23,7 +23,16 @@ class Names:
 
     def __init__(self, package: str) -> None:
         self.top: Any = import_module(PACKAGES[package])
-        for name in ("schedules", "microbatch", "stage", "_utils", "_IR", "_backward", "_debug"):
+        for name in (
+            "schedules",
+            "microbatch",
+            "stage",
+            "_utils",
+            "_IR",
+            "_backward",
+            "_debug",
+            "_schedule_visualizer",
+        ):
             setattr(self, name, import_module(f"{PACKAGES[package]}.{name}"))
 
     def __getattr__(self, name: str) -> Any:
@@ -296,6 +305,53 @@ def body_single_schedules_have_an_order(p: Names) -> list[list[str]]:
     return [texts(row) for row in rows]
 
 
+def body_rows_of_schedules(p: Names) -> list[list[str]]:
+    v, shown = p._schedule_visualizer, []
+    for name in ("Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"):
+        for options in ({}, {"with_comms": True}, {"with_comms": True, "defer_pp_recv": True}):
+            rows = v.get_schedule_ops(name, 2, 8, **options)
+            shown += [[text for text in texts(row) if text] for row in rows]
+    rows = v.get_schedule_ops(p.ScheduleGPipe, 2, 4)
+    assert [str(a) for a in rows[1] if a][:4] == ["1F0", "1F1", "1F2", "1F3"]
+    refused(ValueError, lambda: v.get_schedule_ops("GPipe", 2, 4, None, True, True))
+    refused(AssertionError, lambda: v.get_schedule_ops("GPipe", 2, 4, 2))
+    refused(AssertionError, lambda: v.get_schedule_ops("LoopedBFS", 2, 4, 1))
+    assert v.OpKey(1, p.schedules.F, 2).stage_index == 1
+    return shown
+
+
+def body_idle_steps_are_put_in(p: Names) -> None:
+    spaced = p._schedule_visualizer.add_schedule_op_spacing
+    rows = spaced([p.row("0F0,0F1,0B0,0B1"), p.row("1F0,1B0,1F1,1B1")])
+    wanted = ["0F0,0F1,,,0B0,,0B1", ",1F0,1B0,1F1,1B1"]
+    assert [",".join(texts(row)).rstrip(",") for row in rows] == wanted
+    halves = spaced([p.row("0F0,0I0,0W0"), p.row("1F0,1I0,1W0")])
+    assert [",".join(texts(row)).rstrip(",") for row in halves] == ["0F0,,,0I0,0W0", ",1F0,1I0,1W0"]
+
+
+def body_interleaved_rows_by_hand(p: Names) -> list[list[str]]:
+    """As a schedule of one's own would call it: 2 ranks, 2 stages each, 4 microbatches."""
+    s, shown = p.schedules, []
+    for rank in range(2):
+        for halves in (False, True):
+            warm = s._get_warmup_ops(rank, 2, 2, 2, 4, 1 if halves else 2)
+            both = 8 - warm
+            row = s._get_1f1b_rank_ops(
+                2,
+                2,
+                warm,
+                both,
+                warm,
+                rank,
+                lambda step, rank=rank: step // 2 % 2 * 2 + rank,
+                lambda step, rank=rank, warm=warm: (1 - (step - warm) // 2 % 2) * 2 + rank,
+                num_1f1b_microbatches=rank,
+                enable_zero_bubble=halves,
+            )
+            shown.append(texts(row))
+    return shown
+
+
 # ---- microbatches
 
 
@@ -504,6 +560,22 @@ def body_annotated_models(p: Names) -> None:
     refused(AttributeError, lambda: annotate(model, {"blocks.1": points.END}))
     spec = {"blocks.1": points.END}
     refused(AttributeError, lambda: p.pipeline(Layers(), (x,), split_spec=spec))
+
+
+def body_a_policy(p: Names) -> None:
+    mark = p._IR.aten_pipe_split_alias
+
+    def halve(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        calls = [n for n in graph.graph.nodes if "linear" in n.name]
+        with graph.graph.inserting_before(calls[len(calls) // 2]):
+            graph.graph.call_function(mark, (), {})
+        graph.recompile()
+        return graph
+
+    model, x = Layers(), torch.randn(2, 8)
+    pipe = p.pipeline(model, (x,), split_policy=halve)
+    assert pipe.num_stages == 2
+    torch.testing.assert_close(pipe(x)[0], model(x))
 
 
 def body_sequences_and_losses(p: Names) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from penstock.errors import UsageError
+from penstock.pipelining import _schedule_visualizer as visualizer
 from tests.pipelining import alone
 from tests.pipelining.alone import BY_HAND, Names, run_alone, run_by_hand, run_parts
 
@@ -48,3 +50,20 @@ def test_actions_by_hand_in_a_group_of_one(row: str, package: str) -> None:
 
 def test_parts_of_a_step_may_be_replaced() -> None:
     assert run_parts(Names("penstock")) == pytest.approx(run_parts(Names("torch")))
+
+
+def test_drawings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = visualizer.get_schedule_ops("DualPipeV", 2, 4, add_spacing=True)
+    assert len({len(row) + sum(map(extra, row)) for row in rows}) == 1
+    visualizer.visualize_schedule(rows)
+    assert capsys.readouterr().out.startswith("rank 0 |")
+    file = tmp_path / "schedule.svg"
+    visualizer.visualize_schedule(rows, str(file))
+    assert "0F0" in file.read_text()
+    with pytest.raises(UsageError, match=r"name it schedule\.svg"):
+        visualizer.visualize_schedule(rows, "schedule.png")
+
+
+def extra(action: Any) -> int:
+    """How many steps an action takes more than its place in the row."""
+    return 0 if action is None else {"B": 1, "OVERLAP_F_B": 2}.get(action.computation_type.value, 0)

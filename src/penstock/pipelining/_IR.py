@@ -6,6 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.pipelining.pipe import SUBMODULE as PP_SUBMOD_PREFIX
@@ -25,10 +26,14 @@ __all__ = [
     "SplitPoint",
     "TrivialLossWrapper",
     "annotate_split_points",
+    "aten_pipe_split_alias",
     "get_submod_name",
     "pipe_split",
     "pipeline",
 ]
+
+# What a split policy puts into a graph, or finds in one.
+aten_pipe_split_alias = torch.ops.penstock.split.default
 
 
 class PipeSplitWrapper:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -27,9 +27,7 @@ def schedule_of(order: Order, stages: int, microbatches: int) -> Schedule:
     """The schedule that ranks' actions make, each stage on the rank that computes it."""
     rank_of = dict.fromkeys(range(stages), 0)
     for rank, row in order.items():
-        for action in row:
-            parts = () if action is None else action.sub_actions or (action,)
-            rank_of |= {part.stage_index: rank for part in parts if part.is_compute_op}
+        rank_of |= {part.stage_index: rank for part in _parts(row) if part.is_compute_op}
     return schedule_on(order, [rank_of[stage] for stage in range(stages)], microbatches)
 
 
@@ -109,25 +107,26 @@ def add_reductions(row: Row, n_microbatches: int) -> list[ActionTuple | None]:
 def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTuple | None]:
     """One rank's actions after a pass over schedules."""
     order = {0: row}
-    last = max((_last_stage(action) for action in row if action is not None), default=0)
-    return to_order(change(schedule_on(order, [0] * (last + 1), microbatches_of(order))).programs)[
-        0
-    ]
+    alone = schedule_on(order, [0] * stages_of(order), microbatches_of(order))
+    return to_order(change(alone).programs)[0]
 
 
-def _last_stage(action: ActionTuple) -> int:
-    return max(part.stage_index for part in action.sub_actions or (action,))
+def stages_of(order: Order) -> int:
+    """How many stages the actions are for."""
+    found = [action.stage_index for row in order.values() for action in _parts(row)]
+    return max(found, default=0) + 1
+
+
+def _parts(row: Row) -> Iterator[ActionTuple]:
+    """A row's actions, those of overlapped pairs one by one."""
+    for action in row:
+        if action is not None:
+            yield from action.sub_actions or (action,)
 
 
 def microbatches_of(order: Order) -> int:
     """How many microbatches the actions are for."""
-    found = [
-        part.microbatch_index or 0
-        for row in order.values()
-        for action in row
-        if action is not None
-        for part in action.sub_actions or (action,)
-    ]
+    found = [action.microbatch_index or 0 for row in order.values() for action in _parts(row)]
     return max(found, default=0) + 1
 
 

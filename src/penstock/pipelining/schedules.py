@@ -9,6 +9,7 @@ from penstock.errors import ScheduleError, UsageError
 from penstock.pipelining.actions import ActionTuple, ComputationType
 from penstock.pipelining.base import PipelineSchedule
 from penstock.pipelining.context import PipelineContext
+from penstock.pipelining.interleaving import interleaved_row, warm_up
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
@@ -91,7 +92,9 @@ _format_pipeline_order = format_order
 _merge_bw = merge_halves
 _simulate_comms_compute = count_steps
 _dump_chrometrace = write_trace
+_get_1f1b_rank_ops = interleaved_row
 _get_profiler_function_name = span_name
+_get_warmup_ops = warm_up
 _requires_reduce_grad = completes_weights
 _validate_schedule = check_order
 _wait_batch_p2p = wait_all
