@@ -171,6 +171,15 @@ class PipelineStage:
         self._forwards[microbatch] = _Forward(entered.leaves, flatten(root)[0], self._engine, state)
         return output
 
+    def start_from(self, microbatch: int, root: Any) -> None:
+        """Let a microbatch's backward start from what was made of the output after its forward.
+
+        Args:
+            microbatch: its index.
+            root: such as a loss.
+        """
+        self._left(self._forwards, microbatch, "forward").roots = flatten(root)[0]
+
     def backward(self, microbatch: int, output_grads: Sequence[Tensor | None] | None) -> Gradients:
         """Full backward of a microbatch: weights get ``.grad``.
 
@@ -211,12 +220,16 @@ class PipelineStage:
             engine.flush()
 
     def _taken(self, left: dict[int, T], microbatch: int, by: str) -> T:
+        self._left(left, microbatch, by)
+        return left.pop(microbatch)
+
+    def _left(self, left: dict[int, T], microbatch: int, by: str) -> T:
         if microbatch not in left:
             raise UsageError(
                 f"stage {self.index}: microbatch {microbatch} has no {by} that is still to be used; "
                 f"{by} with gradients enabled comes first, and once for each backward"
             )
-        return left.pop(microbatch)
+        return left[microbatch]
 
     def clear(self) -> None:
         """Drop whatever microbatches have left here."""

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from penstock.pipelining import PipelineStage, schedules
 from penstock.pipelining.schedules import get_schedule_class
-from penstock.pipelining.stage import StageBase
+from penstock.pipelining.stagebase import StageBase
 from tests.pipelining.bodies import MULTI, SINGLE, Block, X, Y, loss_fn
 
 theirs: Any = import_module("torch.distributed.pipelining.schedules")
@@ -225,8 +225,12 @@ def test_a_custom_function_does_an_overlapped_pair() -> None:
 def test_a_stage_by_hand() -> None:
     stage = stages()[1]
     torch.testing.assert_close(stage.forward_one_chunk(0, (X,)), stage.submod(X))
-    with pytest.raises(RuntimeError, match="1B0 runs within a step"):
+    assert stage.backward_one_chunk(0) is None
+    stage.has_backward = True
+    with pytest.raises(RuntimeError, match="no chunks yet"):
         stage.backward_one_chunk(0)
+    with pytest.raises(AssertionError, match="backward_one_chunk"):
+        stage.backward_weight_one_chunk(0)
 
 
 # ---- files

@@ -4,35 +4,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from penstock.errors import MicrobatchError, UsageError
+from penstock.errors import UsageError
 from penstock.pipelining.actions import ActionTuple, ComputationType, to_order
 from penstock.pipelining.context import Arrived, PipelineContext
+from penstock.pipelining.loops import LoopParts, check_losses
 from penstock.pipelining.microbatch import TensorChunkSpec, split_tensor
 from penstock.pipelining.orders import check_format, check_order, schedule_of
-from penstock.pipelining.parts import StepParts
 from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.pipelining.running import CUSTOM_OPS, Chunks, Custom, Runner
-from penstock.pipelining.stage import StageBase
+from penstock.pipelining.stagebase import StageBase
 from penstock.pipelining.turns import count_steps
 from penstock.plan import prove
 from penstock.schedule import (
+    Action,
     Schedule,
-    add_communication,
     build,
     compute_only,
     from_csv,
     to_csv,
 )
+from penstock.schedule.action import WAIT_SEND_OPS, Entry
 from penstock.step import Loss
 
 
-class PipelineSchedule(StepParts):
+class PipelineSchedule(LoopParts):
     """A schedule over stages that are already placed; the base of all.
 
     Args:
@@ -59,6 +61,7 @@ class PipelineSchedule(StepParts):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
     ) -> None:
+        super().__init__()
         self._stages = list(stages)
         self._num_stages = stages[0].num_stages
         self.pp_group_size = stages[0].group_size
@@ -104,12 +107,17 @@ class PipelineSchedule(StepParts):
 
     @property
     def stage_index_to_group_rank(self) -> dict[int, int]:
-        """On which rank each stage is."""
+        """On which rank each stage is; in a schedule that is a loop it may be set."""
+        if self._schedule is None and not self._order:
+            return self._stages[0].stage_index_to_group_rank
         return dict(enumerate(self.schedule.placement.rank_of))
 
     @stage_index_to_group_rank.setter
     def stage_index_to_group_rank(self, rank_of: dict[int, int]) -> None:
-        if rank_of != self.stage_index_to_group_rank:
+        if self._schedule is None and not self._order:
+            for stage in self._stages:
+                stage.place(rank_of)
+        elif rank_of != self.stage_index_to_group_rank:
             raise PlacementError(
                 f"stages on ranks {rank_of}, but the actions have them on {self.stage_index_to_group_rank}"
             )
@@ -129,11 +137,16 @@ class PipelineSchedule(StepParts):
     @property
     def pipeline_order_with_comms(self) -> dict[int, list[ActionTuple | None]]:
         """Each rank's work and messages, by rank."""
-        return to_order(prove(self.schedule).programs)
+        return to_order(self._spelt_out().programs)
 
     @pipeline_order_with_comms.setter
     def pipeline_order_with_comms(self, order: dict[int, list[ActionTuple | None]]) -> None:
         self._take(order)
+
+    def _spelt_out(self) -> Schedule:
+        """The schedule with its messages, as files say it: not when sends are let go."""
+        proven = prove(self.schedule)
+        return replace(proven, programs=tuple(map(_without_releases, proven.programs)))
 
     def _take(self, order: dict[int, list[ActionTuple | None]]) -> None:
         """Take actions that were written by hand, and prove that they can run."""
@@ -222,48 +235,69 @@ class PipelineSchedule(StepParts):
         """
         if self._has_backward and self._requires_autograd and not torch.is_grad_enabled():
             raise CallError("step needs gradients; under torch.no_grad() call eval")
-        return self._run(
-            args, kwargs, target, losses, return_outputs, loss_kwargs, trains=self._has_backward
+        check_losses(losses)
+        for stage in self._stages:
+            stage.start(self._placement(), self._n_microbatches, trains=self._has_backward)
+        arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
+        target_mbs = None
+        if target is not None:
+            target_mbs = list(split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
+        self._step_microbatches(
+            arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
         )
+        last = next((stage for stage in self._stages if stage.is_last), None)
+        if last is None or not return_outputs:
+            return None
+        return self._merge_outputs(last.output_chunks)
 
     def eval(
         self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any
     ) -> Any:
         """Run the forwards of a batch; arguments and result as :meth:`step`."""
-        return self._run(args, kwargs, target, losses, True, None, trains=False)
+        trains, self._has_backward = self._has_backward, False
+        try:
+            return self.step(*args, target=target, losses=losses, **kwargs)
+        finally:
+            self._has_backward = trains
 
-    def _run(  # noqa: PLR0913 - what step takes
+    def _step_microbatches(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        losses: list[Any] | None,
-        return_outputs: bool,
-        loss_kwargs: dict[str, Any] | None,
-        *,
-        trains: bool,
-    ) -> Any:
-        if losses is not None and not isinstance(losses, list):
-            raise TypeError(f"losses must be a list, not a {type(losses).__name__}")
-        chunks = self._split(args, kwargs, target)
-        context = PipelineContext(
-            self,
-            chunks.args or [()] * self._n_microbatches,
-            chunks.kwargs or [{} for _ in range(self._n_microbatches)],
-            chunks.targets,
-            losses,
-        )
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Run a batch that is in microbatches already; a subclass may do it in its own way.
+
+        Args:
+            arg_mbs: for each microbatch its positional arguments.
+            kwarg_mbs: for each its arguments by name.
+            target_mbs: for each its target.
+            losses: is filled with the losses.
+            return_outputs: whether the last stage keeps what it gives in ``output_chunks``.
+            loss_kwargs: more arguments for ``loss_fn``.
+        """
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        given = any(arg_mbs) or any(kwarg_mbs)
+        chunks = Chunks(arg_mbs, kwarg_mbs, target_mbs) if given else Chunks(None, None, target_mbs)
+        context = PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
+        trains = self._has_backward
+        loss = self._loss(loss_kwargs, trains, target_mbs)
+        runner, self._engine_runs = self._current_runner(), True
+        try:
+            found = runner.run(chunks, loss, self._custom, context, trains=trains)
+        finally:
+            self._engine_runs = False
         for stage in self._stages:
-            stage.has_backward = trains
-        found = self._current_runner().run(
-            chunks, self._loss(loss_kwargs, trains, target), self._custom, context, trains=trains
-        )
-        last = any(stage.is_last for stage in self._stages)
-        if losses is not None and last:
+            stage.end(found.outputs if stage.is_last and return_outputs else ())
+        if losses is not None and any(stage.is_last for stage in self._stages):
             losses[:] = found.losses
-        if not (last and return_outputs):
-            return None
-        return self._merge_outputs(found.outputs)
+
+    def _placement(self) -> Sequence[int] | None:
+        """The rank of each stage, where a schedule says it."""
+        return self._schedule.placement.rank_of if self._schedule else None
 
     def _loss(self, more: dict[str, Any] | None, trains: bool, target: Any) -> Loss | None:
         last = any(stage.is_last for stage in self._stages)
@@ -271,21 +305,6 @@ class PipelineSchedule(StepParts):
             return None
         function = partial(self._compute_loss, loss_kwargs=more) if more else self._compute_loss
         return Loss(function, "mean" if self.scale_grads else "sum")
-
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Chunks:
-        count = self._n_microbatches
-        targets = None
-        if target is not None:
-            targets = list(split_tensor(target, TensorChunkSpec(0), count))
-        if not args and not kwargs:
-            return Chunks(None, None, targets)
-        split_args, split_kwargs = self._split_inputs(args, kwargs)
-        if len(split_args) != count:
-            raise MicrobatchError(
-                f"expected {count} microbatches, but the arguments have only {len(split_args)} slices; "
-                "give a larger batch or fewer microbatches"
-            )
-        return Chunks(split_args, split_kwargs, targets)
 
     def _current_runner(self) -> Runner:
         """The runner; a new one where a stage's module was replaced."""
@@ -313,14 +332,8 @@ class PipelineSchedule(StepParts):
             raise UsageError(f"{name} cannot be replaced; {', '.join(sorted(CUSTOM_OPS))} can")
         self._custom[name] = custom_function
 
-    def _maybe_compute_loss(self, *_: Any, **__: Any) -> None:
-        """Nothing: the loss is computed where the last stage's forward runs."""
-
     def _assert_unsharded(self, stage: StageBase) -> None:
         """Nothing: a stage's parameters are gathered before its action runs."""
-
-    def _maybe_get_loss(self, stage: StageBase, mb_index: int) -> None:
-        """Nothing: a backward of the last stage starts at its loss by itself."""
 
     # ---- files
 
@@ -332,8 +345,9 @@ class PipelineSchedule(StepParts):
             format: ``"compute_comms"`` with messages, ``"compute_only"`` without.
         """
         check_format(format)
-        form = add_communication if format == "compute_comms" else compute_only
-        Path(filename).write_text(to_csv(form(self.schedule)), encoding="utf-8", newline="")
+        only = format == "compute_only"
+        made = compute_only(self.schedule) if only else self._spelt_out()
+        Path(filename).write_text(to_csv(made), encoding="utf-8", newline="")
 
     def _load_csv(self, filename: Any, format: str = "compute_only") -> None:
         """Read a schedule and prove that it can run.
@@ -354,3 +368,9 @@ class PipelineSchedule(StepParts):
             )
         prove(found)
         self._adopt(found)
+
+
+def _without_releases(program: Sequence[Entry]) -> tuple[Entry, ...]:
+    return tuple(
+        entry for entry in program if not (isinstance(entry, Action) and entry.op in WAIT_SEND_OPS)
+    )

@@ -31,5 +31,5 @@ class PathError(PartitionError, AttributeError):
     """A path at which the model has no module."""
 
 
-class PipeliningMetadataError(SpecError):
+class PipeliningMetadataError(SpecError, RuntimeError):
     """Tensors that are not what was said of them."""

@@ -36,7 +36,8 @@ from penstock.pipelining.single import (
     ScheduleGPipe,
     check_enough,
 )
-from penstock.pipelining.stage import PipelineStage, StageBase
+from penstock.pipelining.stage import PipelineStage
+from penstock.pipelining.stagebase import StageBase
 from penstock.pipelining.turns import (
     add_messages,
     completes_weights,
@@ -45,6 +46,7 @@ from penstock.pipelining.turns import (
     span_name,
     write_trace,
 )
+from penstock.pipelining.wires import start, start_by_peer
 
 __all__ = [
     "PipelineScheduleMulti",
@@ -98,6 +100,8 @@ _get_warmup_ops = warm_up
 _requires_reduce_grad = completes_weights
 _validate_schedule = check_order
 _wait_batch_p2p = wait_all
+_batch_p2p = start
+_sorted_batch_p2p = start_by_peer
 generate_rank_to_stage_mapping = rank_to_stages
 generate_stage_to_rank_mapping = stage_to_rank
 

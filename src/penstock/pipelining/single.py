@@ -8,7 +8,7 @@ from typing import Any
 from penstock.errors import UsageError
 from penstock.pipelining.base import PipelineSchedule
 from penstock.pipelining.refusals import CallError
-from penstock.pipelining.stage import StageBase
+from penstock.pipelining.stagebase import StageBase
 
 
 class PipelineScheduleSingle(PipelineSchedule):
@@ -42,10 +42,18 @@ class ScheduleForwardOnly(PipelineScheduleSingle):
 
     recipe = "forward-only"
 
-    def _run(self, args: Any, kwargs: Any, target: Any, losses: Any, *rest: Any, **how: Any) -> Any:
-        if target is not None or losses is not None:
+    def _step_microbatches(
+        self,
+        arg_mbs: Any = None,
+        kwarg_mbs: Any = None,
+        target_mbs: Any = None,
+        losses: Any = None,
+        *rest: Any,
+        **more: Any,
+    ) -> None:
+        if target_mbs is not None or losses is not None:
             raise CallError("a forward-only schedule has no loss; take ScheduleGPipe and call eval")
-        return super()._run(args, kwargs, target, losses, *rest, **how)
+        super()._step_microbatches(arg_mbs, kwarg_mbs, None, None, *rest, **more)
 
 
 class ScheduleGPipe(PipelineScheduleSingle):

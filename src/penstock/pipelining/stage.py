@@ -2,96 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.errors import UsageError
-from penstock.parallel import group_of, let_cross, seat
+from penstock.parallel import let_cross
 from penstock.partition import Shared
 from penstock.pipelining.actions import ActionTuple, ComputationType
-from penstock.pipelining.refusals import CallError, PlacementError
+from penstock.pipelining.byhand import ByHand
+from penstock.pipelining.refusals import CallError
+from penstock.pipelining.stagebase import Perform, StageBase
+from penstock.pipelining.weighing import Build, OwnWeights
+from penstock.pipelining.wires import P2POp, Wires
+from penstock.specs import flatten
 from penstock.stage import PipelineStage as OwnStage
-
-Perform = Callable[[ActionTuple], Any]
-"""Carries out an action of the step that runs."""
-
-
-class StageBase:
-    """What schedules need of a stage.
-
-    Attributes:
-        submod: the slice of the model; it may be replaced before the first step.
-        stage_index: which stage it is.
-        num_stages: how many there are.
-        device: where it lives.
-        group: the process group of the pipeline.
-        group_rank: this process's place there.
-        group_size: how many processes it has.
-        has_backward: whether the schedule runs a backward for it.
-        edges: which values travel between the stages; ``None`` where each feeds the next.
-        shared: the weights that stages share, the same on every rank: their gradients are added up and copies
-            stay equal. Without it they are as many weights as there are stages that hold one.
-    """
-
-    submod: Any = None
-    stage_index: int = 0
-    num_stages: int = 1
-    device: torch.device = torch.device("cpu")
-    group: Any = None
-    group_rank: int = 0
-    group_size: int = 1
-    has_backward: bool = False
-    edges: Any = None
-    shared: Sequence[Shared] = ()
-    dw_builder: Any = None
-
-    def __init__(
-        self,
-        submodule: nn.Module,
-        stage_index: int,
-        num_stages: int,
-        device: torch.device | str,
-        group: Any = None,
-        dw_builder: Callable[[], Callable[..., None]] | None = None,
-    ) -> None:
-        if not 0 <= stage_index < num_stages:
-            raise UsageError(f"stage index {stage_index} is out of range of {num_stages} stages")
-        self.submod = submodule
-        self.stage_index = stage_index
-        self.num_stages = num_stages
-        self.device = torch.device(device)
-        self.group = group_of(group)
-        self.group_rank, self.group_size = seat(self.group)
-        if self.group_size > num_stages:
-            raise PlacementError(
-                f"{self.group_size} processes cannot run {num_stages} stages; each needs at least one"
-            )
-        self.dw_builder = dw_builder
-
-    def own(self) -> OwnStage:
-        """Penstock's stage.
-
-        Raises:
-            CallError: this stage has no module to run.
-        """
-        raise CallError(f"a {type(self).__name__} has nothing to run; make a PipelineStage")
-
-    def bind(self, perform: Perform | None) -> None:
-        """Say who carries out this stage's actions while a custom function runs."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the batch enters here."""
-        return self.stage_index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the loss is computed here."""
-        return self.stage_index == self.num_stages - 1
 
 
 class PipelineStage(StageBase):
@@ -109,7 +36,8 @@ class PipelineStage(StageBase):
         input_grads: examples of the gradients that go back.
         group: the process group of the pipeline, or a ``DeviceMesh`` with a dimension ``pp``; by default all
             processes.
-        dw_builder: not needed: the weights' half of backward is made by the stage's engine.
+        dw_builder: where some weights get their gradients by other means than autograd: it is called after
+            each microbatch's backward, and what it gives is called when the weights' half is due.
         get_mesh: ``(dimension names, layout) -> DeviceMesh``, for DTensors that arrive on meshes that this
             process has on none of its parameters.
 
@@ -129,7 +57,7 @@ class PipelineStage(StageBase):
         output_grads: Tensor | tuple[Tensor | None, ...] | None = None,
         input_grads: Tensor | tuple[Tensor | None, ...] | None = None,
         group: Any = None,
-        dw_builder: Callable[[], Callable[..., None]] | None = None,
+        dw_builder: Build | None = None,
         get_mesh: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
@@ -137,15 +65,31 @@ class PipelineStage(StageBase):
         if get_mesh is not None:
             let_cross([submodule], get_mesh)
         self._own: OwnStage | None = None
+        self._by_hand: ByHand | None = None
         self._perform: Perform | None = None
-        self.output_chunks: list[Any] = []
+        self._halves: set[int] = set()
+        self.fwd_cache: dict[int, tuple[Any, list[Tensor]]] = {}
+        self.bwd_cache: dict[int, tuple[Tensor | None, ...]] = {}
 
     def own(self) -> OwnStage:
         """Penstock's stage; it is made when first asked for."""
         if self._own is None or self._own.module is not self.submod:
-            self._own = OwnStage(self.submod, self.stage_index, self.num_stages, self.device)
+            place = (self.submod, self.stage_index, self.num_stages, self.device)
+            build = self.dw_builder
+            self._own = OwnStage(*place) if build is None else OwnWeights(*place, build=build)
             self.submod = self._own.module
         return self._own
+
+    def _hand(self) -> ByHand:
+        """The stage as it is driven by hand."""
+        own = self.own()
+        if self._by_hand is None or self._by_hand.own is not own:
+            wires = Wires(self.group, self.group_rank, self._rank_of, self.device)
+            self._by_hand = ByHand(own, wires, self.examples[1])
+        return self._by_hand
+
+    def _rank_of(self, stage: int) -> int:
+        return self.stage_index_to_group_rank[stage]
 
     def bind(self, perform: Perform | None) -> None:
         """Say who carries out this stage's actions while a custom function runs."""
@@ -160,12 +104,22 @@ class PipelineStage(StageBase):
         kwargs: Mapping[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Forward of a microbatch. Within a step its arguments come from the batch and the stages before."""
+        """Forward of a microbatch.
+
+        Args:
+            fwd_chunk_id: its index.
+            args: the first stage's arguments. To the others they come from the stage before: by the schedule
+                within a step, else by :meth:`get_fwd_recv_ops` or :meth:`set_local_fwd_input`.
+            kwargs: arguments by name.
+            save_forward_output: whether the last stage keeps what it gives in ``output_chunks``.
+        """
         if self._perform is not None:
             return self._perform(self._action(ComputationType.FORWARD, fwd_chunk_id))
-        output = self.own().forward(fwd_chunk_id, args, dict(kwargs or {}))
+        output = self._hand().forward(fwd_chunk_id, args, dict(kwargs or {}))
         if save_forward_output and self.is_last:
             self.output_chunks.append(output)
+        taken = flatten((tuple(args), dict(kwargs or {})))[0]
+        self.fwd_cache[fwd_chunk_id] = (_as_tuple(output), taken)
         return output
 
     def backward_one_chunk(
@@ -175,40 +129,141 @@ class PipelineStage(StageBase):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> Any:
-        """Backward of a microbatch, or its inputs' half. By hand it needs a step, or no gradient."""
+        """Backward of a microbatch, or its inputs' half; nothing where ``has_backward`` is false.
+
+        Args:
+            bwd_chunk_id: its index.
+            loss: where it starts, by hand on the last stage.
+            full_backward: whether it is both halves.
+            last_backward: by hand, whether it is the last of the step: gradients are then reduced over
+                replicas and shards.
+        """
         kind = ComputationType.FULL_BACKWARD if full_backward else ComputationType.BACKWARD_INPUT
-        return self._within_a_step(self._action(kind, bwd_chunk_id))
+        if self._perform is not None:
+            return self._perform(self._action(kind, bwd_chunk_id))
+        if not self.has_backward:
+            return None
+        self._check_chunk(bwd_chunk_id)
+        found = self._hand().backward(bwd_chunk_id, loss, full=full_backward)
+        self.fwd_cache.pop(bwd_chunk_id, None)
+        self.bwd_cache[bwd_chunk_id] = found
+        if not full_backward:
+            self._halves.add(bwd_chunk_id)
+        elif last_backward:
+            self._hand().finish()
+        return None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
-        """The weights' half of a microbatch's backward."""
-        return self._within_a_step(self._action(ComputationType.BACKWARD_WEIGHT, bwd_chunk_id))
+        """The weights' half of a microbatch's backward; arguments as :meth:`backward_one_chunk`."""
+        if self._perform is not None:
+            return self._perform(self._action(ComputationType.BACKWARD_WEIGHT, bwd_chunk_id))
+        if not self.has_backward:
+            return None
+        if bwd_chunk_id not in self._halves:
+            raise CallError(
+                f"stage {self.stage_index}: microbatch {bwd_chunk_id} has no half of a backward; "
+                "backward_one_chunk(..., full_backward=False) comes first"
+            )
+        self._halves.remove(bwd_chunk_id)
+        self._hand().weight(bwd_chunk_id)
+        if last_backward:
+            self._hand().finish()
+        return None
+
+    def perform_reduce_grad(self, grad_scale_factor: int = 1) -> None:
+        """By hand, after a step's last backward: reduce gradients over replicas or shards, and scale them."""
+        self._hand().finish()
+        self.scale_grads(grad_scale_factor)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide the gradients by a number."""
+        if grad_scale_factor == 1:
+            return
+        for parameter in self.submod.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(grad_scale_factor)
+
+    # ---- what travels, by hand
+
+    def agree(self, chunks: int, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Agree with the stages beside this one on what travels."""
+        self.chunks = chunks
+        return self._hand().prepare(chunks, args, dict(kwargs or {}), trains=self.has_backward)
+
+    def _prepare_forward_infra(
+        self,
+        num_microbatches: int,
+        args: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        has_backward: bool = False,
+    ) -> Any:
+        """As :meth:`agree`, for whoever sets ``has_backward`` here."""
+        self.has_backward = has_backward or self.has_backward
+        return self.agree(num_microbatches, args, kwargs)
+
+    def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
+        """Nothing: what comes back is known from what was given."""
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        """By hand: the receives of a microbatch's values."""
+        return self._hand().receives(fwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        """By hand: the sends of a microbatch's values."""
+        return self._hand().sends(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        """By hand: the receives of the values' gradients."""
+        return self._hand().receives_back(bwd_chunk_id) if self.has_backward else []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        """By hand: the sends of the gradients for the stage before."""
+        if not self.has_backward or self.is_first:
+            return []
+        self._check_chunk(bwd_chunk_id)
+        return self._hand().sends_back(self.bwd_cache.pop(bwd_chunk_id))
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Nothing: stages of one process hand over by themselves."""
+        """By hand: what the stage before gave, which is in this process. Within a step nothing."""
+        if self._perform is None:
+            self._hand().take(mb_index, prev_stage_outputs)
 
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Nothing: stages of one process hand over by themselves."""
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        """By hand: the gradients from the next stage, which is in this process. Within a step nothing."""
+        if self._perform is None:
+            self._hand().take_back(mb_index, next_stage_bwd_outputs)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
-        """Nothing: stages of one process hand over by themselves."""
-        return ()
+        """By hand: the gradients for the stage before, which is in this process. Within a step nothing."""
+        return self.bwd_cache.pop(mb_index) if self._perform is None else ()
 
     def clear_runtime_states(self) -> None:
         """Drop what microbatches have left here."""
-        self.output_chunks.clear()
+        for left in (self.output_chunks, self.fwd_cache, self.bwd_cache, self._halves):
+            left.clear()
         if self._own is not None and self._perform is None:
             self._own.clear()
+        if self._by_hand is not None:
+            self._by_hand.clear()
+
+    def _check_chunk(self, chunk_id: int) -> None:
+        if self.chunks is None:
+            raise CallError(
+                f"stage {self.stage_index} has no chunks yet; a step of a schedule sets them"
+            )
+        if not 0 <= chunk_id < self.chunks:
+            raise CallError(
+                f"stage {self.stage_index}: chunk {chunk_id} is out of range of {self.chunks} chunks"
+            )
 
     def _action(self, kind: ComputationType, microbatch: int) -> ActionTuple:
         return ActionTuple(self.stage_index, kind, microbatch)
 
-    def _within_a_step(self, action: ActionTuple) -> Any:
-        if self._perform is None:
-            raise CallError(
-                f"{action} runs within a step of a schedule; to drive a stage by hand take "
-                "penstock.PipelineStage"
-            )
-        return self._perform(action)
+
+def _as_tuple(output: Any) -> tuple[Any, ...]:
+    return tuple(output) if isinstance(output, tuple | list) else (output,)
 
 
 @dataclass(frozen=True)
@@ -250,3 +305,5 @@ def build_stage(
 
 
 _PipelineStageBase = StageBase
+
+__all__ = ["PipeInfo", "PipelineStage", "StageBase", "build_stage"]
