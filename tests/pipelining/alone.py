@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import csv
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -284,6 +286,26 @@ def body_files(p: Names, folder: Path) -> list[str]:
             actions = [p.schedules._Action.from_str(text) for text in row]
             assert [a for a in actions if a] == [a for a in made.pipeline_order[rank] if a]
     return shown
+
+
+def body_messages_come_back_from_files(p: Names, folder: Path) -> None:
+    def fresh() -> Any:
+        return p.schedules._PipelineScheduleRuntime([p.mock(2, 4), p.mock(2, 4)], 4)
+
+    for name in (
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ):
+        first, second, third = fresh(), fresh(), fresh()
+        first._prepare_schedule_with_comms(p.scheduled(name, 2, 2, 4).pipeline_order)
+        first._dump_csv(str(folder / name))
+        second._load_csv(str(folder / name), format="compute_comms")
+        third._prepare_schedule_with_comms(second.pipeline_order_with_comms, format="compute_comms")
+        assert first.pipeline_order_with_comms == second.pipeline_order_with_comms
+        assert second.pipeline_order_with_comms == third.pipeline_order_with_comms
 
 
 def body_formats(p: Names) -> None:
@@ -604,10 +626,18 @@ def body_models_that_cannot_be_traced(p: Names) -> None:
 # ---- one rank in a group of one
 
 
-def run_alone(p: Names, name: str) -> None:
-    """Steps of one stage on one rank, against the plain module."""
+@contextmanager
+def alone() -> Iterator[None]:
     dist.init_process_group(backend="fake", rank=0, world_size=1, store=FakeStore())
     try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run_alone(p: Names, name: str) -> None:
+    """Steps of one stage on one rank, against the plain module."""
+    with alone():
         torch.manual_seed(0)
         model, x, target = Mlp(), torch.randn(8, 8), torch.randn(8, 8)
         plain = copy.deepcopy(model)
@@ -626,8 +656,6 @@ def run_alone(p: Names, name: str) -> None:
         torch.testing.assert_close(output, plain(x))
         torch.testing.assert_close(torch.stack(losses).mean(), loss)
         check_gradients(model, plain)
-    finally:
-        dist.destroy_process_group()
 
 
 def check_gradients(model: nn.Module, plain: nn.Module) -> None:
@@ -643,8 +671,7 @@ BY_HAND = {
 
 def run_by_hand(p: Names, text: str) -> None:
     """A row of actions over two stages of one rank."""
-    dist.init_process_group(backend="fake", rank=0, world_size=1, store=FakeStore())
-    try:
+    with alone():
         torch.manual_seed(0)
         model, x, target = Layers(2), torch.randn(8, 8), torch.randn(8, 8)
         plain, loss_fn = copy.deepcopy(model), nn.MSELoss(reduction="sum")
@@ -663,14 +690,46 @@ def run_by_hand(p: Names, text: str) -> None:
         torch.testing.assert_close(output, plain(x))
         torch.testing.assert_close(sum(losses), loss)
         check_gradients(model, plain)
-    finally:
-        dist.destroy_process_group()
+
+
+def run_own_schedule(p: Names) -> list[Any]:
+    """A class of one's own that writes its rows as torch's classes do."""
+    s = p.schedules
+
+    class Own(s._PipelineScheduleRuntime):  # type: ignore[name-defined,misc]
+        def __init__(self, stages: Any, n_microbatches: int, loss_fn: Any = None) -> None:
+            self.pp_group_size = stages[0].group_size
+            super().__init__(stages=stages, n_microbatches=n_microbatches, loss_fn=loss_fn)
+            self.n_local_stages, self.rank = len(stages), stages[0].group_rank
+            self.pipeline_order: dict[int, list[Any]] = {}
+            for rank in range(self.pp_group_size):
+                self.pipeline_order[rank] = self._calculate_single_rank_operations(rank)
+            self._prepare_schedule_with_comms(self.pipeline_order)
+
+        def _calculate_single_rank_operations(self, rank: int) -> list[Any]:
+            count = self._n_microbatches
+            ahead = [s._Action(i, s.F, m) for i in range(2) for m in range(count)]
+            behind = [s._Action(i, s.B, m) for i in (1, 0) for m in range(count)]
+            return [*ahead, None, *behind]
+
+    with alone(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = Layers(2), torch.randn(8, 8)
+        stages = [p.PipelineStage(model.layers[i], i, 2, torch.device("cpu")) for i in range(2)]
+        schedule = Own(stages, 4, loss_fn=nn.MSELoss())
+        seen: list[str] = []
+        for kind in (s.UNSHARD, s.RESHARD):
+            schedule.register_custom_function(kind, lambda action, _: seen.append(str(action)))
+        found = schedule.step(x, target=x)
+        total = [p.grad.sum().item() for p in model.parameters() if p.grad is not None]
+        assert schedule.pipeline_order[0][8] is None
+        assert len(schedule.pipeline_order[0]) == 17
+        return [*seen, found.sum().item(), *total]
 
 
 def run_parts(p: Names) -> list[Any]:
     """A subclass that replaces what a step does besides running stages."""
-    dist.init_process_group(backend="fake", rank=0, world_size=1, store=FakeStore())
-    try:
+    with alone():
         torch.manual_seed(0)
 
         class Own(p.ScheduleGPipe):  # type: ignore[name-defined,misc]
@@ -693,8 +752,6 @@ def run_parts(p: Names) -> list[Any]:
         found = made.step(x, target=x, losses=losses)
         gradients = [p.grad.sum().item() for p in model.parameters() if p.grad is not None]
         return [found[0], found[1].sum().item(), *[loss.item() for loss in losses], *gradients]
-    finally:
-        dist.destroy_process_group()
 
 
 # ---- small things

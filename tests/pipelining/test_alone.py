@@ -11,10 +11,17 @@ import pytest
 from penstock.errors import UsageError
 from penstock.pipelining import _schedule_visualizer as visualizer
 from tests.pipelining import alone
-from tests.pipelining.alone import BY_HAND, Names, run_alone, run_by_hand, run_parts
+from tests.pipelining.alone import (
+    BY_HAND,
+    Names,
+    run_alone,
+    run_by_hand,
+    run_own_schedule,
+    run_parts,
+)
 
 BODIES = {name: body for name, body in vars(alone).items() if name.startswith("body_")}
-TO_FOLDER = {"body_traces", "body_files"}
+TO_FOLDER = {"body_traces", "body_files", "body_messages_come_back_from_files"}
 OF_TORCH = [
     r"ignore:.*fork\(\):DeprecationWarning",
     "ignore:.*deprecated.*",
@@ -50,6 +57,13 @@ def test_actions_by_hand_in_a_group_of_one(row: str, package: str) -> None:
 
 def test_parts_of_a_step_may_be_replaced() -> None:
     assert run_parts(Names("penstock")) == pytest.approx(run_parts(Names("torch")))
+
+
+def test_a_schedule_of_ones_own_with_custom_functions() -> None:
+    theirs = run_own_schedule(Names("torch"))
+    found = run_own_schedule(Names("penstock"))
+    assert found[:4] == theirs[:4] == ["0UNSHARD", "1UNSHARD", "1RESHARD", "0RESHARD"]
+    assert found[4:] == pytest.approx(theirs[4:])
 
 
 def test_drawings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,10 +24,13 @@ from penstock.pipelining.turns import count_steps
 from penstock.plan import prove
 from penstock.schedule import (
     Action,
+    Op,
     Schedule,
     build,
     compute_only,
     from_csv,
+    prefetch,
+    reduce_gradients,
     to_csv,
 )
 from penstock.schedule.action import WAIT_SEND_OPS, Entry
@@ -173,7 +176,13 @@ class PipelineSchedule(LoopParts):
             raise PlacementError(
                 f"{schedule.name} is for {schedule.microbatches} microbatches, not {self._n_microbatches}"
             )
-        self._schedule, self._order = schedule, None
+        self._schedule, self._order = self._with_ops_of_custom(schedule), None
+
+    def _with_ops_of_custom(self, schedule: Schedule) -> Schedule:
+        """A schedule with the gathering and the reductions that custom functions are there for."""
+        if not self._custom.keys().isdisjoint((Op.UNSHARD, Op.RESHARD)):
+            schedule = prefetch(schedule)
+        return reduce_gradients(schedule) if Op.REDUCE_GRAD in self._custom else schedule
 
     def _build(self) -> None:
         """Build the schedule that the class is named after."""
@@ -331,6 +340,8 @@ class PipelineSchedule(LoopParts):
         if name not in CUSTOM_OPS:
             raise UsageError(f"{name} cannot be replaced; {', '.join(sorted(CUSTOM_OPS))} can")
         self._custom[name] = custom_function
+        if self._schedule is not None:
+            self._schedule = self._with_ops_of_custom(self._schedule)
 
     def _assert_unsharded(self, stage: StageBase) -> None:
         """Nothing: a stage's parameters are gathered before its action runs."""

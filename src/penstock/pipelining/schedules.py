@@ -181,6 +181,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         if format == "compute_only":
             check_computes(actions)
         self._take(actions)
+        self._order = actions if format == "compute_only" else None
 
     _load_actions = _prepare_schedule_with_comms
 
