@@ -308,6 +308,22 @@ def body_messages_come_back_from_files(p: Names, folder: Path) -> None:
         assert second.pipeline_order_with_comms == third.pipeline_order_with_comms
 
 
+def body_written_rows_come_back(p: Names, folder: Path) -> None:
+    """The base of schedules with several stages writes what it reads: rows without messages."""
+    for chosen in (p.schedules.PipelineScheduleMulti, p.schedules._PipelineScheduleRuntime):
+        made = chosen([p.mock(2, 2)], 2)
+        made.pipeline_order = {0: p.row("0F0,0F1,,0B0,0B1"), 1: p.row(",1F0,1B0,1F1,1B1")}
+        made._validate_and_set_stage_mapping(actions=made.pipeline_order)
+        file = str(folder / chosen.__name__)
+        made._dump_csv(file) if chosen is p.schedules.PipelineScheduleMulti else made._dump_csv(
+            file, "compute_only"
+        )
+        again = chosen([p.mock(2, 2)], 2)
+        again._load_csv(file)
+        rows = [[str(a) for a in again.pipeline_order[rank] if a] for rank in range(2)]
+        assert rows == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+
+
 def body_formats(p: Names) -> None:
     runtime = p.schedules._PipelineScheduleRuntime([p.mock(1, 1)], 1)
     prepare = runtime._prepare_schedule_with_comms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ from tests.pipelining.alone import (
 )
 
 BODIES = {name: body for name, body in vars(alone).items() if name.startswith("body_")}
-TO_FOLDER = {"body_traces", "body_files", "body_messages_come_back_from_files"}
+TO_FOLDER = {
+    "body_traces",
+    "body_files",
+    "body_messages_come_back_from_files",
+    "body_written_rows_come_back",
+}
 OF_TORCH = [
     r"ignore:.*fork\(\):DeprecationWarning",
     "ignore:.*deprecated.*",
@@ -64,6 +70,44 @@ def test_a_schedule_of_ones_own_with_custom_functions() -> None:
     found = run_own_schedule(Names("penstock"))
     assert found[:4] == theirs[:4] == ["0UNSHARD", "1UNSHARD", "1RESHARD", "0RESHARD"]
     assert found[4:] == pytest.approx(theirs[4:])
+
+
+CALLED = {
+    "schedules": [
+        *("_add_reduce_grad", "_add_send_recv", "_add_unshard_reshard", "_batch_p2p"),
+        *("_defer_recv_ops", "_dump_chrometrace", "_format_pipeline_order", "_get_1f1b_rank_ops"),
+        *("_get_profiler_function_name", "_merge_bw", "_requires_reduce_grad", "_sorted_batch_p2p"),
+        *("_simulate_comms_compute", "_validate_schedule", "_wait_batch_p2p"),
+        *("get_schedule_class", "PipelineScheduleMulti", "PipelineScheduleSingle"),
+        *("Schedule1F1B", "ScheduleDualPipeV", "ScheduleGPipe", "ScheduleInterleaved1F1B"),
+        *("ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS", "ScheduleZBVZeroBubble"),
+    ],
+    "microbatch": [
+        *("_shard_dict_of_args", "_split_block_mask", "_split_tensor", "merge_chunks"),
+        *("split_args_kwargs_into_chunks", "TensorChunkSpec", "_CustomReducer"),
+    ],
+    "stage": ["PipelineStage", "build_stage"],
+    "_utils": ["flatten_args", "flatten_args_detach", "generate_stage_to_rank_mapping", "PipeInfo"],
+    "_IR": ["annotate_split_points", "get_submod_name", "pipeline", "LossWrapper"],
+    "_backward": [
+        *("stage_backward", "stage_backward_input", "stage_backward_weight"),
+        *("construct_reverse_graph", "get_param_groups", "reverse_closure"),
+    ],
+    "_schedule_visualizer": ["get_schedule_ops", "visualize_schedule", "add_schedule_op_spacing"],
+}
+"""What is called by others, by keywords too."""
+
+
+@pytest.mark.parametrize("module", CALLED)
+def test_parameters_have_torchs_names_and_places(module: str) -> None:
+    ours, theirs = (getattr(Names(package), module) for package in ("penstock", "torch"))
+    for name in CALLED[module]:
+        wanted = list(signature(getattr(theirs, name)).parameters.values())
+        found = list(signature(getattr(ours, name)).parameters.values())
+        assert [(p.name, p.kind) for p in found[: len(wanted)]] == [
+            (p.name, p.kind) for p in wanted
+        ]
+        assert all(p.default is not Parameter.empty for p in found[len(wanted) :])
 
 
 def test_drawings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

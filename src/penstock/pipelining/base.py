@@ -157,9 +157,10 @@ class PipelineSchedule(LoopParts):
         prove(made)
         self._adopt(made)
 
-    def _validate_and_set_stage_mapping(self, order: dict[int, list[ActionTuple | None]]) -> None:
-        check_order(order, self.pp_group_size, self._num_stages, self._n_microbatches)
-        self._take(order)
+    def _validate_and_set_stage_mapping(self, actions: dict[int, list[ActionTuple | None]]) -> None:
+        check_order(actions, self.pp_group_size, self._num_stages, self._n_microbatches)
+        self._take(actions)
+        self._order = actions
 
     def _adopt(self, schedule: Schedule) -> None:
         """Take a schedule, if the stages here are where it has them.
@@ -348,7 +349,7 @@ class PipelineSchedule(LoopParts):
 
     # ---- files
 
-    def _dump_csv(self, filename: Any, format: str = "compute_comms") -> None:
+    def _dump_csv(self, filename: Any, format: str = "compute_only") -> None:
         """Write the schedule, a row a rank.
 
         Args:

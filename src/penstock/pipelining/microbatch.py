@@ -185,20 +185,20 @@ def split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequ
 _split_tensor = split_tensor
 
 
-def split_mask(mask: BlockMask, num_chunks: int) -> list[BlockMask]:
+def split_mask(block_mask: BlockMask, num_chunks: int) -> list[BlockMask]:
     """A block mask in parts along the batch; one for all samples goes to every part.
 
     Raises:
         ChunkError: it has fewer samples than parts are wanted.
     """
-    batch = mask.kv_num_blocks.size(0)
+    batch = block_mask.kv_num_blocks.size(0)
     if batch == 1:
-        return [mask] * num_chunks
+        return [block_mask] * num_chunks
     if batch < num_chunks:
         raise ChunkError(f"a BlockMask of {batch} samples cannot be split into {num_chunks} chunks")
     starts = [len(part) for part in torch.arange(batch).tensor_split(num_chunks)]
     bounds = [0, *torch.tensor(starts).cumsum(0).tolist()]
-    return [_mask_slice(mask, a, b) for a, b in pairwise(bounds)]
+    return [_mask_slice(block_mask, a, b) for a, b in pairwise(bounds)]
 
 
 _split_block_mask = split_mask

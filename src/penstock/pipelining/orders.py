@@ -41,7 +41,7 @@ def schedule_on(order: Order, rank_of: Sequence[int], microbatches: int) -> Sche
 
 
 def check_order(
-    order: Order, pp_group_size: int, num_stages: int, num_microbatches: int
+    actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int
 ) -> dict[int, int]:
     """Prove that a step completes, without regard to messages.
 
@@ -51,10 +51,10 @@ def check_order(
     Raises:
         PlacementError: every reason why it does not.
     """
-    if len(order) != pp_group_size:
-        raise PlacementError(f"actions for {len(order)} ranks, but there are {pp_group_size}")
+    if len(actions) != pp_group_size:
+        raise PlacementError(f"actions for {len(actions)} ranks, but there are {pp_group_size}")
     try:
-        found = schedule_of(order, num_stages, num_microbatches)
+        found = schedule_of(actions, num_stages, num_microbatches)
         validate(found).raise_if_bad()
     except ValueError as error:
         raise PlacementError(str(error)) from error
@@ -89,19 +89,21 @@ def check_computes(order: Order) -> None:
                 )
 
 
-def merge_halves(row: Row) -> list[ActionTuple | None]:
+def merge_halves(compute_actions: Row) -> list[ActionTuple | None]:
     """Make each input backward and its weight backward right after it a full backward."""
-    return _passed(row, merge_backward)
+    return _passed(compute_actions, merge_backward)
 
 
-def add_unshards(row: Row, max_active_stages: int = 3) -> list[ActionTuple | None]:
+def add_unshards(compute_actions: Row, max_active_stages: int = 3) -> list[ActionTuple | None]:
     """Say when a rank's stages are gathered and freed, so many at a time."""
-    return _passed(row, lambda schedule: prefetch(schedule, unsharded=max_active_stages))
+    return _passed(
+        compute_actions, lambda schedule: prefetch(schedule, unsharded=max_active_stages)
+    )
 
 
-def add_reductions(row: Row, n_microbatches: int) -> list[ActionTuple | None]:
+def add_reductions(actions: Row, n_microbatches: int) -> list[ActionTuple | None]:
     """Say when a rank's stages reduce their gradients: after their last microbatch."""
-    return _passed(row, reduce_gradients)
+    return _passed(actions, reduce_gradients)
 
 
 def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTuple | None]:
@@ -130,16 +132,17 @@ def microbatches_of(order: Order) -> int:
     return max(found, default=0) + 1
 
 
-def format_order(order: Order, error_step_number: int | None = None) -> str:
+def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
     """The actions as a table: a column a rank, a row a step.
 
     Args:
-        order: each rank's actions, by rank.
+        pipeline_order: each rank's actions, by rank.
         error_step_number: a row to point at.
     """
-    ranks = sorted(order)
+    ranks = sorted(pipeline_order)
     columns = [
-        [f"Rank {rank}", *("" if a is None else str(a) for a in order[rank])] for rank in ranks
+        [f"Rank {rank}", *("" if a is None else str(a) for a in pipeline_order[rank])]
+        for rank in ranks
     ]
     rows = list(zip_longest(*columns, fillvalue=""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -14,6 +14,7 @@ from penstock.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
     split_args_kwargs_into_chunks,
+    split_tensor,
 )
 from penstock.pipelining.orders import (
     add_reductions,
@@ -81,6 +82,7 @@ F, I, W, B = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD  # noqa: E7
 
 _Action = ActionTuple
 _ComputationType = ComputationType
+_TARGET_CHUNK_SPEC = TensorChunkSpec(0)
 _CustomFunctionProtocol = Custom
 _PipelineContext = PipelineContext
 _PipelineSchedule = PipelineSchedule
@@ -98,6 +100,7 @@ _get_1f1b_rank_ops = interleaved_row
 _get_profiler_function_name = span_name
 _get_warmup_ops = warm_up
 _requires_reduce_grad = completes_weights
+_split_tensor = split_tensor
 _validate_schedule = check_order
 _wait_batch_p2p = wait_all
 _batch_p2p = start
@@ -188,6 +191,10 @@ class PipelineScheduleMulti(PipelineSchedule):
 
 class ScheduleRuntime(PipelineScheduleMulti):
     """Any schedule: load its actions with ``_load_csv`` before the first step."""
+
+    def _dump_csv(self, filename: Any, format: str = "compute_comms") -> None:
+        """Write the schedule, a row a rank; here with its messages, if not told otherwise."""
+        super()._dump_csv(filename, format)
 
 
 _PipelineScheduleRuntime = ScheduleRuntime

@@ -18,25 +18,27 @@ Rows = dict[int, list[ActionTuple | None]]
 Waiting = dict[int, deque[ActionTuple | None]]
 
 
-def add_messages(order: Order, stage_to_rank: Callable[[int], int], num_stages: int) -> Rows:
+def add_messages(
+    compute_actions: Order, stage_to_rank: Callable[[int], int], num_stages: int
+) -> Rows:
     """Add every send and receive.
 
     The ranks take turns: in its turn a rank does its next entry if it can, and an idle one is passed over. A
     send follows what makes its value, and the receiver posts its receive at that moment.
 
     Args:
-        order: each rank's actions, by rank.
+        compute_actions: each rank's actions, by rank.
         stage_to_rank: the rank of a stage.
         num_stages: how many stages there are.
 
     Raises:
         PlacementError: an action whose values no action before it makes.
     """
-    found = _schedule(order, stage_to_rank, num_stages)
+    found = _schedule(compute_actions, stage_to_rank, num_stages)
     if found.communicates:
-        return {rank: [action for action in row if action] for rank, row in order.items()}
-    posting = _Posting(order, found)
-    waiting: Waiting = {rank: deque(order[rank]) for rank in sorted(order) if order[rank]}
+        return {rank: [action for action in row if action] for rank, row in compute_actions.items()}
+    posting = _Posting(compute_actions, found)
+    waiting: Waiting = {rank: deque(row) for rank, row in sorted(compute_actions.items()) if row}
     while waiting:
         moved = [rank for rank, row in waiting.items() if posting.takes(rank, row[0])]
         if not moved:
@@ -104,19 +106,19 @@ class _Posting:
         self._done |= {send, receive}
 
 
-def defer_receives(order: Order, stage_to_rank: Callable[[int], int]) -> Rows:
+def defer_receives(actions: Order, stage_to_rank: Callable[[int], int]) -> Rows:
     """Move each receive to where it is needed: ahead of its user.
 
     Of two ranks, the lower one posts its receives from the other before it sends there.
 
     Args:
-        order: each rank's actions with their messages, by rank.
+        actions: each rank's actions with their messages, by rank.
         stage_to_rank: the rank of a stage.
 
     Raises:
         PlacementError: a receive that nothing needs.
     """
-    return {rank: list(_deferred(rank, row, stage_to_rank)) for rank, row in order.items()}
+    return {rank: list(_deferred(rank, row, stage_to_rank)) for rank, row in actions.items()}
 
 
 def _deferred(rank: int, row: Row, rank_of: Callable[[int], int]) -> Iterator[ActionTuple | None]:
@@ -151,21 +153,23 @@ def _is_due(held: Action, part: Action, rank: int, rank_of: Callable[[int], int]
     )
 
 
-def count_steps(order: Order, stage_to_rank: Callable[[int], int], num_stages: int) -> Rows:
+def count_steps(
+    pipeline_order: Order, stage_to_rank: Callable[[int], int], num_stages: int
+) -> Rows:
     """Each rank's actions by step, ``None`` where it idles: a dry run in which every action takes one step.
 
     An action may run in the step of what it needs where that rank's turn came before; ranks that found
     nothing to do have a second turn. For times take ``penstock.schedule.simulate``.
 
     Args:
-        order: each rank's actions with their messages, by rank.
+        pipeline_order: each rank's actions with their messages, by rank.
         stage_to_rank: the rank of a stage.
         num_stages: how many stages there are.
 
     Raises:
         PlacementError: it never ends.
     """
-    steps = _Steps(order, _schedule(order, stage_to_rank, num_stages))
+    steps = _Steps(pipeline_order, _schedule(pipeline_order, stage_to_rank, num_stages))
     while steps.waiting:
         steps.take()
     return steps.rows
@@ -214,12 +218,12 @@ class _Steps:
         self.waiting = {rank: row for rank, row in self.waiting.items() if row}
 
 
-def write_trace(order: Order, filename: str | Path) -> None:
+def write_trace(schedule: Order, filename: str | Path) -> None:
     """Write actions by step as a Chrome trace: a process a rank, a step a microsecond."""
     events = [
         _event(rank, step, action)
-        for rank in sorted(order)
-        for step, action in enumerate(order[rank])
+        for rank in sorted(schedule)
+        for step, action in enumerate(schedule[rank])
         if action is not None
     ]
     Path(filename).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")

@@ -60,12 +60,12 @@ class Wires:
         return ValueSpec.from_json(json.loads(bytes(data.tolist()).decode()))
 
 
-def start(operations: Sequence[P2POp], desc: str | None = None) -> list[Any]:
+def start(p2p_ops: Sequence[P2POp], desc: str | None = None) -> list[Any]:
     """Start sends and receives; what to wait for."""
-    return dist.batch_isend_irecv(list(operations)) if operations else []
+    return dist.batch_isend_irecv(list(p2p_ops)) if p2p_ops else []
 
 
-def start_by_peer(operations: Sequence[P2POp], desc: str | None = None) -> dict[int, list[Any]]:
+def start_by_peer(p2p_ops: Sequence[P2POp], desc: str | None = None) -> dict[int, list[Any]]:
     """Start them peer by peer, in the order of the peers; what to wait for, by peer."""
-    peers = sorted({operation.peer for operation in operations})
-    return {peer: start([one for one in operations if one.peer == peer]) for peer in peers}
+    peers = sorted({operation.peer for operation in p2p_ops})
+    return {peer: start([one for one in p2p_ops if one.peer == peer]) for peer in peers}
