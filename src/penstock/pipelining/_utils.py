@@ -1,4 +1,4 @@
-"""Where stages are, and arguments as lists, under torch's names."""
+"""Where stages are, what tensors are, and arguments as lists, under torch's names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from torch import Tensor
 # As in ``microbatch``: types that users register as trees.
 from torch.utils import _pytree as pytree
 
+from penstock.pipelining.metadata import ShardedMeta as _DTensorMeta
+from penstock.pipelining.metadata import TensorMeta as _TensorMeta
+from penstock.pipelining.metadata import (
+    extract_tensor_meta,
+    extract_tensor_metas,
+    to_local_if_dtensor,
+    validate_and_normalize_to_tuple,
+    validate_metadata,
+    validate_static_arg_grad_correspondence,
+    validate_tensors_metadata,
+)
 from penstock.pipelining.orders import rank_to_stages as generate_rank_to_stage_mapping
 from penstock.pipelining.orders import stage_to_rank as generate_stage_to_rank_mapping
 from penstock.pipelining.refusals import PipeliningMetadataError
@@ -17,11 +28,21 @@ from penstock.pipelining.stage import PipeInfo
 __all__ = [
     "PipeInfo",
     "PipeliningMetadataError",
+    "TensorMeta",
+    "extract_tensor_meta",
+    "extract_tensor_metas",
     "flatten_args",
     "flatten_args_detach",
     "generate_rank_to_stage_mapping",
     "generate_stage_to_rank_mapping",
+    "to_local_if_dtensor",
+    "validate_and_normalize_to_tuple",
+    "validate_metadata",
+    "validate_static_arg_grad_correspondence",
+    "validate_tensors_metadata",
 ]
+
+TensorMeta = _TensorMeta | _DTensorMeta
 
 
 def flatten_args(args: Any, *, detach: bool = False) -> Any:

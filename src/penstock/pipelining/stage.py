@@ -13,6 +13,7 @@ from penstock.parallel import let_cross
 from penstock.partition import Shared
 from penstock.pipelining.actions import ActionTuple, ComputationType
 from penstock.pipelining.byhand import ByHand
+from penstock.pipelining.metadata import validate_and_normalize_to_tuple
 from penstock.pipelining.refusals import CallError
 from penstock.pipelining.stagebase import Perform, StageBase
 from penstock.pipelining.weighing import Build, OwnWeights
@@ -62,6 +63,8 @@ class PipelineStage(StageBase):
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
         self.examples = (input_args, output_args, input_grads, output_grads)
+        for place, given in enumerate(self.examples):
+            validate_and_normalize_to_tuple(given, allow_none=place > 1)
         if get_mesh is not None:
             let_cross([submodule], get_mesh)
         self._own: OwnStage | None = None
