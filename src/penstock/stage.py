@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,9 @@ class PipelineStage:
     Raises:
         UsageError: the index is not below the count, or there is no such engine or option.
     """
+
+    spread: ClassVar[tuple[type, ...]] = (tuple,)
+    """The types of :attr:`spreads`, unless the module spreads nothing."""
 
     def __init__(
         self,
@@ -113,9 +116,9 @@ class PipelineStage:
         return getattr(self.module, "describe", None) if self.wired else None
 
     @property
-    def spreads(self) -> bool:
-        """Whether a tuple that another stage gives becomes several arguments of the module."""
-        return bool(getattr(self.module, "spreads", True))
+    def spreads(self) -> tuple[type, ...]:
+        """The types of which a value that another stage gives becomes several arguments of the module."""
+        return self.spread if getattr(self.module, "spreads", True) else ()
 
     @property
     def is_first(self) -> bool:

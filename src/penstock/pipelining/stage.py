@@ -16,7 +16,7 @@ from penstock.pipelining.byhand import ByHand
 from penstock.pipelining.metadata import validate_and_normalize_to_tuple
 from penstock.pipelining.refusals import CallError
 from penstock.pipelining.stagebase import Perform, StageBase
-from penstock.pipelining.weighing import Build, OwnWeights
+from penstock.pipelining.weighing import Build, HeldStage, OwnWeights
 from penstock.pipelining.wires import P2POp, Wires
 from penstock.specs import flatten
 from penstock.stage import PipelineStage as OwnStage
@@ -79,7 +79,7 @@ class PipelineStage(StageBase):
         if self._own is None or self._own.module is not self.submod:
             place = (self.submod, self.stage_index, self.num_stages, self.device)
             build = self.dw_builder
-            self._own = OwnStage(*place) if build is None else OwnWeights(*place, build=build)
+            self._own = HeldStage(*place) if build is None else OwnWeights(*place, build=build)
             self.submod = self._own.module
         return self._own
 

@@ -1,4 +1,4 @@
-"""A stage whose weights' half of backward is done by functions of the user."""
+"""Penstock's stage as this face needs it, and one whose weights' half of backward is the user's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from penstock.stage import Gradients, PipelineStage
 Build = Callable[[], Callable[[], object]]
 
 
-class OwnWeights(PipelineStage):
+class HeldStage(PipelineStage):
+    """A list between stages becomes several arguments too."""
+
+    spread = (tuple, list)
+
+
+class OwnWeights(HeldStage):
     """Autograd does all that it knows in the inputs' half; the rest is the user's.
 
     Args:

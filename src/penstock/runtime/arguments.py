@@ -73,16 +73,18 @@ class Inputs:
         return () if taken else part.args, {name: part.kwargs[name] for name in names}
 
 
-def as_arguments(taken: Sequence[Edge], values: Mapping[str, Any], *, spread: bool = True) -> Call:
+def as_arguments(
+    taken: Sequence[Edge], values: Mapping[str, Any], *, spread: Sequence[type] = (tuple,)
+) -> Call:
     """The arguments of a plain stage that uses these values.
 
-    One value is passed by position, a plain tuple as several arguments where ``spread`` says so; several
-    values are passed by name.
+    One value is passed by position, one of a type in ``spread`` as several arguments; several values are
+    passed by name.
     """
     if len(taken) > 1:
         return (), {edge.value: values[edge.value] for edge in taken}
     value = values[taken[0].value]
-    return (value if spread and type(value) is tuple else (value,)), {}
+    return (tuple(value) if type(value) in spread else (value,)), {}
 
 
 def chosen(given: Sequence[Edge], output: Any, *, wired: bool = False) -> list[Any]:
