@@ -5,6 +5,7 @@ The processes are forked from one that has imported everything, so that a job ta
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -171,6 +172,8 @@ def _main(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
     os.dup2(out.fileno(), 1)
     os.dup2(out.fileno(), 2)
     sys.stdout = sys.stderr = out
+    # Where it hangs, if it does.
+    faulthandler.dump_traceback_later(LIMIT - 10.0)
     torch.set_num_threads(1)
     if case.get("apart"):
         # As if each rank had a machine of its own: no folder, no look at processes.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from penstock.errors import PenstockError, UsageError
 from penstock.testing import WorkerPool
 from penstock.transport import ProcessGroupTransport, connect, launched
+from penstock.transport.connections import break_off, connect_all
 
 CPU = torch.device("cpu")
 
@@ -91,3 +94,21 @@ def test_a_process_outside_the_group_is_told(workers: WorkerPool) -> None:
     found = workers.run(f"{__name__}:join_a_group_of_others", 4, 30.0)
     assert found[:2] == ["0", "1"]
     assert all("not in the group" in text for text in found[2:])
+
+
+def wake(group: Any) -> str:
+    """A worker's task: the first rank goes, the second is silent, the last breaks off its wait."""
+    made = connect_all(group, CPU, timedelta(seconds=30))
+    if group.rank() == 0:
+        return "gone"
+    if group.rank() == 2:
+        with pytest.raises(RuntimeError):
+            made.recv([torch.zeros(1)], 0, 1).wait()
+        threading.Timer(0.2, break_off, [made]).start()
+    with pytest.raises(RuntimeError):
+        made.recv([torch.zeros(1)], 3 - group.rank(), 1).wait()
+    return "woken"
+
+
+def test_a_wait_is_broken_off_whoever_has_gone(workers: WorkerPool) -> None:
+    assert workers.run(f"{__name__}:wake", 3, 20.0) == ["gone", "woken", "woken"]

@@ -28,6 +28,10 @@ _BEATS = 2
 """A heartbeat every so many ticks."""
 _LOOKS = 20
 """A look for stragglers every so many ticks."""
+AGAIN = 1.0
+"""Seconds between two cuts."""
+LAST = 10.0
+"""Seconds after the first cut until a rank that still waits is ended."""
 GRACE = 1.0
 """Seconds that ranks have to find what all must find, or to give their stacks."""
 
@@ -35,18 +39,18 @@ logger = logging.getLogger("penstock")
 
 
 class Wires:
-    """This rank's wires, which are cut once."""
+    """This rank's wires. They are cut again as long as they have to be: a first cut may miss one in use."""
 
     def __init__(self, cut: Callable[[], None]) -> None:
         self._cut = cut
         self._lock = threading.Lock()
-        self._done = False
+        self._last: float | None = None
 
     def cut(self) -> None:
         """Break them, so that a wait on them ends on this rank and at the other ends."""
         with self._lock:
-            if not self._done:
-                self._done = True
+            if self._last is None or monotonic() - self._last >= AGAIN:
+                self._last = monotonic()
                 self._cut()
 
 
@@ -83,6 +87,8 @@ class Monitor:
         self._ticks = 0
         self._heard: float | None = None
         self._told = False
+        self._alone = False
+        self._broken: tuple[float, int] | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock watch", daemon=True)
 
@@ -100,16 +106,28 @@ class Monitor:
 
     def _run(self) -> None:
         while not self._ending.wait(TICK):
+            if self._alone:
+                self._cut()
+                continue
             try:
                 self._tick()
             except BoardLostError:
-                self._cut()
-                return
+                self._alone = True
 
     def _cut(self) -> None:
-        """Break the connections, unless this rank is done with them: others may use them by now."""
-        if not self._ending.is_set():
-            self._wires.cut()
+        """Break the connections, unless this rank is done with them, until it waits no more."""
+        if self._ending.is_set() or self.stopped:
+            return
+        self._wires.cut()
+        now, progress = monotonic(), self._activity.progress
+        if self._broken is None or self._broken[1] != progress or self._activity.waiting is None:
+            self._broken = (now, progress)
+        elif now - self._broken[0] > LAST:
+            self._end_process(
+                f"rank {self._activity.rank} ends itself: its connections are broken, but a wait on them "
+                "does not end",
+                TEMPORARY,
+            )
 
     def _tick(self) -> None:
         self._ticks += 1

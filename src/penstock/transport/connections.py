@@ -62,8 +62,11 @@ def _agree_on_name(parent: dist.ProcessGroup, device: torch.device) -> int:
 
 
 def break_off(group: Any) -> None:
-    """Close the connections of a gloo group: a receive that is not served in time does that to all."""
-    if group.size() > 1:
-        with suppress(RuntimeError):
-            work = group.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), NOBODY)
-            work.wait(timedelta(milliseconds=1))
+    """Close the connections of a gloo group: a receive that is not served in time does that to all.
+
+    From whom does not matter, unless that one is gone: then the receive is refused, and closes nothing.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.zeros(1)], peer, NOBODY).wait(timedelta(milliseconds=1))

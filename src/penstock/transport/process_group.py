@@ -104,6 +104,7 @@ class ProcessGroupTransport(Transport):
         self._control = connect_all(parent, meets_on, timedelta(seconds=timeout))
         self._wires: dict[Channel, Wire] = {}
         self._leaving: set[Departure] = set()
+        self._aborted: set[Any] = set()
         self._closed = False
 
     def open(self, channels: Iterable[Channel]) -> None:
@@ -180,7 +181,9 @@ class ProcessGroupTransport(Transport):
     def cut(self) -> None:
         """Break all connections, from whichever thread; a wait on them ends at once, also at their ends."""
         for group in {wire.group for wire in self._wires.values()} - {self._control}:
-            group.abort()
+            if group not in self._aborted:
+                self._aborted.add(group)
+                group.abort()
         break_off(self._control)
 
     @property
