@@ -167,7 +167,7 @@ def _pieces(value: Any, spec: Any, count: int) -> Sequence[Any]:
 
 
 def split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequence[Tensor]:
-    """A tensor in parts whose sizes differ by at most one.
+    """A tensor in parts whose sizes differ by at most one; parts of a leaf keep the gradients they get.
 
     Raises:
         ChunkError: it has fewer slices than parts are wanted.
@@ -177,9 +177,12 @@ def split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequ
             f"a tensor of shape {list(tensor.shape)} cannot be split into {num_chunks} chunks along "
             f"dimension {spec.split_dim}"
         )
-    if is_sharded(tensor):
-        return split_sharded(tensor, num_chunks, spec.split_dim)
-    return torch.tensor_split(tensor, num_chunks, spec.split_dim)
+    split = split_sharded if is_sharded(tensor) else torch.tensor_split
+    parts: Sequence[Tensor] = split(tensor, num_chunks, spec.split_dim)
+    for part in parts:
+        if tensor.is_leaf and part.requires_grad:
+            part.retain_grad()
+    return parts
 
 
 _split_tensor = split_tensor

@@ -150,6 +150,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         self._requires_autograd = backward_requires_autograd
         # Receives are posted right before what waits for them already.
         self._defer_pp_recv = defer_pp_recv
+        self.n_local_stages = len(self._stages)
         self._build()
         self._check_held()
 
@@ -258,7 +259,16 @@ class _Named(ScheduleRuntime):
         )
 
 
-class ScheduleInterleaved1F1B(_Named):
+class _InRounds(_Named):
+    """A schedule whose microbatches go in rounds of the ranks."""
+
+    def _build(self) -> None:
+        self.number_of_rounds = _rounds(self._n_microbatches, self.pp_group_size)
+        self.microbatches_per_round = self._n_microbatches // self.number_of_rounds
+        super()._build()
+
+
+class ScheduleInterleaved1F1B(_InRounds):
     """1F1B over several stages a rank (arXiv:2104.04473).
 
     Raises:
@@ -267,12 +277,8 @@ class ScheduleInterleaved1F1B(_Named):
 
     recipe = "Interleaved1F1B"
 
-    def _build(self) -> None:
-        _check_rounds(self._n_microbatches, self.pp_group_size)
-        super()._build()
 
-
-class ScheduleInterleavedZeroBubble(_Named):
+class ScheduleInterleavedZeroBubble(_InRounds):
     """Interleaved 1F1B with backward in halves (arXiv:2401.10241).
 
     Raises:
@@ -281,18 +287,15 @@ class ScheduleInterleavedZeroBubble(_Named):
 
     recipe = "InterleavedZeroBubble"
 
-    def _build(self) -> None:
-        _check_rounds(self._n_microbatches, self.pp_group_size)
-        super()._build()
 
-
-def _check_rounds(microbatches: int, ranks: int) -> None:
+def _rounds(microbatches: int, ranks: int) -> int:
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
         raise UsageError(
             f"{microbatches} microbatches do not come out even in {rounds} rounds; take a multiple of the "
             f"number of rounds, such as {rounds * ranks}"
         )
+    return rounds
 
 
 class ScheduleZBVZeroBubble(_Named):

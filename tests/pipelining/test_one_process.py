@@ -11,34 +11,32 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.pipelining import _schedule_visualizer as visualizer
-from tests.pipelining import alone
-from tests.pipelining.alone import (
+from tests.pipelining.one_process import halves, orders, pipes, rows, tensors
+from tests.pipelining.one_process.common import Names
+from tests.pipelining.one_process.steps import (
     BY_HAND,
-    Names,
     run_alone,
     run_by_hand,
     run_own_schedule,
     run_parts,
 )
 
-BODIES = {name: body for name, body in vars(alone).items() if name.startswith("body_")}
-TO_FOLDER = {
-    "body_traces",
-    "body_files",
-    "body_messages_come_back_from_files",
-    "body_written_rows_come_back",
+BODIES = {
+    name: body
+    for module in (rows, orders, halves, pipes, tensors)
+    for name, body in vars(module).items()
+    if name.startswith("body_")
 }
-OF_TORCH = [
-    r"ignore:.*fork\(\):DeprecationWarning",
-    "ignore:.*deprecated.*",
-]
-pytestmark = [pytest.mark.filterwarnings(each) for each in OF_TORCH]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning")
+"""torch's own tracing."""
 
 
 def perform(name: str, package: str, folder: Path) -> Any:
     body: Callable[..., Any] = BODIES[name]
     names = Names(package)
-    return body(names, folder) if name in TO_FOLDER else body(names)
+    return body(names, folder) if "folder" in signature(body).parameters else body(names)
 
 
 @pytest.mark.parametrize("name", sorted(BODIES))

@@ -1,0 +1,150 @@
+"""Schedules in files, and rows that others ask for."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.pipelining.one_process.common import Names, refused, texts
+
+
+def body_traces(p: Names, folder: Path) -> None:
+    steps = {0: p.row("0F0,0SEND_F0,,0B0"), 1: p.row(",1RECV_F0,1F0,1B0")}
+    file = folder / "trace.json"
+    p.schedules._dump_chrometrace(steps, str(file))
+    events = json.loads(file.read_text())["traceEvents"]
+    assert len(events) == 6
+    assert {e["name"]: (e["ph"], e["pid"], e["ts"], e["dur"], e["cat"]) for e in events} == {
+        "0F0": ("X", 0, 0, 1, "computation"),
+        "0SEND_F0": ("X", 0, 1, 1, "communication"),
+        "0B0": ("X", 0, 3, 1, "computation"),
+        "1RECV_F0": ("X", 1, 1, 1, "communication"),
+        "1F0": ("X", 1, 2, 1, "computation"),
+        "1B0": ("X", 1, 3, 1, "computation"),
+    }
+
+
+def body_files(p: Names, folder: Path) -> list[str]:
+    """What one schedule writes, the runtime reads."""
+    made = p.scheduled("Interleaved1F1B", 2, 2, 4)
+    shown = []
+    for format in ("compute_only", "compute_comms"):
+        file = folder / f"{format}.csv"
+        if format == "compute_comms":
+            made._prepare_schedule_with_comms(made.pipeline_order)
+        made._dump_csv(str(file), format)
+        runtime = p.schedules._PipelineScheduleRuntime([p.mock(2, 4), p.mock(2, 4)], 4)
+        runtime._load_csv(str(file), format)
+        assert runtime.stage_index_to_group_rank == {0: 0, 1: 1, 2: 0, 3: 1}
+        order = runtime.pipeline_order_with_comms
+        work = [[a for a in order[r] if a is not None and a.is_compute_op] for r in range(2)]
+        shown += [" ".join(texts(row)) for row in work]
+    with (folder / "compute_only.csv").open(newline="") as read:
+        for rank, row in enumerate(csv.reader(read)):
+            actions = [p.schedules._Action.from_str(text) for text in row]
+            assert [a for a in actions if a] == [a for a in made.pipeline_order[rank] if a]
+    return shown
+
+
+def body_messages_come_back_from_files(p: Names, folder: Path) -> None:
+    def fresh() -> Any:
+        return p.schedules._PipelineScheduleRuntime([p.mock(2, 4), p.mock(2, 4)], 4)
+
+    for name in (
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ):
+        first, second, third = fresh(), fresh(), fresh()
+        first._prepare_schedule_with_comms(p.scheduled(name, 2, 2, 4).pipeline_order)
+        first._dump_csv(str(folder / name))
+        second._load_csv(str(folder / name), format="compute_comms")
+        third._prepare_schedule_with_comms(second.pipeline_order_with_comms, format="compute_comms")
+        assert first.pipeline_order_with_comms == second.pipeline_order_with_comms
+        assert second.pipeline_order_with_comms == third.pipeline_order_with_comms
+
+
+def body_written_rows_come_back(p: Names, folder: Path) -> None:
+    """The base of schedules with several stages writes what it reads: rows without messages."""
+    for chosen in (p.schedules.PipelineScheduleMulti, p.schedules._PipelineScheduleRuntime):
+        made = chosen([p.mock(2, 2)], 2)
+        made.pipeline_order = {0: p.row("0F0,0F1,,0B0,0B1"), 1: p.row(",1F0,1B0,1F1,1B1")}
+        made._validate_and_set_stage_mapping(actions=made.pipeline_order)
+        file = str(folder / chosen.__name__)
+        made._dump_csv(file) if chosen is p.schedules.PipelineScheduleMulti else made._dump_csv(
+            file, "compute_only"
+        )
+        again = chosen([p.mock(2, 2)], 2)
+        again._load_csv(file)
+        rows = [[str(a) for a in again.pipeline_order[rank] if a] for rank in range(2)]
+        assert rows == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+
+
+def body_formats(p: Names) -> None:
+    runtime = p.schedules._PipelineScheduleRuntime([p.mock(1, 1)], 1)
+    prepare = runtime._prepare_schedule_with_comms
+    refused(ValueError, lambda: prepare({0: p.row("0F0,0UNSHARD,0B0")}))
+    refused(NotImplementedError, lambda: prepare({0: p.row("0F0,0B0")}, format="other"))
+    prepare({0: p.row("0F0,,0B0")})
+    assert [str(a) for a in runtime.pipeline_order_with_comms[0] if a.is_compute_op] == [
+        "0F0",
+        "0B0",
+    ]
+
+
+def body_single_schedules_have_an_order(p: Names) -> list[list[str]]:
+    # Not 1F1B: what torch 2.13 gives for its last rank begins at microbatch 1.
+    order = p.ScheduleGPipe(p.mock(4, 4), 4)._get_pipeline_order()
+    rows = [[a for a in order[rank] if a is not None and a.is_compute_op] for rank in range(4)]
+    return [texts(row) for row in rows]
+
+
+def body_rows_of_schedules(p: Names) -> list[list[str]]:
+    v, shown = p._schedule_visualizer, []
+    for name in ("Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"):
+        for options in ({}, {"with_comms": True}, {"with_comms": True, "defer_pp_recv": True}):
+            rows = v.get_schedule_ops(name, 2, 8, **options)
+            shown += [[text for text in texts(row) if text] for row in rows]
+    rows = v.get_schedule_ops(p.ScheduleGPipe, 2, 4)
+    assert [str(a) for a in rows[1] if a][:4] == ["1F0", "1F1", "1F2", "1F3"]
+    refused(ValueError, lambda: v.get_schedule_ops("GPipe", 2, 4, None, True, True))
+    refused(AssertionError, lambda: v.get_schedule_ops("GPipe", 2, 4, 2))
+    refused(AssertionError, lambda: v.get_schedule_ops("LoopedBFS", 2, 4, 1))
+    assert v.OpKey(1, p.schedules.F, 2).stage_index == 1
+    return shown
+
+
+def body_idle_steps_are_put_in(p: Names) -> None:
+    spaced = p._schedule_visualizer.add_schedule_op_spacing
+    rows = spaced([p.row("0F0,0F1,0B0,0B1"), p.row("1F0,1B0,1F1,1B1")])
+    wanted = ["0F0,0F1,,,0B0,,0B1", ",1F0,1B0,1F1,1B1"]
+    assert [",".join(texts(row)).rstrip(",") for row in rows] == wanted
+    halves = spaced([p.row("0F0,0I0,0W0"), p.row("1F0,1I0,1W0")])
+    assert [",".join(texts(row)).rstrip(",") for row in halves] == ["0F0,,,0I0,0W0", ",1F0,1I0,1W0"]
+
+
+def body_interleaved_rows_by_hand(p: Names) -> list[list[str]]:
+    """As a schedule of one's own would call it: 2 ranks, 2 stages each, 4 microbatches."""
+    s, shown = p.schedules, []
+    for rank in range(2):
+        for halves in (False, True):
+            warm = s._get_warmup_ops(rank, 2, 2, 2, 4, 1 if halves else 2)
+            both = 8 - warm
+            row = s._get_1f1b_rank_ops(
+                2,
+                2,
+                warm,
+                both,
+                warm,
+                rank,
+                lambda step, rank=rank: step // 2 % 2 * 2 + rank,
+                lambda step, rank=rank, warm=warm: (1 - (step - warm) // 2 % 2) * 2 + rank,
+                num_1f1b_microbatches=rank,
+                enable_zero_bubble=halves,
+            )
+            shown.append(texts(row))
+    return shown

@@ -1,0 +1,170 @@
+"""Schedules as rows of actions, as tests of torch's passes are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.pipelining.one_process.common import Names, line, refused, texts
+
+
+def body_classes(p: Names) -> None:
+    s = p.schedules
+    for name in ("1f1b", "INTERLEAVED1F1B", "gpipe", "LoopedBFS", "PipelineScheduleSingle"):
+        assert issubclass(s.get_schedule_class(name), s._PipelineSchedule)
+    for chosen in (p.ScheduleGPipe, p.Schedule1F1B, s._ScheduleForwardOnly):
+        assert issubclass(chosen, s.PipelineScheduleSingle)
+    for chosen in (p.ScheduleInterleaved1F1B, p.ScheduleDualPipeV, p.ScheduleLoopedBFS):
+        assert issubclass(chosen, s._PipelineScheduleRuntime)
+        assert issubclass(chosen, s.PipelineScheduleMulti)
+
+
+SIZES = [(2, 2, 2), (2, 8, 4), (4, 8, 4), (4, 4, 4), (3, 12, 4), (4, 6, 3), (4, 10, 5), (2, 3, 4)]
+"""Stages a rank, microbatches, ranks."""
+
+
+def body_messages_of_every_size(p: Names) -> None:
+    s = p.schedules
+    for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"):
+        for each, microbatches, ranks in SIZES:
+            made = p.scheduled(name, ranks, each, microbatches)
+            if name != "LoopedBFS":
+                rounds = made.number_of_rounds * made.microbatches_per_round
+                assert (made.n_local_stages, rounds) == (each, microbatches)
+            s._format_pipeline_order(made.pipeline_order)
+            place, count = (lambda stage, ranks=ranks: stage % ranks), each * ranks
+            found = s._add_send_recv(made.pipeline_order, stage_to_rank=place, num_stages=count)
+            steps = s._simulate_comms_compute(found, stage_to_rank=place, num_stages=count)
+            assert sorted(steps) == list(range(ranks))
+            done = [a for row in steps.values() for a in row if a is not None]
+            assert len(done) == len(set(done)) == sum(map(len, found.values()))
+
+
+def body_schedules_in_a_v(p: Names) -> None:
+    s = p.schedules
+    for name in ("ZBVZeroBubble", "DualPipeV"):
+        for each, microbatches, ranks in [(2, 8, 4), (2, 10, 4), (2, 8, 2), (2, 15, 4)]:
+            made = p.scheduled(name, ranks, each, microbatches)
+            found = s._validate_schedule(made.pipeline_order, ranks, each * ranks, microbatches)
+            assert found == p._utils.generate_stage_to_rank_mapping(ranks, each * ranks, style="v")
+
+
+def body_the_order_of_dualpipe(p: Names) -> list[list[str]]:
+    order = p.scheduled("DualPipeV", 4, 2, 10).pipeline_order
+    return [[text for text in texts(order[rank]) if text] for rank in range(4)]
+
+
+def body_actions_from_text(p: Names) -> None:
+    s = p.schedules
+    known = {
+        "1F0": (1, s.F, 0),
+        "2I1": (2, s.I, 1),
+        "0W3": (0, s.W, 3),
+        "0B3": (0, s.B, 3),
+        "1UNSHARD": (1, s.UNSHARD, None),
+        "3RESHARD": (3, s.RESHARD, None),
+        "0REDUCE_GRAD": (0, s.REDUCE_GRAD, None),
+        "2SEND_B2": (2, s.SEND_B, 2),
+        "1RECV_F1": (1, s.RECV_F, 1),
+    }
+    for text, parts in known.items():
+        found = s._Action.from_str(text)
+        assert found == s._Action(*parts)
+        assert repr(found) == str(found) == text
+        assert s._get_profiler_function_name(found) == f"PP:{text}"
+    pair = s._Action.from_str("(2F1;3B0)OVERLAP_F_B")
+    assert pair.computation_type == s.OVERLAP_F_B
+    assert list(map(str, pair.sub_actions)) == ["2F1", "3B0"]
+    assert str(pair) == "(2F1;3B0)OVERLAP_F_B"
+    assert pair.is_compute_op
+    assert not s._Action.from_str("2SEND_B2").is_compute_op
+    assert s._Action.from_str("  ") is None
+    kinds = (s.F, s.I, s.W, s.B, s.SEND_F)
+    assert list(map(s._requires_reduce_grad, kinds)) == [False, False, True, True, False]
+
+
+def body_sharding_is_put_in(p: Names) -> None:
+    add = p.schedules._add_unshard_reshard
+    assert line(add(p.row("0F0,0F1,   ,0B0,0B1"))) == "0UNSHARD 0F0 0F1 0B0 0B1 0RESHARD"
+    assert line(add(p.row("0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1"))) == (
+        "0UNSHARD 1UNSHARD 0F0 0F1 1F0 1F1 1B0 1B1 1RESHARD 0B0 0B1 0RESHARD"
+    )
+
+
+def body_reductions_are_put_in(p: Names) -> None:
+    add = p.schedules._add_reduce_grad
+    found = add(p.row("0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1"), 2)
+    assert line(found) == "0F0 0F1 1F0 1F1 1B0 1B1 1REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD"
+
+
+def body_halves_are_merged(p: Names) -> None:
+    found = p.schedules._merge_bw(p.row("0F0,0F1,0F2,0I0,0I1,0W0,0I2,0W2,0W1"))
+    assert line(found) == "0F0 0F1 0F2 0I0 0I1 0W0 0B2 0W1"
+
+
+LOWERED: dict[str, Any] = {
+    "a chain": {
+        "ranks": [0, 1],
+        "work": ["0F0,0F1,   ,0B0,   ,0B1", "   ,1F0,1B0,1F1,1B1,   "],
+        "messages": [
+            "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1",
+            "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1",
+        ],
+        "steps": 11,
+    },
+    "a V": {
+        "ranks": [0, 1, 1, 0],
+        "work": [
+            "0F0,0F1,   ,3F0,3I0,3F1,3I1,0I0,3W0,0I1,3W1,0W0,0W1",
+            "   ,1F0,2F0,1F1,2F1,2I0,1I0,2I1,1I1,2W0,2W1,1W0,1W1",
+        ],
+        "messages": [
+            "0F0,0SEND_F0,0F1,0SEND_F1,3RECV_F0,3F0,3I0,3SEND_B0,3RECV_F1,3F1,3I1,3SEND_B1,"
+            "0RECV_B0,0I0,3W0,0RECV_B1,0I1,3W1,0W0,0W1",
+            "1RECV_F0,1RECV_F1,1F0,2F0,2SEND_F0,1F1,2RECV_B0,2F1,2SEND_F1,2RECV_B1,2I0,1I0,"
+            "1SEND_B0,2I1,1I1,1SEND_B1,2W0,2W1,1W0,1W1",
+        ],
+        "steps": 24,
+    },
+}
+
+
+def body_messages_and_steps(p: Names) -> list[list[str]]:
+    s, shown = p.schedules, []
+    for case in LOWERED.values():
+        work = {rank: p.row(text) for rank, text in enumerate(case["work"])}
+        count = len(case["ranks"])
+        found = s._add_send_recv(work, case["ranks"].__getitem__, count)
+        shown += [texts(found[rank]) for rank in sorted(found)]
+        steps = s._simulate_comms_compute(found, case["ranks"].__getitem__, count)
+        assert max(map(len, steps.values())) == case["steps"]
+        shown += [texts(steps[rank]) for rank in sorted(steps)]
+        late = s._defer_recv_ops(found, case["ranks"].__getitem__)
+        shown += [texts(late[rank]) for rank in sorted(late)]
+    return shown
+
+
+def body_a_schedule_without_end(p: Names) -> None:
+    stuck = {0: p.row("0F0,0RECV_B0,0B0,0SEND_F0"), 1: p.row("1RECV_F0,1F0,1B0,1SEND_B0")}
+    refused(ValueError, lambda: p.schedules._simulate_comms_compute(stuck, lambda s: s, 2))
+    wrong = {0: p.row("0B0,0F0"), 1: p.row("1F0,1B0")}
+    refused(AssertionError, lambda: p.schedules._add_send_recv(wrong, lambda s: s, 2))
+    left = {0: p.row("0F0,0SEND_F0,0RECV_B0")}
+    refused(AssertionError, lambda: p.schedules._defer_recv_ops(left, lambda s: s))
+
+
+def body_what_a_schedule_is_checked_for(p: Names) -> None:
+    check = p.schedules._validate_schedule
+    good = {0: p.row("0F0,0I0,0W0"), 1: p.row("1F0,1B0")}
+    assert check(good, 2, 2, 1) == {0: 0, 1: 1}
+    wrong = [
+        {0: good[0]},
+        {**good, 1: p.row("1F0")},
+        {**good, 0: p.row("0I0,0F0,0W0")},
+        {**good, 0: p.row("0F0,0W0,0I0")},
+        {**good, 0: p.row("0F0,0I0")},
+        {0: good[0], 1: p.row("1F0,1B0,0F0")},
+    ]
+    for order in wrong:
+        refused(AssertionError, lambda order=order: check(order, 2, 2, 1))
+    said = refused(AssertionError, lambda: check(wrong[2], 2, 2, 1))
+    assert "0I0" in said or "stage 0" in said
