@@ -11,13 +11,24 @@ from typing import Any
 
 import torch
 
-from benchmarks import backward, buffers, cutting, inside, loading, predictions, schedules, steps
+from benchmarks import (
+    backward,
+    buffers,
+    checks,
+    cutting,
+    inside,
+    loading,
+    predictions,
+    schedules,
+    steps,
+)
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
     "inside": inside.compare,
     "predictions": predictions.compare,
     "buffers": buffers.compare,
+    "checks": checks.compare,
     "schedules": schedules.compare,
     "backward": backward.compare,
     "loading": loading.compare,
