@@ -18,10 +18,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *(("shown:without_outputs", {"schedule": name}) for name in ("GPipe", "1F1B")),
     *(("shown:evaluated", {"schedule": name}) for name in FORWARDS),
     ("shown:round_and_round", {}),
+    *(("shown:recounted", {"schedule": name}) for name in ("GPipe", "1F1B")),
     *(("orders:by_hand", {"which": name}) for name in ("subclass", "v", "unbalanced")),
     *(("orders:by_hand", {"which": name}) for name in ("messages", "attribute")),
     *(("callbacks:called_back", {"threads": threads}) for threads in (False, True)),
     *(("loops:own_loop", {"kind": kind}) for kind in ("fills", "turns", "v")),
+    *(("loops:traced_loop", {"kind": kind}) for kind in ("fills", "turns")),
     *(("loops:in_microbatches", {"schedule": name}) for name in FORWARDS[:3]),
 ]
 
@@ -57,3 +59,9 @@ def test_orders_go_through_files(
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_loops_over_replicas(workers: WorkerPool, package: str, how: str) -> None:
     assert max(run(workers, package, "loops:replicated_loop", 4, how=how)) < 1e-6
+
+
+@pytest.mark.parametrize("package", ["torch", "penstock"])
+@pytest.mark.parametrize("how", ["given whole", "computes alone"])
+def test_orders_of_sharded_stages(workers: WorkerPool, package: str, how: str) -> None:
+    run(workers, package, "loops:sharded_order", 4, how=how)

@@ -246,6 +246,7 @@ class PipelineSchedule(LoopParts):
         if self._has_backward and self._requires_autograd and not torch.is_grad_enabled():
             raise CallError("step needs gradients; under torch.no_grad() call eval")
         check_losses(losses)
+        self._follow_count()
         for stage in self._stages:
             stage.start(self._placement(), self._n_microbatches, trains=self._has_backward)
         arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
@@ -304,6 +305,12 @@ class PipelineSchedule(LoopParts):
             stage.end(found.outputs if stage.is_last and return_outputs else ())
         if losses is not None and any(stage.is_last for stage in self._stages):
             losses[:] = found.losses
+
+    def _follow_count(self) -> None:
+        """Build the schedule again where ``_n_microbatches`` was changed; people set it between steps."""
+        made = self._schedule
+        if made is not None and made.microbatches != self._n_microbatches and self.recipe:
+            self._build()
 
     def _placement(self) -> Sequence[int] | None:
         """The rank of each stage, where a schedule says it."""

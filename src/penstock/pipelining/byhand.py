@@ -35,17 +35,9 @@ class ByHand:
         own: the stage.
         wires: how it reaches the others.
         example: of what it gives for a microbatch; without one the module is tried out.
-
-    Raises:
-        CallError: values of its model may skip stages.
     """
 
     def __init__(self, own: OwnStage, wires: Wires, example: Any = None) -> None:
-        if own.wired:
-            raise CallError(
-                f"stage {own.index} is of a Pipe, where values may skip stages: leave it to a schedule of "
-                "this package, or cut the model by hand and make a PipelineStage of each slice"
-            )
         # The one engine that need not know at forward whether backward comes in halves.
         own.prefer_engine("graph")
         self.own = own

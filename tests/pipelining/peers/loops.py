@@ -182,6 +182,38 @@ def loop_in_a_v(names: Any) -> Any:
 LOOPS = {"fills": loop_of_fills, "turns": loop_of_turns}
 
 
+def traced_loop(group: Any, package: str, kind: str) -> int:
+    """The loop over stages that were traced and cut."""
+    names = names_of(package)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    model = Model(ranks)
+    reference = copy.deepcopy(model)
+    x, target = batch()
+    spec = {f"layers.{i}": names.SplitPoint.BEGINNING for i in range(1, ranks)}
+    pipe = names.pipeline(model, (x.chunk(CHUNKS)[0],), split_spec=spec)
+    stage = pipe.build_stage(rank, torch.device("cpu"), group)
+    made = LOOPS[kind](names)(stage, CHUNKS, loss_fn=sum_loss, scale_grads=False)
+    output: Any = None
+    losses: list[Any] = []
+    for _ in range(2):
+        stage.submod.zero_grad()
+        if rank == 0:
+            made.step(x)
+        elif rank == ranks - 1:
+            output = made.step(target=target, losses=losses)
+        else:
+            made.step()
+    loss = sum_loss(reference(x), target)
+    loss.backward()
+    if output is not None:
+        torch.testing.assert_close(output, reference(x))
+        torch.testing.assert_close(sum(losses), loss)
+    for name, parameter in stage.submod.named_parameters():
+        expected = reference.get_parameter(name).grad
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=4e-5)
+    return len(list(stage.submod.parameters()))
+
+
 def replicated_loop(group: Any, package: str, how: str) -> float:
     """The loop over stages that are replicated or sharded, two by two processes."""
     names = names_of(package)
@@ -214,6 +246,47 @@ def replicated_loop(group: Any, package: str, how: str) -> float:
         found = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
         gap = max(gap, float((found - theirs.grad).abs().max()))
     return gap
+
+
+def sharded_order(group: Any, package: str, how: str) -> list[str]:
+    """Sharded stages, in an order that says when they are gathered, freed and reduced, or does not say it."""
+    names = names_of(package)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica, rank = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
+    model = Model(4)
+    reference = copy.deepcopy(model)
+    mine = [rank, rank + 2]
+    modules = [model.get_submodule(f"layers.{index}") for index in mine]
+    for module in modules:
+        fully_shard(module, mesh=mesh["dp"])
+    stages = [
+        names.PipelineStage(module, i, 4, torch.device("cpu"), group=mesh["pp"].get_group())
+        for i, module in zip(mine, modules, strict=True)
+    ]
+    options = {"loss_fn": nn.MSELoss(), "scale_grads": True}
+    order = names.ScheduleInterleaved1F1B(stages, 4, **options).pipeline_order
+    made = names._PipelineScheduleRuntime(stages, 4, **options)
+    if how == "given whole":
+        rows = {r: names._add_unshard_reshard(row) for r, row in order.items()}
+        rows = {r: names._add_reduce_grad(row, 4) for r, row in rows.items()}
+        rows = names._add_send_recv(rows, lambda stage: stage % 2, 4)
+        made._prepare_schedule_with_comms(rows, format="compute_comms")
+    else:
+        made._prepare_schedule_with_comms(order)
+    x, target = batch()
+    half = slice(4 * replica, 4 * replica + 4)
+    for _ in range(2):
+        for module in modules:
+            module.zero_grad()
+        made.step(x[half]) if rank == 0 else made.step(target=target[half])
+    nn.functional.mse_loss(reference(x), target).backward()
+    for index, module in zip(mine, modules, strict=True):
+        other = reference.get_submodule(f"layers.{index}")
+        for name, parameter in module.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            found = parameter.grad.full_tensor()
+            torch.testing.assert_close(found, other.get_parameter(name).grad)
+    return sorted({str(action) for row in made.pipeline_order.values() for action in row if action})
 
 
 def in_microbatches(group: Any, package: str, schedule: str) -> int:

@@ -87,3 +87,21 @@ def round_and_round(group: Any, package: str) -> float:
     if seat.rank == 0:
         torch.testing.assert_close(x, expected)
     return 0.0
+
+
+def recounted(group: Any, package: str, schedule: str) -> list[int]:
+    """A schedule that is told another number of microbatches between steps."""
+    seat = Seat(package, group, one_each(group))
+    made = seat.names.get_schedule_class(schedule)(
+        seat.stages[0], CHUNKS, loss_fn=sum_loss, scale_grads=False
+    )
+    counts = []
+    for count in (CHUNKS, 2, 8):
+        made._n_microbatches = count
+        # One of the packages finds shapes once.
+        made._stage_forward_initialized = made._stage_backward_initialized = False
+        seat.zero()
+        output, losses = seat.step(made)
+        seat.check(output, losses)
+        counts.append(len(losses))
+    return counts
