@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+
+import pytest
 
 from penstock.faults.signals import Interrupts
 
@@ -22,3 +26,41 @@ def test_a_listener_that_has_gone_without_a_word_holds_nobody_up() -> None:
         assert signal.set_wakeup_fd(-1) == -1
     finally:
         signal.set_wakeup_fd(before)
+
+
+CODE = """
+import signal, sys, time
+from penstock.faults.signals import interrupt, terminate
+signal.signal(signal.SIGTERM, terminate)
+signal.signal(signal.SIGINT, interrupt)
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+finally:
+    print("cleaning up", flush=True)
+    if sys.argv[1] == "slowly":
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_at_once_what_cleans_up_slowly(number: int, status: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", CODE, "slowly"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        for said in ("ready", "cleaning up"):
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == said
+            process.send_signal(number)
+        assert process.wait(10.0) == status
+
+
+def test_one_signal_leaves_through_the_contexts_that_are_open() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", CODE, "fast"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "ready"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=10.0)[0].strip() == "cleaning up"
+        assert process.returncode == 143
