@@ -92,8 +92,9 @@ def to_tuple(entry: Entry) -> ActionTuple:
 def to_entry(found: ActionTuple) -> Entry:
     """An action under Penstock's names."""
     if found.sub_actions is not None:
-        forward, backward = (_to_action(part) for part in found.sub_actions)
-        return Overlap(forward, backward)
+        # Torch takes a pair in either order.
+        pair = sorted(map(_to_action, found.sub_actions), key=lambda part: part.op is not Op.F)
+        return Overlap(*pair)
     return _to_action(found)
 
 

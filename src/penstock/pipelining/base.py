@@ -16,7 +16,7 @@ from penstock.pipelining.actions import ActionTuple, ComputationType, to_order
 from penstock.pipelining.context import Arrived, PipelineContext
 from penstock.pipelining.loops import LoopParts, check_losses
 from penstock.pipelining.microbatch import TensorChunkSpec, split_tensor
-from penstock.pipelining.orders import check_format, check_order, schedule_of
+from penstock.pipelining.orders import check_format, check_order, read_rows, schedule_of
 from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.pipelining.running import CUSTOM_OPS, Chunks, Custom, Runner
 from penstock.pipelining.stagebase import StageBase
@@ -28,7 +28,6 @@ from penstock.schedule import (
     Schedule,
     build,
     compute_only,
-    from_csv,
     prefetch,
     reduce_gradients,
     to_csv,
@@ -376,11 +375,11 @@ class PipelineSchedule(LoopParts):
             format: ``"compute_only"``: messages are worked out; ``"compute_comms"``: they are in the file.
 
         Raises:
-            InputFileError: what the file holds is no schedule.
+            RowsError: what the file holds is no schedule.
             PlacementError: it is for other stages, or misses or repeats actions.
         """
         check_format(format)
-        found = from_csv(Path(filename).read_text(encoding="utf-8"), name="CSV")
+        found = read_rows(filename)
         if format == "compute_only" and found.communicates:
             raise PlacementError(
                 f"{filename} spells out messages; load it with format='compute_comms'"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
-from penstock.errors import UsageError
+from penstock.errors import InputFileError, UsageError
 from penstock.pipelining.actions import ActionTuple, to_entry, to_order
-from penstock.pipelining.refusals import PlacementError
+from penstock.pipelining.refusals import PlacementError, RowsError
 from penstock.schedule import (
     Placement,
     Schedule,
+    from_csv,
     merge_backward,
     prefetch,
     reduce_gradients,
@@ -87,6 +89,18 @@ def check_computes(order: Order) -> None:
                     f"{action} at rank {rank}, position {place}: a 'compute_only' schedule has no messages; "
                     "leave them out, or say format='compute_comms'"
                 )
+
+
+def read_rows(filename: str | Path) -> Schedule:
+    """The schedule in a file, a row a rank.
+
+    Raises:
+        RowsError: it holds none.
+    """
+    try:
+        return from_csv(Path(filename).read_text(encoding="utf-8"), name="CSV")
+    except InputFileError as error:
+        raise RowsError(str(error)) from error
 
 
 def merge_halves(compute_actions: Row) -> list[ActionTuple | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.errors import (
+    InputFileError,
     MicrobatchError,
     PartitionError,
     ScheduleError,
@@ -25,6 +26,10 @@ class CallError(UsageError, RuntimeError, AssertionError):
 
 class CutError(PartitionError, RuntimeError):
     """A model that cannot be traced, or not be cut where that was asked for."""
+
+
+class RowsError(InputFileError, RuntimeError):
+    """A file that holds no schedule."""
 
 
 class PathError(PartitionError, AttributeError):

@@ -84,6 +84,22 @@ def body_written_rows_come_back(p: Names, folder: Path) -> None:
         assert rows == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 
 
+def body_files_that_hold_no_schedule(p: Names, folder: Path) -> None:
+    file = folder / "rows.csv"
+    file.write_text("0F0,zz,0B0")
+    runtime = p.schedules._PipelineScheduleRuntime([p.mock(1, 1)], 1)
+    assert "zz" in refused(RuntimeError, lambda: runtime._load_csv(str(file)))
+
+
+def body_pairs_in_either_order(p: Names) -> None:
+    s = p.schedules
+    first, last = (s._Action.from_str(text) for text in ("1F1", "0B0"))
+    for pair in ((first, last), (last, first)):
+        both = s._Action(-1, s.OVERLAP_F_B, None, pair)
+        order = {0: [*p.row("0F0,1F0,1B0,0F1"), both, *p.row("1B1,0B1")]}
+        assert s._validate_schedule(order, 1, 2, 2) == {0: 0, 1: 0}
+
+
 def body_formats(p: Names) -> None:
     runtime = p.schedules._PipelineScheduleRuntime([p.mock(1, 1)], 1)
     prepare = runtime._prepare_schedule_with_comms
