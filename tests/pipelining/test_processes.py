@@ -22,6 +22,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *(("orders:by_hand", {"which": name}) for name in ("subclass", "v", "unbalanced")),
     *(("orders:by_hand", {"which": name}) for name in ("messages", "attribute")),
     *(("callbacks:called_back", {"threads": threads}) for threads in (False, True)),
+    *(
+        ("callbacks:halves_called_back", {"schedule": name, "splits": splits})
+        for name in ("InterleavedZeroBubble", "Interleaved1F1B")
+        for splits in (False, True)
+    ),
     *(("loops:own_loop", {"kind": kind}) for kind in ("fills", "turns", "v")),
     *(("loops:traced_loop", {"kind": kind}) for kind in ("fills", "turns")),
     *(("loops:in_microbatches", {"schedule": name}) for name in FORWARDS[:3]),
@@ -55,10 +60,14 @@ def test_orders_go_through_files(
     assert run(workers, package, "orders:through_files", schedule=schedule, path=path) == [2, 2]
 
 
-@pytest.mark.parametrize("package", ["torch", "penstock"])
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_loops_over_replicas(workers: WorkerPool, package: str, how: str) -> None:
-    assert max(run(workers, package, "loops:replicated_loop", 4, how=how)) < 1e-6
+@pytest.mark.parametrize("kind", ["fills", "turns"])
+def test_loops_over_replicas(workers: WorkerPool, kind: str, how: str) -> None:
+    # torch's DDP does not reduce what the weights' half of a backward makes.
+    packages = ["penstock"] if (kind, how) == ("turns", "ddp") else ["torch", "penstock"]
+    for package in packages:
+        gaps = run(workers, package, "loops:replicated_loop", 4, kind=kind, how=how)
+        assert max(gaps) < 1e-6
 
 
 @pytest.mark.parametrize("package", ["torch", "penstock"])

@@ -45,6 +45,7 @@ class ByHand:
         self._example = example
         self._adapter = adapter_of(own.module)
         self._adapted = False
+        self._whole: set[int] = set()
         self._count = 0
         self._trains = False
         self._taken: ValueSpec | None = None
@@ -199,6 +200,9 @@ class ByHand:
         roots = self._roots(microbatch, loss)
         if self._adapter is not None:
             self._adapter.backward(microbatch)
+            if self._adapter.whole_backward and not full:
+                full = True
+                self._whole.add(microbatch)
         found = (self.own.backward if full else self.own.backward_input)(microbatch, roots)
         if full:
             self._done(microbatch)
@@ -219,7 +223,10 @@ class ByHand:
         return None
 
     def weight(self, microbatch: int) -> None:
-        """The weights' half of backward."""
+        """The weights' half of backward; done already where what reduces gradients wants them at once."""
+        if microbatch in self._whole:
+            self._whole.remove(microbatch)
+            return
         if self._adapter is not None:
             self._adapter.backward(microbatch)
         self.own.backward_weight(microbatch)
@@ -238,6 +245,7 @@ class ByHand:
     def clear(self) -> None:
         """Drop what microbatches have left."""
         self._left = _Left()
+        self._whole.clear()
         self.own.clear()
 
     def _of(self, left: dict[int, Any], microbatch: int, before: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,12 @@ class PipelineStage(StageBase):
     def bind(self, perform: Perform | None) -> None:
         """Say who carries out this stage's actions while a custom function runs."""
         self._perform = perform
+
+    def start(self, rank_of: Sequence[int] | None, chunks: int, *, trains: bool) -> None:
+        """A step begins; what one by hand has left goes."""
+        super().start(rank_of, chunks, trains=trains)
+        if self._by_hand is not None:
+            self.clear_runtime_states()
 
     # ---- one microbatch by hand, or from a custom function within a step
 

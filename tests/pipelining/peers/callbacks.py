@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.pipelining.peers.seats import Seat, sum_loss
+from tests.pipelining.peers.seats import CHUNKS, Seat, sum_loss
 
 
 def called_back(group: Any, package: str, threads: bool) -> dict[str, int]:
@@ -74,3 +74,44 @@ class Callbacks:
         thread.start()
         self.forward(forward, context)
         thread.join()
+
+
+def halves_called_back(group: Any, package: str, schedule: str, splits: bool) -> dict[str, int]:
+    """Functions for every kind of backward; a full one in its two halves where asked."""
+    ranks = dist.get_world_size(group)
+    seat = Seat(package, group, {r: [r, r + ranks] for r in range(ranks)})
+    names = seat.names
+    made = names.get_schedule_class(schedule)(
+        seat.stages, CHUNKS, loss_fn=sum_loss, scale_grads=False
+    )
+    counts: Counter[str] = Counter()
+
+    def stage_of(action: Any) -> Any:
+        return next(s for s in made._stages if s.stage_index == action.stage_index)
+
+    def backward(action: Any, context: Any) -> None:
+        full = action.computation_type == names.FULL_BACKWARD
+        stage, index = stage_of(action), action.microbatch_index
+        counts["full" if full else "input"] += 1
+        if not stage.is_last:
+            key = (stage.stage_index, index)
+            names._wait_batch_p2p(made.bwd_recv_ops.pop(key))
+        loss = made._maybe_get_loss(stage, index)
+        made.backward_counter[stage.stage_index] += full
+        stage.backward_one_chunk(index, loss=loss, full_backward=full and not splits)
+        if full and splits:
+            stage.backward_weight_one_chunk(index)
+
+    def weight(action: Any, context: Any) -> None:
+        counts["weight"] += 1
+        made.backward_counter[action.stage_index] += 1
+        stage_of(action).backward_weight_one_chunk(action.microbatch_index)
+
+    for kind in (names.FULL_BACKWARD, names.BACKWARD_INPUT):
+        made.register_custom_function(kind, backward)
+    made.register_custom_function(names.BACKWARD_WEIGHT, weight)
+    for _ in range(2):
+        seat.zero()
+        found = seat.step(made)
+    seat.check(*found)
+    return dict(counts)

@@ -131,7 +131,7 @@ def loop_of_turns(names: Any) -> Any:
                     done += 1
             names._wait_batch_p2p(names._batch_p2p(sends))
             self._update_losses(stage, losses)
-            stage.perform_reduce_grad(1)
+            stage.perform_reduce_grad(count if self.scale_grads else 1)
 
     return Turns
 
@@ -214,7 +214,7 @@ def traced_loop(group: Any, package: str, kind: str) -> int:
     return len(list(stage.submod.parameters()))
 
 
-def replicated_loop(group: Any, package: str, how: str) -> float:
+def replicated_loop(group: Any, package: str, kind: str, how: str) -> float:
     """The loop over stages that are replicated or sharded, two by two processes."""
     names = names_of(package)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
@@ -231,7 +231,7 @@ def replicated_loop(group: Any, package: str, how: str) -> float:
     stage = names.PipelineStage(
         module, rank, 2, torch.device("cpu"), given, part, group=mesh["pp"].get_group()
     )
-    made = loop_of_fills(names)(stage, 2, loss_fn=nn.MSELoss())
+    made = LOOPS[kind](names)(stage, 2, loss_fn=nn.MSELoss())
     x, target = batch()
     half = slice(4 * replica, 4 * replica + 4)
     for _ in range(2):
