@@ -159,8 +159,8 @@ def format_order(pipeline_order: Order, error_step_number: int | None = None) ->
         for rank in ranks
     ]
     rows = list(zip_longest(*columns, fillvalue=""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     digits = len(str(max(len(rows) - 2, 0)))
+    widths = [max(len("Step ") + digits, *map(len, found)) for found in zip(*rows, strict=True)]
     lines = []
     for number, row in enumerate(rows, start=-1):
         label = "" if number < 0 else f"Step {number:0{digits}}:"

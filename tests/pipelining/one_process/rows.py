@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from tests.pipelining.one_process.common import Names, line, refused, texts
@@ -168,3 +169,63 @@ def body_what_a_schedule_is_checked_for(p: Names) -> None:
         refused(AssertionError, lambda order=order: check(order, 2, 2, 1))
     said = refused(AssertionError, lambda: check(wrong[2], 2, 2, 1))
     assert "0I0" in said or "stage 0" in said
+
+
+def body_tables(p: Names) -> list[str]:
+    made = p.scheduled("DualPipeV", 4, 2, 8).pipeline_order
+    rows = {rank: [action for action in row if action is not None] for rank, row in made.items()}
+    return [p.schedules._format_pipeline_order(rows, error_step_number=step) for step in (None, 3)]
+
+
+def body_random_rows(p: Names) -> list[Any]:
+    """What each pass makes of valid rows in no particular order."""
+    s, shown = p.schedules, []
+    for seed in range(20):
+        rank_of, microbatches, rows = random_rows(seed)
+
+        def made(rows: list[list[str]] = rows) -> dict[int, list[Any]]:
+            return {
+                rank: [s._Action.from_str(text) for text in row] for rank, row in enumerate(rows)
+            }
+
+        place, count = rank_of.__getitem__, len(rank_of)
+        ranks = len(rows)
+        shown.append(s._validate_schedule(made(), ranks, count, microbatches))
+        for rank in range(ranks):
+            shown.append(texts(s._merge_bw(made()[rank])))
+            shown.append(texts(s._add_unshard_reshard(made()[rank], 2)))
+            shown.append(texts(s._add_reduce_grad(made()[rank], microbatches)))
+        posted = s._add_send_recv(made(), place, count)
+        steps = s._simulate_comms_compute(posted, place, count)
+        late = s._defer_recv_ops(posted, place)
+        shown += [texts(found[rank]) for found in (posted, steps, late) for rank in range(ranks)]
+    return shown
+
+
+def random_rows(seed: int) -> tuple[list[int], int, list[list[str]]]:
+    """Stages on ranks, a number of microbatches, and rows that can run, idle steps among them."""
+    draw = random.Random(seed)
+    ranks, microbatches = draw.randint(1, 4), draw.randint(1, 4)
+    stages = ranks * draw.randint(1, 3)
+    rank_of = [*range(ranks), *(draw.randrange(ranks) for _ in range(stages - ranks))]
+    pending = [(stage, "F", m) for stage in range(stages) for m in range(microbatches)]
+    for stage, _, m in list(pending):
+        pending += [(stage, op, m) for op in draw.choice(["B", "IW"])]
+    done: set[tuple[int, str, int]] = set()
+    rows: list[list[str]] = [[] for _ in range(ranks)]
+
+    def can_run(stage: int, op: str, m: int) -> bool:
+        if op == "F":
+            return stage == 0 or (stage - 1, "F", m) in done
+        if op == "W":
+            return (stage, "I", m) in done
+        after = stage == stages - 1 or bool({(stage + 1, "I", m), (stage + 1, "B", m)} & done)
+        return (stage, "F", m) in done and after
+
+    while pending:
+        stage, op, m = action = draw.choice([each for each in pending if can_run(*each)])
+        pending.remove(action)
+        done.add(action)
+        rows[rank_of[stage]].append(f"{stage}{op}{m}")
+        rows[draw.randrange(ranks)] += [""] * (draw.random() < 0.15)
+    return rank_of, microbatches, rows
