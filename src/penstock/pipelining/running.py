@@ -22,7 +22,7 @@ from penstock.schedule.action import OVERLAPPED, Entry
 from penstock.specs import flatten
 from penstock.stage import PipelineStage as OwnStage
 from penstock.step import Loss
-from penstock.trees import tensors_of
+from penstock.trees import mapped, tensors_of
 
 Custom = Callable[[ActionTuple, Any], None]
 
@@ -94,7 +94,8 @@ class Runner(WeightHolder):
             reports: list[Report] = self._crew.carry_out(order)
         return Outcome(
             [found for report in reports for found in report.losses],
-            [found for report in reports for found in report.kept],
+            # Backward has used up the graph that they came from.
+            [mapped(found, Tensor.detach) for report in reports for found in report.kept],
         )
 
     def _replacing(self, function: Custom, context: Any) -> Callable[[Entry, Any], None]:

@@ -15,8 +15,9 @@ def after_a_step(group: Any, package: str) -> dict[str, Any]:
     stage = seat.stages[0]
     made = seat.names.ScheduleGPipe(stage, CHUNKS, loss_fn=sum_loss)
     before = len(stage.output_chunks)
-    seat.step(made)
+    output, _ = seat.step(made)
     found = {
+        "graph": output is not None and output.requires_grad,
         "before": before,
         "outputs": len(stage.output_chunks),
         "forwards": len(stage.fwd_cache),
