@@ -14,6 +14,7 @@ FORWARDS = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBub
 CASES: list[tuple[str, dict[str, Any]]] = [
     *(("weights:under_whole_backwards", {"schedule": name}) for name in ("GPipe", "1F1B")),
     *(("weights:under_halves", {"schedule": name}) for name in HALVES),
+    *(("weights:under_a_loop", {"kind": kind}) for kind in ("fills", "turns")),
     ("shown:after_a_step", {}),
     *(("shown:without_outputs", {"schedule": name}) for name in ("GPipe", "1F1B")),
     *(("shown:evaluated", {"schedule": name}) for name in FORWARDS),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.pipelining.peers.loops import LOOPS
 from tests.pipelining.peers.seats import CHUNKS, WIDTH, Seat, one_each, sum_loss
 
 
@@ -159,3 +160,29 @@ def _with_weights(names: Any) -> Any:
             self._validate_and_set_stage_mapping(self.pipeline_order)
 
     return WithWeights
+
+
+def under_a_loop(group: Any, package: str, kind: str) -> int:
+    """A builder under a schedule that is a loop of its own."""
+    seat = Seat(package, group, one_each(group), Deferring)
+    module = seat.modules[0]
+    assert isinstance(module, Deferring)
+    module.defers = True
+    part = torch.zeros(2, WIDTH, requires_grad=True)
+    stage = seat.names.PipelineStage(
+        module,
+        seat.rank,
+        seat.ranks,
+        torch.device("cpu"),
+        input_args=part if seat.rank else part.detach(),
+        output_args=part,
+        group=group,
+        dw_builder=lambda: module.weigh,
+    )
+    seat.stages = [stage]
+    made = LOOPS[kind](seat.names)(stage, CHUNKS, loss_fn=sum_loss, scale_grads=False)
+    for _ in range(2):
+        seat.zero()
+        found = seat.step(made)
+    seat.check(*found)
+    return len(module.order)
