@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.pipelining.pipe import SUBMODULE as PP_SUBMOD_PREFIX
-from penstock.pipelining.pipe import Pipe
-from penstock.pipelining.pipe import submodule_name as get_submod_name
-from penstock.pipelining.split import SplitPoint, annotate_split_points, pipe_split, pipeline
 from penstock.pipelining.stage import PipeInfo
+from penstock.pipelining.tracing.pipe import SUBMODULE as PP_SUBMOD_PREFIX
+from penstock.pipelining.tracing.pipe import Pipe
+from penstock.pipelining.tracing.pipe import submodule_name as get_submod_name
+from penstock.pipelining.tracing.split import (
+    SplitPoint,
+    annotate_split_points,
+    pipe_split,
+    pipeline,
+)
 
 __all__ = [
     "PP_SUBMOD_PREFIX",

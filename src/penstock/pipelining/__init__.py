@@ -1,6 +1,6 @@
 """torch's names on Penstock's engine: change ``torch.distributed.pipelining`` to ``penstock.pipelining``."""
 
-from penstock.pipelining.pipe import Pipe
+from penstock.pipelining.running.single import ScheduleForwardOnly as _ScheduleForwardOnly
 from penstock.pipelining.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -10,9 +10,9 @@ from penstock.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from penstock.pipelining.single import ScheduleForwardOnly as _ScheduleForwardOnly
-from penstock.pipelining.split import SplitPoint, pipe_split, pipeline
 from penstock.pipelining.stage import PipeInfo, PipelineStage, build_stage
+from penstock.pipelining.tracing.pipe import Pipe
+from penstock.pipelining.tracing.split import SplitPoint, pipe_split, pipeline
 
 __all__ = [
     "Pipe",

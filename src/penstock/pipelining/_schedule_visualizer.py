@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
-from penstock.pipelining.actions import ActionTuple, ComputationType, to_entry
-from penstock.pipelining.base import PipelineSchedule
-from penstock.pipelining.orders import (
+from penstock.pipelining.refusals import CallError
+from penstock.pipelining.rows.actions import ActionTuple, ComputationType, to_entry
+from penstock.pipelining.rows.orders import (
     Order,
     Row,
     add_reductions,
@@ -19,11 +19,11 @@ from penstock.pipelining.orders import (
     schedule_of,
     stages_of,
 )
-from penstock.pipelining.refusals import CallError
+from penstock.pipelining.rows.turns import add_messages, defer_receives
+from penstock.pipelining.running.base import PipelineSchedule
+from penstock.pipelining.running.single import PipelineScheduleSingle
 from penstock.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-from penstock.pipelining.single import PipelineScheduleSingle
 from penstock.pipelining.stage import StageBase
-from penstock.pipelining.turns import add_messages, defer_receives
 from penstock.schedule import Action, Costs, Span, Timeline, draw_svg, draw_text, simulate
 from penstock.schedule.base import flat
 

@@ -20,9 +20,9 @@ from penstock.pipelining.metadata import (
     validate_static_arg_grad_correspondence,
     validate_tensors_metadata,
 )
-from penstock.pipelining.orders import rank_to_stages as generate_rank_to_stage_mapping
-from penstock.pipelining.orders import stage_to_rank as generate_stage_to_rank_mapping
 from penstock.pipelining.refusals import PipeliningMetadataError
+from penstock.pipelining.rows.orders import rank_to_stages as generate_rank_to_stage_mapping
+from penstock.pipelining.rows.orders import stage_to_rank as generate_stage_to_rank_mapping
 from penstock.pipelining.stage import PipeInfo
 
 __all__ = [

@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import ScheduleError, UsageError
-from penstock.pipelining.actions import ActionTuple, ComputationType
-from penstock.pipelining.base import PipelineSchedule
-from penstock.pipelining.context import PipelineContext
-from penstock.pipelining.interleaving import interleaved_row, warm_up
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
     split_args_kwargs_into_chunks,
     split_tensor,
 )
-from penstock.pipelining.orders import (
+from penstock.pipelining.refusals import PlacementError
+from penstock.pipelining.rows.actions import ActionTuple, ComputationType
+from penstock.pipelining.rows.interleaving import interleaved_row, warm_up
+from penstock.pipelining.rows.orders import (
     add_reductions,
     add_unshards,
     check_computes,
@@ -28,18 +27,7 @@ from penstock.pipelining.orders import (
     stage_to_rank,
     wait_all,
 )
-from penstock.pipelining.refusals import PlacementError
-from penstock.pipelining.running import Custom
-from penstock.pipelining.single import (
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleForwardOnly,
-    ScheduleGPipe,
-    check_enough,
-)
-from penstock.pipelining.stage import PipelineStage
-from penstock.pipelining.stagebase import StageBase
-from penstock.pipelining.turns import (
+from penstock.pipelining.rows.turns import (
     add_messages,
     completes_weights,
     count_steps,
@@ -47,7 +35,19 @@ from penstock.pipelining.turns import (
     span_name,
     write_trace,
 )
-from penstock.pipelining.wires import start, start_by_peer
+from penstock.pipelining.running.base import PipelineSchedule
+from penstock.pipelining.running.context import PipelineContext
+from penstock.pipelining.running.runner import Custom
+from penstock.pipelining.running.single import (
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleForwardOnly,
+    ScheduleGPipe,
+    check_enough,
+)
+from penstock.pipelining.stage import PipelineStage
+from penstock.pipelining.stages.base import StageBase
+from penstock.pipelining.stages.wires import start, start_by_peer
 
 __all__ = [
     "PipelineScheduleMulti",

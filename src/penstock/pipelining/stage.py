@@ -11,13 +11,13 @@ from torch import Tensor, fx, nn
 
 from penstock.parallel import let_cross
 from penstock.partition import Shared
-from penstock.pipelining.actions import ActionTuple, ComputationType
-from penstock.pipelining.byhand import ByHand
 from penstock.pipelining.metadata import validate_and_normalize_to_tuple
 from penstock.pipelining.refusals import CallError
-from penstock.pipelining.stagebase import Perform, StageBase
-from penstock.pipelining.weighing import Build, HeldStage, OwnWeights
-from penstock.pipelining.wires import P2POp, Wires
+from penstock.pipelining.rows.actions import ActionTuple, ComputationType
+from penstock.pipelining.stages.base import Perform, StageBase
+from penstock.pipelining.stages.by_hand import ByHand
+from penstock.pipelining.stages.weighing import Build, HeldStage, OwnWeights
+from penstock.pipelining.stages.wires import P2POp, Wires
 from penstock.specs import flatten
 from penstock.stage import PipelineStage as OwnStage
 

@@ -11,9 +11,9 @@ from torch import nn
 from penstock.errors import UsageError
 from penstock.parallel import group_of, seat
 from penstock.partition import Shared
-from penstock.pipelining.actions import ActionTuple
 from penstock.pipelining.refusals import CallError, PlacementError
-from penstock.pipelining.weighing import Build
+from penstock.pipelining.rows.actions import ActionTuple
+from penstock.pipelining.stages.weighing import Build
 from penstock.stage import PipelineStage as OwnStage
 
 Perform = Callable[[ActionTuple], Any]

@@ -13,8 +13,8 @@ from penstock.errors import SpecError
 from penstock.holding import WeightHolder
 from penstock.hosting import connect_if_launched, ends_of, ranks_of
 from penstock.microbatch import Batch, Microbatch
-from penstock.pipelining.actions import ActionTuple, to_entry, to_tuple
-from penstock.pipelining.stagebase import StageBase
+from penstock.pipelining.rows.actions import ActionTuple, to_entry, to_tuple
+from penstock.pipelining.stages.base import StageBase
 from penstock.plan import Plan
 from penstock.runtime import Order, Report
 from penstock.schedule import Action, Op, Schedule

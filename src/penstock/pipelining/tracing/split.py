@@ -11,8 +11,8 @@ from torch import fx, nn
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.traced import Cuts, Point, SplitPoint, pipe_split
 from penstock.partition.traced.marks import check_points
-from penstock.pipelining.pipe import Pipe, trace
 from penstock.pipelining.refusals import PathError
+from penstock.pipelining.tracing.pipe import Pipe, trace
 
 __all__ = ["SplitPoint", "annotate_split_points", "pipe_split", "pipeline"]
 

@@ -12,15 +12,15 @@ from typing import Any, ClassVar
 import torch
 
 from penstock.errors import UsageError
-from penstock.pipelining.actions import ActionTuple, ComputationType, to_order
-from penstock.pipelining.context import Arrived, PipelineContext
-from penstock.pipelining.loops import LoopParts, check_losses
 from penstock.pipelining.microbatch import TensorChunkSpec, split_tensor
-from penstock.pipelining.orders import check_format, check_order, read_rows, schedule_of
 from penstock.pipelining.refusals import CallError, PlacementError
-from penstock.pipelining.running import CUSTOM_OPS, Chunks, Custom, Runner
-from penstock.pipelining.stagebase import StageBase
-from penstock.pipelining.turns import count_steps
+from penstock.pipelining.rows.actions import ActionTuple, ComputationType, to_order
+from penstock.pipelining.rows.orders import check_format, check_order, read_rows, schedule_of
+from penstock.pipelining.rows.turns import count_steps
+from penstock.pipelining.running.context import Arrived, PipelineContext
+from penstock.pipelining.running.loops import LoopParts, check_losses
+from penstock.pipelining.running.runner import CUSTOM_OPS, Chunks, Custom, Runner
+from penstock.pipelining.stages.base import StageBase
 from penstock.plan import prove
 from penstock.schedule import (
     Action,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.errors import UsageError
-from penstock.pipelining.base import PipelineSchedule
 from penstock.pipelining.refusals import CallError
-from penstock.pipelining.stagebase import StageBase
+from penstock.pipelining.running.base import PipelineSchedule
+from penstock.pipelining.stages.base import StageBase
 
 
 class PipelineScheduleSingle(PipelineSchedule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 
-from penstock.pipelining.actions import ActionTuple, ComputationType
+from penstock.pipelining.rows.actions import ActionTuple, ComputationType
 
 FORWARD = ComputationType.FORWARD
 INPUT = ComputationType.BACKWARD_INPUT

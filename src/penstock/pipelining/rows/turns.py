@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from penstock.pipelining.actions import ActionTuple, ComputationType, to_entry, to_tuple
-from penstock.pipelining.orders import Order, Row, microbatches_of, schedule_on
 from penstock.pipelining.refusals import PlacementError
+from penstock.pipelining.rows.actions import ActionTuple, ComputationType, to_entry, to_tuple
+from penstock.pipelining.rows.orders import Order, Row, microbatches_of, schedule_on
 from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS
 from penstock.schedule.dependencies import counterpart

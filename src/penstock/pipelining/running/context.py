@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.pipelining.stagebase import StageBase
+from penstock.pipelining.stages.base import StageBase
 
 
 @dataclass

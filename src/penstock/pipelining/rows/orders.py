@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import InputFileError, UsageError
-from penstock.pipelining.actions import ActionTuple, to_entry, to_order
 from penstock.pipelining.refusals import PlacementError, RowsError
+from penstock.pipelining.rows.actions import ActionTuple, to_entry, to_order
 from penstock.schedule import (
     Placement,
     Schedule,

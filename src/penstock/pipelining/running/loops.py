@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.pipelining.parts import StepParts
 from penstock.pipelining.refusals import CallError
-from penstock.pipelining.stagebase import StageBase
+from penstock.pipelining.running.parts import StepParts
+from penstock.pipelining.stages.base import StageBase
 
 
 class LoopParts(StepParts):

@@ -1,0 +1,1 @@
+"""Schedules as rows of actions, a row a rank, under torch's names."""

@@ -1,0 +1,1 @@
+"""How a schedule under torch's names takes a batch and runs it."""

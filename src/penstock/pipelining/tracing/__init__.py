@@ -1,0 +1,1 @@
+"""Models that are traced and cut, under torch's names."""
