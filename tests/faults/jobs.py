@@ -172,6 +172,8 @@ def _main(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
     os.dup2(out.fileno(), 1)
     os.dup2(out.fileno(), 2)
     sys.stdout = sys.stderr = out
+    # Where the tests run in the background, a shell has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Where it hangs, if it does.
     faulthandler.dump_traceback_later(LIMIT - 10.0)
     torch.set_num_threads(1)
