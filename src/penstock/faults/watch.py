@@ -168,12 +168,11 @@ class Watch:
         self._wires.cut()
         report.tell_torchrun(failures[0], own=False)
         self._team.say(RAISED)
-        if failures[0].rank != self._activity.rank:
-            self._await_departure([failures[0].rank])
-        self._monitor.finish_story()
         text = report.summary(failures)
         if failures[0].rank != self._activity.rank:
+            self._await_departure([failures[0].rank])
             text = f"rank {self._activity.rank} stopped because {text}"
+        self._monitor.finish_story()
         return PeerFailed(text, failures, failures[0].status)
 
     def _await_departure(self, ranks: list[int]) -> None:

@@ -23,7 +23,7 @@ from penstock.pipelining.rows.turns import add_messages, defer_receives
 from penstock.pipelining.running.base import PipelineSchedule
 from penstock.pipelining.running.single import PipelineScheduleSingle
 from penstock.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-from penstock.pipelining.stage import StageBase
+from penstock.pipelining.stages.base import StageBase
 from penstock.schedule import Action, Costs, Span, Timeline, draw_svg, draw_text, simulate
 from penstock.schedule.base import flat
 

@@ -25,7 +25,6 @@ from penstock.pipelining.rows.orders import (
     merge_halves,
     rank_to_stages,
     stage_to_rank,
-    wait_all,
 )
 from penstock.pipelining.rows.turns import (
     add_messages,
@@ -47,7 +46,7 @@ from penstock.pipelining.running.single import (
 )
 from penstock.pipelining.stage import PipelineStage
 from penstock.pipelining.stages.base import StageBase
-from penstock.pipelining.stages.wires import start, start_by_peer
+from penstock.pipelining.stages.wires import start, start_by_peer, wait_all
 
 __all__ = [
     "PipelineScheduleMulti",

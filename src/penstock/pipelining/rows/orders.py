@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from penstock.errors import InputFileError, UsageError
 from penstock.pipelining.refusals import PlacementError, RowsError
@@ -199,9 +198,3 @@ def rank_to_stages(pp_size: int, num_stages: int, style: str = "loop") -> dict[i
     for stage, rank in stage_to_rank(pp_size, num_stages, style).items():
         found[rank].append(stage)
     return found
-
-
-def wait_all(work: Sequence[Any]) -> None:
-    """Wait for communication."""
-    for item in work:
-        item.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -148,7 +147,7 @@ class PipelineSchedule(LoopParts):
     def _spelt_out(self) -> Schedule:
         """The schedule with its messages, as files say it: not when sends are let go."""
         proven = prove(self.schedule)
-        return replace(proven, programs=tuple(map(_without_releases, proven.programs)))
+        return proven.with_programs(map(_without_releases, proven.programs))
 
     def _take(self, order: dict[int, list[ActionTuple | None]]) -> None:
         """Take actions that were written by hand, and prove that they can run."""

@@ -13,6 +13,7 @@ from penstock.parallel import group_of, seat
 from penstock.partition import Shared
 from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.pipelining.rows.actions import ActionTuple
+from penstock.pipelining.rows.orders import stage_to_rank
 from penstock.pipelining.stages.weighing import Build
 from penstock.stage import PipelineStage as OwnStage
 
@@ -76,7 +77,7 @@ class StageBase:
                 f"{self.group_size} processes cannot run {num_stages} stages; each needs at least one"
             )
         self.dw_builder = dw_builder
-        self.stage_index_to_group_rank = {i: i % self.group_size for i in range(num_stages)}
+        self.stage_index_to_group_rank = stage_to_rank(self.group_size, num_stages)
         self.output_chunks: list[Any] = []
         self.log_prefix = f"[Stage {stage_index}]"
 

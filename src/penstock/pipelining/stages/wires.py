@@ -13,7 +13,7 @@ from torch.distributed import P2POp
 
 from penstock.specs import ValueSpec
 
-__all__ = ["P2POp", "Wires", "start", "start_by_peer"]
+__all__ = ["P2POp", "Wires", "start", "start_by_peer", "wait_all"]
 
 
 class Wires:
@@ -69,3 +69,9 @@ def start_by_peer(p2p_ops: Sequence[P2POp], desc: str | None = None) -> dict[int
     """Start them peer by peer, in the order of the peers; what to wait for, by peer."""
     peers = sorted({operation.peer for operation in p2p_ops})
     return {peer: start([one for one in p2p_ops if one.peer == peer]) for peer in peers}
+
+
+def wait_all(work: Sequence[Any]) -> None:
+    """Wait for communication."""
+    for item in work:
+        item.wait()
