@@ -117,9 +117,9 @@ def _fresh(tensor: Tensor, *, learning: bool) -> tuple[Tensor, Tensor]:
         return leaf, cast("Any", _Enter).apply(leaf)
     if tensor.requires_grad:
         return tensor, tensor
-    # An object of its own: what the module asks of it, such as requires_grad, is asked of no other.
-    own = tensor.detach()
-    return own, own
+    # An object of its own: what the module does with it, such as to make it require grad by writing into it
+    # what does, is done to no other.
+    return tensor, tensor.detach()
 
 
 class _Enter(torch.autograd.Function):
@@ -127,6 +127,8 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        # No gradient is not the same as zeros.
+        ctx.set_materialize_grads(False)
         return leaf.detach()
 
     @staticmethod

@@ -8,6 +8,7 @@ from penstock.specs.inference import (
     infer,
     infer_output,
     spec_of_arguments,
+    surely_reached,
 )
 from penstock.specs.signature import named_arguments
 from penstock.specs.structure import flatten, paths, unflatten
@@ -27,5 +28,6 @@ __all__ = [
     "paths",
     "register_type",
     "spec_of_arguments",
+    "surely_reached",
     "unflatten",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -130,7 +131,9 @@ def _recorded(outline: Outline, units: Sequence[str], call: Any, training: bool)
     args, kwargs = call
     paths = paths_of(outline.model, units)
     recorder = Recorder(paths, outline.mode, outline.named_tensors())
-    with chance_kept(), torch.set_grad_enabled(training):
+    with chance_kept(), torch.set_grad_enabled(training), warnings.catch_warnings():
+        # What it warns of comes again when it runs.
+        warnings.simplefilter("ignore")
         with recorder.watching(list(paths)):
             output = outline.model(*args, **kwargs)
         return recorder.finish(output)

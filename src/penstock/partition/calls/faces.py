@@ -1,12 +1,15 @@
-"""Let a module's calls be seen while a forward runs, and at no other time.
+"""Let what an author's forward does be seen while it runs, and at no other time.
 
 A module's class is exchanged for one that is the same but for ``__call__``, which is how a call is seen
-before checkpointing, hooks and all else that the author has put around ``forward``.
+before checkpointing, hooks and all else that the author has put around ``forward``. Functions of PyTorch are
+seen by a mode (``watch``); here is what no mode sees: custom functions, checkpoints and added losses.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -14,19 +17,33 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils import checkpoint as checkpointing
 
 from penstock.errors import PartitionError
+from penstock.losses import losses_heard
 
 Run = Callable[..., Any]
-"""A module's own call."""
+"""What would have been done."""
 
 
 class Listener(Protocol):
-    """Who is told of calls."""
+    """Who is told, and answers."""
 
     def called(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Answers for the module; ``run`` is what it would have done."""
+        """A module is called."""
+
+    def applied(
+        self, function: type[Function], run: Run, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """A custom function is applied."""
+
+    def checkpointed(self, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """``torch.utils.checkpoint.checkpoint`` is called."""
+
+    def added(self, loss: Tensor) -> Tensor | None:
+        """A loss is added; answers what is added here."""
 
 
 _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
@@ -34,17 +51,26 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 @contextlib.contextmanager
 def seen(units: Sequence[nn.Module], listener: Listener) -> Iterator[None]:
-    """Tell ``listener`` of the calls of these modules in this thread, for as long as the context lasts."""
+    """Tell ``listener`` of what is done in this thread, for as long as the context lasts.
+
+    Args:
+        units: the modules whose calls are told.
+        listener: who is told.
+    """
     kinds = [(unit, type(unit)) for unit in units]
     token = _LISTENER.set(listener)
     try:
         for unit, kind in kinds:
             _become(unit, _face_of(kind))
-        yield
+        with losses_heard(listener.added), _TAPS.open():
+            yield
     finally:
         for unit, kind in kinds:
             _become(unit, kind)
         _LISTENER.reset(token)
+
+
+# ---- the calls of modules
 
 
 def _become(unit: nn.Module, kind: type[nn.Module]) -> None:
@@ -84,3 +110,56 @@ def _make_face(kind: type[nn.Module]) -> type[nn.Module]:
 
     names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return types.new_class(kind.__name__, (kind,), exec_body=lambda space: space.update(names))
+
+
+# ---- custom functions and checkpoints
+
+_APPLY: Any = vars(Function)["apply"]
+_CHECKPOINT: Any = inspect.unwrap(checkpointing.checkpoint)
+_SWITCH = "__dynamo_disable"
+"""By whatever name the author has imported the checkpoint, this attribute of it is asked at each call what to
+run. It is torch's own switch, without a public name. Seen in torch 2.13."""
+
+
+class _Taps:
+    """Makes torch ask this thread's listener, as long as any thread has one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._switch: Any = None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._switch = vars(_CHECKPOINT).pop(_SWITCH, None)
+                setattr(_CHECKPOINT, _SWITCH, _checkpoint)
+                Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    Function.apply = _APPLY  # type: ignore[method-assign]
+                    # None is what torch takes for not set.
+                    setattr(_CHECKPOINT, _SWITCH, self._switch)
+
+
+_TAPS = _Taps()
+
+
+def _apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+    listener, run = _LISTENER.get(), partial(_APPLY.__func__, function)
+    if listener is None:
+        return run(*args, **kwargs)
+    return listener.applied(function, run, args, kwargs)
+
+
+def _checkpoint(*args: Any, **kwargs: Any) -> Any:
+    listener = _LISTENER.get()
+    if listener is None:
+        return _CHECKPOINT(*args, **kwargs)
+    return listener.checkpointed(_CHECKPOINT, args, kwargs)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.errors import PartitionError
 from penstock.partition.calls.trees import replaced, tensors_in
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -24,6 +25,9 @@ class Numbers(Protocol):
 
     def number_of(self, tensor: Tensor) -> int | None:
         """The number of a followed tensor."""
+
+    def is_base(self, tensor: Tensor) -> bool:
+        """Whether a followed tensor is a view of this one, which autograd then uses in its place."""
 
 
 class Inference(TorchDispatchMode):
@@ -39,6 +43,7 @@ class Inference(TorchDispatchMode):
     Attributes:
         used: the numbers of the values that the unit now running has used.
         borrowed: the other units, some of whose tensors it has used without being given them.
+        written: the memory that was written into.
     """
 
     def __init__(self, numbers: Numbers, mode: FakeTensorMode) -> None:
@@ -46,14 +51,15 @@ class Inference(TorchDispatchMode):
         self._numbers = numbers
         self._mode = mode
         self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-        self._unit = ""
+        self._unit: str | None = None
         self.used: dict[int, None] = {}
         self.borrowed: dict[str, None] = {}
+        self.written: set[int] = set()
 
     @contextlib.contextmanager
     def of(self, unit: str) -> Iterator[None]:
         """See what ``unit`` computes in the context."""
-        self._unit, self.used, self.borrowed = unit, {}, {}
+        self._begin(unit)
         # What cannot be computed without data is reported there as an error before it is tried for real.
         _LOG.addFilter(_nothing)
         try:
@@ -61,6 +67,16 @@ class Inference(TorchDispatchMode):
                 yield
         finally:
             _LOG.removeFilter(_nothing)
+
+    @contextlib.contextmanager
+    def writes(self) -> Iterator[None]:
+        """See what a function between the units writes into."""
+        self._begin(None)
+        with self:
+            yield
+
+    def _begin(self, unit: str | None) -> None:
+        self._unit, self.used, self.borrowed, self.written = unit, {}, {}, set()
 
     def maker(self, tensor: Tensor) -> str | None:
         """The unit inside which a tensor was made."""
@@ -72,6 +88,9 @@ class Inference(TorchDispatchMode):
     ) -> Any:
         """An operation."""
         options = kwargs or {}
+        self.written.update(map(memory_of, _written_by(func, args, options)))
+        if self._unit is None:
+            return func(*args, **options)
         for tensor in tensors_in((args, options)):
             self._note_use(tensor)
         try:
@@ -89,7 +108,7 @@ class Inference(TorchDispatchMode):
             self.used[number] = None
             return
         maker = self.maker(tensor)
-        if maker is not None and maker != self._unit:
+        if maker is not None and maker != self._unit and not self._numbers.is_base(tensor):
             self.borrowed[maker] = None
 
     def _for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,28 +126,68 @@ class Inference(TorchDispatchMode):
         return back.get(id(leaf)) if id(leaf) in back else self._mode.from_tensor(leaf)
 
 
+def memory_of(tensor: Tensor) -> int:
+    """The memory that a tensor shows, as a number: for as long as somebody holds it."""
+    try:
+        # No public name tells a storage without data from another. Seen in torch 2.13.
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        # A sparse tensor has several.
+        return -id(tensor)
+
+
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes into, as its schema tells."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from tensors_in(given)
+
+
+def view_like(view: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """What a view of one tensor would be of another of the same shape.
+
+    Raises:
+        PartitionError: their data lie in another order.
+    """
+    if old.stride() != new.stride() or view.dtype != new.dtype:
+        raise PartitionError(
+            f"between its modules the model writes into a tensor of shape {list(old.shape)} and strides "
+            f"{list(old.stride())}, and reads it through a view of shape {list(view.shape)} and type "
+            f"{view.dtype}, which other stages cannot make again; clone the tensor before it is written into"
+        )
+    start = view.storage_offset() - old.storage_offset() + new.storage_offset()
+    return new.as_strided(view.shape, view.stride(), start)
+
+
 def run_for_real(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
-) -> Any:
+) -> tuple[Any, list[Tensor]]:
     """Run a copy of a module with ones for all data, where its code does not run without.
 
     Returns:
-        What it gives, without data.
+        What it gives, without data, and which tensors among its arguments it has written into.
     """
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(_ones(parameter), parameter.requires_grad)
         for parameter in module.parameters()
     }
     memo |= {id(buffer): _ones(buffer) for buffer in module.buffers()}
+    given = tensors_in((args, kwargs))
     args, kwargs = replaced((args, kwargs), _real)
+    before = [(t, t._version) for t in tensors_in((args, kwargs))]
     result = copy.deepcopy(module, memo)(*args, **kwargs)
+    written = [t for t, (real, was) in zip(given, before, strict=True) if real._version != was]
 
     def without_data(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return mode.from_tensor(leaf.detach()).requires_grad_(leaf.requires_grad)
 
-    return replaced(result, without_data)
+    return replaced(result, without_data), written
 
 
 def _real(leaf: Any) -> Any:

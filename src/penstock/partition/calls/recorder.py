@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +12,20 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from penstock.errors import PartitionError
+from penstock.losses import add_loss
 from penstock.partition.calls.faces import Run
-from penstock.partition.calls.inference import Inference, run_for_real
-from penstock.partition.calls.placeholder import Form
-from penstock.partition.calls.tape import NO_VALUE, Change, Event, Slot, Tape, Value
+from penstock.partition.calls.inference import Inference, memory_of, run_for_real
+from penstock.partition.calls.numbering import Numbering
+from penstock.partition.calls.tape import (
+    NO_VALUE,
+    Event,
+    Origin,
+    Region,
+    Slot,
+    Tape,
+)
 from penstock.partition.calls.trees import leaves, replaced, tensors_deep_in, tensors_in, without
-from penstock.partition.calls.watch import Watch
+from penstock.specs import surely_reached
 
 ANSWERS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"} | {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero")
@@ -30,8 +37,19 @@ RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "ra
     *("exponential_", "geometric_", "log_normal_", "cauchy_", "poisson", "dropout"),
 }
 
+_TENSOR: Any = Tensor
+EFFECTS = {
+    *(_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook, _TENSOR.retain_grad),
+    # The node of the graph, on which hooks can be set as well.
+    _TENSOR.grad_fn.__get__,
+}
+"""Functions that return nothing of a tensor but have a part in its gradient."""
 
-class Recorder(Watch):
+_SET_DATA = _TENSOR.data.__set__
+_BACKWARD = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+
+
+class Recorder(Numbering):
     """Notes the events of one forward pass of a model without data.
 
     Args:
@@ -43,27 +61,22 @@ class Recorder(Watch):
     def __init__(
         self, paths: Mapping[nn.Module, str], mode: FakeTensorMode, parameters: Mapping[Tensor, str]
     ) -> None:
-        super().__init__()
-        self.tape = Tape()
+        super().__init__(mode)
         self._paths = paths
         self._parameters = {id(parameter): name for parameter, name in parameters.items()}
         self._inference = Inference(self, mode)
-        self._mode = mode
-        self._alive: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._losses: list[Tensor] = []
         self._drawn: set[int] = set()
-        self._names: dict[str, int] = {}
 
     # ---- events
 
     def call(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A unit is called: its outputs are values."""
-        path, given = self._paths[module], tensors_in((args, kwargs))
-        with self.unseen():
-            result = self._run_unit(module, run, args, kwargs)
-        used = [n for t in given if (n := self.number_of(t)) is not None]
-        inputs = tuple(dict.fromkeys([*used, *self._inference.used]))
+        path = self._paths[module]
+        self.check_taken(tensors_in((args, kwargs)))
+        result = self._run_unit(module, run, args, kwargs)
         self.tape.hidden.update({(maker, path): None for maker in self._inference.borrowed})
-        return self._note(path, inputs, given, result, [])
+        return self._note(path, tensors_in((args, kwargs)), result, self._inference.used)
 
     def _run_unit(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:
@@ -73,38 +86,52 @@ class Recorder(Watch):
             raise
         except Exception as error:
             try:
-                return run_for_real(module, args, kwargs, self._mode)
+                result, written = run_for_real(module, args, kwargs, self._mode)
             except Exception:
                 # What it would be with the model's own weights and these arguments.
                 raise error from None
+            self._inference.written.update(map(memory_of, written))
+            return result
 
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def operation(self, what: Any, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A function uses a value, or draws random numbers."""
-        for tensor in tensors_in((args, kwargs)):
-            self._find_parameter(tensor)
-        target = target_of(func, args, kwargs)
-        args, kwargs = self._without_data(target, args, kwargs)
         given = tensors_in((args, kwargs))
-        inputs = tuple(dict.fromkeys(n for t in given if (n := self.number_of(t)) is not None))
-        if name_of(func) in ANSWERS:
-            return self._answer(func, inputs, args, kwargs)
-        result = self._run(func, args, kwargs)
-        targets = [] if target is None else [self.current(target)]
+        for tensor in given:
+            self._find_parameter(tensor)
+        self.check_taken(given)
+        inputs = [n for t in given if (n := self.number_of(t)) is not None]
+        if name_of(what) in ANSWERS:
+            return self._answer(what, inputs, args, kwargs)
+        if what in _BACKWARD:
+            raise PartitionError(self._cannot(what, "asks for gradients"))
+        result = self._run(run, args, kwargs)
+        if what in EFFECTS:
+            self._note_effect(what, self.number_of(args[0]))
+            return result
+        targets = [t for t in [target_of(what, args, kwargs)] if isinstance(t, Tensor)]
         if not targets and not tensors_in(result):
             return result
         self._refuse_hidden(given)
-        return self._note(func, inputs, given, result, targets)
+        return self._note(what, given, result, targets=targets)
 
-    def concerns(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+    def concerns(self, what: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether a function uses a value or a parameter, or draws random numbers."""
-        if super().concerns(func, args, kwargs) or name_of(func) in RANDOM:
+        if super().concerns(what, args, kwargs) or name_of(what) in RANDOM:
             return True
         given = tensors_in((args, kwargs))
+        self.check_taken(given)
+        if what in EFFECTS - {Tensor.retain_grad} and given and given[0].requires_grad:
+            raise PartitionError(
+                f"the model calls {name_of(what)} on a tensor that it has made of its arguments alone: each "
+                "stage makes its own, so none has all of its gradient. Set the hook on what a module gives, "
+                "or in a module of its own"
+            )
         return any(id(t) in self._parameters or isinstance(t, FakeTensor) for t in given)
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _run(self, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:
-            return func(*args, **kwargs)
+            with self._inference.writes():
+                return run(*args, **kwargs)
         except PartitionError:
             raise
         except Exception as error:
@@ -112,98 +139,114 @@ class Recorder(Watch):
                 raise
         with self._inference.of(""):
             # Its shape depends on numbers. That matters only if it travels, where shapes are checked.
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
 
-    def _answer(
-        self, func: Any, inputs: tuple[int, ...], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _answer(self, what: Any, inputs: Sequence[int], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Something that depends on numbers: only what was drawn by chance has any here."""
+        refusal = PartitionError(self._cannot(what, "depends on the numbers in a tensor"))
         if not self._drawn.issuperset(inputs):
-            raise PartitionError(self._cannot(func))
-        result = func(*args, **kwargs)
+            raise refusal
+        result = what(*args, **kwargs)
         if tensors_in(result) or not isinstance(result, bool | int | float):
-            raise PartitionError(self._cannot(func))
-        self.tape.events.append(Event(func, inputs, result, answers=True))
+            raise refusal
+        self.tape.events.append(Event(what, tuple(dict.fromkeys(inputs)), result, answers=True))
         return result
 
-    def _cannot(self, func: Any) -> str:
+    def _cannot(self, what: Any, why: str) -> str:
         last = next((e.label for e in reversed(self.tape.events) if e.is_call), "the beginning")
         return (
-            f"what the model does after {last} depends on the numbers in a tensor (a call of "
-            f"{name_of(func)}) outside of the modules that are placed as a whole, so the other stages cannot "
-            "follow it. Put that code into a module of its own, place the module that contains it as a "
-            "whole by naming it in stages=, or turn the option off that makes it necessary"
+            f"what the model does after {last} {why} (a call of {name_of(what)}) outside of the modules that "
+            "are placed as a whole, so the other stages cannot follow it. Put that code into a module of its "
+            "own, place the module that contains it as a whole by naming it in stages=, or turn the option "
+            "off that makes it necessary"
         )
+
+    def region(
+        self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
+    ) -> Any:
+        """What is checkpointed gives what it would give without."""
+        regions, start = self.tape.regions, len(self.tape.events)
+        place = len(regions)
+        regions.append(None)
+        with uncheckpointed(args, options) as twice:
+            result = args[0](*args[1:], **kwargs)
+        with self.unseen():
+            numbers = [self.number_of(t) for t in tensors_in(self.current(result))]
+        if twice and self._writes_outside(start):
+            raise PartitionError(
+                "a checkpoint with use_reentrant=True between the modules changes in place what it is given, "
+                "which such a checkpoint does without a gradient; use use_reentrant=False, or clone it first"
+            )
+        inner = len(regions) - place - 1
+        regions[place] = Region(start, len(self.tape.events), tuple(numbers), inner)
+        return result
+
+    def _writes_outside(self, start: int) -> bool:
+        """Whether what happened from an event on has changed what was there before."""
+        changes = [change for event in self.tape.events[start:] for change in event.changes]
+        values = self.tape.values
+        firsts = [values[values[change.new].memory] for change in changes]
+        return any(c.old is None for c in changes) or any((f.maker or 0) < start for f in firsts)
+
+    def inner_loss(self, loss: Tensor) -> Tensor | None:
+        """A loss inside a unit is no event; it is added by the stage that runs the unit."""
+        self._losses.append(loss)
+        return None
+
+    def outer_loss(self, loss: Tensor) -> Tensor | None:
+        """A loss between the units is added by the stage that makes it."""
+        self._find_parameter(loss)
+        self._losses.append(loss)
+        self._note_effect(add_loss, self.number_of(loss))
+        return None
 
     # ---- notes
 
+    def _note_effect(self, what: Any, on: int | None) -> None:
+        self.tape.events.append(Event(what, (), None, effect=True, on=on))
+
     def _note(
-        self, what: Any, inputs: tuple[int, ...], given: list[Tensor], result: Any, targets: Any
+        self,
+        what: Any,
+        given: Sequence[Tensor],
+        result: Any,
+        used: Iterable[int] = (),
+        targets: Sequence[Tensor] = (),
     ) -> Any:
         event = len(self.tape.events)
         label = what if isinstance(what, str) else self._operation_label(what)
+        inputs = [n for t in given if (n := self.number_of(t)) is not None]
+        inputs = list(dict.fromkeys([*inputs, *used]))
         by_chance = not isinstance(what, str) and self._drawn.issuperset(inputs)
-        changes = tuple(self._changes(event, label, given, targets))
+        written = {*self._inference.written, *map(memory_of, targets)}
+        changes = tuple(self.changed(event, label, given, written))
         slots: dict[int, Slot] = {}
         for index, tensor in enumerate(tensors_in(result)):
-            slots[id(tensor)] = self._slot(event, f"{label}[{index}]", tensor, given)
+            slots[id(tensor)] = self._slot(event, what, f"{label}[{index}]", tensor, given)
         recorded = replaced(result, lambda leaf: slots.get(id(leaf), leaf))
         random_source = by_chance and not inputs
-        self.tape.events.append(Event(what, inputs, recorded, changes, random_source))
+        self.tape.events.append(Event(what, tuple(inputs), recorded, changes, random_source))
         if by_chance:
             self._drawn.update(slot.value for slot in slots.values())
         return result
 
-    def _slot(self, event: int, name: str, tensor: Tensor, given: list[Tensor]) -> Slot:
+    def _slot(
+        self, event: int, what: Any, name: str, tensor: Tensor, given: Sequence[Tensor]
+    ) -> Slot:
         same = next((i for i, argument in enumerate(given) if argument is tensor), None)
         number = self.number_of(tensor)
         if number is None and same is not None:
             return Slot(NO_VALUE, same)
         if same is None or number is None:
-            number = self._new(tensor, name, event)
+            origin = Origin.UNIT if isinstance(what, str | type) else Origin.VIEW
+            number = self.number(tensor, name, event, origin=origin)
         return Slot(number, same)
 
-    def _new(
-        self, tensor: Tensor, name: str, maker: int | None, parameter: str | None = None
-    ) -> int:
-        number = len(self.tape.values)
-        self.tape.values.append(Value(Form.of(tensor), self._unique(name), maker, parameter))
-        self.follow(tensor, number)
-        self._alive[id(tensor)] = (weakref.ref(tensor), tensor._version)
-        return number
-
-    def _unique(self, name: str) -> str:
-        name = name.removesuffix("[0]")
-        count = self._names[name] = self._names.get(name, 0) + 1
-        return name if count == 1 else f"{name}#{count}"
-
-    def _operation_label(self, func: Any) -> str:
+    def _operation_label(self, what: Any) -> str:
         last = next((e.label for e in reversed(self.tape.events) if e.is_call), "")
-        return f"{last}>{name_of(func)}" if last else name_of(func)
+        return f"{last}>{name_of(what)}" if last else name_of(what)
 
-    def _changes(
-        self, event: int, label: str, given: list[Tensor], targets: list[Tensor]
-    ) -> Iterator[Change]:
-        """Followed tensors that are no longer what they were; they get new numbers."""
-        changed = [t for t in targets if isinstance(t, Tensor)]
-        for key, (found, version) in list(self._alive.items()):
-            tensor = found()
-            if tensor is None:
-                del self._alive[key]
-            elif tensor._version != version and not any(tensor is t for t in changed):
-                changed.append(tensor)
-        for tensor in changed:
-            argument = next((i for i, t in enumerate(given) if t is tensor), None)
-            old = self.number_of(tensor)
-            yield Change(argument, old, self._new(tensor, f"{label}!", event))
-
-    def _without_data(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What a value is written into has no data any more from then on."""
-        if isinstance(target, Tensor) and not isinstance(target, FakeTensor):
-            self.put_instead(target, self._mode.from_tensor(target.detach()))
-        return self.current((args, kwargs))
-
-    def _refuse_hidden(self, given: list[Tensor]) -> None:
+    def _refuse_hidden(self, given: Iterable[Tensor]) -> None:
         hidden = [t for t in given if isinstance(t, FakeTensor) and self.number_of(t) is None]
         makers = [maker for t in hidden if (maker := self._inference.maker(t)) is not None]
         if makers:
@@ -217,7 +260,7 @@ class Recorder(Watch):
         """A parameter that is used between the units is a value of the stage that holds it."""
         name = self._parameters.get(id(tensor))
         if name is not None and self.number_of(tensor) is None:
-            self._new(tensor, name, None, name)
+            self.number(tensor, name, None, name)
 
     # ---- the end
 
@@ -237,7 +280,8 @@ class Recorder(Watch):
         """Note the model's output."""
         output = self._without_kept(self.current(output))
         numbers = []
-        for tensor in tensors_in(output):
+        tensors = tensors_in(output)
+        for tensor in tensors:
             self._find_parameter(tensor)
             number = self.number_of(tensor)
             if number is not None:
@@ -246,26 +290,41 @@ class Recorder(Watch):
                 raise PartitionError(_left_inside(self._inference.maker(tensor)))
         self.tape.outputs = tuple(dict.fromkeys(numbers))
         self.tape.output = output
-        self.tape.output_tensors = len(tensors_in(output))
+        self.tape.output_tensors = len(tensors)
+        self.settle_changes()
+        self.tape.sure = frozenset(surely_reached(self.edges, tensors, self._losses))
         return self.tape
 
 
-def name_of(func: Any) -> str:
+def name_of(what: Any) -> str:
     """A function's own name."""
-    return getattr(func, "__name__", None) or str(func)
+    return getattr(what, "__name__", None) or str(what)
 
 
-def target_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The tensor that a function writes into, as its name tells."""
-    name = name_of(func)
+def target_of(what: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The tensor that a function says it changes, by its name; what it writes is seen besides."""
+    name = name_of(what)
     in_place = name.endswith("_") and not name.startswith("_") and name != "requires_grad_"
     operator = name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITERS)
-    if (in_place or operator) and args:
+    if args and (in_place or operator or what == _SET_DATA):
         return args[0]
     return kwargs.get("out")
 
 
 _NO_WRITERS = {"__invert__", "__index__", "__int__"}
+
+
+@contextlib.contextmanager
+def uncheckpointed(args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[bool]:
+    """What runs here gives the gradients that it would give checkpointed.
+
+    A reentrant checkpoint gives some only if what it is given has some. The context tells whether it is such
+    a one, that would run twice.
+    """
+    reentrant = options.get("use_reentrant") is not False
+    given = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and (given or not reentrant)):
+        yield reentrant and torch.is_grad_enabled()
 
 
 def depends_on_data(error: BaseException) -> bool:
