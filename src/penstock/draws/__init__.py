@@ -1,6 +1,6 @@
 """Where random numbers come from: a stream for each step, microbatch and module call."""
 
-from penstock.draws.drawing import unwrapped, visible
+from penstock.draws.drawing import is_compiled, unwrapped, visible
 from penstock.draws.generators import Generators, devices_of
 from penstock.draws.keys import Draw, seed_of
 from penstock.draws.plain import randomness
@@ -15,6 +15,7 @@ __all__ = [
     "Streams",
     "devices_of",
     "in_backward",
+    "is_compiled",
     "named",
     "own_seed",
     "randomness",

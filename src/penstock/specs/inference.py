@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from penstock.specs.value import ValueSpec
 
 log = logging.getLogger("penstock")
 Run = Callable[..., Any]
+Key = TypeVar("Key")
 
 
 class Inferred(NamedTuple):
@@ -141,8 +142,8 @@ def _reached(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[i
 
 
 def surely_reached(
-    edges: Mapping[int, GradientEdge], outputs: Sequence[Tensor], losses: Sequence[Tensor] = ()
-) -> set[int]:
+    edges: Mapping[Key, GradientEdge], outputs: Sequence[Tensor], losses: Sequence[Tensor] = ()
+) -> set[Key]:
     """For which tensors a gradient comes back, whatever is made of some others.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -17,8 +18,7 @@ from penstock.partition.calls.outline import Outline
 from penstock.partition.calls.routing import Homes
 from penstock.partition.calls.stage import CallStage
 from penstock.partition.calls.tape import paths_of
-from penstock.partition.calls.units import find_units, parts, walk, worthy
-from penstock.partition.calls.weights import count_parameters
+from penstock.partition.calls.units import count_parameters, find_units, parts, walk, worthy
 from penstock.partition.costs import check_measure, stage_costs
 from penstock.partition.shared import find_shared
 from penstock.schedule import Placement
@@ -101,21 +101,51 @@ def _by_count(
     placement: Placement | None = None,
 ) -> list[list[str]]:
     units = find_units(model, stages)
-    if not 1 <= stages <= len(units):
+    calls = _calls(model, units, example)
+    units = _in_order(model, units, calls)
+    if 1 <= stages <= len(units):
+        placed = _balanced(model, units, stages, balance, example, placement)
+        if len(set(calls)) == len(calls) or _holds(model, placed, example):
+            return placed
+    # What is called again and again may be in several stages: its calls are placed.
+    turns = [path for path in units if path not in calls] + calls
+    if not 1 <= stages <= len(turns):
         raise PartitionError(
             f"a {type(model).__name__} has {len(units)} modules that can be placed, too few for {stages} "
             f"stages; use from 1 to {len(units)}"
         )
-    units = _in_order_of_calls(model, units, example)
+    return _balanced(model, turns, stages, balance, example, placement)
+
+
+def _balanced(
+    model: nn.Module,
+    units: Sequence[str],
+    stages: int,
+    balance: Any,
+    example: Example | None,
+    placement: Placement | None,
+) -> list[list[str]]:
     starts = choose_cuts(_weights(model, units, balance, example), stages, placement)
-    return [units[a:b] for a, b in pairwise([*starts, len(units)])]
+    return [list(units[a:b]) for a, b in pairwise([*starts, len(units)])]
+
+
+def _holds(model: nn.Module, placed: Sequence[Sequence[str]], example: Example | None) -> bool:
+    """Whether no value of the example would have to go to an earlier stage."""
+    describe = _assembled(model, placed, example).describe
+    assert describe is not None
+    try:
+        describe(ValueSpec.of(_known(model, example)), True)
+    except PartitionError:
+        return False
+    return True
 
 
 def _weights(
     model: nn.Module, units: Sequence[str], balance: Any, example: Example | None
 ) -> list[float]:
     if balance is None or balance == "parameters":
-        return [count_parameters(model.get_submodule(path)) for path in units]
+        calls = Counter(units)
+        return [count_parameters(model.get_submodule(path)) / calls[path] for path in units]
     if isinstance(balance, str):
         return _measured(model, units, balance, example)
     if len(balance) != len(units):
@@ -142,19 +172,31 @@ def _measured(
     return [cost.by(balance) for cost in costs]
 
 
-def _in_order_of_calls(model: nn.Module, units: list[str], example: Example | None) -> list[str]:
-    """The units in the order of their first calls, where a call is known; else as the source has it."""
+def _known(model: nn.Module, example: Example | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments to try a model with; models of transformers offer some."""
+    args, kwargs = example or ((), getattr(model, "dummy_inputs", {}))
+    return tuple(args), dict(kwargs)
+
+
+def _calls(model: nn.Module, units: list[str], example: Example | None) -> list[str]:
+    """The calls of the units in order, as far as a call of the model is known."""
+    call = _known(model, example)
+    if not any(call):
+        return []
+    tensors, _ = flatten(call)
     try:
-        # Models of transformers offer arguments to try them with.
-        known = example or ((), dict(getattr(model, "dummy_inputs", {})))
-        if not any(known):
-            return units
-        order = _calls(model, units, known)
+        outline = Outline(model, units)
+        tape = analysed(outline, units, ValueSpec.of(call), training=True, example=tensors)
     except Exception:
         if example is not None:
             raise
-        return units
-    first = {path: index for index, path in enumerate(order)}
+        return []
+    return [event.what for event in tape.events if event.is_call]
+
+
+def _in_order(model: nn.Module, units: list[str], calls: list[str]) -> list[str]:
+    """The units in the order of their first calls, where calls are known; else as the source has it."""
+    first = {path: index for index, path in reversed(list(enumerate(calls)))}
     names = paths_of(model, units)
     places: dict[str, int] = {}
     latest = -1
@@ -162,14 +204,6 @@ def _in_order_of_calls(model: nn.Module, units: list[str], example: Example | No
         # What is not called in this call comes after what comes before it in the source.
         latest = places[path] = first.get(names[model.get_submodule(path)], latest)
     return sorted(units, key=lambda path: places[path])
-
-
-def _calls(model: nn.Module, units: list[str], example: Example) -> list[str]:
-    call = (tuple(example[0]), dict(example[1]))
-    outline = Outline(model, units)
-    tensors, _ = flatten(call)
-    tape = analysed(outline, units, ValueSpec.of(call), training=True, example=tensors)
-    return list(dict.fromkeys(event.what for event in tape.events if event.is_call))
 
 
 # ---- by path

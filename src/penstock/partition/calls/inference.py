@@ -160,7 +160,9 @@ def view_like(view: Tensor, old: Tensor, new: Tensor) -> Tensor:
             f"{view.dtype}, which other stages cannot make again; clone the tensor before it is written into"
         )
     start = view.storage_offset() - old.storage_offset() + new.storage_offset()
-    return new.as_strided(view.shape, view.stride(), start)
+    # The view was there before, whatever is done now under no_grad().
+    with torch.enable_grad():
+        return new.as_strided(view.shape, view.stride(), start)
 
 
 def run_for_real(

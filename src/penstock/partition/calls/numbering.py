@@ -159,7 +159,7 @@ class Numbering(Watch, ABC):
 
         What changes one of several tensors that show the same memory needs all of that memory.
         """
-        seen: set[int | None] = set(self.tape.outputs)
+        seen: set[int | None] = set(self._taken_for(self.tape.outputs))
         for index in reversed(range(len(self.tape.events))):
             event = self.tape.events[index]
             kept, wholes = [], []
@@ -172,7 +172,17 @@ class Numbering(Watch, ABC):
                     kept += own
             inputs = tuple(dict.fromkeys([*event.inputs, *wholes]))
             self.tape.events[index] = replace(event, inputs=inputs, changes=tuple(kept))
-            seen.update(inputs, (change.old for change in kept), (event.on,))
+            olds = (change.old for change in kept)
+            seen.update(self._taken_for(inputs), olds, (event.on,))
+
+    def _taken_for(self, numbers: Iterable[int]) -> Iterator[int]:
+        """What is taken to use values: for a view that every stage makes itself, what it is a view of."""
+        for number in numbers:
+            value = self.tape.values[number]
+            if value.origin is Origin.FOUND and value.whole is not None:
+                yield value.whole
+            else:
+                yield number
 
     def is_base(self, tensor: Tensor) -> bool:
         """Whether a followed tensor is a view of this one."""

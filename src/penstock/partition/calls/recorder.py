@@ -13,7 +13,6 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from penstock.errors import PartitionError
 from penstock.losses import add_loss
-from penstock.partition.calls.faces import Run
 from penstock.partition.calls.inference import Inference, memory_of, run_for_real
 from penstock.partition.calls.numbering import Numbering
 from penstock.partition.calls.tape import (
@@ -25,6 +24,7 @@ from penstock.partition.calls.tape import (
     Tape,
 )
 from penstock.partition.calls.trees import leaves, replaced, tensors_deep_in, tensors_in, without
+from penstock.partition.faces import EFFECTS, SET_DATA, Run, uncheckpointed
 from penstock.specs import surely_reached
 
 ANSWERS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"} | {
@@ -37,15 +37,6 @@ RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "ra
     *("exponential_", "geometric_", "log_normal_", "cauchy_", "poisson", "dropout"),
 }
 
-_TENSOR: Any = Tensor
-EFFECTS = {
-    *(_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook, _TENSOR.retain_grad),
-    # The node of the graph, on which hooks can be set as well.
-    _TENSOR.grad_fn.__get__,
-}
-"""Functions that return nothing of a tensor but have a part in its gradient."""
-
-_SET_DATA = _TENSOR.data.__set__
 _BACKWARD = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
@@ -306,25 +297,12 @@ def target_of(what: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     name = name_of(what)
     in_place = name.endswith("_") and not name.startswith("_") and name != "requires_grad_"
     operator = name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITERS)
-    if args and (in_place or operator or what == _SET_DATA):
+    if args and (in_place or operator or what == SET_DATA):
         return args[0]
     return kwargs.get("out")
 
 
 _NO_WRITERS = {"__invert__", "__index__", "__int__"}
-
-
-@contextlib.contextmanager
-def uncheckpointed(args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[bool]:
-    """What runs here gives the gradients that it would give checkpointed.
-
-    A reentrant checkpoint gives some only if what it is given has some. The context tells whether it is such
-    a one, that would run twice.
-    """
-    reentrant = options.get("use_reentrant") is not False
-    given = any(isinstance(a, Tensor) and a.requires_grad for a in args)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and (given or not reentrant)):
-        yield reentrant and torch.is_grad_enabled()
 
 
 def depends_on_data(error: BaseException) -> bool:

@@ -301,8 +301,9 @@ def _backwards(tape: Tape, event: Event, home: int, stage: int, number: int) -> 
         return (
             f"{event.what} is called {calls} times, here after {value}, which stage {stage} makes, but it is "
             f"in stage {home}: a cut inside a loop that calls one module again and again cannot be "
-            "honoured with that module in one stage; name it in several stages, which then share its "
-            "weights, or put all that the loop calls into one"
+            "honoured with that module in one stage. Give example=(args, kwargs), with which a number of "
+            "stages cuts between the calls; or name the module in several stages, which then share its "
+            "weights; or put all that the loop calls into one"
         )
     return (
         f"{event.what} is in stage {home}, but it uses {value}, which stage {stage} makes: values travel to "

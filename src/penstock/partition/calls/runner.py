@@ -13,14 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PartitionError
 from penstock.losses import add_loss
-from penstock.partition.calls.faces import Run
 from penstock.partition.calls.inference import view_like
 from penstock.partition.calls.placeholder import Form, Placeholder
-from penstock.partition.calls.recorder import uncheckpointed
 from penstock.partition.calls.routing import Part
-from penstock.partition.calls.tape import NO_VALUE, Change, Event, Region, Slot, Tape
+from penstock.partition.calls.tape import NO_VALUE, Change, Event, Origin, Region, Slot, Tape
 from penstock.partition.calls.trees import leaves, replaced, tensors_in, without
 from penstock.partition.calls.watch import Watch
+from penstock.partition.faces import Run, uncheckpointed
 
 PLAIN = (bool, int, float, str)
 
@@ -260,10 +259,11 @@ class Runner(Watch):
         return result
 
     def _keep(self, tensor: Tensor, number: int) -> None:
-        self.follow(tensor, number)
+        value = self._tape.values[number]
+        if value.origin is not Origin.FOUND:
+            self.follow(tensor, number)
         if number not in self._part.gives or number in self._given:
             return
-        value = self._tape.values[number]
         if not value.form.fits(tensor):
             raise PartitionError(
                 f"{value.name} is {tensor.dtype}{list(tensor.shape)} where {value.form.dtype}"
@@ -294,16 +294,15 @@ class Runner(Watch):
 
     def _pass(self, event: Event, given: list[Tensor]) -> Any:
         """What an event of another stage returns here."""
-        targets: dict[int, Tensor] = {}
         for change in event.changes:
             old = self._target(change, given)
-            new = targets[change.new] = self._renewed(change)
+            new = self._renewed(change)
             if old is not None:
                 if change.old is None:
                     self.follow_views(old)
                 self.put_instead(old, new)
         self._at += 1
-        return replaced(event.result, lambda leaf: self._filled(leaf, given, targets))
+        return replaced(event.result, lambda leaf: self._filled(leaf, given))
 
     def _renewed(self, change: Change) -> Tensor:
         """What a changed tensor is here: a view again, where what it is a view of has arrived."""
@@ -316,17 +315,10 @@ class Runner(Watch):
                 return made
         return self._stand_in(change.new)
 
-    def _filled(self, leaf: Any, given: list[Tensor], targets: Mapping[int, Tensor]) -> Any:
+    def _filled(self, leaf: Any, given: list[Tensor]) -> Any:
         if not isinstance(leaf, Slot):
             return leaf
-        if leaf.value in targets:
-            return targets[leaf.value]
-        if leaf.same_as is None:
-            return self._stand_in(leaf.value)
-        if leaf.value == NO_VALUE:
-            return given[leaf.same_as]
-        known = [tensor for tensor in given if self.number_of(tensor) == leaf.value]
-        return known[0] if known else given[leaf.same_as]
+        return self._stand_in(leaf.value) if leaf.same_as is None else given[leaf.same_as]
 
     def _stand_in(self, number: int) -> Tensor:
         """What arrived, or else a placeholder."""

@@ -15,8 +15,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from penstock.partition.calls.weights import count_parameters
-
 LISTS = nn.ModuleList | nn.ModuleDict
 
 
@@ -109,6 +107,11 @@ def _is_getattr(node: ast.Call) -> bool:
 
 
 # ---- units
+
+
+def count_parameters(module: nn.Module) -> int:
+    """How many numbers a module's parameters hold."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def worthy(module: nn.Module) -> bool:

@@ -9,10 +9,10 @@ the same forward.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +21,8 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 
-from penstock.partition.calls.faces import Run, seen
 from penstock.partition.calls.trees import replaced, tensors_in
-
-_OPTIONS = {"preserve_rng_state"} | {
-    name
-    for name, parameter in inspect.signature(checkpointing.checkpoint).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
-}
-"""Of a checkpoint's arguments those that are not for the function."""
+from penstock.partition.faces import Run, seen
 
 
 class Watch(TorchFunctionMode, ABC):
@@ -57,7 +50,7 @@ class Watch(TorchFunctionMode, ABC):
         if self._inside:
             return run(*args, **kwargs)
         with self.unseen():
-            return self.call(module, run, *self.current((args, kwargs)))
+            return self._answered(partial(self.call, module, run), args, kwargs)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -67,7 +60,7 @@ class Watch(TorchFunctionMode, ABC):
         if self._inside or not self.concerns(func, args, options):
             return func(*args, **options)
         with self.unseen():
-            return self.operation(func, func, *self.current((args, options)))
+            return self._answered(partial(self.operation, func, func), args, options)
 
     def applied(
         self, function: type[Function], run: Run, args: tuple[Any, ...], kwargs: Any
@@ -76,14 +69,24 @@ class Watch(TorchFunctionMode, ABC):
         if not self._inside and function is not checkpointing.CheckpointFunction:
             with self.unseen():
                 if self.concerns(function, args, kwargs):
-                    return self.operation(function, run, *self.current((args, kwargs)))
+                    return self._answered(partial(self.operation, function, run), args, kwargs)
         return run(*args, **kwargs)
 
-    def checkpointed(self, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _answered(self, answer: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The answer to a call with what is used instead of its tensors; the author's code keeps its own."""
+        if not self._instead:
+            return answer(args, kwargs)
+        own = tensors_in((args, kwargs))
+        args, kwargs = self.current((args, kwargs))
+        back = {id(new): old for new, old in zip(tensors_in((args, kwargs)), own, strict=True)}
+        return replaced(answer(args, kwargs), lambda leaf: back.get(id(leaf), leaf))
+
+    def checkpointed(
+        self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
+    ) -> Any:
         """A part of the forward is to be computed again in backward."""
         if self._inside:
-            return run(*args, **kwargs)
-        options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}
+            return run(*args, **kwargs, **options)
         return self.region(run, args, kwargs, options)
 
     def added(self, loss: Tensor) -> Tensor | None:

@@ -8,14 +8,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.losses import collect_losses
 from penstock.partition.base import Description
 from penstock.partition.traced.export import Exported, export, undisturbed
 from penstock.partition.traced.layout import check_met, lay_out
 from penstock.partition.traced.marks import Point
 from penstock.partition.traced.skeleton import Skeleton
 from penstock.partition.traced.trace import Trace
-from penstock.specs import ValueSpec, flatten, unflatten
+from penstock.specs import ValueSpec, flatten, surely_reached
 
 _KEPT = 32
 """How many graphs are kept for each mode; the oldest goes first."""
@@ -156,11 +158,17 @@ class Traces:
             for stage, own in enumerate(held):
                 program = trace.program(stage, own.held_names, self.device)
                 tensors = [self._skeleton.like(own.held_tensor(name)) for name in program.tensors]
-                taken = [_arrived(values[name]) for name in program.takes]
+                taken = [values[name] for name in program.takes]
                 given = program(self.device, taken, inputs, tensors)
                 values.update(zip(program.gives, given, strict=False))
-            output = trace.exported.rebuild(given)
-        specs = {name: ValueSpec.of(value) for name, value in values.items()}
+            with collect_losses() as added:
+                output = trace.exported.output(given)
+        losses = [term.value for term in added]
+        sure = surely_reached(_edges(values), flatten(output)[0], losses)
+        specs = {
+            name: ValueSpec.of(value).marked({index for of, index in sure if of == name})
+            for name, value in values.items()
+        }
         edges = [
             replace(edge, gradient=bool(specs[edge.value].differentiable))
             for edge in trace.wiring.edges
@@ -168,11 +176,10 @@ class Traces:
         return Description(tuple(edges), {**specs, "output": ValueSpec.of(output)})
 
 
-def _arrived(value: Any) -> Any:
-    """A value as another stage gets it: without the graph behind it."""
-    tensors, structure = flatten(value)
-    fresh = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-    return unflatten(structure, fresh)
+def _edges(values: Mapping[str, Any]) -> dict[tuple[str, int], GradientEdge]:
+    """Where the gradients of the tensors in values arrive."""
+    tensors = {(n, i): t for n, value in values.items() for i, t in enumerate(flatten(value)[0])}
+    return {key: get_gradient_edge(t) for key, t in tensors.items() if t.requires_grad}
 
 
 def _with_policy(exported: Exported, policy: Policy) -> Exported:

@@ -2,7 +2,7 @@
 
 A module's class is exchanged for one that is the same but for ``__call__``, which is how a call is seen
 before checkpointing, hooks and all else that the author has put around ``forward``. Functions of PyTorch are
-seen by a mode (``watch``); here is what no mode sees: custom functions, checkpoints and added losses.
+seen by a mode of its own; here is what no mode sees: custom functions, checkpoints and added losses.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import contextlib
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils import checkpoint as checkpointing
@@ -39,8 +40,10 @@ class Listener(Protocol):
     ) -> Any:
         """A custom function is applied."""
 
-    def checkpointed(self, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """``torch.utils.checkpoint.checkpoint`` is called."""
+    def checkpointed(
+        self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
+    ) -> Any:
+        """A checkpoint ``run`` is called for a function and what that is called with."""
 
     def added(self, loss: Tensor) -> Tensor | None:
         """A loss is added; answers what is added here."""
@@ -121,6 +124,14 @@ _SWITCH = "__dynamo_disable"
 run. It is torch's own switch, without a public name. Seen in torch 2.13."""
 
 
+_OPTIONS = {"preserve_rng_state"} | {
+    name
+    for name, parameter in inspect.signature(checkpointing.checkpoint).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
+}
+"""Of a checkpoint's arguments those that are not for the function."""
+
+
 class _Taps:
     """Makes torch ask this thread's listener, as long as any thread has one."""
 
@@ -162,4 +173,31 @@ def _checkpoint(*args: Any, **kwargs: Any) -> Any:
     listener = _LISTENER.get()
     if listener is None:
         return _CHECKPOINT(*args, **kwargs)
-    return listener.checkpointed(_CHECKPOINT, args, kwargs)
+    options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}
+    return listener.checkpointed(_CHECKPOINT, args, kwargs, options)
+
+
+@contextlib.contextmanager
+def uncheckpointed(args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[bool]:
+    """What runs here gives the gradients that it would give checkpointed.
+
+    A reentrant checkpoint gives some only if what it is given has some. The context tells whether it is such
+    a one, that would run twice.
+    """
+    reentrant = options.get("use_reentrant") is not False
+    given = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and (given or not reentrant)):
+        yield reentrant and torch.is_grad_enabled()
+
+
+# ---- what leaves no value
+
+_TENSOR: Any = Tensor
+EFFECTS = {
+    *(_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook, _TENSOR.retain_grad),
+    # The node of the graph, on which hooks can be set as well.
+    _TENSOR.grad_fn.__get__,
+}
+"""Functions that return nothing of a tensor but have a part in its gradient."""
+
+GET_DATA, SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
