@@ -19,6 +19,7 @@ from penstock.faults import PATIENCE, Timeout
 from penstock.holding import WeightHolder
 from penstock.hosting import (
     check_given,
+    check_options,
     connect_if_launched,
     ends_of,
     home_for,
@@ -26,9 +27,9 @@ from penstock.hosting import (
     ranks_of,
     world_of,
 )
-from penstock.microbatch import MISSING, Rules
+from penstock.microbatch import MISSING, Rules, check_rules
 from penstock.partition import Shared, find_shared_between, load_partition
-from penstock.plan import Plan, Stages, check_model, cut, make_plan
+from penstock.plan import Plan, Source, Stages, check_model, cut, make_plan
 from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
@@ -54,8 +55,8 @@ class Pipeline(WeightHolder):
 
     Args:
         model: any module; see docs/partition.md for how it is cut.
-        schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, or a
-            :class:`~penstock.schedule.Schedule`.
+        schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, a
+            :class:`~penstock.schedule.Schedule`, or a function of ranks and microbatches that gives one.
         ranks: how many ranks; by default the world size under torchrun, else as the stages need.
         microbatches: into how many parts a batch is split; by default two a rank.
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
@@ -89,7 +90,7 @@ class Pipeline(WeightHolder):
         self,
         model: nn.Module,
         *,
-        schedule: str | os.PathLike[str] | Schedule = "1F1B",
+        schedule: Source = "1F1B",
         ranks: int | None = None,
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
@@ -105,7 +106,9 @@ class Pipeline(WeightHolder):
         weights: str | os.PathLike[str] | None = None,
         **loss: Unpack[LossOptions],
     ) -> None:
+        check_options(loss, Pipeline.__init__)
         check_model(model)
+        check_rules(rules)
         check_statistics(batch_statistics, [model])
         home = home_for(model, device, filled=weights is not None)
         found = connect_if_launched(home or home_of(model), group, rendezvous_timeout)
@@ -132,7 +135,7 @@ class Pipeline(WeightHolder):
         cls,
         stages: Sequence[PipelineStage],
         *,
-        schedule: str | os.PathLike[str] | Schedule,
+        schedule: Source,
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
         rules: Rules | None = None,
@@ -149,7 +152,7 @@ class Pipeline(WeightHolder):
 
         Args:
             stages: in one process all of them; under torchrun those of this rank.
-            schedule: a name or a Schedule; it says which stage belongs on which rank.
+            schedule: as for :class:`Pipeline`; it says which stage belongs on which rank.
             microbatches: as for :class:`Pipeline`, like what follows.
             loss_fn: computes the loss on the last stage.
             rules: how arguments are split.
@@ -164,7 +167,9 @@ class Pipeline(WeightHolder):
             rendezvous_timeout: seconds until all processes of a launcher must be there.
             loss: more about the loss.
         """
+        check_options(loss, cls.from_stages)
         check_given(stages)
+        check_rules(rules)
         check_statistics(batch_statistics, [stage.module for stage in stages])
         found = connect_if_launched(stages[0].device, group, rendezvous_timeout)
         plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)

@@ -195,7 +195,10 @@ def test_texts_cannot_steer_a_terminal() -> None:
 def test_the_user_s_error_is_the_one_that_is_named() -> None:
     error = StageError("rank 1, stage 1: boom")
     error.__cause__ = KeyError("boom")
-    assert of_exception(error, 1, Activity(1).snapshot()).error == "KeyError"
+    activity = Activity(1)
+    assert of_exception(error, 1, activity.snapshot()).error == "StageError", "which alone says where"
+    activity.at(parse_action("1F0"))
+    assert of_exception(error, 1, activity.snapshot()).error == "KeyError"
 
 
 def test_exit_statuses() -> None:

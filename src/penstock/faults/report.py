@@ -100,6 +100,7 @@ def tell_torchrun(failure: Failure, *, own: bool) -> None:
         "py_callstack": failure.trace if own else "",
         "timestamp": str(moment),
         "status": failure.status,
+        "own": own,
     }
     said = str(failure) if own else f"stopped because {failure}"
     path = Path(name)
