@@ -78,6 +78,8 @@ class Plan:
         key = (microbatches, trains, edges)
         if key not in self._proven:
             made = self._named(microbatches) if trains else self._forward_only(microbatches)
+            if trains and microbatches != self.microbatches:
+                _check_alike(made, self.training)
             self._proven[key] = prove(made if edges is None else with_edges(made, edges))
         return self._proven[key]
 
@@ -136,6 +138,25 @@ def _build(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
             f"{name} on {ranks} ranks has {made.stages} stages, but the model is cut into {stages}"
         )
     return made
+
+
+def _check_alike(made: Schedule, usual: Schedule) -> None:
+    """Check that a schedule for another number of microbatches can run on the stages as they are placed.
+
+    Raises:
+        ScheduleError: it has them elsewhere, or one trains and the other does not.
+    """
+    if made.placement != usual.placement:
+        raise ScheduleError(
+            f"{made.name!r} places the stages on ranks {list(made.placement.rank_of)} for "
+            f"{made.microbatches} microbatches, and on {list(usual.placement.rank_of)} for "
+            f"{usual.microbatches}; they do not move"
+        )
+    if made.trains != usual.trains:
+        without = usual if made.trains else made
+        raise ScheduleError(
+            f"{made.name!r} has no backward for {without.microbatches} microbatches"
+        )
 
 
 def _built(builder: Builder, ranks: int, microbatches: int) -> Schedule:

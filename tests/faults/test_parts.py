@@ -196,7 +196,9 @@ def test_the_user_s_error_is_the_one_that_is_named() -> None:
     error = StageError("rank 1, stage 1: boom")
     error.__cause__ = KeyError("boom")
     activity = Activity(1)
-    assert of_exception(error, 1, activity.snapshot()).error == "StageError", "which alone says where"
+    assert of_exception(error, 1, activity.snapshot()).error == "StageError", (
+        "which alone says where"
+    )
     activity.at(parse_action("1F0"))
     assert of_exception(error, 1, activity.snapshot()).error == "KeyError"
 

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from penstock import REPLICATE, Pipeline, PipelineStage, Split
 from penstock.microbatch import Rules
 from penstock.partition import cut_chain
-from penstock.schedule import build
+from penstock.schedule import Action, Op, Placement, Schedule, build, register
+from penstock.schedule.library import registry
 from penstock.testing import Case, compare
 from tests.pipeline.models import (
     STAGES,
@@ -37,6 +38,28 @@ from tests.pipeline.models import (
 @pytest.mark.parametrize(("loss", "reduction"), [(mean_loss, "mean"), (sum_loss, "sum")])
 def test_uneven_batches(schedule: str, samples: int, loss: Any, reduction: Any) -> None:
     case = Case(chain(), (X[:samples],), Y[:samples], loss, reduction)
+    compare(case, schedule=schedule, ranks=3, microbatches=4).check(1e-12)
+
+
+def last_first(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then the backwards from the last one on: of no library."""
+    placement = Placement(tuple(range(ranks)))
+    rows = (
+        tuple(Action(rank, Op.F, m) for m in range(microbatches))
+        + tuple(Action(rank, Op.B, m) for m in reversed(range(microbatches)))
+        for rank in range(ranks)
+    )
+    return Schedule("last first", placement, microbatches, tuple(rows))
+
+
+@pytest.mark.parametrize("schedule", [last_first, "Last-First"])
+def test_a_schedule_of_ones_own_takes_a_short_last_batch(
+    schedule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "RECIPES", dict(registry.RECIPES))
+    monkeypatch.setattr(registry, "_BY_NAME", dict(registry._BY_NAME))
+    register("last-first", last_first)
+    case = Case(chain(), (X[:3],), Y[:3], mean_loss)
     compare(case, schedule=schedule, ranks=3, microbatches=4).check(1e-12)
 
 

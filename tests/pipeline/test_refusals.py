@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from penstock.errors import (
     ScheduleError,
     SpecError,
     StageError,
+    UnknownArgumentError,
     UsageError,
 )
 from penstock.partition import cut_sequential
@@ -101,6 +103,101 @@ MAKING: dict[str, Refusal] = {
         ScheduleError,
         "'half' cannot run:\n",
     ),
+    "a stage without backward": (
+        lambda: make(schedule=without_backward(stage=0), microbatches=None),
+        ScheduleError,
+        "rank 0, 0B0: missing",
+    ),
+    "a number of another kind": (
+        lambda: make(ranks=2.0),
+        UsageError,
+        "ranks=2.0: must be a whole number",
+    ),
+    "torch's name of an argument": (
+        lambda: make(num_microbatches=4),
+        UnknownArgumentError,
+        r"there is no argument num_microbatches=; did you mean microbatches=\?",
+    ),
+    "a loss by another name": (
+        lambda: make(criterion=mean_loss),
+        UnknownArgumentError,
+        r"no argument criterion=; did you mean loss_fn=\?",
+    ),
+    "a nameless argument": (
+        lambda: make(zzz=1),
+        UnknownArgumentError,
+        "no argument zzz=; there are schedule=, ranks=, .* nonfinite=$",
+    ),
+    "what a cut is told": (
+        lambda: make(balance="flops"),
+        UnknownArgumentError,
+        r"stages=penstock.partition.partition\(model, stages, balance=...\)",
+    ),
+    "an argument of stages": (
+        lambda: Pipeline.from_stages(stages(0, 1), schedule="1F1B", n_microbatches=4),  # type: ignore[call-arg]
+        UnknownArgumentError,
+        r"did you mean microbatches=\?",
+    ),
+    "a device that is not there": (
+        lambda: make(device="xpu"),
+        UsageError,
+        r"device='xpu': torch.xpu.is_available\(\) is False",
+    ),
+    "no device": (
+        lambda: make(device="gpu"),
+        UsageError,
+        "device='gpu': Expected one of cpu, cuda",
+    ),
+    "a loss that takes one": (
+        lambda: make(loss_fn=lambda output: output.mean()),
+        UsageError,
+        r"loss_fn is called with \(output, target\), which it refuses: too many",
+    ),
+    "a class for a loss": (
+        lambda: make(loss_fn=nn.MSELoss),
+        UsageError,
+        r"give an object of it, MSELoss\(\)",
+    ),
+    "no loss": (lambda: make(loss_fn="mse"), UsageError, "loss_fn='mse': must be a function"),
+    "no metric": (
+        lambda: make(metrics={"accuracy": 3}),
+        UsageError,
+        r"metrics\['accuracy'\]=3: must be a function",
+    ),
+    "no metrics": (lambda: make(metrics=[mean_loss]), UsageError, "functions by name, in a dict"),
+    "no replicas": (lambda: make(replicas=2), UsageError, "replicas=2: must be a process group"),
+    "no weight": (lambda: make(loss_weight="a"), UsageError, "loss_weight='a': must be a number"),
+    "no step to accumulate": (
+        lambda: make(accumulate=0),
+        UsageError,
+        "accumulate=0: must be at least 1 step",
+    ),
+    "no seconds": (
+        lambda: make(timeout="1"),
+        UsageError,
+        "timeout='1': must be more than 0 seconds",
+    ),
+    "no rule": (
+        lambda: make(rules={0: 1}),
+        MicrobatchError,
+        r"rules=\{0: 1\}: must be Split\(dim\)",
+    ),
+    "no rules": (lambda: make(rules=[1]), MicrobatchError, r"rules=\[1\]: must be a mapping"),
+    "no schedule": (
+        lambda: make(schedule=None),
+        UsageError,
+        "schedule=None: must be a name, a file, a Schedule, or a function of ranks and microbatches",
+    ),
+    "a function that gives no schedule": (
+        lambda: make(schedule=lambda ranks, microbatches: "1F1B"),
+        ScheduleError,
+        "for ranks=2, microbatches=4 the function <lambda> gave a str, which is no",
+    ),
+    "a function that gives another schedule": (
+        lambda: make(schedule=lambda ranks, microbatches: build("1F1B", ranks=3, microbatches=9)),
+        ScheduleError,
+        "for ranks=2, microbatches=4 the function <lambda> gave a schedule of ranks=3, microbatches=9",
+    ),
     "no stages": (lambda: by_hand(), UsageError, "no stages were given"),
     "a missing stage": (
         lambda: by_hand(*stages(0)),
@@ -116,7 +213,43 @@ MAKING: dict[str, Refusal] = {
 }
 
 
+def without_backward(stage: int | None) -> Schedule:
+    """1F1B whose backwards are left out, of one stage or of all."""
+    made = build("1F1B", ranks=2, microbatches=4)
+    return made.with_programs(
+        [a for a in made.actions(rank) if a.op is Op.F or stage not in (None, a.stage)]
+        for rank in range(2)
+    )
+
+
+def sometimes_forward(ranks: int, microbatches: int) -> Schedule:
+    name = "1F1B" if microbatches == 4 else "forward-only"
+    return build(name, ranks=ranks, microbatches=microbatches)
+
+
+def turned_round(ranks: int, microbatches: int) -> Schedule:
+    made = build("1F1B", ranks=ranks, microbatches=microbatches)
+    if microbatches == 4:
+        return made
+    return replace(made, placement=Placement((1, 0)), programs=made.programs[::-1])
+
+
 CALLING: dict[str, Refusal] = {
+    "step with forwards alone": (
+        lambda: make(schedule=without_backward(stage=None)).step(X, target=Y),
+        UsageError,
+        "the schedule '1F1B' has no backward; eval does without",
+    ),
+    "a short batch with forwards alone": (
+        lambda: make(schedule=sometimes_forward).step(X[:3], target=Y[:3]),
+        ScheduleError,
+        "3 microbatches instead of 4: 'forward-only' has no backward for 3 microbatches",
+    ),
+    "a short batch on other ranks": (
+        lambda: make(schedule=turned_round).step(X[:3], target=Y[:3]),
+        ScheduleError,
+        r"places the stages on ranks \[1, 0\] for 3 microbatches, and on \[0, 1\] for 4",
+    ),
     "step without a loss": (
         lambda: make(loss_fn=None).step(X, target=Y),
         UsageError,

@@ -59,6 +59,10 @@ def check_order(
         validate(found).raise_if_bad()
     except ValueError as error:
         raise PlacementError(str(error)) from error
+    if not found.trains:
+        raise PlacementError(
+            "the actions have forwards and no backward, so nothing would be trained"
+        )
     return dict(enumerate(found.placement.rank_of))
 
 

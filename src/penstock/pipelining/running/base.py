@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, ScheduleError, UsageError
 from penstock.pipelining.microbatch import TensorChunkSpec, split_tensor
 from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.pipelining.rows.actions import ActionTuple, ComputationType, to_order
@@ -151,9 +151,7 @@ class PipelineSchedule(LoopParts):
 
     def _take(self, order: dict[int, list[ActionTuple | None]]) -> None:
         """Take actions that were written by hand, and prove that they can run."""
-        made = schedule_of(order, self._num_stages, self._n_microbatches)
-        prove(made)
-        self._adopt(made)
+        self._adopt(_proven(schedule_of(order, self._num_stages, self._n_microbatches)))
 
     def _validate_and_set_stage_mapping(self, actions: dict[int, list[ActionTuple | None]]) -> None:
         check_order(actions, self.pp_group_size, self._num_stages, self._n_microbatches)
@@ -175,7 +173,20 @@ class PipelineSchedule(LoopParts):
             raise PlacementError(
                 f"{schedule.name} is for {schedule.microbatches} microbatches, not {self._n_microbatches}"
             )
+        self._check_trains(schedule)
         self._schedule, self._order = self._with_ops_of_custom(schedule), None
+
+    def _check_trains(self, schedule: Schedule) -> None:
+        """Check that there is a backward where there is a loss.
+
+        Raises:
+            PlacementError: there is none.
+        """
+        if self._has_backward and not schedule.trains:
+            raise PlacementError(
+                f"{schedule.name} has forwards and no backward, so that the loss would train nothing; add "
+                "the backwards, or leave out loss_fn"
+            )
 
     def _with_ops_of_custom(self, schedule: Schedule) -> Schedule:
         """A schedule with the gathering and the reductions that custom functions are there for."""
@@ -247,10 +258,16 @@ class PipelineSchedule(LoopParts):
         self._follow_count()
         for stage in self._stages:
             stage.start(self._placement(), self._n_microbatches, trains=self._has_backward)
-        arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
-        target_mbs = None
-        if target is not None:
-            target_mbs = list(split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
+        try:
+            arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
+            target_mbs = None
+            if target is not None:
+                target_mbs = list(split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
+            self._check_inputs(arg_mbs, kwarg_mbs, target_mbs)
+        except PenstockError as error:
+            if type(self)._step_microbatches is PipelineSchedule._step_microbatches:
+                self._current_runner().refuse(error, trains=self._has_backward)
+            raise
         self._step_microbatches(
             arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
         )
@@ -293,6 +310,7 @@ class PipelineSchedule(LoopParts):
         chunks = Chunks(arg_mbs, kwarg_mbs, target_mbs) if given else Chunks(None, None, target_mbs)
         context = PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
         trains = self._has_backward
+        self._check_trains(self.schedule)
         loss = self._loss(loss_kwargs, trains, target_mbs)
         runner, self._engine_runs = self._current_runner(), True
         try:
@@ -383,8 +401,20 @@ class PipelineSchedule(LoopParts):
             raise PlacementError(
                 f"{filename} spells out messages; load it with format='compute_comms'"
             )
-        prove(found)
-        self._adopt(found)
+        self._adopt(_proven(found))
+
+
+def _proven(schedule: Schedule) -> Schedule:
+    """A schedule that was proven to complete.
+
+    Raises:
+        PlacementError: it does not; every reason why.
+    """
+    try:
+        prove(schedule)
+    except ScheduleError as error:
+        raise PlacementError(str(error)) from error
+    return schedule
 
 
 def _without_releases(program: Sequence[Entry]) -> tuple[Entry, ...]:

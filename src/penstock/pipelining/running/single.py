@@ -42,6 +42,11 @@ class ScheduleForwardOnly(PipelineScheduleSingle):
 
     recipe = "forward-only"
 
+    def _build(self) -> None:
+        # Also where a loss was given, as to all schedules alike.
+        self._has_backward = False
+        super()._build()
+
     def _step_microbatches(
         self,
         arg_mbs: Any = None,
