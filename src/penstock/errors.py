@@ -113,6 +113,18 @@ class InternalError(PenstockError, RuntimeError):
     """This should never happen. It is a bug in Penstock: please report it with the message."""
 
 
+def printable(text: str, keep: str = "\n\t") -> str:
+    """A text with everything escaped that could steer a terminal, hide there, or not be written at all.
+
+    Args:
+        text: from somebody else, such as a file or another process.
+        keep: what is left as it is nonetheless.
+    """
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def public_name(kind: type[PenstockError]) -> str:
     """The name of an error's class in the tree above: of one from elsewhere, that of its nearest base."""
     return next(base.__name__ for base in kind.__mro__ if base.__module__ == __name__)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined] # public, but not marked so
 
-from penstock.errors import NonFiniteError, StageError, UsageError
+from penstock.errors import NonFiniteError, StageError, UsageError, printable
 from penstock.faults import Activity, Failure, FolderBoard, Meeting, Patience, StoreBoard
-from penstock.faults.failure import of_exception, printable, status_of
+from penstock.faults.failure import of_exception, status_of
 from penstock.faults.ledger import Ledger
 from penstock.faults.processes import Process, this_process, words_of
 from penstock.faults.report import stacks, story

@@ -63,6 +63,23 @@ def test_a_schedule_of_ones_own_takes_a_short_last_batch(
     compare(case, schedule=schedule, ranks=3, microbatches=4).check(1e-12)
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_what_was_made_in_inference_mode_is_a_batch(schedule: str, microbatches: int) -> None:
+    def product(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return (output * target["y"]).mean()
+
+    with torch.inference_mode():
+        made, wanted = X.clone(), Y.clone()
+    pipe, expected = (
+        make(schedule=schedule, microbatches=microbatches, loss_fn=product) for _ in "ab"
+    )
+    pipe.step(made, target={"y": wanted})
+    expected.step(X, target={"y": Y})
+    assert_same(gradients(pipe), gradients(expected))
+    assert pipe.eval(made, target={"y": wanted}).loss == expected.eval(X, target={"y": Y}).loss
+
+
 def test_steps_accumulate() -> None:
     compare(Case(chain(), (X,), Y, mean_loss), schedule="1F1B", ranks=3, steps=3).check(1e-12)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 import traceback
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.errors import InputFileError, NonFiniteError, StageError, UsageError
+from penstock.errors import InputFileError, NonFiniteError, StageError, UsageError, printable
 
 Kind = Literal["raised", "died", "silent", "left", "interrupted", "lost"]
 
@@ -198,11 +197,6 @@ _SIGNALS = {
     INTERRUPTED: "was interrupted by Ctrl-C (SIGINT)",
     TERMINATED: "was told to end (SIGTERM)",
 }
-
-
-def printable(text: str) -> str:
-    """The text with everything escaped that could steer a terminal."""
-    return re.sub(r"[^\n\t\x20-\x7e\u00a0-\U0010ffff]", lambda m: f"\\x{ord(m.group()):02x}", text)
 
 
 _KINDS = {"raised", "died", "silent", "left", "interrupted", "lost"}

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from penstock.faults.failure import LONGEST_TRACE, Failure, printable
+from penstock.errors import printable
+from penstock.faults.failure import LONGEST_TRACE, Failure
 from penstock.faults.silence import Place
 
 FILE = "failure.json"
