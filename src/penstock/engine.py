@@ -58,7 +58,7 @@ class Pipeline(WeightHolder):
         schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, a
             :class:`~penstock.schedule.Schedule`, or a function of ranks and microbatches that gives one.
         ranks: how many ranks; by default the world size under torchrun, else as the stages need.
-        microbatches: into how many parts a batch is split; by default two a rank.
+        microbatches: into how many parts a batch is split; by default two per rank.
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
         stages: how many, the module paths to cut before, for each stage the paths of its modules, or a
             Partition.

@@ -190,7 +190,7 @@ def make_plan(
         schedule: a name, a file (``.csv``, ``.json``), a value or a function.
         ranks: how many ranks, or ``None`` for what the schedule or the stages say.
         stages: how the model is cut.
-        microbatches: how many, or ``None`` for the schedule's number, else two a rank.
+        microbatches: how many, or ``None`` for the schedule's number, else two per rank.
 
     Raises:
         UsageError: numbers that contradict each other, or too little is given.
@@ -263,8 +263,9 @@ def _check_value(
         if number is not None and number != getattr(schedule, name)
     }
     if wrong:
-        has = {name: getattr(schedule, name) for name in wrong}
-        raise UsageError(f"the schedule {schedule.name!r} has {has}, but {wrong} was asked for")
+        has = ", ".join(f"{name}={getattr(schedule, name)}" for name in wrong)
+        wanted = ", ".join(f"{name}={number}" for name, number in wrong.items())
+        raise UsageError(f"the schedule {schedule.name!r} has {has}, but {wanted} was asked for")
 
 
 def check_model(model: nn.Module) -> None:

@@ -133,7 +133,7 @@ def test_a_loop_that_ends_early_is_named(close: bool, tmp_path: Path) -> None:
     job = run_job(tmp_path, fault=fault("short iterator"), close=close)
     for rank in (0, 2):
         assert job.ranks[rank].error == "PeerFailed", job.ranks[rank].output
-        assert "because rank 1, step 1: left after" in job.ranks[rank].text
+        assert "because rank 1, step 1: left after 1 training step, while" in job.ranks[rank].text
     assert job.ranks[1].status == 0
     assert job.heard(1) < PEERS
 

@@ -230,7 +230,7 @@ def test_a_schedule_of_ones_own_is_what_was_asked_for() -> None:
         (
             "ZB-V",
             (2, 4, 3),
-            "ZB-V has 2 .* a rank, not stages_per_rank=3; any number take Interleaved",
+            "ZB-V has 2 stages on each rank, not stages_per_rank=3; Interleaved.* take any number",
         ),
         ("DualPipeV", (4, 7, None), "ranks=4 needs microbatches=8 or more, not 7"),
     ],

@@ -145,9 +145,7 @@ class Watch:
             self._await_departure(followed)
 
     def _depart(self) -> None:
-        place = self._activity.snapshot()
-        word = {name: place[name] for name in ("calls", "step")}
-        self._team.say(LEFT, json.dumps(word))
+        self._team.say(LEFT, json.dumps({"step": self._activity.step}))
         if all(self._team.gone(rank) for rank in self._team.others):
             self._board.remove()
 

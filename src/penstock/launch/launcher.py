@@ -50,7 +50,7 @@ class Outcome:
 
 
 def launch(command: Sequence[str], processes: int) -> Outcome:
-    """Run a command in a process a rank, and wait for all.
+    """Run a command in a process per rank, and wait for all.
 
     Args:
         command: the program and its arguments.

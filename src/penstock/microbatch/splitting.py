@@ -139,7 +139,7 @@ def _table(
 def _split_table(positional: int, table: _Table, count: int, *, fewer: bool) -> Batch:
     samples = _samples(table)
     if samples == 0:
-        raise MicrobatchError("the batch is empty; give it at least one sample a microbatch")
+        raise MicrobatchError("the batch is empty; give it at least one sample per microbatch")
     if fewer:
         # What is not split at all is one microbatch, unless a function of the user's may split it.
         count = min(count, samples or (count if _has_splitter(table) else 1))

@@ -131,7 +131,7 @@ def check_computes(order: Order) -> None:
 
 
 def read_rows(filename: str | Path) -> Schedule:
-    """The schedule in a file, a row a rank.
+    """The schedule in a file, a row per rank.
 
     Raises:
         RowsError: it holds none.
@@ -188,7 +188,7 @@ def microbatches_of(order: Order) -> int:
 
 
 def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
-    """The actions as a table: a column a rank, a row a step.
+    """The actions as a table: a column per rank, a row per step.
 
     Args:
         pipeline_order: each rank's actions, by rank.

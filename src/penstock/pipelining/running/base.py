@@ -366,7 +366,7 @@ class PipelineSchedule(LoopParts):
     # ---- files
 
     def _dump_csv(self, filename: Any, format: str = "compute_only") -> None:
-        """Write the schedule, a row a rank.
+        """Write the schedule, a row per rank.
 
         Args:
             filename: where to.

@@ -30,7 +30,7 @@ _DIGITS = 18
 
 
 def to_json(schedule: Schedule) -> str:
-    """Write a schedule as JSON, a line a program."""
+    """Write a schedule as JSON, a line per program."""
     head = {
         "format": FORMAT,
         "version": VERSION,

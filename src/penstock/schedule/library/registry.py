@@ -144,7 +144,7 @@ def build(
         name: one of :func:`names` or torch's name for it, in upper or lower case.
         ranks: how many ranks share the model.
         microbatches: into how many parts a batch is split.
-        stages_per_rank: for schedules that take any number of stages a rank; others have their own.
+        stages_per_rank: for schedules that take any number of stages per rank; others have their own.
 
     Raises:
         ScheduleError: unknown name (with the nearest ones), or numbers the schedule cannot take.
@@ -155,9 +155,9 @@ def build(
     check_at_least_one(stages_per_rank=wanted)
     if wanted != recipe.stages_per_rank and not recipe.any_stages:
         free = ", ".join(other for other, candidate in RECIPES.items() if candidate.any_stages)
+        own = "one stage" if recipe.stages_per_rank == 1 else f"{recipe.stages_per_rank} stages"
         raise ScheduleError(
-            f"{proper} has {recipe.stages_per_rank} stage(s) a rank, not stages_per_rank={wanted}; "
-            f"any number take {free}"
+            f"{proper} has {own} on each rank, not stages_per_rank={wanted}; {free} take any number"
         )
     return built(lambda: recipe.build(ranks, microbatches, wanted), proper, ranks, microbatches)
 
