@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 from torch import nn
@@ -45,6 +45,17 @@ from penstock.step import (
     check_statistics,
 )
 from penstock.transport import Transport
+
+_HABITS = {
+    "train": "step trains, in each module's own mode; eval and predict evaluate and leave the modes",
+    "forward": "step trains, eval gives the loss, predict the output",
+    "backward": "step runs forward and backward",
+    "to": "Pipeline(device=) says where the stages live",
+    "cuda": "Pipeline(device=) says where the stages live",
+    "modules": "the stages of this process are in stages, each with its module",
+    "buffers": "state_dict() holds them",
+}
+"""What a module has and a Pipeline has not, and what to use instead."""
 
 
 class Pipeline(WeightHolder):
@@ -222,6 +233,13 @@ class Pipeline(WeightHolder):
         """The stages that live in this process, in order."""
         return self._crew.stages
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = _HABITS.get(name)
+            told = f"'{type(self).__name__}' object has no attribute {name!r}"
+            raise AttributeError(f"{told}: {hint}" if hint else told, name=name, obj=self)
+
     # ---- what a pipeline does
 
     def step(  # noqa: PLR0913 - what a user may say of a step, by name
@@ -245,7 +263,7 @@ class Pipeline(WeightHolder):
             args: the model's arguments. Under torchrun they may be given to every rank; at least to those
                 whose stages use them.
             target: what ``loss_fn`` compares with, split like the arguments; at least for the rank of the
-                last stage.
+                last stage. May be left out where ``loss_fn`` does not use it.
             microbatches: how many this time; by default as the Pipeline was made for.
             loss_weight: for this step, in place of the Pipeline's.
             total_weight: what the loss is divided by before backward, in place of the weight of this
@@ -260,8 +278,10 @@ class Pipeline(WeightHolder):
             The same result on every rank.
 
         Raises:
+            UsageError: the call is wrong. What is found before anything is sent or changed is raised on
+                every rank alike, and leaves the Pipeline as it was.
             StageError: the model's or the loss's code raised.
-            PoisonedError: an earlier call failed.
+            PoisonedError: an earlier call failed in the middle.
         """
         return self._caller.step(
             Given(args, kwargs, target),

@@ -487,6 +487,19 @@ def assert_like_new(pipe: Pipeline, steps: int) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_an_output_that_cannot_travel_is_refused_where_it_is_asked_for() -> None:
+    def loss(output: set[Any], target: Any) -> Any:
+        (tensor,) = output
+        return mean_loss(tensor, target)
+
+    pipe = make(nn.Sequential(chain(), Odd()), loss_fn=loss)
+    expected = pipe.step(X, target=Y).loss
+    for call in (lambda: pipe.predict(X), lambda: pipe.eval(X, target=Y, outputs=True)):
+        with pytest.raises(SpecError, match="the model's output cannot travel to other ranks"):
+            call()
+    assert pipe.step(X, target=Y).loss == expected
+
+
 def test_a_function_that_splits_and_fails_refuses_the_call() -> None:
     def split(args: Any, kwargs: Any, target: Any, count: int) -> Microbatches:
         calls = [(part,) for part in args[0].split(2)]
@@ -519,6 +532,17 @@ class Weighs(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         out = self.blocks(x)
         return {"loss": out.square().mean(), "logits": out}
+
+
+def test_what_modules_have_is_told() -> None:
+    pipe: Any = fresh()
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'train': step trains, .* eval and predict"
+    ):
+        pipe.train()
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        _ = pipe.nothing
+    assert not hasattr(pipe, "forward")
 
 
 @pytest.mark.parametrize("target", [{}, {"target": None}])

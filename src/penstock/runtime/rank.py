@@ -31,7 +31,7 @@ from penstock.runtime.health import Health, Spot, Trouble, has_finite_gradients
 from penstock.runtime.machine import Machine, Work
 from penstock.runtime.numbers import Names, agree_weights, own_counts, share_numbers
 from penstock.runtime.orders import Order, Refusal, Report
-from penstock.runtime.outputs import share_outputs
+from penstock.runtime.outputs import check_outputs, share_outputs
 from penstock.runtime.program import RankProgram, channels
 from penstock.runtime.roots import Roots
 from penstock.schedule import Edge, Schedule
@@ -233,6 +233,8 @@ class Rank:
             call = yield from agree_call(self.transport, brought)
             page = yield from self._page(order, call, inputs)
             self._book.write(key, page)
+        if order.outputs:
+            check_outputs(page.specs)
         return page, (yield from self._roots(order, page.call, counts))
 
     def _page(self, order: Order, call: ModelCall, inputs: Inputs) -> Task[Page]:
