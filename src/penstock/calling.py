@@ -262,9 +262,9 @@ def _attached(scaler: Any, agree: Callable[[bool], bool]) -> float:
         return 1.0
     if not isinstance(scaler, LossScaler):
         raise UsageError(
-            f"scaler={type(scaler).__name__}: each rank would decide alone whether to skip a step; use "
-            "penstock.LossScaler, which is used like torch.amp.GradScaler, takes its arguments and loads its "
-            "state_dict, and decides for all ranks"
+            f"scaler={type(scaler).__name__}: must be a penstock.LossScaler, which is used like "
+            "torch.amp.GradScaler, takes its arguments and loads its state_dict, and decides for all ranks "
+            "together whether to skip a step, as no other scaler does"
         )
     scaler.attach(agree)
     return scaler.get_scale()

@@ -24,6 +24,7 @@ from penstock.errors import (
     UnknownArgumentError,
     UsageError,
 )
+from penstock.hosting import placed_on
 from penstock.partition import cut_sequential
 from penstock.schedule import Action, Op, Placement, Schedule, build
 from penstock.testing import WorkerPool
@@ -448,7 +449,7 @@ SLIPS: dict[str, Slip] = {
     "torch's scaler": (
         lambda pipe: pipe.step(X, target=Y, scaler=torch.amp.GradScaler("cpu")),  # type: ignore[arg-type]
         UsageError,
-        "scaler=GradScaler: each rank would decide alone .* use penstock.LossScaler",
+        "scaler=GradScaler: must be a penstock.LossScaler, .* decides for all ranks together",
     ),
     "no gradients": (
         lambda pipe: torch.inference_mode()(pipe.step)(X, target=Y),
@@ -642,3 +643,18 @@ def move(group: Any) -> list[bool]:
 
 def test_a_process_moves_its_own_stages_alone(workers: WorkerPool) -> None:
     assert workers.run(f"{__name__}:move", 2, 30.0) == [[False, True], [True, False]]
+
+
+def test_a_device_of_this_machine_goes_to_each_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert placed_on("cuda") == torch.device("cuda:1")
+    assert placed_on("cuda:0") == torch.device("cuda:0")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(
+        UsageError, match=r"number 2, by LOCAL_RANK, but there are 2; start at most 2"
+    ):
+        placed_on("cuda")
+    with pytest.raises(UsageError, match=r"device='cuda:7': .* take number 7, but there are 2"):
+        placed_on("cuda:7")
