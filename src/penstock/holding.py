@@ -110,7 +110,9 @@ class WeightHolder:
         """
         order = float(norm_type)
         norms = self._crew.each(lambda rank: self._norms(rank, order))
-        return total_norm(norms, order, error_if_nonfinite=error_if_nonfinite)
+        return total_norm(
+            norms, order, error_if_nonfinite=error_if_nonfinite, steps=self._crew.steps
+        )
 
     def _norms(self, rank: Rank, order: float) -> Task[Tensor]:
         counted = Weights(list(rank.stages.values()), self._names).counted()

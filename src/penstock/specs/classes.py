@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import cached_property
@@ -173,9 +174,11 @@ def _own_record(kind: type) -> Record | None:
         return None if issubclass(kind, _WITH_CONTENT) else _dataclass(kind)
     if issubclass(kind, tuple):
         return _named_tuple(kind)
-    return _mapping(kind) if issubclass(kind, Mapping) else None
+    is_mapping = issubclass(kind, Mapping) and kind not in _PLAIN
+    return _mapping(kind) if is_mapping else None
 
 
+_PLAIN = (dict, OrderedDict, defaultdict)
 _WITH_CONTENT = (list, tuple, set, frozenset, str, bytes, int, float, complex)
 
 

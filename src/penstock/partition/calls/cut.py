@@ -11,23 +11,20 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.balance import choose_cuts
+from penstock.partition.balance import choose_cuts, use_up_to
 from penstock.partition.base import Partition
 from penstock.partition.calls.cutting import Cutting, analysed
 from penstock.partition.calls.outline import Outline
 from penstock.partition.calls.routing import Homes
 from penstock.partition.calls.stage import CallStage
 from penstock.partition.calls.tape import paths_of
-from penstock.partition.calls.units import count_parameters, find_units, parts, walk, worthy
-from penstock.partition.costs import check_measure, stage_costs
+from penstock.partition.calls.units import find_units, parts, walk, worthy
+from penstock.partition.costs import weigh_units
 from penstock.partition.shared import find_shared
 from penstock.schedule import Placement
 from penstock.specs import ValueSpec, flatten
 
 Example = tuple[Sequence[Any], Mapping[str, Any]]
-
-_REPEATS = 3
-"""How often a time is measured, of which the least counts."""
 
 
 def cut_calls(
@@ -112,7 +109,7 @@ def _by_count(
     if not 1 <= stages <= len(turns):
         raise PartitionError(
             f"a {type(model).__name__} has {len(units)} modules that can be placed, too few for {stages} "
-            f"stages; use from 1 to {len(units)}"
+            f"stages; {use_up_to(len(units))}"
         )
     return _balanced(model, turns, stages, balance, example, placement)
 
@@ -125,7 +122,14 @@ def _balanced(
     example: Example | None,
     placement: Placement | None,
 ) -> list[list[str]]:
-    starts = choose_cuts(_weights(model, units, balance, example), stages, placement)
+    weights = weigh_units(
+        model, units, balance, example, lambda: _assembled(model, [[u] for u in units], example)
+    )
+    if balance in (None, "parameters"):
+        # A module weighs once, however often it is called.
+        calls = Counter(units)
+        weights = [weight / calls[unit] for weight, unit in zip(weights, units, strict=True)]
+    starts = choose_cuts(weights, stages, placement)
     return [list(units[a:b]) for a, b in pairwise([*starts, len(units)])]
 
 
@@ -140,38 +144,6 @@ def _holds(model: nn.Module, placed: Sequence[Sequence[str]], example: Example |
     return True
 
 
-def _weights(
-    model: nn.Module, units: Sequence[str], balance: Any, example: Example | None
-) -> list[float]:
-    if balance is None or balance == "parameters":
-        calls = Counter(units)
-        return [count_parameters(model.get_submodule(path)) / calls[path] for path in units]
-    if isinstance(balance, str):
-        return _measured(model, units, balance, example)
-    if len(balance) != len(units):
-        raise PartitionError(
-            f"balance= has {len(balance)} weights for {len(units)} modules: {', '.join(units)}"
-        )
-    return [float(weight) for weight in balance]
-
-
-def _measured(
-    model: nn.Module, units: Sequence[str], balance: Any, example: Example | None
-) -> list[float]:
-    """What each unit costs as a stage of its own."""
-    check_measure(balance)
-    if example is None:
-        raise PartitionError(f"balance={balance!r} runs the model: give example=(args, kwargs)")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise PartitionError(
-            f"balance={balance!r} runs the model, which has no data: balance it by parameters, give a weight "
-            'for each module, or cut it by how="traced", which measures all but time without data'
-        )
-    fine = _assembled(model, [[unit] for unit in units], example)
-    costs = stage_costs(fine, *example, repeats=_REPEATS if balance == "time" else 0)
-    return [cost.by(balance) for cost in costs]
-
-
 def _known(model: nn.Module, example: Example | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments to try a model with; models of transformers offer some."""
     args, kwargs = example or ((), getattr(model, "dummy_inputs", {}))
@@ -183,8 +155,8 @@ def _calls(model: nn.Module, units: list[str], example: Example | None) -> list[
     call = _known(model, example)
     if not any(call):
         return []
-    tensors, _ = flatten(call)
     try:
+        tensors, _ = flatten(call)
         outline = Outline(model, units)
         tape = analysed(outline, units, ValueSpec.of(call), training=True, example=tensors)
     except Exception:

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.errors import PartitionError, SpecError
 from penstock.partition.base import Description
+from penstock.partition.calls.inference import quiet
 from penstock.partition.calls.outline import Outline
 from penstock.partition.calls.recorder import Recorder, chance_kept
 from penstock.partition.calls.routing import Homes, Route, routed
@@ -147,9 +148,13 @@ def _recorded(outline: Outline, units: Sequence[str], call: Any, training: bool)
     args, kwargs = call
     paths = paths_of(outline.model, units)
     recorder = Recorder(paths, outline.mode, outline.named_tensors())
-    with chance_kept(), torch.set_grad_enabled(training), warnings.catch_warnings():
+    with (
+        quiet(),
+        chance_kept(),
+        torch.set_grad_enabled(training),
+        warnings.catch_warnings(action="ignore"),
+    ):
         # What it warns of comes again when it runs.
-        warnings.simplefilter("ignore")
         with recorder.watching(list(paths)):
             output = outline.model(*args, **kwargs)
         return recorder.finish(output)

@@ -9,7 +9,7 @@ import weakref
 from abc import ABC
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ class Numbering(Watch, ABC):
         return name if count == 1 else f"{name}#{count}"
 
     def changed(
-        self, event: int, label: str, given: Sequence[Tensor], written: Set[int]
+        self, event: int, label: str, given: Sequence[Any], written: Set[int]
     ) -> Iterator[Change]:
         """What shows memory that was written into is no longer what it was; it gets new numbers."""
         for key in sorted(
@@ -114,9 +114,11 @@ class Numbering(Watch, ABC):
                 origin = self.tape.values[old].origin
                 new = self.number(tensor, f"{label}!", event, origin=origin)
                 yield Change(argument, old, new)
-        for argument, tensor in enumerate(given):
-            if memory_of(tensor) in written and self.number_of(tensor) is None:
-                yield from self._taken_over(event, label, argument, tensor)
+        for argument, found in enumerate(given):
+            if not isinstance(found, Tensor) or self.number_of(found) is not None:
+                continue
+            if memory_of(found) in written:
+                yield from self._taken_over(event, label, argument, found)
 
     def _taken_over(
         self, event: int, label: str, argument: int, tensor: Tensor

@@ -67,7 +67,7 @@ class Recorder(Numbering):
         self.check_taken(tensors_in((args, kwargs)))
         result = self._run_unit(module, run, args, kwargs)
         self.tape.hidden.update({(maker, path): None for maker in self._inference.borrowed})
-        return self._note(path, tensors_in((args, kwargs)), result, self._inference.used)
+        return self._note(path, list(leaves((args, kwargs))), result, self._inference.used)
 
     def _run_unit(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:
@@ -103,7 +103,7 @@ class Recorder(Numbering):
         if not targets and not tensors_in(result):
             return result
         self._refuse_hidden(given)
-        return self._note(what, given, result, targets=targets)
+        return self._note(what, list(leaves((args, kwargs))), result, targets=targets)
 
     def concerns(self, what: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether a function uses a value or a parameter, or draws random numbers."""
@@ -199,7 +199,7 @@ class Recorder(Numbering):
     def _note(
         self,
         what: Any,
-        given: Sequence[Tensor],
+        given: Sequence[Any],
         result: Any,
         used: Iterable[int] = (),
         targets: Sequence[Tensor] = (),
@@ -221,9 +221,7 @@ class Recorder(Numbering):
             self._drawn.update(slot.value for slot in slots.values())
         return result
 
-    def _slot(
-        self, event: int, what: Any, name: str, tensor: Tensor, given: Sequence[Tensor]
-    ) -> Slot:
+    def _slot(self, event: int, what: Any, name: str, tensor: Tensor, given: Sequence[Any]) -> Slot:
         same = next((i for i, argument in enumerate(given) if argument is tensor), None)
         number = self.number_of(tensor)
         if number is None and same is not None:

@@ -104,7 +104,7 @@ class Runner(Watch):
 
     def call(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A unit is called."""
-        path, given = self._paths[module], tensors_in((args, kwargs))
+        path, given = self._paths[module], list(leaves((args, kwargs)))
         event = self._next(path)
         if not self._part.runs[self._at]:
             return self._pass(event, given)
@@ -125,7 +125,7 @@ class Runner(Watch):
                 self._next(what)
             return result
         self._next(what)
-        given = tensors_in((args, kwargs))
+        given = list(leaves((args, kwargs)))
         runs = self._part.runs[self._at]
         if event.effect:
             self._at += 1
@@ -226,7 +226,7 @@ class Runner(Watch):
 
     # ---- what ran here
 
-    def _check_inputs(self, event: Event, given: list[Tensor]) -> None:
+    def _check_inputs(self, event: Event, given: list[Any]) -> None:
         """What is about to run uses the values that it used in the analysis."""
         if any(isinstance(tensor, FakeTensor) for tensor in given):
             raise PartitionError(_absent(event.label))
@@ -240,7 +240,7 @@ class Runner(Watch):
                     f"model was analysed: {_DIVERGED}"
                 )
 
-    def _made(self, event: Event, given: list[Tensor], result: Any) -> Any:
+    def _made(self, event: Event, given: list[Any], result: Any) -> Any:
         found, slots = tensors_in(result), event.slots
         if len(found) != len(slots):
             raise PartitionError(
@@ -280,7 +280,7 @@ class Runner(Watch):
 
     def _view(self, event: Event, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """What a function of another stage returns here: of what is changed here a view is made anew."""
-        given = tensors_in((args, kwargs))
+        given = list(leaves((args, kwargs)))
         if self._at not in self._part.views:
             return self._pass(event, given)
 
@@ -292,8 +292,9 @@ class Runner(Watch):
             return self._pass(event, given)
         return self._made(event, given, run(*args, **kwargs))
 
-    def _pass(self, event: Event, given: list[Tensor]) -> Any:
+    def _pass(self, event: Event, given: list[Any]) -> Any:
         """What an event of another stage returns here."""
+        changed: dict[int, Tensor] = {}
         for change in event.changes:
             old = self._target(change, given)
             new = self._renewed(change)
@@ -301,8 +302,9 @@ class Runner(Watch):
                 if change.old is None:
                     self.follow_views(old)
                 self.put_instead(old, new)
+                changed[change.new] = old
         self._at += 1
-        return replaced(event.result, lambda leaf: self._filled(leaf, given))
+        return replaced(event.result, lambda leaf: self._filled(leaf, given, changed))
 
     def _renewed(self, change: Change) -> Tensor:
         """What a changed tensor is here: a view again, where what it is a view of has arrived."""
@@ -315,10 +317,14 @@ class Runner(Watch):
                 return made
         return self._stand_in(change.new)
 
-    def _filled(self, leaf: Any, given: list[Tensor]) -> Any:
+    def _filled(self, leaf: Any, given: list[Any], changed: Mapping[int, Tensor]) -> Any:
         if not isinstance(leaf, Slot):
             return leaf
-        return self._stand_in(leaf.value) if leaf.same_as is None else given[leaf.same_as]
+        if leaf.same_as is None:
+            return self._stand_in(leaf.value)
+        # The author's code keeps its own, for which something else may be used now.
+        known = [one for one in given if self.number_of(one) == leaf.value]
+        return changed.get(leaf.value, known[0] if known else given[leaf.same_as])
 
     def _stand_in(self, number: int) -> Tensor:
         """What arrived, or else a placeholder."""
@@ -341,16 +347,13 @@ class Runner(Watch):
             return Placeholder.of(Form.of(view), self._device, new.label)
         return view_like(view, old, new)
 
-    def _target(self, change: Change, given: list[Tensor]) -> Tensor | None:
+    def _target(self, change: Change, given: list[Any]) -> Tensor | None:
         """The tensor here that an event changes in place."""
         if change.old is not None:
-            for tensor in given:
-                if self.number_of(tensor) == change.old:
-                    return tensor
-            return self.tensor_of(change.old)
-        if change.argument is None:
-            return None
-        return given[change.argument]._base if change.base else given[change.argument]
+            known = [tensor for tensor in given if self.number_of(tensor) == change.old]
+            return known[0] if known else self.tensor_of(change.old)
+        found: Tensor | None = None if change.argument is None else given[change.argument]
+        return found._base if found is not None and change.base else found
 
 
 _DIVERGED = (

@@ -59,7 +59,7 @@ class Slot:
 
     Args:
         value: the tensor's number.
-        same_as: if the result is one of the arguments itself, which of the tensors among them.
+        same_as: if the result is one of the arguments itself, which of the leaves among them.
     """
 
     def __init__(self, value: int, same_as: int | None) -> None:
@@ -72,7 +72,7 @@ class Change:
     """A tensor that an event changes in place.
 
     Args:
-        argument: which of the tensors among the arguments, if it is one.
+        argument: which of the leaves among the arguments, if it is one.
         old: the number it had, if it was followed.
         new: the number it has from then on.
         base: whether it is what that argument is a view of.
