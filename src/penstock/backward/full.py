@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from penstock.backward.structure import Pair, explained, pair_with_gradients, tensors_in
+
+Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
 def stage_backward(
@@ -17,7 +19,7 @@ def stage_backward(
     output_grads: Any,
     input_values: Sequence[Any],
     outputs_with_grads_idxs: Sequence[int] | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """Runs backward through a whole stage for one microbatch.
 
     The weights' gradients are added to their ``.grad``, as by ``backward()``.
@@ -48,15 +50,14 @@ def stage_backward(
 
 
 def backward_through(
-    pairs: Sequence[Pair], input_values: Sequence[Any], *, as_edges: bool = False
-) -> tuple[Tensor | None, ...]:
+    pairs: Sequence[Pair], input_values: Sequence[Any], ends: Sequence[GradientEdge] = ()
+) -> Gradients:
     """Runs backward from outputs with gradients, as `stage_backward` does.
 
     Args:
         pairs: The outputs with their gradients.
         input_values: The inputs of the stage.
-        as_edges: Start from the outputs' gradient edges: modes that see functions of tensors stay
-            active then.
+        ends: Where to go, and nowhere else; everywhere by default.
 
     Returns:
         One gradient of each input's shape, or None.
@@ -65,7 +66,7 @@ def backward_through(
     for value in inputs:
         _expose_grad(value)
     try:
-        _run_backward(pairs, as_edges)
+        _run_backward(pairs, ends)
         return tuple(value.grad if _needs_gradient(value) else None for value in input_values)
     finally:
         for value in inputs:
@@ -90,7 +91,7 @@ def _expose_grad(value: Tensor) -> None:
         value.retain_grad()
 
 
-def _run_backward(pairs: Sequence[Pair], as_edges: bool) -> None:
+def _run_backward(pairs: Sequence[Pair], ends: Sequence[GradientEdge]) -> None:
     if pairs:
-        roots = [get_gradient_edge(output) if as_edges else output for output, _ in pairs]
-        torch.autograd.backward(cast("Any", roots), [grad for _, grad in pairs])
+        outputs, grads = zip(*pairs, strict=True)
+        torch.autograd.backward(outputs, grads, inputs=ends or None)
