@@ -1,6 +1,6 @@
 """Random stages, whose weights are used in ways that can wait and in ways that cannot, against autograd.
 
-Compared are the gradients, which of them are None, and what hooks saw.
+Compared are the bits of the gradients, which of them are None, and what hooks saw.
 """
 
 from __future__ import annotations
@@ -241,4 +241,4 @@ def check(seed: int, engine: str, tolerance: float) -> None:
 @pytest.mark.parametrize("batch", range(4))
 def test_halves_equal_plain_autograd(batch: int) -> None:
     for seed in range(batch * 25, batch * 25 + 25):
-        check(seed, "deferred", 1e-11)
+        check(seed, "deferred", 0)
