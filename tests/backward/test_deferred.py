@@ -132,6 +132,8 @@ FORMS: dict[str, Callable[[Any, Tensor], Any]] = {
     "the operator, reversed": lambda m, v: m.w.__rmatmul__(v),
     "linear by names": lambda m, v: functional.linear(weight=m.w, bias=m.b, input=v),
     "an operator of aten": lambda m, v: torch.ops.aten.mm(v, m.w),
+    "changed in place": lambda m, v: functional.linear(v.view(2, 2, 6), m.w, m.b).relu_(),
+    "added to in place": lambda m, v: functional.linear(v.view(2, 2, 6), m.w).add_(v.view(2, 2, 6)),
     "einsum": lambda m, v: torch.einsum("ij,jk->ik", v, m.w),
     "chained product": lambda m, v: torch.linalg.multi_dot([v, m.w]),
     "embedding by names": lambda m, v: functional.embedding(
@@ -155,6 +157,29 @@ def test_it_makes_no_difference_how_an_operation_is_called(name: str) -> None:
     members = {"w": weight(), "b": weight(6), "experts": weight(2, 6, 6), "kernel": weight(2, 4, 3)}
     model = Lambda(FORMS[name], **members)
     assert check_model(model, x(), tolerance=0) == 1
+
+
+TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "vmap": lambda m, v: torch.vmap(m.layer)(v),
+    "vmap over weights": lambda m, v: torch.vmap(lambda w: v @ w)(m.experts),
+    "grad": lambda m, v: v + torch.func.grad(lambda value: m.layer(value).sin().sum())(v),
+    "grad for a weight": lambda m, v: (
+        v @ torch.func.grad(lambda w: functional.linear(v, w).sin().sum())(m.w)
+    ),
+    "jvp": lambda m, v: torch.func.jvp(m.layer, (v,), (v.sin(),))[1].sin() + m.layer(v),
+    "vjp": lambda m, v: torch.func.vjp(m.layer, v)[1](v.sin())[0],
+    "jacrev": lambda m, v: torch.vmap(torch.func.jacrev(lambda row: m.layer(row).tanh()))(v),
+    "functional call": lambda m, v: torch.func.functional_call(
+        m.layer, {"weight": m.layer.weight * 2, "bias": m.layer.bias}, (v,)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_inside_a_stage(name: str) -> None:
+    model = Lambda(TRANSFORMS[name], w=weight(), experts=weight(2, 6, 6), layer=linear())
+    check_model(model, x(), tolerance=0)
 
 
 OTHERS: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -261,6 +286,34 @@ def test_autocast_gives_the_bits_of_autograd(rerun_block: bool) -> None:
         torch.testing.assert_close(grads_of(block), expected, rtol=0, atol=0)
 
 
+def test_autocast_knows_what_a_frozen_convolution_runs() -> None:
+    layers = nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3).requires_grad_(False), nn.Flatten()
+    model = nn.Sequential(*layers)
+    types: list[torch.dtype] = []
+    model[1].register_forward_hook(lambda *args: types.append(args[2].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert check_model(model, torch.randn(2, 2, 6, 6), tolerance=0) == 1
+    assert set(types) == {torch.bfloat16}
+
+
+CONVOLUTIONS: list[Callable[[], nn.Module]] = [
+    lambda: nn.Conv2d(2, 3, 3, padding=1),
+    lambda: nn.Conv2d(4, 4, 3, groups=4, bias=False),
+    lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+    lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, output_padding=1),
+    lambda: nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+]
+
+
+@pytest.mark.parametrize("make", CONVOLUTIONS)
+def test_weight_and_bias_of_a_convolution_have_the_bits_of_autograd(
+    make: Callable[[], Any],
+) -> None:
+    layer = make()
+    model = nn.Sequential(layer, nn.Tanh())
+    assert check_model(model, torch.randn(2, layer.in_channels, 7, 7), tolerance=0) == 1
+
+
 def test_bfloat16_gives_the_bits_of_autograd() -> None:
     model = TransformerBlock(8).bfloat16()
     assert check_model(model, x(2, 5, 8, dtype=torch.bfloat16), tolerance=0) == 4
@@ -338,6 +391,22 @@ def test_hooks_run_once_and_see_the_whole_gradient(name: str) -> None:
         torch.testing.assert_close(
             before, {"tensor": wanted, "post": wanted}, rtol=1e-12, atol=1e-12
         )
+
+
+# ---- what differs from one microbatch to the next
+
+
+def test_a_gradient_inside_some_of_the_forwards() -> None:
+    def run(m: Any, v: Tensor, penalised: bool) -> Tensor:
+        hidden = m.layer(v).sin()
+        if not penalised:
+            return m.layer(hidden)  # type: ignore[no-any-return]
+        slope = torch.autograd.grad(hidden.square().sum(), m.layer.weight, create_graph=True)[0]
+        return m.layer(hidden) * slope.square().sum()  # type: ignore[no-any-return]
+
+    model = Lambda(run, layer=linear())
+    for penalised in False, True, False:
+        check_model(model, x(), penalised, tolerance=0)
 
 
 # ---- functions of one's own
