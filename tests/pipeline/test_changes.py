@@ -182,6 +182,27 @@ def test_changes_count_as_in_a_loop(kind: type[nn.Module], change: Change, sched
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def gap(group: Any, kind: str, change: str) -> float:
+    """A worker's task: how far the losses and the gradients that are here are from those of a loop."""
+    expected = of_loop(made(globals()[kind]), globals()[change])
+    found = of_pipe(made(globals()[kind]), globals()[change], "ZB-H1", group=group)
+    gaps: list[Any] = [0.0]
+    for (loss, grads), (other, wanted) in zip(found, expected, strict=True):
+        here: Any = [(grads[n], wanted[n]) for n in wanted if grads[n] is not None]
+        assert here
+        gaps += [abs(loss - other), *(float((a - b).abs().max()) for a, b in here)]
+    return float(max(gaps))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [("Own", "replaced"), ("Own", "replaced_between_modules"), ("Chain", "frozen")],
+)
+def test_changes_count_in_processes(workers: WorkerPool, kind: str, change: str) -> None:
+    answers = workers.run(f"{__name__}:gap", 2, 60.0, kind=kind, change=change)
+    assert max(answers) < 1e-12
+
+
 def exchanged(model: Any, step: int) -> None:
     if step == 1:
         model.second = nn.Linear(WIDTH, WIDTH).double()

@@ -41,6 +41,11 @@ class Operation(NamedTuple):
     applies: Callable[[Any], bool] | None = None
 
     @property
+    def raw(self) -> str:
+        """Returns the attribute that tells of hooks on ``value``."""
+        return f"_raw{self.value}"
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Returns the attributes of a node that it reads."""
         forms = () if self.form is None else (self.form,)

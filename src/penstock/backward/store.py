@@ -74,8 +74,10 @@ class NodeUse(Use):
 
     __slots__ = ("arguments", "grad", "operation", "store", "value", "version")
 
-    def __init__(self, operation: Operation, *place: Any) -> None:
-        super().__init__(*place)
+    def __init__(
+        self, operation: Operation, node: Any, edges: Sequence[Edge], below: Sequence[Node]
+    ) -> None:
+        super().__init__(node, edges, below)
         self.operation = operation
         self.value: Tensor | None = None
 
@@ -85,8 +87,10 @@ class NodeUse(Use):
         What a checkpoint recomputes is read when the node is about to run. Other hooks on saved tensors may
         be for one call only, and that is the node's own.
         """
-        node = self.node
-        raw = getattr(node, f"_raw{self.operation.value}")
+        node, operation = self.node, self.operation
+        if operation.applies is not None and not operation.applies(node):
+            return False
+        raw = getattr(node, operation.raw)
         if raw.unpack_hook is not None:
             return is_recomputed(raw)
         value = self._read(node, getattr)

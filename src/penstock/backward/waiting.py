@@ -177,11 +177,14 @@ class _Search:
         self._left -= 1
         if self._left < 0 or kind is SPLIT or has_hooks(node):
             return ()
-        found: dict[Node, None] = {node: None}
-        successors = [successor for successor, _ in node.next_functions]
-        if kind in OPERATIONS and (kind not in PRODUCTS or None in successors):
+        edges = node.next_functions
+        if kind in OPERATIONS and (kind not in PRODUCTS or (None, 0) in edges):
             return ()
-        for successor in successors:
+        if len(edges) == 1:
+            below = self._nodes_below(edges[0][0])
+            return (node, *below) if below else ()
+        found: dict[Node, None] = {node: None}
+        for successor, _ in edges:
             if successor is not None:
                 below = self._nodes_below(successor)
                 if not below:
