@@ -12,9 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from penstock.backward.full import Gradients, backward_through, seeds_of, stage_backward
+from penstock.backward.full import (
+    Gradients,
+    Pair,
+    backward_through,
+    explained,
+    seeds_of,
+    stage_backward,
+)
 from penstock.backward.store import WeightGradStore
-from penstock.backward.structure import Pair, explained
 from penstock.backward.waiting import Waiting, what_waits
 from penstock.errors import UsageError
 

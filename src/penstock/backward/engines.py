@@ -8,9 +8,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from penstock.backward.deferred import DeferredBackward
-from penstock.backward.full import Gradients, stage_backward
+from penstock.backward.full import Gradients, stage_backward, tensors_in
 from penstock.backward.split import stage_backward_input, stage_backward_weight
-from penstock.backward.structure import tensors_in
 from penstock.backward.waiting import refusing
 
 

@@ -16,16 +16,16 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from penstock.backward.full import Pair
 from penstock.backward.function import SPLIT, FunctionUse, weights_of
 from penstock.backward.graph import construct_reverse_graph, nodes_of
 from penstock.backward.operations import OPERATIONS, PRODUCTS
 from penstock.backward.saved import has_hooks
 from penstock.backward.store import LEAF, NodeUse, Use, WeightGradStore
-from penstock.backward.structure import Pair
 
 Edges: TypeAlias = Sequence[tuple[Any, int]]
 
-# Larger expressions are taken for activations; an orthogonal parametrisation has about thirty nodes.
+# Larger expressions are taken for activations.
 MOST_NODES = 64
 
 
@@ -205,19 +205,18 @@ class _Search:
             self._ahead += new
 
     def _in_other_order(self) -> Iterator[Use]:
-        """Yields uses whose weight would get the sum of three gradients or more in another order.
+        """Yields uses of which some node below would add up three gradients or more in another order.
 
-        Those that come directly are added up before the others.
+        Those that come to it directly are there before all others.
         """
         uses: dict[Node, list[Use]] = {}
         for use in self.uses:
-            for leaf in use.below:
-                if type(leaf) is LEAF:
-                    uses.setdefault(leaf, []).append(use)
-        if len(uses) + 1 < len(self.uses):
-            for leaf, found in uses.items():
-                direct = sum(any(node is leaf for node, _ in use.edges) for use in found)
-                if len(found) > 2 and 0 < direct < len(found):
+            for node in use.below:
+                uses.setdefault(node, []).append(use)
+        for node, found in uses.items():
+            if len(found) > 2:
+                direct = sum(any(end is node for end, _ in use.edges) for use in found)
+                if 0 < direct < len(found):
                     yield from found
 
 
