@@ -205,18 +205,21 @@ class _Search:
             self._ahead += new
 
     def _in_other_order(self) -> Iterator[Use]:
-        """Yields uses of which some node below would add up three gradients or more in another order.
+        """Yields uses for which some node below would add up gradients in another order.
 
-        Those that come to it directly are there before all others.
+        Those that come to it directly are there before all others. Of two numbers the order makes no
+        difference, but of two tensors it may for the layout of the sum, and so for what is made of that.
         """
         uses: dict[Node, list[Use]] = {}
         for use in self.uses:
             for node in use.below:
                 uses.setdefault(node, []).append(use)
         for node, found in uses.items():
-            if len(found) > 2:
-                direct = sum(any(end is node for end, _ in use.edges) for use in found)
-                if 0 < direct < len(found):
+            if len(found) > 1:
+                direct = sum(end is node for use in found for end, _ in use.edges)
+                others = {one for use in found for one in use.below}
+                indirect = sum(end is node for one in others for end, _ in one.next_functions)
+                if direct and indirect and (type(node) is not LEAF or direct + indirect > 2):
                     yield from found
 
 
