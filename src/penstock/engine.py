@@ -140,7 +140,7 @@ class Pipeline(WeightHolder):
         made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
         told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
         crew = Crew(ranks_of(plan, ends, made, partition.describe), timeout, told)
-        self._set_up(plan, crew, partition.shared, loss_of(loss_fn, **loss), rules)
+        self._set_up(plan, crew, partition.shared, loss_of(loss_fn, **loss), rules, model, parts)
         self._randomness = Randomness(self._crew.leading(own_seed(seed)))
         self._statistics = batch_statistics
 
@@ -206,12 +206,13 @@ class Pipeline(WeightHolder):
         shared: Sequence[Shared],
         loss: Loss | None,
         rules: Rules | None,
+        *cut: Any,
     ) -> None:
         schedule = plan.training
         self._plan = plan
         self._hooks = Hooks()
         crew.assemble(schedule)
-        self._take_up(crew, shared, schedule.placement.rank_of)
+        self._take_up(crew, shared, schedule.placement.rank_of, *cut)
         self._caller = Caller(plan, crew, loss, rules, self._hooks, self._training)
 
     # ---- what a pipeline is
@@ -286,6 +287,7 @@ class Pipeline(WeightHolder):
             StageError: the model's or the loss's code raised.
             PoisonedError: an earlier call failed in the middle.
         """
+        self._follow()
         return self._caller.step(
             Given(args, kwargs, target),
             self._randomness,
@@ -310,10 +312,12 @@ class Pipeline(WeightHolder):
             outputs: whether to give every rank the model's outputs.
             kwargs: the model's arguments by name.
         """
+        self._follow()
         return self._caller.evaluate(Given(args, kwargs, target), outputs=outputs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch in evaluation mode, on every rank."""
+        self._follow()
         return self._caller.predict(Given(args, kwargs, MISSING))
 
     def find_nonfinite(self, *args: Any, target: Any = MISSING, **kwargs: Any) -> Any:
@@ -330,6 +334,7 @@ class Pipeline(WeightHolder):
             A :class:`~penstock.seeking.NonFiniteFinding`, which names stage, microbatch, action and module,
             the same on every rank; None where everything is finite.
         """
+        self._follow()
         draw = self._randomness.last
         given = Given(args, kwargs, target)
         return self._caller.find_nonfinite(given, draw, whole_batch=self._statistics == "batch")

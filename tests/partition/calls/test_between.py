@@ -211,7 +211,10 @@ def a_module_that_changes_an_argument(m: Model, x: Tensor) -> Tensor:
     return m.l[3](m.l[2](h + y)) + x + view.sum()  # type: ignore[no-any-return]
 
 
-@program(lambda index: Unit([relu, Tensor.relu_, nn.ReLU(inplace=True), Tensor.tanh_][index]))
+FIRST: list[Callable[[Tensor], Tensor]] = [relu, Tensor.relu_, nn.ReLU(inplace=True), Tensor.tanh_]
+
+
+@program(lambda index: Unit(FIRST[index]))
 def modules_that_begin_in_place(m: Model, x: Tensor) -> Tensor:
     h = m.l[1](m.l[0](x).view(-1, WIDTH))
     y = m.l[2](h)
@@ -221,7 +224,8 @@ def modules_that_begin_in_place(m: Model, x: Tensor) -> Tensor:
 @program(lambda index: [Part(), Unit(Tensor.relu_), linear(2), linear(3)][index])
 def modules_that_change_a_part(m: Model, x: Tensor) -> Tensor:
     h = m.l[0](x)
-    return through(m, m.l[1](h), 2) + h
+    changed = m.l[1](h)
+    return through(m, changed, 2) + h  # type: ignore[no-any-return]
 
 
 # ---- losses, checkpoints, custom functions
@@ -232,14 +236,14 @@ def losses(m: Model, x: Tensor) -> Tensor:
     h = m.l[0](x)
     penstock.add_loss("a", h.square().mean(), 0.1)
     penstock.add_loss("a", m.l[1](h).square().mean(), 0.3)
-    penstock.add_loss("weight", m.l[1].weight.square().mean())
+    penstock.add_loss("weight", m.scale.square().mean())
     penstock.add_loss("arguments", x.square().mean())
     return m.l[3](m.l[2](h))  # type: ignore[no-any-return]
 
 
 @program()
 def reentrant_checkpoints(m: Model, x: Tensor) -> Tensor:
-    h = m.l[0](x)
+    h: Tensor = m.l[0](x)
     for unit in m.l[1:]:
         h = checkpoint(unit, h, use_reentrant=True)
     return h
@@ -343,7 +347,7 @@ def test_as_the_plain_loop(name: str, cuts: list[str]) -> None:
 
 REFUSALS: dict[str, tuple[Body, str]] = {
     "gradients": (
-        lambda m, x: m.l[1](torch.autograd.grad(m.l[0](x).sum(), m.l[0].weight)[0]),
+        lambda m, x: m.l[1](torch.autograd.grad(m.l[0](x).sum(), m.scale)[0]),
         "after l.0 asks for gradients",
     ),
     "a hook on arguments": (

@@ -96,6 +96,10 @@ class Cutting:
         return found
 
     def _route(self, call: ValueSpec, training: bool) -> Route:
+        if self._outline.is_outdated():
+            self._outline = Outline(self.model, self.units)
+            self._routes.clear()
+            self._latest.clear()
         digest = _digest(call)
         key = (digest, training, self._outline.traits(), tuple(autocast_types()))
         if key not in self._routes:
