@@ -193,11 +193,13 @@ def uncheckpointed(args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterato
 # ---- what leaves no value
 
 _TENSOR: Any = Tensor
-EFFECTS = {
-    *(_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook, _TENSOR.retain_grad),
+HOOKS = {
+    *(_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook),
     # The node of the graph, on which hooks can be set as well.
     _TENSOR.grad_fn.__get__,
 }
+"""Functions by which a hook is set on the gradient of a tensor."""
+EFFECTS = {*HOOKS, _TENSOR.retain_grad}
 """Functions that return nothing of a tensor but have a part in its gradient."""
 
 GET_DATA, SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__

@@ -94,6 +94,16 @@ def hooks(m: Model, x: Tensor) -> Tensor:
 
 
 @program()
+def a_hook_removed_in_a_later_stage(m: Model, x: Tensor) -> Tensor:
+    h = torch.tanh(m.l[0](x))
+    handle = h.register_hook(m.hook("removed")) if h.requires_grad else None
+    h = through(m, h, 1, 3)
+    if handle is not None:
+        handle.remove()
+    return m.l[3](h)  # type: ignore[no-any-return]
+
+
+@program()
 def hooks_on_what_changes(m: Model, x: Tensor) -> Tensor:
     h = m.l[0](x) * 1.0
     if h.requires_grad:

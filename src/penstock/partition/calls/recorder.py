@@ -24,7 +24,7 @@ from penstock.partition.calls.tape import (
     Tape,
 )
 from penstock.partition.calls.trees import leaves, replaced, tensors_deep_in, tensors_in, without
-from penstock.partition.faces import EFFECTS, SET_DATA, Run, uncheckpointed
+from penstock.partition.faces import EFFECTS, HOOKS, SET_DATA, Run, uncheckpointed
 from penstock.specs import surely_reached
 
 ANSWERS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"} | {
@@ -111,7 +111,7 @@ class Recorder(Numbering):
             return True
         given = tensors_in((args, kwargs))
         self.check_taken(given)
-        if what in EFFECTS - {Tensor.retain_grad} and given and given[0].requires_grad:
+        if what in HOOKS and given and given[0].requires_grad:
             raise PartitionError(
                 f"the model calls {name_of(what)} on a tensor that it has made of its arguments alone: each "
                 "stage makes its own, so none has all of its gradient. Set the hook on what a module gives, "

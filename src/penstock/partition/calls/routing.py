@@ -14,6 +14,7 @@ from penstock.errors import PartitionError
 from penstock.partition.base import Description
 from penstock.partition.calls.placing import Placing
 from penstock.partition.calls.tape import NO_VALUE, Event, Origin, Region, Tape, Value
+from penstock.partition.faces import HOOKS
 from penstock.schedule import Edge
 from penstock.specs import ValueSpec
 
@@ -240,6 +241,9 @@ class Travel:
         runs = tuple(owner == stage for owner in self._owners)
         given_at = [maker for n in gives if (maker := tape.values[n].maker) is not None]
         last = max([*given_at, *(i for i, mine in enumerate(runs) if mine)], default=-1)
+        if any(runs[i] and event.what in HOOKS for i, event in enumerate(tape.events)):
+            # The author's code may remove the hook later on.
+            last = len(tape.events)
         return Part(
             runs,
             tuple(self._is_whole(region, stage) for region in tape.regions),
