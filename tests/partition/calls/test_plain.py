@@ -235,6 +235,41 @@ def test_a_loop_stays_in_one_stage_where_it_can() -> None:
         pipe.step(torch.randn(4, WIDTH), target=torch.randn(4, WIDTH))
 
 
+class Scaled(nn.Module):
+    """Uses its own parameters as it says; the text tells that of some only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale, self.shift = (nn.Parameter(torch.rand(WIDTH)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * self.scale
+        return x + self.shift
+
+
+class Hidden(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self.blocks
+        x = first(x)
+        for block in others:
+            x = torch.tanh(block(x)) * self.scale
+        return x + self.shift
+
+
+@pytest.mark.parametrize("kind", [Scaled, Hidden])
+def test_where_a_parameter_is_used_first(kind: type[Scaled]) -> None:
+    torch.manual_seed(0)
+    model, x = kind().double(), rows()
+    example = ((x,), {}) if kind is Hidden else None
+    cut = check_equal(
+        model, lambda m: partition(m, ["blocks.1", "blocks.3"], example=example), (x,)
+    )
+    held = [{n for n, _ in module.named_parameters() if "." not in n} for module in cut.modules]
+    assert held == [set(), {"scale"}, {"shift"}] if example else [{"scale"}, set(), {"shift"}]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("compiled", [torch.compile, compile_in_place])
 def test_a_model_that_was_compiled_as_a_whole(

@@ -15,9 +15,9 @@ from penstock.partition.balance import choose_cuts, use_up_to
 from penstock.partition.base import Partition
 from penstock.partition.calls.cutting import Cutting, analysed
 from penstock.partition.calls.outline import Outline
-from penstock.partition.calls.routing import Homes
+from penstock.partition.calls.routing import Homes, first_uses
 from penstock.partition.calls.stage import CallStage
-from penstock.partition.calls.tape import paths_of
+from penstock.partition.calls.tape import Tape, paths_of
 from penstock.partition.calls.units import find_units, parts, walk, worthy
 from penstock.partition.costs import weigh_units
 from penstock.partition.shared import find_shared
@@ -69,7 +69,7 @@ def _assembled(
         for path in paths:
             homes[path] = (*homes.get(path, ()), stage)
     units = list(homes)
-    homes |= _homes_of_loose(model, homes)
+    homes |= _homes_of_loose(model, homes, len(placed), example)
     call = None if example is None else (tuple(example[0]), dict(example[1]))
     cutting = Cutting(model, homes, units, len(placed), example=call)
     modules = tuple(CallStage(cutting, stage, homes) for stage in range(len(placed)))
@@ -109,9 +109,15 @@ def _by_count(
     if not 1 <= stages <= len(turns):
         raise PartitionError(
             f"a {type(model).__name__} has {len(units)} modules that can be placed, too few for {stages} "
-            f"stages; {use_up_to(len(units))}"
+            f"stages; {use_up_to(len(units))}" + ("" if calls else _CALLED_AGAIN)
         )
     return _balanced(model, turns, stages, balance, example, placement)
+
+
+_CALLED_AGAIN = (
+    ". If the model calls some of them again and again, give example=(args, kwargs), with which a number of "
+    "stages cuts between the calls"
+)
 
 
 def _balanced(
@@ -135,9 +141,9 @@ def _balanced(
 
 def _holds(model: nn.Module, placed: Sequence[Sequence[str]], example: Example | None) -> bool:
     """Whether no value of the example would have to go to an earlier stage."""
-    describe = _assembled(model, placed, example).describe
-    assert describe is not None
     try:
+        describe = _assembled(model, placed, example).describe
+        assert describe is not None
         describe(ValueSpec.of(_known(model, example)), True)
     except PartitionError:
         return False
@@ -152,18 +158,23 @@ def _known(model: nn.Module, example: Example | None) -> tuple[tuple[Any, ...], 
 
 def _calls(model: nn.Module, units: list[str], example: Example | None) -> list[str]:
     """The calls of the units in order, as far as a call of the model is known."""
-    call = _known(model, example)
-    if not any(call):
-        return []
     try:
-        tensors, _ = flatten(call)
-        outline = Outline(model, units)
-        tape = analysed(outline, units, ValueSpec.of(call), training=True, example=tensors)
+        tape = _tape(model, units, example)
     except Exception:
         if example is not None:
             raise
         return []
-    return [event.what for event in tape.events if event.is_call]
+    return [event.what for event in tape.events if event.is_call] if tape else []
+
+
+def _tape(model: nn.Module, units: list[str], example: Example | None) -> Tape | None:
+    """What happens between the units in a call that is known."""
+    call = _known(model, example)
+    if not any(call):
+        return None
+    tensors, _ = flatten(call)
+    outline = Outline(model, units)
+    return analysed(outline, units, ValueSpec.of(call), training=True, example=tensors)
 
 
 def _in_order(model: nn.Module, units: list[str], calls: list[str]) -> list[str]:
@@ -271,7 +282,9 @@ def _check_known(model: nn.Module, paths: Sequence[str]) -> None:
 # ---- what is in no unit
 
 
-def _homes_of_loose(model: nn.Module, homes: Homes) -> dict[str, tuple[int, ...]]:
+def _homes_of_loose(
+    model: nn.Module, homes: Homes, stages: int, example: Example | None
+) -> dict[str, tuple[int, ...]]:
     """The stage of each parameter that no unit holds: where its module has come to by its first use."""
     found: dict[str, int] = {}
     stage = 0
@@ -281,4 +294,8 @@ def _homes_of_loose(model: nn.Module, homes: Homes) -> dict[str, tuple[int, ...]
         elif not any(path.startswith(f"{unit}.") for unit in homes):
             found[path] = stage
     names = dict(model.named_parameters(remove_duplicate=False))
-    return {name: (stage,) for name, stage in found.items() if name in names}
+    loose = {name: (stage,) for name, stage in found.items() if name in names}
+    if loose and example is not None and (tape := _tape(model, list(homes), example)):
+        used = first_uses(tape, homes, stages)
+        loose |= {name: (stage,) for name, stage in used.items() if name in loose}
+    return loose

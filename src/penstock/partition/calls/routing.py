@@ -111,6 +111,23 @@ def _spec(tape: Tape, number: int) -> ValueSpec:
 # ---- who runs what
 
 
+def first_uses(tape: Tape, homes: Homes, stages: int) -> dict[str, int]:
+    """The first stage that uses each of the parameters that are used between the units.
+
+    Args:
+        tape: of a call.
+        homes: where the units are.
+        stages: how many there are.
+    """
+    found: dict[str, int] = {}
+    for event, owner in zip(tape.events, _owners(tape, homes, stages), strict=True):
+        for number in (*event.inputs, *(() if event.on is None else (event.on,))):
+            name = tape.values[number].parameter
+            if name is not None:
+                found[name] = min(owner, found.get(name, owner))
+    return found
+
+
 def _owners(tape: Tape, homes: Homes, stages: int) -> list[int]:
     """The stage of each event."""
     owners: list[int | None] = []
@@ -154,7 +171,7 @@ class _MadeIn:
     def stage(self, number: int, owners: list[int | None]) -> int | None:
         value = self.tape.values[number]
         if value.parameter is not None:
-            return self.homes[value.parameter][0]
+            return self.homes[value.parameter][0] if value.parameter in self.homes else None
         assert value.maker is not None
         return owners[value.maker]
 

@@ -93,6 +93,9 @@ def _evaluated(tree: ast.AST) -> Iterator[ast.AST]:
         yield from tree.args
         yield from (keyword.value for keyword in tree.keywords)
         yield tree.func
+    elif isinstance(tree, ast.For):
+        # The first turn uses what the body names, before most of what it loops over.
+        yield from (*tree.body, tree.iter, *tree.orelse)
     else:
         yield from ast.iter_child_nodes(tree)
 
