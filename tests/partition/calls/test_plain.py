@@ -262,7 +262,7 @@ class Hidden(Scaled):
 def test_where_a_parameter_is_used_first(kind: type[Scaled]) -> None:
     torch.manual_seed(0)
     model, x = kind().double(), rows()
-    example = ((x,), {}) if kind is Hidden else None
+    example: Any = ((x,), {}) if kind is Hidden else None
     cut = check_equal(
         model, lambda m: partition(m, ["blocks.1", "blocks.3"], example=example), (x,)
     )

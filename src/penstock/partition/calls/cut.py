@@ -294,8 +294,7 @@ def _homes_of_loose(
         elif not any(path.startswith(f"{unit}.") for unit in homes):
             found[path] = stage
     names = dict(model.named_parameters(remove_duplicate=False))
-    loose = {name: (stage,) for name, stage in found.items() if name in names}
-    if loose and example is not None and (tape := _tape(model, list(homes), example)):
-        used = first_uses(tape, homes, stages)
-        loose |= {name: (stage,) for name, stage in used.items() if name in loose}
-    return loose
+    found = {name: stage for name, stage in found.items() if name in names}
+    if found and example is not None and (tape := _tape(model, list(homes), example)):
+        found |= {n: s for n, s in first_uses(tape, homes, stages).items() if n in found}
+    return {name: (stage,) for name, stage in found.items()}
