@@ -203,3 +203,5 @@ EFFECTS = {*HOOKS, _TENSOR.retain_grad}
 """Functions that return nothing of a tensor but have a part in its gradient."""
 
 GET_DATA, SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
+REQUIRES_GRAD = {_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__}
+"""Functions that make a tensor ask for a gradient, or no longer."""

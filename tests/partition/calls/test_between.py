@@ -140,6 +140,18 @@ def detached_between(m: Model, x: Tensor) -> Tensor:
 
 
 @program()
+def a_gradient_is_asked_for(m: Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        frozen, other = m.l[0](x), torch.tanh(m.l[0](x))
+    before = torch.tanh(frozen)
+    frozen.requires_grad_()
+    other.requires_grad = True
+    if torch.is_grad_enabled():
+        frozen.register_hook(m.hook("asked"))
+    return m.l[3](m.l[2](m.l[1](frozen) * other)) + before + frozen  # type: ignore[no-any-return]
+
+
+@program()
 def a_result_that_nobody_uses(m: Model, x: Tensor) -> dict[str, Tensor]:
     h = m.l[0](x)
     unused = torch.tanh(m.l[1](h))

@@ -108,17 +108,20 @@ class Numbering(Watch, ABC):
             memory = self._memories[key]
             views = [view for found in memory.views if (view := found()) is not None]
             for tensor in (memory.first, *views):
-                argument = next((i for i, t in enumerate(given) if t is tensor), None)
-                old = self.number_of(tensor)
-                assert old is not None
-                origin = self.tape.values[old].origin
-                new = self.number(tensor, f"{label}!", event, origin=origin)
-                yield Change(argument, old, new)
+                yield self.renewed(event, label, given, tensor)
         for argument, found in enumerate(given):
             if not isinstance(found, Tensor) or self.number_of(found) is not None:
                 continue
             if memory_of(found) in written:
                 yield from self._taken_over(event, label, argument, found)
+
+    def renewed(self, event: int, label: str, given: Sequence[Any], tensor: Tensor) -> Change:
+        """A followed tensor is another value from an event on."""
+        argument = next((i for i, t in enumerate(given) if t is tensor), None)
+        old = self.number_of(tensor)
+        assert old is not None
+        origin = self.tape.values[old].origin
+        return Change(argument, old, self.number(tensor, f"{label}!", event, origin=origin))
 
     def _taken_over(
         self, event: int, label: str, argument: int, tensor: Tensor

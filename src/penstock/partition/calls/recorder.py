@@ -24,7 +24,7 @@ from penstock.partition.calls.tape import (
     Tape,
 )
 from penstock.partition.calls.trees import leaves, replaced, tensors_deep_in, tensors_in, without
-from penstock.partition.faces import EFFECTS, HOOKS, SET_DATA, Run, uncheckpointed
+from penstock.partition.faces import EFFECTS, HOOKS, REQUIRES_GRAD, SET_DATA, Run, uncheckpointed
 from penstock.specs import surely_reached
 
 ANSWERS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"} | {
@@ -95,7 +95,11 @@ class Recorder(Numbering):
             return self._answer(what, inputs, args, kwargs)
         if what in _BACKWARD:
             raise PartitionError(self._cannot(what, "asks for gradients"))
+        asked = bool(given) and given[0].requires_grad
         result = self._run(run, args, kwargs)
+        if what in REQUIRES_GRAD and not isinstance(args[0], nn.Parameter):
+            renewed = given[:1] if given[0].requires_grad != asked and inputs else ()
+            return self._note(what, list(leaves((args, kwargs))), result, renewed=renewed)
         if what in EFFECTS:
             self._note_effect(what, self.number_of(args[0]))
             return result
@@ -216,6 +220,7 @@ class Recorder(Numbering):
         result: Any,
         used: Iterable[int] = (),
         targets: Sequence[Tensor] = (),
+        renewed: Sequence[Tensor] = (),
     ) -> Any:
         event = len(self.tape.events)
         label = what if isinstance(what, str) else self._operation_label(what)
@@ -223,7 +228,10 @@ class Recorder(Numbering):
         inputs = list(dict.fromkeys([*inputs, *used]))
         by_chance = not isinstance(what, str) and self._drawn.issuperset(inputs)
         written = {*self._inference.written, *map(memory_of, targets)}
-        changes = tuple(self.changed(event, label, given, written))
+        changes = (
+            *self.changed(event, label, given, written),
+            *(self.renewed(event, label, given, tensor) for tensor in renewed),
+        )
         slots: dict[int, Slot] = {}
         for index, tensor in enumerate(tensors_in(result)):
             slots[id(tensor)] = self._slot(event, what, f"{label}[{index}]", tensor, given)
