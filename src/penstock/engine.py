@@ -15,9 +15,10 @@ from torch import nn
 from penstock.calling import Caller, Given
 from penstock.crew import Crew
 from penstock.draws import Randomness, Seed, own_seed
-from penstock.faults import PATIENCE, Timeout
+from penstock.faults import PATIENCE, Patience, Timeout
 from penstock.holding import WeightHolder
 from penstock.hosting import (
+    being_made,
     check_given,
     connect_if_launched,
     ends_of,
@@ -108,23 +109,27 @@ class Pipeline(WeightHolder):
         check_model(model)
         check_statistics(batch_statistics, [model])
         home = home_for(model, device, filled=weights is not None)
-        found = connect_if_launched(home or home_of(model), group, rendezvous_timeout)
-        plan = make_plan(
-            schedule, world_of(found) if ranks is None else ranks, stages, microbatches
-        )
-        ends = ends_of(plan, found)
-        partition = cut(model, stages, plan.stages)
-        parts, plan = partition.modules, replace(plan, edges=partition.edges or None)
-        # Only these are moved to the device: the others may not fit there.
-        held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
-        partition.keep(held)
-        if weights is not None:
-            load_partition(partition, held, weights, device=home or home_of(model))
-        made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
-        told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
-        crew = Crew(ranks_of(plan, ends, made, partition.describe), timeout, told)
-        self._set_up(plan, crew, partition.shared, loss_of(loss_fn, **loss), rules)
-        self._randomness = Randomness(self._crew.leading(own_seed(seed)))
+        patience = Patience(timeout, rendezvous_timeout)
+        found = connect_if_launched(home or home_of(model), group, patience)
+        with being_made(found) as now:
+            now("cuts the model")
+            plan = make_plan(
+                schedule, world_of(found) if ranks is None else ranks, stages, microbatches
+            )
+            ends = ends_of(plan, found)
+            partition = cut(model, stages, plan.stages)
+            parts, plan = partition.modules, replace(plan, edges=partition.edges or None)
+            # Only these are moved to the device: the others may not fit there.
+            held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
+            partition.keep(held)
+            if weights is not None:
+                load_partition(partition, held, weights, device=home or home_of(model), seen=now)
+            now("makes its stages")
+            made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
+            told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
+            crew = Crew(ranks_of(plan, ends, made, partition.describe), told)
+            self._set_up(plan, crew, partition.shared, loss_of(loss_fn, **loss), rules)
+            self._randomness = Randomness(self._crew.leading(own_seed(seed)))
         self._statistics = batch_statistics
 
     @classmethod
@@ -166,18 +171,21 @@ class Pipeline(WeightHolder):
         """
         check_given(stages)
         check_statistics(batch_statistics, [stage.module for stage in stages])
-        found = connect_if_launched(stages[0].device, group, rendezvous_timeout)
-        plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
-        plan = replace(plan, edges=None if edges is None else tuple(edges))
+        patience = Patience(timeout, rendezvous_timeout)
+        found = connect_if_launched(stages[0].device, group, patience)
         pipe = cls.__new__(cls)
-        modules = {stage.index: stage.module for stage in stages}
-        table = find_shared_between(modules) if shared is None else tuple(shared)
-        describe = None if edges else stages[0].describe
-        crew = Crew(ranks_of(plan, ends_of(plan, found), stages, describe), timeout)
-        pipe._set_up(plan, crew, table, loss_of(loss_fn, **loss), rules)
-        pipe._randomness = Randomness(pipe._crew.leading(own_seed(seed)))
+        with being_made(found) as now:
+            now("plans its stages")
+            plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
+            plan = replace(plan, edges=None if edges is None else tuple(edges))
+            modules = {stage.index: stage.module for stage in stages}
+            table = find_shared_between(modules) if shared is None else tuple(shared)
+            describe = None if edges else stages[0].describe
+            crew = Crew(ranks_of(plan, ends_of(plan, found), stages, describe))
+            pipe._set_up(plan, crew, table, loss_of(loss_fn, **loss), rules)
+            pipe._randomness = Randomness(pipe._crew.leading(own_seed(seed)))
+            pipe._crew.tell_stages_apart()
         pipe._statistics = batch_statistics
-        pipe._crew.tell_stages_apart()
         return pipe
 
     def _set_up(

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from penstock.faults.signals import Interrupts
+from penstock.faults.processes import Interrupts
 
 
 def test_a_listener_that_has_gone_without_a_word_holds_nobody_up() -> None:
@@ -30,7 +30,7 @@ def test_a_listener_that_has_gone_without_a_word_holds_nobody_up() -> None:
 
 CODE = """
 import signal, sys, time
-from penstock.faults.signals import interrupt, terminate
+from penstock.faults.processes import interrupt, terminate
 signal.signal(signal.SIGTERM, terminate)
 signal.signal(signal.SIGINT, interrupt)
 try:

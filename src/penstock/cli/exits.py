@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import typer
 
 from penstock.errors import InputFileError, NonFiniteError, PeerFailed, UsageError
-from penstock.faults.signals import interrupt, terminate
+from penstock.faults.processes import interrupt, terminate
 
 OK = 0
 USAGE = 2

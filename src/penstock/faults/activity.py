@@ -6,18 +6,14 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
-from penstock.faults.slate import Slate
-
-OUTSIDE = "outside of the pipeline"
-"""What a rank does between two calls: the code of the user's own loop."""
-
+from penstock.faults.board import Slate
 
 Probe = Callable[["Activity", Any], object]
 _PROBES: list[Probe] = []
 
 
 def add_probe(probe: Probe) -> Callable[[], None]:
-    """Have a function called at the begin of every action, as tests do to make it fail.
+    """Have a function called at the begin of all that a rank does, as tests do to make it fail.
 
     Returns:
         A function that takes it away.
@@ -41,12 +37,13 @@ class Activity:
         calls: how many calls of the pipeline it has begun.
         step: how many of them were training steps.
         inside: whether it is in a call now.
+        making: what it does to set its pipeline up; None once that is made.
         doing: the action it is in or was in last, None before the first of a call and after the last.
         waiting: what it waits for, if it waits.
         since: when that began, on this process's monotonic clock.
         progress: a number that grows with everything it does.
         busy: for each stage the seconds that its actions have taken, and how many there were.
-        slate: where every action is written down for others, if there is such a place.
+        slate: where actions are written down for others, if there is such a place.
         concern: called before each action; raises where this rank must stop.
     """
 
@@ -55,6 +52,7 @@ class Activity:
         self.calls = 0
         self.step = 0
         self.inside = False
+        self.making: str | None = None
         self.doing: Any = None
         self.waiting: Waiting | None = None
         self.since = monotonic()
@@ -63,28 +61,36 @@ class Activity:
         self.slate: Slate | None = None
         self.concern: Callable[[], None] | None = None
 
+    def make(self, doing: str | None) -> None:
+        """The pipeline is being set up, by this; with None it is made."""
+        self.making = doing
+        self._moved(None)
+        self._write_down()
+        if doing is not None:
+            self._probe(doing)
+
     def begin(self, *, training: bool) -> None:
         """A call of the pipeline begins."""
         self.calls += 1
         self.step += training
         self.inside = True
         self._moved(None)
+        self._write_down()
 
     def end(self) -> None:
         """The call is over, in whatever way."""
         self.inside = False
         self._moved(None)
+        self._write_down()
 
     def at(self, action: Any) -> None:
         """An action begins."""
         if self.concern is not None:
             self.concern()
         self._moved(action)
-        if self.slate is not None:
-            self.slate.write(self.progress, self.calls, self.step, self.since, action)
+        self._write_down()
         if _PROBES:
-            for probe in tuple(_PROBES):
-                probe(self, action)
+            self._probe(action)
 
     def wait(self, why: object, peers: Sequence[int] | None) -> None:
         """A wait begins."""
@@ -113,6 +119,15 @@ class Activity:
         self.since = monotonic()
         self.progress += 1
 
+    def _probe(self, doing: Any) -> None:
+        for probe in tuple(_PROBES):
+            probe(self, doing)
+
+    def _write_down(self) -> None:
+        if self.slate is not None:
+            counts = (self.progress, self.calls, self.step)
+            self.slate.write(counts, self.since, self.inside, self.doing or self.making)
+
     def snapshot(self) -> dict[str, Any]:
         """All that as JSON data; read while it changes, so its parts may be of two moments."""
         doing, waiting = self.doing, self.waiting
@@ -121,6 +136,7 @@ class Activity:
             "calls": self.calls,
             "step": self.step,
             "inside": self.inside,
+            "making": self.making,
             "action": None if doing is None else str(doing),
             "stage": getattr(doing, "stage", None),
             "microbatch": getattr(doing, "microbatch", None),
