@@ -60,7 +60,8 @@ def meet(*ranks: int, sizes: tuple[int, ...] = (3, 3, 3), seconds: float = 5.0) 
 
     def come(index: int) -> None:
         rank = ranks[index]
-        coming = Rendezvous(rank, sizes[rank], lambda _: store, seconds, "the place")
+        call = Call(rank, sizes[rank], "there", 1, hosted=True)
+        coming = Rendezvous(rank, sizes[rank], lambda _: store, seconds, call)
         try:
             found[index] = coming.meet()
         except AgreementError as error:
@@ -133,7 +134,7 @@ def test_other_worlds_are_told_to_all() -> None:
 
 def test_a_missing_rank_is_named_after_a_short_time() -> None:
     told = meet(0, 2, seconds=0.3)
-    says = "after 0.3 s ranks [1] of WORLD_SIZE=3 have not come to the place; start them, or wait"
+    says = "after 0.3 s ranks [1] of WORLD_SIZE=3 have not come to there:1 (MASTER_ADDR"
     assert all(says in said for said in told)
 
 
@@ -156,7 +157,7 @@ def test_who_is_stopped_while_they_meet_is_named() -> None:
     waits = {"token": "1", "ranks": 2, "process": this_process().as_json()}
     store.set("waits/1", json.dumps(waits))
     with pytest.raises(
-        AgreementError, match=r"ranks \[1\] of WORLD_SIZE=2 came to .*, but do not go on"
+        AgreementError, match=r"ranks \[1\] of 2 came to make their pipeline, but do not"
     ):
         Rendezvous(0, 2, lambda _: store, 0.2).meet()
 

@@ -61,6 +61,11 @@ class Activity:
         self.slate: Slate | None = None
         self.concern: Callable[[], None] | None = None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is in a call, or its pipeline is being set up."""
+        return self.inside or self.making is not None
+
     def make(self, doing: str | None) -> None:
         """The pipeline is being set up, by this; with None it is made."""
         self.making = doing

@@ -159,7 +159,8 @@ def _loopback_socket(call: Call) -> socket.socket:
 def _await_port(call: Call, patience: float, deadline: float) -> None:
     while True:
         try:
-            socket.create_connection((call.address, call.port), timeout=patience).close()
+            left = max(_POLL, deadline - time.monotonic())
+            socket.create_connection((call.address, call.port), timeout=left).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:

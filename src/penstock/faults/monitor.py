@@ -25,7 +25,7 @@ _LOOKS = 20
 """A look for stragglers every so many ticks."""
 AGAIN = 1.0
 """Seconds between two cuts."""
-LAST = 3.0
+LAST = 4.0
 """Seconds after the first cut until a rank that still waits is ended."""
 FROZEN = 2.5
 """Seconds beyond its time after which a rank is ended that runs no threads, where nobody else did it."""
@@ -108,7 +108,8 @@ class Monitor:
     def _run(self) -> None:
         try:
             while not self._ending.wait(TICK):
-                self._dead_man.put_off(self._patience.limit + FROZEN)
+                if self._team.others:
+                    self._dead_man.put_off(self._patience.limit + FROZEN)
                 try:
                     self._tick()
                 except BoardLostError as lost:
@@ -148,22 +149,23 @@ class Monitor:
         if self._ending.is_set() or self.stopped:
             return
         self.wires.cut()
-        now, progress = monotonic(), self._activity.progress
-        if self._broken is None or self._broken[1] != progress or self._activity.waiting is None:
+        now, progress, waiting = monotonic(), self._activity.progress, self._activity.waiting
+        if self._broken is None or self._broken[1] != progress or waiting is None:
             self._broken = (now, progress)
         elif now - self._broken[0] > LAST:
             why = summary(self._team.of_others) if self._team.of_others else str(self.lost or "")
             self._end_process(
                 f"rank {self._activity.rank} ends itself: its connections are broken, but a wait on them "
-                f"does not end: {why or self._activity.waiting.why}",
+                f"does not end: {why or waiting.why}",
                 TEMPORARY,
             )
 
     def _go_alone(self) -> None:
-        """Nobody can be told anything, nor asked: end the waits, and a rank that does not come to one."""
+        """Nobody can be told or asked anything: end the waits, and a rank that is stuck on its way to one."""
         self._cut()
         seconds = monotonic() - self._activity.since
-        if self._activity.waiting is None and seconds > self._patience.limit and not self.stopped:
+        stuck = self._activity.waiting is None and seconds > self._patience.limit
+        if stuck and self._activity.is_busy and not self.stopped:
             self._end_process(
                 f"rank {self._activity.rank} ends itself: the control store is lost, and it has made no "
                 f"progress for {seconds:.1f} s",
@@ -320,7 +322,8 @@ def _departed(
         )
         return Failure("left", rank, step, what=what, status=TEMPORARY, by=by)
     stage, microbatch, action = (beat.get(name) for name in ("stage", "microbatch", "action"))
-    what = f"its process ended, {words_of(cause)}"
+    where = f", while it made its pipeline ({beat['making']})" if beat.get("making") else ""
+    what = f"its process ended, {words_of(cause)}{where}"
     return Failure(
         "died", rank, step, stage, microbatch, action, what=what, status=TEMPORARY, by=by
     )

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import AgreementError
 from penstock.faults.board import Board, SharedBoard, StoreBoard
-from penstock.faults.launched import first_line, read_call, stay_local, store_of
+from penstock.faults.launched import Call, first_line, read_call, stay_local, store_of
 from penstock.faults.processes import Process, die_with_parent, launcher, this_process
 from penstock.faults.team import Team
 
@@ -48,8 +48,7 @@ class Rendezvous:
         ranks: how many there are.
         reach: gives the store that all of them can reach, or an error at a moment of the monotonic clock.
         seconds: until all must be there.
-        place: what they come to, in words.
-        hosts: whether this process keeps the store.
+        call: what the launcher said, where there is no group yet.
     """
 
     def __init__(
@@ -58,9 +57,7 @@ class Rendezvous:
         ranks: int,
         reach: Callable[[float], Any],
         seconds: float,
-        place: str = "make their pipeline",
-        *,
-        hosts: bool = False,
+        call: Call | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
@@ -69,8 +66,8 @@ class Rendezvous:
         self._name = ""
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
-        self._place = place
-        self._hosts = hosts
+        self._call = call
+        self._place = call.place if call else "make their pipeline"
         self._process = this_process()
         self._token = secrets.token_hex(8)
         self._pause = _SHORTEST
@@ -88,8 +85,7 @@ class Rendezvous:
         def reach(deadline: float) -> Any:
             return PrefixStore(f"penstock/{call.attempt}", store_of(call, seconds, deadline))
 
-        hosts = call.rank == 0 and not call.hosted
-        return cls(call.rank, call.world, reach, seconds, call.place, hosts=hosts)
+        return cls(call.rank, call.world, reach, seconds, call)
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, seconds: float) -> Rendezvous:
@@ -152,10 +148,9 @@ class Rendezvous:
     def _come(self) -> None:
         own = json.dumps(self._process.as_json())
         seen = self._store.compare_set(f"process/{self.rank}", "", own).decode()
-        if seen != own and self._of(seen).condition() == "ended":
-            self._store.set(f"process/{self.rank}", own)
-        elif seen != own:
+        if self._call is not None and seen != own and self._of(seen).condition() != "ended":
             self._give_up_all(f"two processes have RANK={self.rank}; every rank needs its own")
+        self._store.set(f"process/{self.rank}", own)
         waits = {"token": self._token, "ranks": self.ranks, "process": self._process.as_json()}
         self._store.set(f"waits/{self.rank}", json.dumps(waits))
 
@@ -165,7 +160,7 @@ class Rendezvous:
 
     def _invitation(self) -> dict[str, Any] | None:
         """What the first rank says to this one, once all have come."""
-        if self._store.check(["problem"]):
+        if self._call is not None and self._store.check(["problem"]):
             self._refuse(self._store.get("problem").decode(errors="replace"))
         if self.rank == 0:
             self._invite()
@@ -211,7 +206,7 @@ class Rendezvous:
         """Raise, and tell all that wait for the first rank; who hosts the store stays until they know."""
         if self.rank == 0:
             self._answer(self._here(), {"problem": problem})
-        if self._hosts:
+        if self._call is not None and self.rank == 0 and not self._call.hosted:
             time.sleep(_LINGER)
         raise AgreementError(problem)
 
@@ -225,16 +220,20 @@ class Rendezvous:
             return self._held_up([0])
         told = [text for rank in missing if (text := self._stand_of(rank))]
         return (
-            f"after {self._seconds:g} s ranks {missing} of WORLD_SIZE={self.ranks} have not come to "
-            f"{self._place}{'; '.join(['', *told])}; start them, or wait longer with rendezvous_timeout"
+            f"after {self._seconds:g} s ranks {missing} of {self._all} have not come to {self._place}"
+            f"{'; '.join(['', *told])}; start them, or wait longer with rendezvous_timeout"
         )
 
     def _held_up(self, ranks: list[int]) -> str:
         told = [text for rank in ranks if (text := self._stand_of(rank))]
         return (
-            f"after {self._seconds:g} s ranks {ranks} of WORLD_SIZE={self.ranks} came to {self._place}, "
-            f"but do not go on{'; '.join(['', *told])}"
+            f"after {self._seconds:g} s ranks {ranks} of {self._all} came to {self._place}, but do not go "
+            f"on{'; '.join(['', *told])}"
         )
+
+    @property
+    def _all(self) -> str:
+        return f"WORLD_SIZE={self.ranks}" if self._call else str(self.ranks)
 
     def _stand_of(self, rank: int) -> str:
         """What is known of a rank's process, if it ever came."""

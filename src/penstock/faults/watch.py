@@ -174,8 +174,8 @@ class Watch:
         failure = of_exception(error, self.activity.rank, self.activity.snapshot())
         if isinstance(error, PenstockError) and not isinstance(error, MessageError):
             # What is refused before the first action is refused by all ranks.
-            within = self.activity.inside or self.activity.making is not None
-            failure = replace(failure, everywhere=within and self.activity.doing is None)
+            early = self.activity.is_busy and self.activity.doing is None
+            failure = replace(failure, everywhere=early)
         self._stop()
         tell_torchrun(failure, own=True)
         # Where no word can be left the error is still this one: wires that break tell the others.

@@ -85,6 +85,8 @@ def connect(
     except BaseException as error:
         cause = watch.failed(error)
         watch.close()
+        if owns_world and dist.is_initialized():
+            dist.destroy_process_group()
         if cause is error:
             raise
         raise cause from None
