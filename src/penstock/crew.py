@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -17,6 +17,9 @@ from penstock.schedule import Action, Schedule, Span, Timeline, parse_action, re
 from penstock.schedule.base import flat
 from penstock.stage import PipelineStage
 from penstock.step import TimelineKind
+
+LONG = 300.0
+"""Seconds that a rank may take to read or write its weights while others wait."""
 
 T = TypeVar("T")
 
@@ -158,6 +161,10 @@ class Crew:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+    def patient(self, seconds: float = LONG) -> AbstractContextManager[None]:
+        """Have this process take longer than a step may, without being called silent."""
+        return nullcontext() if self._watch is None else self._watch.patient(seconds)
 
     def report_failures_to(self, folder: Path) -> None:
         """Where the story of a failure is written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -71,11 +72,13 @@ class Pipeline(WeightHolder):
         seed: of the random numbers that steps draw, such as dropout's, which depend on it, the step, the
             microbatch and the module's path alone; by default the one rank 0 gave ``torch.manual_seed``.
             ``"off"`` draws from torch's generators as they are. See docs/randomness.md.
-        timeout: seconds without progress after which a rank is named as silent and all ranks stop; by default
-            300 in the first step, then the larger of 30 and ten times the median step. A pair says both.
+        timeout: seconds without progress, in a step or between steps, after which a rank is named as silent
+            and all ranks stop; by default 300 in the first step, then the larger of 30 and ten times the
+            median step. A pair says both.
         batch_statistics: whether batch norms update their running statistics for each ``"microbatch"``, or
             once a step as for the whole ``"batch"``; they normalise each microbatch by itself either way.
-        rendezvous_timeout: seconds until all processes of a launcher must be there.
+        rendezvous_timeout: seconds until all ranks must be there, and that one may hold up the others while
+            the Pipeline is being made.
         weights: a folder of safetensors files, of which each process reads its own stages. The model may be
             on the meta device: its stages then get memory, on ``device`` or the CPU.
         loss: ``reduction="mean"`` or ``"sum"``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas``:
@@ -346,6 +349,14 @@ class Pipeline(WeightHolder):
         """Put something between the ranks of this process and their wires, such as a counter."""
         for rank in self._crew.ranks:
             rank.wrap_transport(wrap)
+
+    def patient(self, seconds: float) -> AbstractContextManager[None]:
+        """Let this rank take so long between two steps, where ``timeout`` would call it silent: to save, say.
+
+        Args:
+            seconds: that it may need in the ``with`` block; only it has to ask for them, not those that wait.
+        """
+        return self._crew.patient(seconds)
 
     def report_failures_to(self, folder: str | os.PathLike[str]) -> None:
         """Have the story of a failure of a rank's process written to ``failure.json`` in a folder."""

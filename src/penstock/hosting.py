@@ -129,7 +129,7 @@ def ends_of(plan: Plan, found: Sequence[Transport]) -> Sequence[Transport]:
     """
     if found and found[0].ranks != plan.ranks:
         raise UsageError(
-            f"{found[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process a rank"
+            f"{found[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process per rank"
         )
     return found or in_process(plan.ranks)
 

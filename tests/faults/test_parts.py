@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import json
 import os
 import pickle
@@ -23,8 +24,8 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined] # public, but not marked so
 
 from penstock.errors import NonFiniteError, StageError, UsageError
-from penstock.faults import Activity, Failure, Patience
-from penstock.faults.board import Board, SharedBoard, StoreBoard
+from penstock.faults import Activity, Failure, Patience, Watch
+from penstock.faults.board import Board, BoardLostError, SharedBoard, StoreBoard
 from penstock.faults.failure import FILE, of_exception, printable, stacks, status_of, story, write
 from penstock.faults.processes import DeadMan, Process, this_process, words_of
 from penstock.faults.silence import Place, Stragglers, find_silent
@@ -80,7 +81,9 @@ def test_who_is_outside_of_a_step_has_the_same_time_and_is_told_what_to_do() -> 
     outside = Place(1, inside=False, step=4, age=9.0, limit=2.0)
     assert found(waits(0, 1), outside) == (1,)
     assert outside.words == "is between steps, after step 4, in its own code, for 9.0 s"
-    assert outside.advice == ", and waits for nobody; if it needs that long, raise timeout="
+    assert (
+        outside.advice == ", and waits for nobody; if it needs that long, say so by pipe.patient()"
+    )
 
 
 def test_who_is_set_up_is_silent_too() -> None:
@@ -216,6 +219,48 @@ def test_what_is_found_from_outside_stops_a_rank_also_if_it_found_it_itself(kind
     assert [f.kind for f in found.failures] == [kind]
     raised = kind in ("raised", "interrupted")
     assert [f.kind for f in found.of_others] == ([] if raised else [kind])
+
+
+def test_a_board_that_is_lost_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the interpreter that ends for it does not search for cycles first, which takes seconds."""
+    monkeypatch.setattr("penstock.faults.watch.LINGER", 0.05)
+    at_exit: list[Any] = []
+    monkeypatch.setattr("penstock.faults.watch.atexit.register", at_exit.append)
+    path = SharedBoard.make(2)
+    board = SharedBoard.opened(0, 2, path)
+    path.unlink()
+    watch = Watch(Activity(0), Team(0, dict.fromkeys(range(2), this_process()), board), Patience())
+    cut: list[int] = []
+    watch.over(lambda: cut.append(1))
+
+    def refuse(self: SharedBoard) -> None:
+        raise BoardLostError("No space left on device")
+
+    monkeypatch.setattr(SharedBoard, "_publish", refuse)
+    error = ValueError("the user's own")
+    assert watch.failed(error) is error
+    assert cut
+    assert at_exit[-1] is gc.freeze
+    watch.close()
+
+
+def test_who_asks_for_more_time_has_it_at_once_and_no_longer() -> None:
+    path = SharedBoard.make(2)
+    near, other = (SharedBoard.opened(rank, 2, path) for rank in range(2))
+    path.unlink()
+    processes = dict.fromkeys(range(2), this_process())
+    watch = Watch(Activity(0), Team(0, processes, near), Patience())
+    seen = Team(1, processes, other)
+
+    def limit() -> float:
+        return seen.places(Activity(1).snapshot(), 30.0)[0].limit
+
+    with watch.patient(600.0):
+        assert limit() == 600.0
+        with watch.patient(100.0):
+            assert limit() == 600.0
+    assert limit() == 30.0
+    watch.close()
 
 
 # ---- failures as data

@@ -211,7 +211,7 @@ def told(call: Callable[[], Any]) -> str:
 
 def test_every_process_is_told(workers: WorkerPool) -> None:
     for rank, (ranks, others) in enumerate(workers.run(f"{__name__}:refuse", 2, 30.0)):
-        assert ranks.startswith("2 processes run a pipeline of 3 ranks; start one process a rank")
+        assert ranks.startswith("2 processes run a pipeline of 3 ranks; start one process per rank")
         assert others == f"rank {rank} holds stages [{1 - rank}]; 1F1B places [{rank}] there"
 
 

@@ -42,6 +42,7 @@ class Activity:
         waiting: what it waits for, if it waits.
         since: when that began, on this process's monotonic clock.
         progress: a number that grows with everything it does.
+        slack: seconds that it needs for what it does now, where that is more than a step's time.
         busy: for each stage the seconds that its actions have taken, and how many there were.
         slate: where actions are written down for others, if there is such a place.
         concern: called before each action; raises where this rank must stop.
@@ -57,6 +58,7 @@ class Activity:
         self.waiting: Waiting | None = None
         self.since = monotonic()
         self.progress = 0
+        self.slack = 0.0
         self.busy: dict[int, list[float]] = {}
         self.slate: Slate | None = None
         self.concern: Callable[[], None] | None = None
@@ -149,5 +151,6 @@ class Activity:
             "peers": None if waiting is None or waiting.peers is None else list(waiting.peers),
             "age": monotonic() - self.since,
             "progress": self.progress,
+            "slack": self.slack,
             "busy": {str(stage): list(found) for stage, found in list(self.busy.items())},
         }

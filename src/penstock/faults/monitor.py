@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -85,6 +86,7 @@ class Monitor:
         self._interrupts = Interrupts()
         self._launcher = launcher()
         self._dead_man = DeadMan()
+        self._beats = itertools.count()
         self._ticks = 0
         self._heard: float | None = None
         self._told = False
@@ -94,7 +96,7 @@ class Monitor:
 
     def start(self) -> None:
         """Begin."""
-        self._beat()
+        self.beat()
         self._interrupts.open()
         self._thread.start()
 
@@ -108,8 +110,7 @@ class Monitor:
     def _run(self) -> None:
         try:
             while not self._ending.wait(TICK):
-                if self._team.others:
-                    self._dead_man.put_off(self._patience.limit + FROZEN)
+                self._live_on()
                 try:
                     self._tick()
                 except BoardLostError as lost:
@@ -134,8 +135,20 @@ class Monitor:
         elif not self._team.failures:
             self._look()
 
+    def beat(self) -> None:
+        """Tell the others now what this rank does."""
+        self._live_on()
+        with suppress(BoardLostError):
+            self._beat()
+
+    def _live_on(self, more: float = 0.0) -> None:
+        """Put off the end of a process that runs no threads."""
+        if self._team.others:
+            limit = max(self._patience.limit, self._activity.slack)
+            self._dead_man.put_off(limit + FROZEN + more)
+
     def _beat(self) -> None:
-        self._team.say(BEAT, {**self._activity.snapshot(), "beat": self._ticks})
+        self._team.say(BEAT, {**self._activity.snapshot(), "beat": next(self._beats)})
 
     def _check_board(self) -> None:
         """Give up a board that does not answer, once there is nothing else to hope for."""
@@ -204,7 +217,7 @@ class Monitor:
     def _give_up(self, failure: Failure) -> None:
         """This rank is the silent one: end it, unless it wakes up and stops by itself."""
         rank = self._activity.rank
-        self._dead_man.put_off(self._patience.limit + FROZEN + 4 * GRACE)
+        self._live_on(4 * GRACE)
         try:
             self._team.await_word(TOLD, [failure.by], 2 * GRACE)
         except BoardLostError:

@@ -124,12 +124,13 @@ class Place:
         """What else is known of a rank that is silent, and what to do."""
         if self.is_mute:
             return ""
-        option = (
-            "rendezvous_timeout" if self.making is not None else "" if self.inside else "timeout"
-        )
         runs = self.condition in ("runs", "unknown") and self.stale < STALE
-        more = f"; if it needs that long, raise {option}=" if option and runs else ""
-        return f", and waits for nobody{more}"
+        if not runs or (self.inside and self.making is None):
+            return ", and waits for nobody"
+        more = (
+            "raise rendezvous_timeout=" if self.making is not None else "say so by pipe.patient()"
+        )
+        return f", and waits for nobody; if it needs that long, {more}"
 
     @property
     def is_mute(self) -> bool:
@@ -258,7 +259,7 @@ def place_of(found: Mapping[str, Any], *, stale: float, condition: str, limit: f
         float(found["age"]) + (0.0 if found.get("exact") else stale),
         stale,
         condition,
-        limit,
+        max(limit, float(found["slack"])),
     )
 
 

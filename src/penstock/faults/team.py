@@ -114,7 +114,7 @@ class Team:
 
         Args:
             own: this rank's activity.
-            limit: seconds without progress that a rank may have.
+            limit: seconds without progress that a rank may have, unless it has asked for more.
         """
         found = {}
         for rank, process in self.processes.items():
@@ -163,6 +163,7 @@ _BEAT: dict[str, type | tuple[type, ...]] = {
     "inside": bool,
     "age": (int, float),
     "progress": int,
+    "slack": (int, float),
     "busy": dict,
 }
 _MAYBE: dict[str, Callable[[Any], bool]] = {
@@ -188,5 +189,5 @@ def _is_beat(found: Any) -> bool:
 
 def _unheard(rank: int) -> dict[str, Any]:
     """In place of a heartbeat that never came."""
-    numbers = dict.fromkeys(("beat", "calls", "step", "age", "progress"), 0)
+    numbers = dict.fromkeys(("beat", "calls", "step", "age", "progress", "slack"), 0)
     return {**dict.fromkeys(_MAYBE), **numbers, "rank": rank, "inside": True, "busy": {}}

@@ -8,8 +8,8 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -81,6 +81,18 @@ class Watch:
             cut: breaks this rank's own, so that a wait on them ends.
         """
         self._monitor.wires.break_by(cut)
+
+    @contextmanager
+    def patient(self, seconds: float) -> Iterator[None]:
+        """Give this rank so much time for what it does here, if a step has less."""
+        before = self.activity.slack
+        self.activity.slack = max(before, seconds)
+        self._monitor.beat()
+        try:
+            yield
+        finally:
+            self.activity.slack = before
+            self._monitor.beat()
 
     def keep_in(self, folder: Path | None) -> None:
         """Write the story of a failure to this folder."""
