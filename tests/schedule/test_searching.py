@@ -10,17 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from penstock.errors import ScheduleError, UsageError
 from penstock.schedule import (
     Costs,
-    Edge,
     Placement,
     Schedule,
-    build,
-    chain,
     looped,
     lower_bound,
-    names,
     search,
     simulate,
     v_shaped,
@@ -55,7 +50,9 @@ class Exact:
     It shares nothing with the search but that the microbatches of a stage stay in order.
     """
 
-    def __init__(self, costs: Costs, placement: Placement, microbatches: int, memory: float) -> None:
+    def __init__(
+        self, costs: Costs, placement: Placement, microbatches: int, memory: float
+    ) -> None:
         kinds = ("forward", "input", "backward", "weight")
         self.takes = [costs.per_stage(kind, placement.stages) for kind in kinds]
         self.activation = costs.per_stage("activation", placement.stages)
@@ -70,13 +67,15 @@ class Exact:
         for size, part in enumerate(parts[:-1]):
             for (counts, ways), stage, kind in product(part.items(), range(len(none)), range(4)):
                 more = self.counted(counts, stage, kind)
-                if more is None or not self.fits(more, self.rank_of[stage]):
-                    continue
-                known = parts[size + (2 if kind == 2 else 1)].setdefault(more, [])
-                for way in filter(None, (self.extended(way, stage, kind) for way in ways)):
-                    if not any(other.is_no_later(way) for other in known):
-                        known[:] = [other for other in known if not way.is_no_later(other)] + [way]
+                if more is not None and self.fits(more, self.rank_of[stage]):
+                    known = parts[size + (2 if kind == 2 else 1)].setdefault(more, [])
+                    self.extend_all(ways, stage, kind, known)
         return min(max(way.free) for ways in parts[-1].values() for way in ways)
+
+    def extend_all(self, ways: list[Way], stage: int, kind: int, known: list[Way]) -> None:
+        for way in filter(None, (self.extended(way, stage, kind) for way in ways)):
+            if not any(other.is_no_later(way) for other in known):
+                known[:] = [other for other in known if not way.is_no_later(other)] + [way]
 
     def counted(self, counts: Counts, stage: int, kind: int) -> Counts | None:
         forwards, backwards, owed = counts[stage]
@@ -140,11 +139,17 @@ def test_small_steps_take_no_longer_than_the_optimum(
     random = Random(f"{placement}{microbatches}{room}")
     costs = some_costs(random, placement.stages)
     if random.random() < 0.5:
-        halves = zip(costs.per_stage("input", placement.stages), costs.per_stage("weight", placement.stages), strict=True)
-        costs = replace(costs, backward=[0.8 * (first + second) for first, second in halves])
-    one = [sum(costs.per_stage("activation", placement.stages)[s] for s in placement.stages_on(r)) for r in range(placement.ranks)]
-    memory = room * max(one)
-    problem: dict[str, Any] = {"ranks": placement.ranks, "microbatches": microbatches, "memory": memory, "placement": placement}
+        halves = (costs.per_stage(kind, placement.stages) for kind in ("input", "weight"))
+        costs = replace(costs, backward=[0.8 * sum(pair) for pair in zip(*halves, strict=True)])
+    held = costs.per_stage("activation", placement.stages)
+    ranks = range(placement.ranks)
+    memory = room * max(sum(held[s] for s in placement.stages_on(rank)) for rank in ranks)
+    problem: dict[str, Any] = {
+        "ranks": placement.ranks,
+        "microbatches": microbatches,
+        "memory": memory,
+        "placement": placement,
+    }
     optimum = Exact(costs, placement, microbatches, memory).makespan()
     found = search(costs, **problem, moves=4 * FEW)
     assert simulate(found, costs).makespan == pytest.approx(optimum)
