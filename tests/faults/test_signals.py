@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -24,6 +25,26 @@ def test_a_listener_that_has_gone_without_a_word_holds_nobody_up() -> None:
         assert not found.came()
         found.close()
         assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.set_wakeup_fd(before)
+
+
+def test_a_listener_that_is_closed_by_another_thread_leaves_no_end_to_others() -> None:
+    before = signal.set_wakeup_fd(-1)
+    try:
+        first, second = Interrupts(), Interrupts()
+        first.open()
+        thread = threading.Thread(target=first.close)
+        thread.start()
+        thread.join()
+        # What is opened now would get the numbers of ends that were closed.
+        file = os.pipe()
+        second.open()
+        assert not second.came()
+        second.close()
+        assert signal.set_wakeup_fd(-1) == -1
+        os.close(file[0])
+        os.close(file[1])
     finally:
         signal.set_wakeup_fd(before)
 

@@ -152,10 +152,12 @@ class Interrupts:
         os.set_blocking(writing, False)
         before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         self._ends = (reading, writing)
-        if before != -1:
+        if before in _ABANDONED:
+            _close(_ABANDONED.pop(before))
+        elif before != -1:
             try:
                 signal.set_wakeup_fd(before)
-            except OSError:
+            except (OSError, ValueError):
                 return  # who listened has closed its end without a word: this one listens now
             self.close()
 
@@ -175,14 +177,23 @@ class Interrupts:
         if self._ends is None:
             return
         ends, self._ends = self._ends, None
-        if threading.current_thread() is threading.main_thread():
-            current = signal.set_wakeup_fd(-1)
-            if current not in (-1, ends[1]):
-                signal.set_wakeup_fd(current)
-        for end in ends:
-            os.close(end)
+        if threading.current_thread() is not threading.main_thread():
+            # Only the main thread may have signals go elsewhere, and a number of a closed end may be reused.
+            _ABANDONED[ends[1]] = ends
+            return
+        current = signal.set_wakeup_fd(-1)
+        if current not in (-1, ends[1]):
+            signal.set_wakeup_fd(current)
+        _close(ends)
 
 
+def _close(ends: tuple[int, int]) -> None:
+    for end in ends:
+        os.close(end)
+
+
+_ABANDONED: dict[int, tuple[int, int]] = {}
+"""By its writing end each pipe that was given up outside of the main thread and may still be written to."""
 _LISTENING: weakref.WeakSet[Interrupts] = weakref.WeakSet()
 
 
