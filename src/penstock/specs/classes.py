@@ -65,7 +65,7 @@ def register_type(
     elif not issubclass(kind, Enum) and _own_record(kind) is None:
         raise UsageError(
             f"register_type({kind.__name__}): give take_apart and put_together; only dataclasses, named "
-            "tuples and enums do without"
+            "tuples, mappings and enums do without"
         )
     _REGISTERED[_full_name(kind)] = kind
     if issubclass(kind, Tensor):
