@@ -233,6 +233,29 @@ def a_module_that_changes_an_argument(m: Model, x: Tensor) -> Tensor:
     return m.l[3](m.l[2](h + y)) + x + view.sum()  # type: ignore[no-any-return]
 
 
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.movedim(-1, 0)[0].mul_(x.movedim(-1, 0)[0]),
+    lambda x: x.detach().view(-1)[1:].sin_(),
+]
+
+
+class Afterwards(Unit):
+    """Does something to its input when it has used it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.lin(x.clone())
+        self.first(x)
+        return found
+
+
+@program(lambda index: Afterwards(VIEWS[index]) if index < 2 else linear(index))
+def modules_that_change_arguments_through_views(m: Model, x: Tensor) -> Tensor:
+    made = x * 2
+    h, y = m.l[0](x), m.l[1](x[:1])
+    m.l[0](made)
+    return m.l[3](m.l[2](x + h + made)) + x + y  # type: ignore[no-any-return]
+
+
 FIRST: list[Callable[[Tensor], Tensor]] = [relu, Tensor.relu_, nn.ReLU(inplace=True), Tensor.tanh_]
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -90,6 +90,17 @@ class Inference(TorchDispatchMode):
         """The unit inside which a tensor was made."""
         found = self._made.get(id(tensor))
         return None if found is None or found[0]() is not tensor else found[1]
+
+    @contextlib.contextmanager
+    def standing_for(self, given: Iterable[Tensor]) -> Iterator[None]:
+        """What is written into the views that a unit makes of tensors with data is written into these.
+
+        Such views show the memory of a tensor without data, which must be the same one for all of them.
+        """
+        real = [tensor for tensor in given if not isinstance(tensor, FakeTensor)]
+        held = [(tensor, self._mode.from_tensor(tensor)) for tensor in real]
+        yield
+        self.written.update(memory_of(t) for t, fake in held if memory_of(fake) in self.written)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -63,9 +63,10 @@ class Recorder(Numbering):
 
     def call(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A unit is called: its outputs are values."""
-        path = self._paths[module]
-        self.check_taken(tensors_in((args, kwargs)))
-        result = self._run_unit(module, run, args, kwargs)
+        path, given = self._paths[module], tensors_in((args, kwargs))
+        self.check_taken(given)
+        with self._inference.standing_for(given):
+            result = self._run_unit(module, run, args, kwargs)
         self.tape.hidden.update({(maker, path): None for maker in self._inference.borrowed})
         return self._note(path, list(leaves((args, kwargs))), result, self._inference.used)
 
