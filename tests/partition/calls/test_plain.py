@@ -270,6 +270,21 @@ def test_where_a_parameter_is_used_first(kind: type[Scaled]) -> None:
     assert held == [set(), {"scale"}, {"shift"}] if example else [{"scale"}, set(), {"shift"}]
 
 
+class Spare(Scaled):
+    """Has parameters that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abcdefgh":
+            setattr(self, name, nn.Parameter(torch.rand(1)))
+
+
+def test_parameters_without_a_use_are_where_what_stands_before_them_is() -> None:
+    # In every process alike, however it orders the names in a set.
+    cut = partition(Spare(), ["blocks.1", "blocks.3"], how="calls")
+    assert [n for n, _ in cut.modules[2].named_parameters()][:9] == ["shift", *"abcdefgh"]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("compiled", [torch.compile, compile_in_place])
 def test_a_model_that_was_compiled_as_a_whole(

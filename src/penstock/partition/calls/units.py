@@ -129,8 +129,9 @@ def has_forward(module: nn.Module) -> bool:
 
 def walk(model: nn.Module, path: str = "", *, parameters: bool = False) -> Iterator[str]:
     """Every path in the order of the calls, and on request the names of parameters where they are used."""
-    own = {name for name, p in model._parameters.items() if p is not None}
-    names = list(children(model, also=own if parameters else set()))
+    # In their order: every process must find the same one.
+    own = [name for name, p in model._parameters.items() if p is not None]
+    names = list(children(model, also=own if parameters else ()))
     for name in names:
         full = f"{path}.{name}" if path else name
         yield full
