@@ -152,6 +152,22 @@ def a_gradient_is_asked_for(m: Model, x: Tensor) -> Tensor:
 
 
 @program()
+def views_of_weights_without_a_gradient(m: Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        row, turned = m.scale[None], m.l[1].weight.T
+    h = m.l[1](m.l[0](x * m.scale[None])) * row @ turned
+    return through(m, h, 2) * row * m.scale[None]
+
+
+@program()
+def views_made_at_once_of_what_changes(m: Model, x: Tensor) -> Tensor:
+    h = m.l[0](x)
+    column, *_ = h.unbind(1)
+    y = h.relu_()
+    return through(m, h.clone(), 1) + y
+
+
+@program()
 def a_result_that_nobody_uses(m: Model, x: Tensor) -> dict[str, Tensor]:
     h = m.l[0](x)
     unused = torch.tanh(m.l[1](h))

@@ -83,14 +83,15 @@ class Numbering(Watch, ABC):
             whole = self.number_of(memory.first)
             if self.number_of(tensor) is None:
                 memory.views.append(weakref.ref(tensor))
+        form, edge = Form.of(tensor), _edge_of(tensor)
+        if edge is None:
+            form = replace(form, requires_grad=False)
+        else:
+            self.edges[number] = edge
         self.tape.values.append(
-            Value(
-                Form.of(tensor), self._unique(name), maker, parameter, memory.number, whole, origin
-            )
+            Value(form, self._unique(name), maker, parameter, memory.number, whole, origin)
         )
         self.follow(tensor, number)
-        if tensor.requires_grad:
-            self.edges[number] = get_gradient_edge(tensor)
         return number
 
     def _unique(self, name: str) -> str:
@@ -196,6 +197,16 @@ class Numbering(Watch, ABC):
 
     def _is_whole(self, number: int) -> bool:
         return self.tape.values[number].whole is None
+
+
+def _edge_of(tensor: Tensor) -> GradientEdge | None:
+    """Where a tensor's gradient arrives, if any can."""
+    try:
+        return get_gradient_edge(tensor) if tensor.requires_grad else None
+    except (AssertionError, RuntimeError):
+        # A view of a weight that was made without a gradient says that it requires one. One of several views
+        # that a function made at once has no place in the graph when what it is a view of was changed.
+        return None
 
 
 def _by_memory(changes: Sequence[Change], values: Sequence[Value]) -> list[list[Change]]:

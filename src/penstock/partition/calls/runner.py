@@ -271,6 +271,9 @@ class Runner(Watch):
             )
         if number in self._part.changes:
             tensor = tensor.clone()
+        elif not value.form.requires_grad:
+            # It may say so all the same: a view of a weight that was made under no_grad() does.
+            tensor = tensor.detach()
         elif tensor.is_leaf and tensor.requires_grad:
             # Not the leaf itself: its gradient comes back from another stage.
             tensor = tensor.view_as(tensor)
