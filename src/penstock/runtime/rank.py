@@ -63,9 +63,7 @@ class Rank:
         self._book = Book()
         self._inputs: Inputs | None = None
         self._names: Names = ()
-        self._streams = {
-            stage.index: Streams(stage.module, Generators([stage.device])) for stage in stages
-        }
+        self._streams = {stage.index: _streams_of(stage) for stage in stages}
 
     @property
     def number(self) -> int:
@@ -199,6 +197,9 @@ class Rank:
 
     def _introduce(self) -> Task[Inputs]:
         """Tell the other ranks which arguments the stages here take by name."""
+        # Stages of one process may share modules: before any of them hooks those.
+        for streams in self._streams.values():
+            streams.find()
         mine = [
             [index, None if stage.wired else list(named_arguments(stage.module))]
             for index, stage in self.stages.items()
@@ -274,6 +275,12 @@ class Rank:
         """Drop what an interrupted call left in the stages."""
         for stage in self.stages.values():
             stage.clear()
+
+
+def _streams_of(stage: PipelineStage) -> Streams:
+    # The code of a model's own forward runs in every wired stage; else each stage has code of its own.
+    part = "" if stage.wired or stage.is_first else f"stage {stage.index}"
+    return Streams(stage.module, Generators([stage.device]), part)
 
 
 def _traits(stages: Iterable[PipelineStage]) -> tuple[tuple[torch.dtype, bool], ...]:

@@ -12,6 +12,7 @@ from penstock.specs.inference import (
 from penstock.specs.signature import named_arguments
 from penstock.specs.structure import flatten, paths, unflatten
 from penstock.specs.tensors import TensorSpec
+from penstock.specs.trial import randomness_kept
 from penstock.specs.value import ValueSpec
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "infer_output",
     "named_arguments",
     "paths",
+    "randomness_kept",
     "register_type",
     "spec_of_arguments",
     "unflatten",

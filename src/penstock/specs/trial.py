@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from penstock.draws import generators_kept
 from penstock.specs.hooks import isolate_hooks
 
 
@@ -61,11 +62,12 @@ def _of_its_own(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def randomness_kept(device: torch.device) -> Iterator[None]:
-    """Puts the random numbers of torch, numpy and Python back to where they were."""
+    """Puts random numbers back to where they were: of torch, numpy and Python, and of generators given."""
     state, legacy = random.getstate(), np.random.get_state()
     devices = [] if device.type in ("cpu", "meta") else [_number(device)]
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        kind = device.type if devices else "cuda"
+        with torch.random.fork_rng(devices, device_type=kind), generators_kept():
             yield
     finally:
         random.setstate(state)

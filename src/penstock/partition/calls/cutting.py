@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.draws import noticed
 from penstock.errors import PartitionError, SpecError
 from penstock.partition.base import Description
 from penstock.partition.calls.outline import Outline
@@ -130,8 +131,8 @@ def _recorded(outline: Outline, units: Sequence[str], call: Any, training: bool)
     args, kwargs = call
     paths = paths_of(outline.model, units)
     recorder = Recorder(paths, outline.mode, outline.named_tensors())
-    with chance_kept(), torch.set_grad_enabled(training):
-        with recorder.watching(list(paths)):
+    with chance_kept(outline.device), torch.set_grad_enabled(training):
+        with noticed(recorder.drew), recorder.watching(list(paths)):
             output = outline.model(*args, **kwargs)
         return recorder.finish(output)
 
