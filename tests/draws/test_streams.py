@@ -102,7 +102,7 @@ DRAWING: dict[str, Callable[[], Any]] = {
     "alpha": lambda: functional.feature_alpha_dropout(PAIRS, training=True),
     "leaky": lambda: functional.rrelu(ONES, training=True),
     "torch's own": lambda: torch.rand(2, generator=torch.default_generator),
-    "mapped": lambda: torch.vmap(torch.rand_like, randomness="different")(PAIRS),
+    "mapped": lambda: torch.vmap(lambda x: torch.rand_like(x), randomness="different")(PAIRS),
 }
 IDLE: list[Callable[[], Any]] = [
     lambda: functional.dropout(ONES, 0.0),

@@ -71,6 +71,11 @@ def _library() -> tuple[torch.library.Library, ...]:
     drawing = torch.library.Library("aten", "IMPL")
     for operation in _all_that_draw():
         drawing.impl(operation, _seeing(operation), _NAME)
+    # Operators that are given functions, such as flex_attention, have no such default: those there are, and
+    # those to come.
+    for operator in torch._ops._higher_order_ops.values():
+        operator.fallthrough(_KEY)
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
     return others, drawing
 
 

@@ -16,7 +16,7 @@ from penstock.runtime.calls import Brought, ModelCall, merge_calls
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.schedule import Schedule
-from penstock.specs import autocast_types
+from penstock.specs import Family, Inferred, ValueSpec, autocast_types, new_family
 from penstock.transport import Transport
 
 
@@ -108,6 +108,7 @@ class Book:
     def __init__(self) -> None:
         self.pages: dict[tuple[int, ...], Page] = {}
         self.described: dict[str, tuple[Any, Specs]] = {}
+        self._families: dict[Any, Family[Inferred]] = {}
         self._traits: Any = None
 
     def write(self, key: tuple[int, ...], page: Page) -> None:
@@ -126,6 +127,11 @@ class Book:
         """Forget everything."""
         self.pages.clear()
         self.described.clear()
+        self._families.clear()
+
+    def family(self, mode: str, stage: int, arguments: ValueSpec) -> Family[Inferred]:
+        """What a stage here has given for arguments that differ from these in sizes alone."""
+        return self._families.setdefault((mode, stage, arguments.kind()), new_family())
 
 
 def look_up(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from penstock.errors import AgreementError, SpecError, StageError
@@ -16,7 +17,7 @@ from penstock.runtime.exchange import Specs
 from penstock.runtime.program import RankProgram
 from penstock.runtime.reach import Links, mark_optional, name_links, positions_in
 from penstock.schedule import Edge
-from penstock.specs import ValueSpec, infer, spec_of_arguments
+from penstock.specs import Family, Inferred, ValueSpec, infer, spec_of_arguments
 from penstock.stage import PipelineStage
 from penstock.transport import Transport
 
@@ -25,6 +26,9 @@ OUTPUT = "output"
 
 Describe = Callable[[ValueSpec, bool], tuple[Sequence[Edge], Mapping[str, ValueSpec]]]
 """A partition's own knowledge of what travels for a call, see ``penstock.partition.Describe``."""
+
+Kin = Callable[[int, ValueSpec], Family[Inferred]]
+"""What a stage has given for other sizes of its arguments."""
 
 
 def describe_whole(
@@ -80,6 +84,7 @@ def describe_by_stage(
     transport: Transport,
     inputs: Inputs,
     calls: Sequence[ValueSpec],
+    family: Kin,
 ) -> Task[list[Specs]]:
     """The specs of calls, found stage after stage, each on its own rank.
 
@@ -92,7 +97,8 @@ def describe_by_stage(
         owner = program.schedule.placement.rank_of[index]
         mine = None
         if owner == transport.rank:
-            mine = _stage_answer(program, stages[index], inputs, calls, found)
+            one = partial(_stage_specs, program, stages[index], inputs, family)
+            mine = _stage_answer(one, calls, found)
         ticket = transport.agree(mine)
         yield Wait(ticket, transport.rank, f"waits for the shapes of stage {index}")
         answer: dict[str, Any] = ticket.take()[owner]
@@ -106,26 +112,24 @@ def describe_by_stage(
 
 
 def _stage_answer(
-    program: RankProgram,
-    stage: PipelineStage,
-    inputs: Inputs,
+    one: Callable[[ValueSpec, Specs], dict[str, Any]],
     calls: Sequence[ValueSpec],
     known: Sequence[Specs],
 ) -> dict[str, Any]:
     """What a stage gives for these calls, or why it cannot."""
     try:
-        return {
-            "calls": [
-                _stage_specs(program, stage, inputs, call, specs)
-                for call, specs in zip(calls, known, strict=True)
-            ]
-        }
+        return {"calls": list(map(one, calls, known))}
     except Exception as error:
         return _trouble(error)
 
 
 def _stage_specs(
-    program: RankProgram, stage: PipelineStage, inputs: Inputs, call: ValueSpec, known: Specs
+    program: RankProgram,
+    stage: PipelineStage,
+    inputs: Inputs,
+    family: Kin,
+    call: ValueSpec,
+    known: Specs,
 ) -> dict[str, Any]:
     given, taken = program.given(stage.index), program.taken(stage.index)
     values = {edge.value: known[edge.value].without_data() for edge in taken}
@@ -134,7 +138,8 @@ def _stage_specs(
     arguments = spec_of_arguments(*inputs.arguments(stage, taken, values, part))
     sources = [(e.value, i) for e in taken for i in range(len(known[e.value].tensors))]
     try:
-        output, reached = infer(stage.module, arguments, stage.device, inputs.aside)
+        kin = family(stage.index, arguments)
+        output, reached = infer(stage.module, arguments, stage.device, inputs.aside, kin)
     except SpecError:
         if not stage.is_last:
             raise

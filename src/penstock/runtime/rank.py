@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -250,7 +251,10 @@ class Rank:
                 )
             )
         program = self._program(order.schedules(call.count, None))
-        found = yield from describe_by_stage(program, self.stages, self.transport, inputs, calls)
+        family = partial(self._book.family, order.mode)
+        found = yield from describe_by_stage(
+            program, self.stages, self.transport, inputs, calls, family
+        )
         return [(None, specs) for specs in found]
 
     def _program(self, schedule: Schedule) -> RankProgram:

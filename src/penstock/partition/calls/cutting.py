@@ -17,6 +17,9 @@ from penstock.partition.calls.routing import Homes, Route, routed
 from penstock.partition.calls.tape import Tape, paths_of
 from penstock.specs import ValueSpec, autocast_types, flatten
 
+_REMEMBERED = 256
+"""So many calls; of those that always differ the oldest go first."""
+
 
 class Cutting:
     """A model, and which stage has which of its units.
@@ -86,8 +89,11 @@ class Cutting:
                 self._outline, self.units, call, training=training, example=self._tensors(call)
             )
             self._routes[key] = routed(tape, self._homes, self.stages, _spec_of(tape.output))
-        self._latest[digest, training, self._outline.modes()] = self._routes[key]
-        return self._routes[key]
+        found = self._latest[digest, training, self._outline.modes()] = self._routes[key]
+        for memory in (self._routes, self._latest):
+            if len(memory) > _REMEMBERED:
+                del memory[next(iter(memory))]
+        return found
 
 
 def analysed(
@@ -130,7 +136,8 @@ def analysed(
 def _recorded(outline: Outline, units: Sequence[str], call: Any, training: bool) -> Tape:
     args, kwargs = call
     paths = paths_of(outline.model, units)
-    recorder = Recorder(paths, outline.mode, outline.named_tensors())
+    families = outline.families(training=training)
+    recorder = Recorder(paths, outline.mode, outline.named_tensors(), families)
     with chance_kept(outline.device), torch.set_grad_enabled(training):
         with noticed(recorder.drew), recorder.watching(list(paths)):
             output = outline.model(*args, **kwargs)

@@ -16,12 +16,12 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from penstock.draws import Generators, identity
 from penstock.errors import PartitionError
 from penstock.partition.calls.faces import Run
-from penstock.partition.calls.inference import Inference, run_for_real
+from penstock.partition.calls.inference import Inference, Sizes, UnitCall, run_for_real
 from penstock.partition.calls.placeholder import Form
 from penstock.partition.calls.tape import NO_VALUE, Change, Event, Slot, Tape, Value
 from penstock.partition.calls.trees import leaves, replaced, tensors_deep_in, tensors_in, without
 from penstock.partition.calls.watch import Watch
-from penstock.specs import randomness_kept
+from penstock.specs import Family, Found, randomness_kept
 
 ANSWERS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"} | {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero")
@@ -36,10 +36,15 @@ class Recorder(Watch):
         paths: the path of each unit.
         mode: of the tensors without data.
         parameters: the names of the model's parameters; one that is used between the units is a value.
+        families: what units gave in calls that differ from this one in sizes alone.
     """
 
     def __init__(
-        self, paths: Mapping[nn.Module, str], mode: FakeTensorMode, parameters: Mapping[Tensor, str]
+        self,
+        paths: Mapping[nn.Module, str],
+        mode: FakeTensorMode,
+        parameters: Mapping[Tensor, str],
+        families: dict[Any, Family[Found | None]],
     ) -> None:
         super().__init__()
         self.tape = Tape()
@@ -51,6 +56,7 @@ class Recorder(Watch):
         self._drawn: set[int] = set()
         self._draws: list[torch.Generator | None] = []
         self._generators: dict[int, torch.Generator] = {}
+        self._sizes = Sizes(self._inference, mode, families, self._draws)
         self._names: dict[str, int] = {}
 
     def drew(self, generator: torch.Generator | None) -> None:
@@ -72,8 +78,7 @@ class Recorder(Watch):
 
     def _run_unit(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:
-            with self._inference.of(self._paths[module]):
-                return run(*args, **kwargs)
+            return self._sizes.run(UnitCall(self._paths[module], module, run, args, kwargs))
         except PartitionError:
             raise
         except Exception as error:
