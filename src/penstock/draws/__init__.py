@@ -1,6 +1,6 @@
 """Where random numbers come from: a stream for each step, microbatch and module call."""
 
-from penstock.draws.drawing import called_to_draw, unwrapped, visible
+from penstock.draws.drawing import OwnHook, called_to_draw, unwrapped, visible
 from penstock.draws.generators import Generators, devices_of
 from penstock.draws.keys import Draw, Place, seed_of
 from penstock.draws.operations import can_draw, generators_kept, has_drawn, identity, noticed
@@ -11,6 +11,7 @@ from penstock.draws.streams import Streams, in_backward
 __all__ = [
     "Draw",
     "Generators",
+    "OwnHook",
     "Place",
     "Randomness",
     "Seed",

@@ -19,7 +19,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Generator, nn
 
-from penstock.draws.drawing import called_to_draw, may_draw, visible
+from penstock.draws.drawing import OwnHook, called_to_draw, may_draw, visible
 from penstock.draws.generators import Generators
 from penstock.draws.keys import Draw, Place, Seeds, following
 from penstock.draws.operations import noticed
@@ -119,9 +119,9 @@ class Streams:
             stack.enter_context(_checkpoints_keep_states())
             stack.callback(self._forget)
             for module in self._here:
-                stack.callback(module.register_forward_pre_hook(self._enter).remove)
+                stack.callback(module.register_forward_pre_hook(OwnHook(self._enter)).remove)
                 # Also where the module raises: so ends what a checkpoint repeats only a part of.
-                handle = module.register_forward_hook(self._leave, always_call=True)
+                handle = module.register_forward_hook(OwnHook(self._leave), always_call=True)
                 stack.callback(handle.remove)
             yield
 

@@ -2,6 +2,7 @@
 
 from penstock.specs.classes import register_type
 from penstock.specs.constants import Structure
+from penstock.specs.hooks import isolate_hooks
 from penstock.specs.inference import (
     Inferred,
     autocast_types,
@@ -37,6 +38,7 @@ __all__ = [
     "found_of",
     "infer",
     "infer_output",
+    "isolate_hooks",
     "named_arguments",
     "new_family",
     "paths",

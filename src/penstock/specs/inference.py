@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node, get_gradient_edge
 
+from penstock.errors import SpecError
 from penstock.specs.constants import Structure
 from penstock.specs.sizes import Family, Form, Found, NotGeneral, Unknowns
 from penstock.specs.structure import flatten
 from penstock.specs.tensors import STRIDED, TensorSpec, layout_of
 from penstock.specs.trial import (
+    TypesChecked,
     copy_as_fakes,
     copy_with_data,
     copy_without_data,
@@ -199,7 +202,8 @@ def _runnable(module: nn.Module) -> Run:
 def _inferred(run: Run, call: Call, device: torch.device) -> Inferred:
     specs = call.arguments.tensors
     leaves = [spec.zeros(device).requires_grad_(spec.requires_grad) for spec in specs]
-    tensors, structure = _given(run, call, leaves, device)
+    with TypesChecked() if device.type == "meta" else nullcontext():
+        tensors, structure = _given(run, call, leaves, device)
     spec = ValueSpec(tuple(map(TensorSpec.of, tensors)), structure)
     return Inferred(spec, _reached(tensors, leaves))
 
@@ -241,5 +245,23 @@ def autocast_types() -> list[str]:
 
 
 def spec_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueSpec:
-    """The spec of a call's arguments."""
-    return ValueSpec.of((args, kwargs))
+    """The spec of a call's arguments.
+
+    Raises:
+        SpecError: one holds something that cannot be described; the message names the argument.
+    """
+    try:
+        return ValueSpec.of((args, kwargs))
+    except SpecError:
+        for at, value in enumerate(args):
+            _check_argument(at, value)
+        for name, value in kwargs.items():
+            _check_argument(name, value)
+        raise
+
+
+def _check_argument(name: int | str, value: Any) -> None:
+    try:
+        flatten(value)
+    except SpecError as error:
+        raise SpecError(f"argument {name!r}: {error}") from None

@@ -10,11 +10,11 @@ and only the terms are evaluated.
 from __future__ import annotations
 
 import logging
-import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,6 +81,18 @@ class NotGeneral(Exception):
     """What a function gives cannot be told for unknown sizes."""
 
 
+class Unknowns(Protocol):
+    """Some tensors' sizes as unknowns."""
+
+    def within(self, mode: FakeTensorMode) -> AbstractContextManager[list[Tensor]]:
+        """The tensors, in a mode that works with unknowns while the context lasts; none requires grad."""
+
+
+class _Rule(Protocol):
+    def at(self, given: Sequence[Form]) -> Found | None:
+        """What the function gives for tensors, if these meet the conditions."""
+
+
 class Family(Generic[T]):
     """What one function gives for calls that differ in nothing but the sizes of their tensors.
 
@@ -131,9 +143,10 @@ class Family(Generic[T]):
         follow: Callable[[Unknowns], Found],
         build: Callable[[Found], T],
     ) -> None:
-        unknowns = Unknowns(given)
         try:
-            rule = _Rule(unknowns, follow(unknowns))
+            symbolic: Any = import_module("penstock.specs.unknowns")
+            unknowns = symbolic.Symbols(given)
+            rule = symbolic.Terms(unknowns, follow(unknowns))
             if rule.at(given) is None:
                 raise NotGeneral("its conditions do not hold for the sizes that they come from")
             for sizes, seen in self._seen.items():
@@ -145,145 +158,3 @@ class Family(Generic[T]):
             self._tried = _RULES
         else:
             self._rules.append(rule)
-
-
-class Unknowns:
-    """The sizes of some tensors as unknowns.
-
-    Args:
-        given: an example of the tensors. Sizes of 0 and 1 are no unknowns, since they often matter.
-    """
-
-    def __init__(self, given: Sequence[Form]) -> None:
-        # Here, since it takes a second: most models are called with one or two sizes. Seen in torch 2.13.
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        self.given = given
-        # Sizes that happen to agree are unknowns of their own, and what asks for numbers in tensors fails.
-        self._env = ShapeEnv(
-            duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
-        )
-        self.terms: list[Any] = []
-
-    @contextmanager
-    def within(self, mode: FakeTensorMode) -> Iterator[list[Tensor]]:
-        """The tensors, in a mode that works with unknowns while the context lasts; none requires grad."""
-        before = mode.shape_env
-        mode.shape_env = self._env
-        try:
-            with mode:
-                yield [self._made(index, form) for index, form in enumerate(self.given)]
-        finally:
-            mode.shape_env = before
-
-    def _made(self, index: int, form: Form) -> Tensor:
-        from torch._dynamo.source import ConstantSource
-        from torch.fx.experimental.symbolic_shapes import (
-            DimDynamic,
-            StatelessSymbolicContext,
-        )
-
-        dynamic = [DimDynamic.DYNAMIC if size > 1 else DimDynamic.STATIC for size in form.shape]
-        with torch.utils._python_dispatch._disable_current_modes():
-            sizes, strides, _ = self._env.create_symbolic_sizes_strides_storage_offset(
-                form.empty("meta"),
-                ConstantSource(f"given{index}"),
-                symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic),
-            )
-        self.terms += [*sizes, *strides]
-        return torch.empty_strided(sizes, strides, dtype=form.dtype, device=form.device)
-
-    @property
-    def conditions(self) -> list[Any]:
-        """What was asked about them."""
-        return [guard.expr for guard in self._env.guards]
-
-
-class _Rule:
-    """What holds for all sizes that meet some conditions.
-
-    Args:
-        unknowns: the sizes, after the function has run.
-        found: what it gave for them.
-    """
-
-    def __init__(self, unknowns: Unknowns, found: Found) -> None:
-        self._rest = found.rest
-        source = "\n    ".join(_written(unknowns, found.leaves))
-        names: dict[str, Any] = {"math": math, "torch": torch}
-        exec(f"def evaluate(given):\n    {source}", names)
-        self._evaluate: Callable[[list[int]], list[Any] | None] = names["evaluate"]
-        self._kinds = [form.kind for form in unknowns.given]
-        # Without what the terms are made of.
-        self._leaves = [_without_terms(leaf) for leaf in found.leaves]
-
-    def at(self, given: Sequence[Form]) -> Found | None:
-        """What the function gives for tensors, if these meet the conditions."""
-        if [form.kind for form in given] != self._kinds:
-            return None
-        values = self._evaluate([n for form in given for n in (*form.shape, *form.strides)])
-        if values is None:
-            return None
-        return Found(tuple(map(_at, self._leaves, values)), self._rest)
-
-
-class _Term:
-    """Stands for a number that follows from sizes."""
-
-
-def _without_terms(leaf: Any) -> Any:
-    if isinstance(leaf, Form):
-        return leaf._replace(shape=(), strides=())
-    return _Term() if _is_term(leaf) else leaf
-
-
-def _at(leaf: Any, value: Any) -> Any:
-    if isinstance(leaf, Form):
-        return leaf._replace(shape=value[0], strides=value[1])
-    return value if isinstance(leaf, _Term) else leaf
-
-
-def _is_term(value: Any) -> bool:
-    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-
-
-def _written(unknowns: Unknowns, leaves: Sequence[Any]) -> Iterator[str]:
-    """The lines of a function that takes all sizes and strides, and gives those of the leaves or None."""
-    known: set[str] = set()
-    conditions: list[str] = []
-    for index, term in enumerate(unknowns.terms):
-        text = _term(term, raw=True)
-        if text.isidentifier() and text not in known:
-            known.add(text)
-            yield f"{text} = given[{index}]"
-            conditions.append(f"{text} > 1")
-        else:
-            conditions.append(f"given[{index}] == {text}")
-    conditions += map(_print, unknowns.conditions)
-    yield "if not (" + " and ".join(f"({condition})" for condition in conditions) + "):"
-    yield "    return None"
-    yield f"return [{', '.join(map(_leaf, leaves))}]"
-
-
-def _leaf(leaf: Any) -> str:
-    if isinstance(leaf, Form):
-        return f"({_tuple(leaf.shape)}, {_tuple(leaf.strides)})"
-    return _term(leaf) if _is_term(leaf) else "None"
-
-
-def _tuple(terms: Sequence[Any]) -> str:
-    return "(" + "".join(f"{_term(term)}, " for term in terms) + ")"
-
-
-def _term(term: Any, *, raw: bool = False) -> str:
-    if not _is_term(term):
-        return repr(term)
-    # As it was made: what it turned out to be equal to is one of the conditions.
-    return _print(term.node._expr if raw else term.node.expr)
-
-
-def _print(term: Any) -> str:
-    from torch.utils._sympy.printers import PythonPrinter
-
-    text: str = PythonPrinter().doprint(term)
-    return text

@@ -19,8 +19,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition.calls.trees import leaves, replaced, skeleton, tensors_in
 from penstock.specs import Family, Form, Found, NotGeneral, Unknowns, attributes_kept
+from penstock.specs.trial import check_types
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Log nothing of what cannot be computed without data: it is tried for real, or told as an error."""
+    inner = _nothing in _LOG.filters
+    _LOG.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        if not inner:
+            _LOG.removeFilter(_nothing)
 
 
 class Numbers(Protocol):
@@ -67,13 +80,8 @@ class Inference(TorchDispatchMode):
         """
         self.forget()
         self._unit, self._may_run = unit, for_real
-        # What cannot be computed without data is reported there as an error before it is tried for real.
-        _LOG.addFilter(_nothing)
-        try:
-            with self._mode, self:
-                yield
-        finally:
-            _LOG.removeFilter(_nothing)
+        with quiet(), self._mode, self:
+            yield
 
     def forget(self) -> None:
         """What was seen of a unit is no longer wanted."""
@@ -92,6 +100,7 @@ class Inference(TorchDispatchMode):
         for tensor in tensors_in((args, options)):
             self._note_use(tensor)
         try:
+            check_types(func, args)
             result = func(*args, **options)
         except Exception:
             if not self._may_run:
