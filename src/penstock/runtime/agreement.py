@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,9 +135,11 @@ class Book:
         self.described.clear()
         self._families.clear()
 
-    def family(self, mode: str, stage: int, arguments: ValueSpec) -> Family[Inferred]:
-        """What a stage here has given for arguments that differ from these in sizes alone."""
-        return self._families.setdefault((mode, stage, arguments.kind()), new_family())
+    def families(self, mode: str) -> Callable[[int, ValueSpec], Family[Inferred]]:
+        """What a stage here has given for arguments that differ from some in sizes alone."""
+        return lambda stage, arguments: self._families.setdefault(
+            (mode, stage, arguments.kind()), new_family()
+        )
 
 
 def look_up(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
 from typing import Any
 
 import torch
@@ -292,11 +291,9 @@ class Rank:
             whole = describe_whole(self.transport, self._describe, calls, trains=order.trains)
             return (yield from whole)
         program = self._program(order.schedules(call.count, None))
-        kin = partial(self._book.family, order.mode)
-        found = yield from describe_by_stage(
-            program, self.stages, self.transport, inputs, calls, kin
-        )
-        return [(None, specs) for specs in found]
+        kin = self._book.families(order.mode)
+        task = describe_by_stage(program, self.stages, self.transport, inputs, calls, kin)
+        return [(None, specs) for specs in (yield from task)]
 
     def _program(self, schedule: Schedule) -> RankProgram:
         """The schedule's program, prepared once; held with it, since it is found by identity."""
