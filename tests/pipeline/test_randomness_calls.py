@@ -142,6 +142,7 @@ def of_its_own(x: Tensor) -> Tensor:
 
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "numbers": lambda x: x + torch.normal(0.0, 1.0, x.shape) * torch.normal(x.detach(), 0.5),
+    "integers": lambda x: x * torch.randint_like(x, 1, 3) + torch.randint(0, 3, (WIDTH,)),
     "in place": lambda x: x + x.new_empty(x.shape).normal_() * x.new_empty(WIDTH).exponential_(),
     "several": lambda x: functional.dropout(functional.dropout(x, 0.2)) + torch.rand_like(x),
     "features": lambda x: functional.feature_alpha_dropout(x[:, :, None], 0.2, True)[:, :, 0],
@@ -194,7 +195,16 @@ def noisy_steps(
 
 
 GROUPS = [list(WAYS)[start::4] for start in range(4)]
-TRACED = ["numbers", "in place", "several", "features", "by hand", "gumbel", "attention"]
+TRACED = [
+    "numbers",
+    "integers",
+    "in place",
+    "several",
+    "features",
+    "by hand",
+    "gumbel",
+    "attention",
+]
 
 
 def one_stage(ways: Sequence[str]) -> dict[str, str]:
@@ -220,6 +230,27 @@ def test_nor_in_processes_of_their_own(workers: WorkerPool) -> None:
         "tests.pipeline.test_randomness_calls:noisy_steps", 2, ways=ways, stages=2, schedule="1F1B"
     )
     assert answers[0] | answers[1] == one_stage(ways)
+
+
+class Truncated(nn.Module):
+    """Draws again until the numbers please it, which it can see only where there are numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x)
+        return found + nn.init.trunc_normal_(torch.empty(WIDTH), std=2.0)
+
+
+def test_a_module_that_draws_until_it_is_pleased_comes_to_an_end() -> None:
+    model = nn.Sequential(Truncated(), Truncated())
+    one, two = (
+        [out.clone() for out in outputs(model, how="calls", schedule="1F1B", ranks=ranks)]
+        for ranks in (1, 2)
+    )
+    assert all(map(torch.equal, one, two))
 
 
 # ---- generators of the model's own
@@ -259,7 +290,7 @@ def outputs(model: nn.Module, **options: Any) -> list[Tensor]:
         return output.sum()
 
     x = batch()[0]
-    cut = partition(model, 2, how=options.pop("how"), example=((x[:2],), {}))
+    cut = partition(model, options["ranks"], how=options.pop("how"), example=((x[:2],), {}))
     with Pipeline(model, stages=cut, microbatches=2, loss_fn=loss, seed=1, **options) as pipe:
         pipe.step(x, target=x)
     return seen[-2:]

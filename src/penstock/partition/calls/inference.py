@@ -21,6 +21,9 @@ from penstock.partition.calls.trees import leaves, replaced, skeleton, tensors_i
 from penstock.specs import Family, Form, Found, NotGeneral, Unknowns, attributes_kept
 from penstock.specs.trial import check_types
 
+_PATIENCE = 250
+"""So many operations run on ones before one runs on zeros."""
+
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -69,6 +72,7 @@ class Inference(TorchDispatchMode):
         self.borrowed: dict[str, None] = {}
         self.fresh: list[weakref.ref[Tensor]] = []
         self._may_run = True
+        self._ran = 0
 
     @contextlib.contextmanager
     def of(self, unit: str, *, for_real: bool = True) -> Iterator[None]:
@@ -124,8 +128,11 @@ class Inference(TorchDispatchMode):
 
     def _for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors_in((args, kwargs))
+        self._ran += 1
+        # What draws again until the numbers please it, as trunc_normal_ does, comes to an end.
+        numbers = _ones if self._ran % _PATIENCE else _zeros
         with torch.utils._python_dispatch._disable_current_modes():
-            real = {id(t): _ones(t) if isinstance(t, FakeTensor) else t for t in given}
+            real = {id(t): numbers(t) if isinstance(t, FakeTensor) else t for t in given}
             back = {id(new): old for old in given if (new := real[id(old)]) is not old}
             real_args, real_kwargs = replaced((args, kwargs), lambda leaf: real.get(id(leaf), leaf))
             result = func(*real_args, **real_kwargs)
@@ -375,3 +382,7 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 def _ones(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -104,10 +104,22 @@ def _place_seeds(module: fx.GraphModule, place: tuple[str, bool, int]) -> tuple[
         elif _draws(node):
             with graph.inserting_before(node):
                 graph.call_function(torch.ops.penstock.draw.default, place)
+            if node.target.overloadpacket is torch.ops.aten.randint_like:
+                _detach_argument(node)
             address, after, draws = place
             place = address, after, draws + 1
     module.recompile()
     return place
+
+
+def _detach_argument(node: fx.Node) -> None:
+    """Take its shape alone: in a graph autograd would ask this operation for a derivative."""
+    given = node.args[0]
+    assert isinstance(given, fx.Node)
+    with node.graph.inserting_before(node):
+        plain = node.graph.call_function(torch.ops.aten.detach.default, (given,))
+    plain.meta.update(given.meta)
+    node.update_arg(0, plain)
 
 
 def _is_note(node: fx.Node) -> bool:
