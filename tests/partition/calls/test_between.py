@@ -162,7 +162,7 @@ def views_of_weights_without_a_gradient(m: Model, x: Tensor) -> Tensor:
 @program()
 def views_made_at_once_of_what_changes(m: Model, x: Tensor) -> Tensor:
     h = m.l[0](x)
-    column, *_ = h.unbind(1)
+    _column, *_ = h.unbind(1)
     y = h.relu_()
     return through(m, h.clone(), 1) + y
 

@@ -5,6 +5,7 @@ A tensor that is written into is another value afterwards, and so is each that s
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from abc import ABC
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -100,9 +101,17 @@ class Numbering(Watch, ABC):
         return name if count == 1 else f"{name}#{count}"
 
     def changed(
-        self, event: int, label: str, given: Sequence[Any], written: Set[int]
+        self, event: int, label: str, given: Sequence[Any], written: Set[int], *, real: bool
     ) -> Iterator[Change]:
-        """What shows memory that was written into is no longer what it was; it gets new numbers."""
+        """What shows memory that was written into is no longer what it was; it gets new numbers.
+
+        Args:
+            event: what has written.
+            label: says what it is.
+            given: its arguments.
+            written: the memory.
+            real: whether what was written are numbers, since they were drawn by chance.
+        """
         for key in sorted(
             written & self._memories.keys(), key=lambda key: self._memories[key].number
         ):
@@ -114,7 +123,7 @@ class Numbering(Watch, ABC):
             if not isinstance(found, Tensor) or self.number_of(found) is not None:
                 continue
             if memory_of(found) in written:
-                yield from self._taken_over(event, label, argument, found)
+                yield from self._taken_over(event, label, argument, found, real)
 
     def renewed(self, event: int, label: str, given: Sequence[Any], tensor: Tensor) -> Change:
         """A followed tensor is another value from an event on."""
@@ -125,13 +134,14 @@ class Numbering(Watch, ABC):
         return Change(argument, old, self.number(tensor, f"{label}!", event, origin=origin))
 
     def _taken_over(
-        self, event: int, label: str, argument: int, tensor: Tensor
+        self, event: int, label: str, argument: int, tensor: Tensor, real: bool
     ) -> Iterator[Change]:
         """A tensor that every stage had is a value from then on, and so are its views."""
         whole = tensor if tensor._base is None else tensor._base
         if isinstance(tensor, FakeTensor) or id(whole) in self._instead:
             return
-        with self._mode, torch.set_grad_enabled(whole.requires_grad):
+        kind = contextlib.nullcontext() if real else self._mode
+        with kind, torch.set_grad_enabled(whole.requires_grad):
             twin = whole.clone()
         self.put_instead(whole, twin)
         self.follow_views(whole)

@@ -65,6 +65,8 @@ class Placing:
     def _may_move(self, event: Event) -> bool:
         if event.is_call or event.changes or event.random or event.answers or event.effect:
             return False
+        if event.generators:
+            return False
         return self._fixed.isdisjoint(event.inputs) and all(
             slot.same_as is None and slot.value not in self._fixed for slot in event.slots
         )

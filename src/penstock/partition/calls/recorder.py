@@ -7,13 +7,21 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
+from penstock.draws import Generators, identity
 from penstock.errors import PartitionError
 from penstock.losses import add_loss
-from penstock.partition.calls.inference import Inference, memory_of, run_for_real
+from penstock.partition.calls.inference import (
+    Inference,
+    Sizes,
+    UnitCall,
+    memory_of,
+    run_for_real,
+)
 from penstock.partition.calls.numbering import Numbering
 from penstock.partition.calls.tape import (
     NO_VALUE,
@@ -25,17 +33,12 @@ from penstock.partition.calls.tape import (
 )
 from penstock.partition.calls.trees import leaves, replaced, tensors_deep_in, tensors_in, without
 from penstock.partition.faces import EFFECTS, HOOKS, REQUIRES_GRAD, SET_DATA, Run, uncheckpointed
-from penstock.specs import surely_reached
+from penstock.specs import Family, Found, randomness_kept, surely_reached
 
 ANSWERS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"} | {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero")
 }
 """Functions whose results depend on the numbers in a tensor."""
-
-RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"} | {
-    *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_"),
-    *("exponential_", "geometric_", "log_normal_", "cauchy_", "poisson", "dropout"),
-}
 
 _BACKWARD = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
@@ -47,10 +50,15 @@ class Recorder(Numbering):
         paths: the path of each unit.
         mode: of the tensors without data.
         parameters: the names of the model's parameters; one that is used between the units is a value.
+        families: what units gave in calls that differ from this one in sizes alone.
     """
 
     def __init__(
-        self, paths: Mapping[nn.Module, str], mode: FakeTensorMode, parameters: Mapping[Tensor, str]
+        self,
+        paths: Mapping[nn.Module, str],
+        mode: FakeTensorMode,
+        parameters: Mapping[Tensor, str],
+        families: dict[Any, Family[Found | None]],
     ) -> None:
         super().__init__(mode)
         self._paths = paths
@@ -58,6 +66,13 @@ class Recorder(Numbering):
         self._inference = Inference(self, mode)
         self._losses: list[Tensor] = []
         self._drawn: set[int] = set()
+        self._draws: list[torch.Generator | None] = []
+        self._generators: dict[int, torch.Generator] = {}
+        self._sizes = Sizes(self._inference, mode, families, self._draws, self._losses)
+
+    def drew(self, generator: torch.Generator | None) -> None:
+        """An operation has drawn random numbers, see :func:`penstock.draws.noticed`."""
+        self._draws.append(generator)
 
     # ---- events
 
@@ -65,6 +80,7 @@ class Recorder(Numbering):
         """A unit is called: its outputs are values."""
         path, given = self._paths[module], tensors_in((args, kwargs))
         self.check_taken(given)
+        self._draws.clear()
         with self._inference.standing_for(given):
             result = self._run_unit(module, run, args, kwargs)
         self.tape.hidden.update({(maker, path): None for maker in self._inference.borrowed})
@@ -72,8 +88,7 @@ class Recorder(Numbering):
 
     def _run_unit(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:
-            with self._inference.of(self._paths[module]):
-                return run(*args, **kwargs)
+            return self._sizes.run(UnitCall(self._paths[module], module, run, args, kwargs))
         except PartitionError:
             raise
         except Exception as error:
@@ -86,7 +101,10 @@ class Recorder(Numbering):
             return result
 
     def operation(self, what: Any, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A function uses a value, or draws random numbers."""
+        """A function is called: it may use a value, or draw random numbers."""
+        self._draws.clear()
+        if not self._is_about_values(what, args, kwargs):
+            return self._without_values(what, run, args, kwargs)
         given = tensors_in((args, kwargs))
         for tensor in given:
             self._find_parameter(tensor)
@@ -111,10 +129,19 @@ class Recorder(Numbering):
         return self._note(what, list(leaves((args, kwargs))), result, targets=targets)
 
     def concerns(self, what: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
-        """Whether a function uses a value or a parameter, or draws random numbers."""
-        if super().concerns(what, args, kwargs) or name_of(what) in RANDOM:
-            return True
+        """Any function may draw random numbers; what draws in a custom one is seen for itself."""
+        return not isinstance(what, type) or self._is_about_values(what, args, kwargs)
+
+    def _is_about_values(self, what: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
         given = tensors_in((args, kwargs))
+        if torch._C._are_functorch_transforms_active() and any(map(self._is_wrapped, given)):
+            raise PartitionError(
+                f"between its modules the model calls {name_of(what)} under a transform of torch.func, "
+                "such as vmap; other stages cannot see that. Put it into a module, or place the module "
+                "that contains that code as a whole by naming it in stages="
+            )
+        if super().concerns(what, args, kwargs):
+            return True
         self.check_taken(given)
         if what in HOOKS and given and given[0].requires_grad:
             raise PartitionError(
@@ -122,13 +149,20 @@ class Recorder(Numbering):
                 "stage makes its own, so none has all of its gradient. Set the hook on what a module gives, "
                 "or in a module of its own"
             )
-        if torch._C._are_functorch_transforms_active() and any(map(self._is_wrapped, given)):
-            raise PartitionError(
-                f"between its modules the model calls {name_of(what)} under a transform of torch.func, "
-                "such as vmap; other stages cannot see that. Put it into a module, or place the module "
-                "that contains that code as a whole by naming it in stages="
-            )
         return any(id(t) in self._parameters or isinstance(t, FakeTensor) for t in given)
+
+    def _without_values(self, what: Any, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A function that uses no value is an event if it draws random numbers."""
+        self._inference.forget()
+        given = tensors_in((args, kwargs))
+        before = [None if t.is_inference() else t._version for t in given]
+        result = run(*args, **kwargs)
+        if not self._draws:
+            return result
+        written = [t for t, v in zip(given, before, strict=True) if v not in (None, t._version)]
+        if not written and not tensors_in(result):
+            return result
+        return self._note(what, list(leaves((args, kwargs))), result, targets=written)
 
     def _is_wrapped(self, tensor: Tensor) -> bool:
         """Whether it stands for a followed tensor inside of a transform."""
@@ -146,6 +180,7 @@ class Recorder(Numbering):
         except Exception as error:
             if not depends_on_data(error):
                 raise
+        self._draws.clear()
         with self._inference.of(""):
             # Its shape depends on numbers. That matters only if it travels, where shapes are checked.
             return run(*args, **kwargs)
@@ -223,6 +258,11 @@ class Recorder(Numbering):
         targets: Sequence[Tensor] = (),
         renewed: Sequence[Tensor] = (),
     ) -> Any:
+        # At once: whatever is asked of a tensor here is a function too.
+        draws = self._draws.count(None)
+        # Held as long as they are told apart by their identities.
+        generators = {identity(g): g for g in self._draws if g is not None}
+        self._generators |= generators
         event = len(self.tape.events)
         label = what if isinstance(what, str) else self._operation_label(what)
         inputs = [n for t in given if (n := self.number_of(t)) is not None]
@@ -230,7 +270,7 @@ class Recorder(Numbering):
         by_chance = not isinstance(what, str) and self._drawn.issuperset(inputs)
         written = {*self._inference.written, *map(memory_of, targets)}
         changes = (
-            *self.changed(event, label, given, written),
+            *self.changed(event, label, given, written, real=by_chance),
             *(self.renewed(event, label, given, tensor) for tensor in renewed),
         )
         slots: dict[int, Slot] = {}
@@ -238,9 +278,20 @@ class Recorder(Numbering):
             slots[id(tensor)] = self._slot(event, what, f"{label}[{index}]", tensor, given)
         recorded = replaced(result, lambda leaf: slots.get(id(leaf), leaf))
         random_source = by_chance and not inputs
-        self.tape.events.append(Event(what, tuple(inputs), recorded, changes, random_source))
+        self.tape.events.append(
+            Event(
+                what,
+                tuple(inputs),
+                recorded,
+                changes,
+                random=random_source,
+                draws=draws,
+                generators=tuple(generators),
+            )
+        )
         if by_chance:
-            self._drawn.update(slot.value for slot in slots.values())
+            self._drawn.update(slot.value for slot in slots.values() if slot.value != NO_VALUE)
+            self._drawn.update(change.new for change in changes)
         return result
 
     def _slot(self, event: int, what: Any, name: str, tensor: Tensor, given: Sequence[Any]) -> Slot:
@@ -340,14 +391,10 @@ def _left_inside(unit: str | None) -> str:
 
 
 @contextlib.contextmanager
-def chance_kept() -> Iterator[None]:
+def chance_kept(device: torch.device) -> Iterator[None]:
     """Random numbers drawn inside are the same ones every time, and change nothing outside."""
-    python = random.getstate()
-    state = torch.default_generator.get_state()
-    random.seed(0)
-    torch.default_generator.manual_seed(0)
-    try:
+    with randomness_kept(device):
+        random.seed(0)
+        np.random.seed(0)
+        Generators([device]).seed(0)
         yield
-    finally:
-        random.setstate(python)
-        torch.default_generator.set_state(state)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
+from penstock.draws import Streams
 from penstock.errors import PartitionError
 from penstock.losses import add_loss
 from penstock.partition.calls.inference import view_like
@@ -107,6 +108,7 @@ class Runner(Watch):
         path, given = self._paths[module], list(leaves((args, kwargs)))
         event = self._next(path)
         if not self._part.runs[self._at]:
+            Streams.left_out(module)
             return self._pass(event, given)
         self._check_inputs(event, given)
         if self._repeating is not None and torch.is_grad_enabled() and not event.changes:
@@ -297,6 +299,8 @@ class Runner(Watch):
 
     def _pass(self, event: Event, given: list[Any]) -> Any:
         """What an event of another stage returns here."""
+        if not event.is_call:
+            Streams.not_drawn(event.draws)
         changed: dict[int, Tensor] = {}
         for change in event.changes:
             old = self._target(change, given)

@@ -98,6 +98,8 @@ class Event:
         effect: whether it returns no tensor, but does something to a value or with it, such as a hook that
             is set or a loss that is added: for the stage that makes the value, and no other.
         on: that value; ``None`` where it is one of the call's own arguments, or made of them alone.
+        draws: how often it draws from torch's own generators; of no account for a unit.
+        generators: the others that it draws from, by identity.
     """
 
     what: Any
@@ -108,6 +110,8 @@ class Event:
     answers: bool = False
     effect: bool = False
     on: int | None = None
+    draws: int = 0
+    generators: tuple[int, ...] = ()
 
     @property
     def is_call(self) -> bool:

@@ -24,6 +24,9 @@ from torch.utils import checkpoint as checkpointing
 from penstock.partition.calls.trees import replaced, tensors_in
 from penstock.partition.faces import Run, seen
 
+# Before anybody puts another in its place.
+_CHECKPOINTED = checkpointing.CheckpointFunction
+
 
 class Watch(TorchFunctionMode, ABC):
     """Sees the events of one forward pass."""
@@ -66,7 +69,7 @@ class Watch(TorchFunctionMode, ABC):
         self, function: type[Function], run: Run, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """A custom function is applied: it is one event, for its backward is one."""
-        if not self._inside and function is not checkpointing.CheckpointFunction:
+        if not self._inside and function is not _CHECKPOINTED:
             with self.unseen():
                 if self.concerns(function, args, kwargs):
                     return self._answered(partial(self.operation, function, run), args, kwargs)

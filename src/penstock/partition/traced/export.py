@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction, Function
 from torch.overrides import TorchFunctionMode
 
+from penstock.draws import called_to_draw
 from penstock.errors import PartitionError
 from penstock.losses import Term, add_loss, collect_losses
 from penstock.partition.faces import (
@@ -23,7 +24,7 @@ from penstock.partition.faces import (
     seen,
     uncheckpointed,
 )
-from penstock.partition.traced.draws import drop_idle_seeds, seeded
+from penstock.partition.traced.draws import place_seeds, seeded
 from penstock.partition.traced.marks import marked
 from penstock.partition.traced.skeleton import Skeleton
 from penstock.specs import Structure, TensorSpec, ValueSpec, flatten, unflatten
@@ -105,11 +106,15 @@ def export(
     """
     skeleton.set_training(training)
     _refuse_what_is_lost(skeleton, call)
+    # Before there are hooks of ours: what has hooks may draw.
+    drawing = called_to_draw(skeleton.model)
     reasons: list[str] = []
     for free, strict in ((True, False), (False, False), (False, True)):
         try:
-            with marked(skeleton.model, paths), seeded(skeleton.model, training):
+            with marked(skeleton.model, paths), seeded(skeleton.model, drawing):
                 return _attempt(skeleton, call, free=free, strict=strict)
+        except PartitionError:
+            raise
         except Exception as error:  # whatever a model's code may raise
             reasons.append(_first_line(error))
     kind = type(skeleton.model).__name__
@@ -133,7 +138,7 @@ def _attempt(skeleton: Skeleton, call: ValueSpec, *, free: bool, strict: bool) -
     with undisturbed(), torch.enable_grad(), plain:
         made = torch.export.export(flat, tensors, dynamic_shapes=dims, strict=strict)
         module = made.module()
-    drop_idle_seeds(module.graph)
+    place_seeds(module)
     guard = _take_guard(module)
     if isinstance(flat, _Flat):
         return Exported(call, module.graph, module, flat.rebuild, guard, free, flat.losses)
@@ -225,9 +230,7 @@ class _Strict(nn.Module):
         with collect_losses() as added:
             output = self.model(*args, **kwargs)
         if len(added):
-            raise PartitionError(
-                "it adds losses, and can only be traced strictly, which loses them"
-            )
+            raise RuntimeError("it adds losses, and can only be traced strictly, which loses them")
         return output
 
 

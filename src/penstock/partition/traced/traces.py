@@ -16,8 +16,19 @@ from penstock.partition.traced.export import Exported, export, undisturbed
 from penstock.partition.traced.layout import check_met, lay_out
 from penstock.partition.traced.marks import Point
 from penstock.partition.traced.skeleton import Skeleton
-from penstock.partition.traced.trace import Trace
-from penstock.specs import ValueSpec, flatten, surely_reached
+from penstock.partition.traced.trace import Sure, Trace, Travelling
+from penstock.specs import (
+    Family,
+    Found,
+    Unknowns,
+    ValueSpec,
+    autocast_types,
+    flatten,
+    forms_of_arguments,
+    found_of,
+    spec_of_forms,
+    surely_reached,
+)
 
 _KEPT = 32
 """How many graphs are kept for each mode; the oldest goes first."""
@@ -151,7 +162,36 @@ class Traces:
             call: the spec of ``(args, kwargs)``.
             held: what each stage holds.
         """
+        every = [own.held_tensor(name) for own in held for name in own.held_names.values()]
+        traits = tuple((tensor.dtype, tensor.requires_grad) for tensor in every)
+        key = (torch.is_grad_enabled(), *autocast_types(), traits, call.kind())
+        whole, sure = trace.families.setdefault(key, _new_family()).find(
+            forms_of_arguments(call, self.device),
+            lambda: self._looked(trace, call, held),
+            lambda unknowns: self._follow(trace, call, unknowns, held),
+            lambda found: (spec_of_forms(found.leaves, found.rest[0]), found.rest[1]),
+        )
+        specs = {name: ValueSpec.of(value) for name, value in whole.without_data().items()}
+        edges = [
+            replace(edge, gradient=bool(specs[edge.value].differentiable))
+            for edge in trace.wiring.edges
+        ]
+        marked = {
+            name: spec.marked({index for of, index in sure if of == name})
+            for name, spec in specs.items()
+            if name != "output"
+        }
+        return Description(tuple(edges), {**specs, **marked})
+
+    def _looked(self, trace: Trace, call: ValueSpec, held: Sequence[Held]) -> Travelling:
         inputs = [self._skeleton.empty(spec) for spec in call.tensors]
+        values, sure = self._values(trace, inputs, held)
+        return ValueSpec.of(values), sure
+
+    def _values(
+        self, trace: Trace, inputs: Sequence[Tensor], held: Sequence[Held]
+    ) -> tuple[dict[str, Any], Sure]:
+        """What travels and the output, by name, and for which tensors of it a gradient surely comes."""
         values: dict[str, Any] = {}
         given: list[Any] = []
         with undisturbed(), self._skeleton.mode:
@@ -162,18 +202,24 @@ class Traces:
                 given = program(self.device, taken, inputs, tensors)
                 values.update(zip(program.gives, given, strict=False))
             with collect_losses() as added:
-                output = trace.exported.output(given)
+                values["output"] = trace.exported.output(given)
         losses = [term.value for term in added]
-        sure = surely_reached(_edges(values), flatten(output)[0], losses)
-        specs = {
-            name: ValueSpec.of(value).marked({index for of, index in sure if of == name})
-            for name, value in values.items()
-        }
-        edges = [
-            replace(edge, gradient=bool(specs[edge.value].differentiable))
-            for edge in trace.wiring.edges
-        ]
-        return Description(tuple(edges), {**specs, "output": ValueSpec.of(output)})
+        sure = surely_reached(_edges(values), flatten(values["output"])[0], losses)
+        return values, frozenset(sure)
+
+    def _follow(
+        self, trace: Trace, call: ValueSpec, unknowns: Unknowns, held: Sequence[Held]
+    ) -> Found:
+        with unknowns.within(self._skeleton.mode) as inputs:
+            for tensor, spec in zip(inputs, call.tensors, strict=True):
+                tensor.requires_grad_(spec.requires_grad)
+            values, sure = self._values(trace, inputs, held)
+            tensors, structure = flatten(values)
+            return found_of(tensors, (structure, sure))
+
+
+def _new_family() -> Family[Travelling]:
+    return Family(lambda one, other: one[0].digest() == other[0].digest() and one[1] == other[1])
 
 
 def _edges(values: Mapping[str, Any]) -> dict[tuple[str, int], GradientEdge]:
