@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.base import Partition
-from penstock.specs import flatten, unflatten
+from penstock.specs import attributes_kept, flatten, isolate_hooks, randomness_kept, unflatten
 
 Measure = Literal["time", "flops", "parameters", "memory"]
 _REPEATS = 3
@@ -87,7 +87,8 @@ def stage_costs(
 ) -> tuple[StageCost, ...]:
     """What each stage costs.
 
-    Parameters, buffers, gradients and random numbers stay as they were. A model on the meta device has no
+    Parameters, buffers, attributes, gradients and random numbers stay as they were, and hooks that only note
+    something hear nothing. A model on the meta device has no
     times.
 
     Args:
@@ -104,8 +105,9 @@ def stage_costs(
             "a model on the meta device takes no time; balance by flops, parameters or memory"
         )
     homes = (parameter.device for module in partition.modules for parameter in module.parameters())
-    run = _Run(tuple(args), dict(kwargs or {}), repeats, next(homes, None))
-    with _untouched(partition.modules):
+    home = next(homes, None)
+    run = _Run(tuple(args), dict(kwargs or {}), repeats, home)
+    with _untouched(partition.modules, home):
         return tuple(map(run.stage, partition.modules))
 
 
@@ -150,15 +152,20 @@ def weigh_units(
     return [cost.by(cast("Measure", balance)) for cost in costs]
 
 
-@contextmanager
-def _untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
+@contextlib.contextmanager
+def _untouched(modules: Sequence[nn.Module], home: torch.device | None) -> Iterator[None]:
+    """What runs inside leaves no trace: not in buffers and attributes, nor by hooks that note something."""
     buffers = [buffer for module in modules for buffer in module.buffers() if not buffer.is_meta]
     before = [buffer.clone() for buffer in buffers]
-    devices = {b.device for b in buffers} | {p.device for m in modules for p in m.parameters()}
-    used = [d for d in devices if d.type not in ("cpu", "meta")]
-    with torch.random.fork_rng(
-        [d.index or 0 for d in used], device_type=used[0].type if used else "cpu"
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(randomness_kept(home or torch.device("cpu")))
+        # Stages that are cut by calls share one model.
+        for module in dict.fromkeys(getattr(module, "stands_for", module) for module in modules):
+            stack.enter_context(attributes_kept(module))
+            isolate_hooks(module, {id(part): part for part in module.modules()})
+            for part in module.modules():
+                part._backward_hooks.clear()
+                part._backward_pre_hooks.clear()
         yield
     with torch.no_grad():
         for buffer, kept in zip(buffers, before, strict=True):
@@ -271,7 +278,7 @@ def _fresh(value: Any, device: torch.device | None) -> tuple[list[Tensor], Any]:
     return leaves, unflatten(structure, entered)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _counted(saved: dict[int, int]) -> Iterator[None]:
     """Note the bytes of what forward saves, but for leaves such as weights."""
     kept: list[Tensor] = []
