@@ -29,7 +29,8 @@ PROCESSES = 3
 _HERE = "penstock.testing.fuzz.judging"
 _DULL = {
     "linear", "pointwise", "activation", "blocks", "call: plain", "inputs: S", "inputs: V", "inputs: I",
-    "output: one", "one process", "float64", "SGD", "cut: count", "schedule: GPipe", "loss: mse, mean",
+    "output: one", "one process", "float64", "SGD", "cut: count", "cut: points", "schedule: GPipe",
+    "loss: mse, mean",
 }  # fmt: skip
 """Families that say nothing about a cause."""
 

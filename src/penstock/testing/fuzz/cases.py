@@ -6,6 +6,7 @@ block with a body of its own. Nothing here knows torch's rules: what a plain loo
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,12 +21,15 @@ HOOKS: dict[str, str] = _TABLE.pop("hooks")
 WEIGHT_EVENTS: dict[str, str] = _TABLE.pop("weights")
 EVENTS: dict[str, str] = _TABLE.pop("events") | WEIGHT_EVENTS
 
+_HEAVY = re.compile(
+    r"Linear|Conv|Embedding|LSTM|GRU|RNN|Attention|coder|Norm[123d]*\(|PReLU|Bilinear"
+)
 FLOATS = "VSI"
 CLASSES = 4
 """How many tokens and classes there are: no more than the smallest width, so that outputs are scores."""
 _OPTIONS = (
     "ready", "uses", "weight", "total", "scaler", "clip", "outputs", "metrics", "evaluate", "twin", "load",
-    "autocast", "lengths", "by_name",
+    "autocast", "lengths", "by_name", "balance",
 )  # fmt: skip
 SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 """Schedules of any number of stages on a rank."""
@@ -38,8 +42,8 @@ class Op:
     """A row of the table."""
 
     kinds: str
-    code: list[str]
     family: str
+    code: list[str] = field(default_factory=lambda: ["{m}({0})"])
     make: list[str] = field(default_factory=list)
     where: str = "any"
     square: str = ""
@@ -100,6 +104,23 @@ class Line:
     def is_square(self) -> bool:
         """Whether it has a module with a weight of ``[D, D]``."""
         return self.op in OPS and OPS[self.op].square == "module"
+
+    @property
+    def gives_one(self) -> bool:
+        """Whether its module gives a tensor of floats and nothing beside it."""
+        if self.body is not None:
+            return self.body.form == "one" and self.body.kinds()[self.body.gives[0]] in FLOATS
+        return OPS[self.op].code[self.choices["code"]].startswith("{m}(")
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it has a module with weights, which can be placed."""
+        if self.body is not None:
+            rows = [OPS[line.op].make for line in self.body.lines if line.op in OPS]
+            return "nn.Parameter(" in str(rows) or any(line.weighs for line in self.body.lines)
+        choices = OPS[self.op].choices.items() if self.is_module else ()
+        text = str([values[self.choices[name]] for name, values in choices if name != "code"])
+        return "affine=False" not in text and bool(_HEAVY.search(text))
 
     @property
     def is_module(self) -> bool:
@@ -165,6 +186,7 @@ class Run:
     placement: list[int] = field(default_factory=list)
     cut: str = "count"
     points: list[int] = field(default_factory=list)
+    balance: str = ""
     batches: list[int] = field(default_factory=lambda: [4])
     microbatches: list[int] = field(default_factory=lambda: [2])
     lengths: list[int] = field(default_factory=list)

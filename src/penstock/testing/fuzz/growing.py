@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,9 +26,6 @@ from penstock.testing.fuzz.cases import (
 from penstock.testing.fuzz.forms import form
 
 _V_SHAPED = ("ZB-V", "V-Half", "V-Min", "DualPipeV")
-_HEAVY = re.compile(
-    "Linear|Conv|Embedding|LSTM|GRU|RNN|Attention|Encoder|Decoder|Norm[123d]*\\(|PReLU|Bilinear"
-)
 _IN_ORDER = ("batch norm", "buffers", "parametrised")
 _ON_TRACES = ("scale", "evaluation", "training", "gradients of zero")
 _OFTEN = ("linear", "pointwise", "skips", "activation", "functional", "in place", "views")
@@ -67,14 +63,18 @@ def _leave_out(case: Case) -> None:
         # A graph has no modules: their hooks have run once and for all, and their modes stay.
         case.hooks = []
         case.events = [event for event in case.events if event.what in _ON_TRACES]
-    if any(line.op in OPS and OPS[line.op].family in _IN_ORDER for line in lines):
+    if _keeps_order(case):
         # Statistics go by the order in which microbatches come, once more where a checkpoint runs again.
-        case.run.rows, case.run.placement = [], []
         for line in (line for line in lines if line.body is not None):
             line.choices["call"] = 0
     if any(line.again is not None or line.times > 1 for line in lines) or case.ties:
         # A weight of several stages has its gradient when the step is over.
         case.hooks = [hook for hook in case.hooks if ".weight" not in HOOKS[hook.what]]
+
+
+def _keeps_order(case: Case) -> bool:
+    lines = case.model.all_lines()
+    return any(line.op in OPS and OPS[line.op].family in _IN_ORDER for line in lines)
 
 
 # ---- the model
@@ -225,15 +225,8 @@ def _trained(body: Body) -> bool:
     for line in reversed(body.lines):
         if wanted & {f"h{line.number}", f"h{line.number}b"}:
             wanted |= set(line.takes)
-            found = found or _weighs(line)
+            found = found or line.weighs
     return found
-
-
-def _gives_one(line: Line) -> bool:
-    """Whether the module of a line gives a tensor and nothing beside it."""
-    if line.body is not None:
-        return line.body.form == "one" and line.body.kinds()[line.body.gives[0]] in FLOATS
-    return OPS[line.op].code[line.choices["code"]].startswith("{m}(")
 
 
 def _fits(takes: Sequence[str], kinds: set[str]) -> bool:
@@ -252,7 +245,7 @@ def _decorate(case: Case, pick: random.Random) -> None:
     square = [path for path, line in found if line.is_square]
     for _ in range(pick.randint(1, 3) if pick.random() < 0.25 else 0):
         what = pick.choice(list(HOOKS))
-        fits = [path for path, line in found if "output" not in HOOKS[what] or _gives_one(line)]
+        fits = [path for path, line in found if "output" not in HOOKS[what] or line.gives_one]
         paths = square if ".weight" in HOOKS[what] else fits
         case.hooks += [At(what, pick.choice(paths))] if paths else []
     if len(square) > 1 and pick.random() < 0.15:
@@ -314,53 +307,40 @@ def _depends_on_length(case: Case) -> bool:
 
 def _schedule(case: Case, pick: random.Random) -> None:
     run = case.run
-    units = sum(line.copies for line in case.model.lines if _weighs(line))
-    run.ranks = pick.randint(2, 3) if run.gloo else pick.choice((1, 2, 2, 2, 3, 3, 4))
-    units = max(units, 1)
-    run.ranks = min(run.ranks, units)
-    run.schedule = pick.choice([name for name in names() if name != "forward-only"])
-    if units < 2 and run.schedule in _V_SHAPED:
-        run.schedule = "ZB-H1"
+    units = max(1, sum(line.copies for line in case.model.lines if line.weighs))
+    run.ranks = min(units, pick.randint(2, 3) if run.gloo else pick.choice((1, 2, 2, 2, 3, 3, 4)))
+    two = units > 1
+    run.schedule = pick.choice(
+        [n for n in names() if n != "forward-only" and (two or n not in _V_SHAPED)]
+    )
     if run.schedule in _V_SHAPED:
-        run.ranks, run.each = min(run.ranks, max(1, units // 2)), 2
+        run.ranks, run.each = min(run.ranks, units // 2), 2
     elif run.schedule in SEVERAL:
         run.each = pick.randint(1, min(3, units // run.ranks))
-    count = pick.randint(1, 6)
+    run.microbatches = [pick.randint(1, 6)] * run.steps
     if run.schedule == "DualPipeV":
-        count = max(count, 2 * run.ranks)
-    run.microbatches = [count] * run.steps
-    if pick.random() < 0.15 and run.schedule != "DualPipeV":
+        run.microbatches = [max(*run.microbatches, 2 * run.ranks)] * run.steps
+        run.batches = [max(size, 2 * run.ranks) for size in run.batches]
+    elif pick.random() < 0.15:
         run.microbatches = [pick.randint(1, 5) for _ in run.batches]
-    if pick.random() < 0.2 and min(run.batches) >= count and len(set(run.microbatches)) == 1:
-        _own_schedule(run, count, units, pick)
-    run.cut = "count"
-    if pick.random() < 0.5 and run.stages > 1:
-        run.cut = pick.choice(("points", "lists", "calls", "traced"))
-    if run.cut in ("points", "lists"):
-        numbers = [line.number for line in case.model.lines if _weighs(line)]
-        if len(numbers) < run.stages:
-            run.cut = "count"
-            return
+    one = len(set(run.microbatches)) == 1 and min(run.batches) >= run.microbatches[0]
+    if one and not _keeps_order(case) and pick.random() < 0.25:
+        _own_schedule(run, run.microbatches[0], units, pick)
+    if run.stages > 1 and pick.random() < 0.5:
+        _cut(case, pick)
+
+
+def _cut(case: Case, pick: random.Random) -> None:
+    run = case.run
+    run.cut = pick.choice(("points", "lists", "calls", "traced"))
+    if run.cut in ("calls", "traced"):
+        run.balance = pick.choice(("", "", "parameters", "flops", "memory"))
+        return
+    numbers = [line.number for line in case.model.lines if line.weighs]
+    if len(numbers) < run.stages:
+        run.cut = "count"
+    else:
         run.points = sorted(pick.sample(numbers[1:], run.stages - 1))
-
-
-def _weighs(line: Line) -> bool:
-    """Whether it has a module with weights, which can be placed."""
-    if line.body is not None:
-        return any(
-            _weighs(one) or (one.op in OPS and "nn.Parameter(" in str(OPS[one.op].make))
-            for one in line.body.lines
-        )
-    if not line.is_module:
-        return False
-    text = str(
-        [
-            values[line.choices[name]]
-            for name, values in OPS[line.op].choices.items()
-            if name != "code"
-        ]
-    )
-    return "affine=False" not in text and bool(_HEAVY.search(text))
 
 
 def _own_schedule(run: Run, count: int, units: int, pick: random.Random) -> None:

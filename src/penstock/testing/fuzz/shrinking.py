@@ -68,7 +68,9 @@ _SHAPE = {
     "dtype",
 }
 _PLAIN_SCHEDULES = ("GPipe", "1F1B", "ZB-H1")
-_COUNT = {"cut": "count", "points": []}
+_ONE_RANK: dict[str, object] = {
+    "ranks": 1, "each": 1, "rows": [], "placement": [], "cut": "count", "points": [],
+}  # fmt: skip
 
 
 def _set(values: Mapping[str, object], case: Case) -> None:
@@ -78,21 +80,22 @@ def _set(values: Mapping[str, object], case: Case) -> None:
 def _runs(case: Case) -> Iterator[Change]:
     """Each makes the run plainer by some measure, so that none undoes another."""
     run, plain = case.run, vars(Run())
-    sizes = {"batches": run.batches, "microbatches": run.microbatches}
     most = max(*run.batches, *run.microbatches)
-    tried: list[Mapping[str, object]] = [
-        plain | sizes,
-        {n: v for n, v in plain.items() if n not in _SHAPE},
-    ]
-    for name in (*_PLAIN_SCHEDULES, run.schedule):
-        tried += [{"rows": [], "placement": [], "schedule": name, "each": 1, **_COUNT}]
+    tried: list[Mapping[str, object]] = [{n: v for n, v in plain.items() if n not in _SHAPE}]
+    for name in dict.fromkeys((*_PLAIN_SCHEDULES, run.schedule)):
+        tried += [_ONE_RANK | {"schedule": name}]
+        if run.stages > 2 or run.cut != "points":
+            # Named, so that a cut stays where it is while lines go.
+            places = [line.number for line in case.model.lines if line.is_module][1:]
+            tried += [
+                _ONE_RANK | {"schedule": name, "ranks": 2, "cut": "points", "points": [n]}
+                for n in places
+            ]
         if name == run.schedule:
             break
     if not run.rows and run.ranks > 1:
-        tried += [{"ranks": run.ranks - 1, **_COUNT}]
-        tried += [
-            {"ranks": run.ranks - 1, "points": cut} for cut in (run.points[1:], run.points[:-1])
-        ]
+        fewer = run.ranks - 1
+        tried += [{"ranks": fewer, "points": cut} for cut in (run.points[1:], run.points[:-1])]
     if not run.rows:
         tried += [
             {"microbatches": [n] * run.steps, "batches": [n] * run.steps}
@@ -101,7 +104,8 @@ def _runs(case: Case) -> Iterator[Change]:
         ]
         tried += [{"microbatches": [max(run.microbatches) - 1 or 1] * run.steps}]
     tried += [{"cut": "points"}] if run.cut == "lists" else []
-    tried += [{"dtype": "float64", "autocast": False}, {"gloo": False}, _COUNT]
+    tried += [{"cut": "count"}] if run.cut in ("calls", "traced") else []
+    tried += [{"dtype": "float64", "autocast": False}, {"gloo": False}]
     tried += [{one.name: plain[one.name]} for one in fields(Run) if one.name not in _SHAPE]
     for steps in (1, run.steps - 1):
         if 0 < steps < run.steps:

@@ -314,10 +314,9 @@ def _stages(case: Case) -> str:
     run, names = case.run, [f"m{line.number}" for line in case.model.lines if line.is_module]
     starts = [f"m{number}" for number in run.points]
     if run.cut in ("calls", "traced"):
-        example = f"next(iter(parts(batch(0), {_steps_sizes(case)[0]})))[:2]"
-        return (
-            f"penstock.partition.partition(model, {run.stages}, how={run.cut!r}, example={example})"
-        )
+        words = f"how={run.cut!r}, example=next(iter(parts(batch(0), {_steps_sizes(case)[0]})))[:2]"
+        words += f", balance={run.balance!r}" if run.balance else ""
+        return f"penstock.partition.partition(model, {run.stages}, {words})"
     if run.cut == "points":
         return repr(starts)
     if run.cut == "lists":
