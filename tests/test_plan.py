@@ -62,7 +62,7 @@ def test_a_named_schedule_is_built_for_any_number() -> None:
 
 def test_a_value_is_for_its_own_number() -> None:
     plan = make_plan(VALUE, None, None, None)
-    with pytest.raises(ScheduleError, match="is for 5 microbatches, not 3; give its name instead"):
+    with pytest.raises(ScheduleError, match="is for 5 microbatches, not 3; to have one for each"):
         plan.proven(3, trains=True)
 
 

@@ -6,23 +6,39 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
 
 from penstock.crew import Crew
 from penstock.draws import Draw, Randomness
-from penstock.errors import NonFiniteError, UsageError
-from penstock.microbatch import Batch, Rules, merge, output_dim, split_batch
+from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
+from penstock.faults import without_own_frames
+from penstock.microbatch import MISSING, Batch, Rules, merge, output_dim, split_batch
 from penstock.plan import Plan
 from penstock.runtime import Hooks, Order, Report
 from penstock.runtime.health import Trouble
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
+from penstock.schedule.placement import whole_number
 from penstock.seeking import NonFiniteFinding, seek
 from penstock.step import Loss, LossScaler, LossWeight, NonFinite, StepResult
 
 logger = logging.getLogger("penstock")
+
+
+_OPTIONS = (
+    "target",
+    "microbatches",
+    "loss_weight",
+    "total_weight",
+    "accumulate",
+    "scaler",
+    "outputs",
+    "record",
+)
+"""Of a step; any other argument by name is the model's."""
 
 
 class Given(NamedTuple):
@@ -76,43 +92,47 @@ class Caller:
         record: bool,
     ) -> StepResult:
         """A training step, see :meth:`penstock.Pipeline.step`."""
-        loss = self._training_loss().weighed(loss_weight)
-        scale = loss.scale(accumulate, total_weight, scaler.get_scale() if scaler else 1.0)
-        if scaler is not None:
-            scaler.attach(self._is_anywhere)
-        batch = self._batch(given, microbatches)
-        self._plan.check_trains(batch.count)
-        order = self._order(
-            batch,
-            loss,
-            trains=True,
-            scale=scale,
-            outputs=outputs,
-            record=record,
-            draw=randomness.next,
-            whole_batch=whole_batch,
-            # A scaler makes gradients infinite on purpose, and looks at them itself.
-            finite=scaler is None,
-        )
+
+        def made() -> Order:
+            loss = self._training_loss().weighed(loss_weight)
+            scale = loss.scale(accumulate, total_weight, _attached(scaler, self._is_anywhere))
+            batch = self._batch(given, microbatches)
+            self._plan.check_trains(batch.count)
+            return self._order(
+                batch,
+                loss,
+                trains=True,
+                scale=scale,
+                outputs=outputs,
+                record=record,
+                draw=randomness.next,
+                whole_batch=whole_batch,
+                # A scaler makes gradients infinite on purpose, and looks at them itself.
+                finite=scaler is None,
+            )
+
+        order = self._prepared(made, trains=True)
         with self._training():
-            reports = self._crew.carry_out(order)
+            reports = self._carried_out(order, given)
         randomness.advance()
         result, trouble = self._result(order, reports), reports[0].trouble
-        if trouble is None:
+        if trouble is None or order.loss is None:
             return result
-        self._meet(trouble, loss.nonfinite)
+        self._meet(trouble, order.loss.nonfinite)
         return replace(result, finite=False)
 
     def _meet(self, trouble: Trouble, nonfinite: NonFinite) -> None:
         """Stop, skip or warn where something is not finite; on every rank alike."""
+        step = self._crew.steps
         if nonfinite == "stop":
             raise NonFiniteError(
-                f"{trouble}; the optimizer should not step: find_nonfinite of this batch tells which "
-                'module made it; nonfinite="skip" drops the gradients of such steps, "warn" only tells'
+                f"step {step}: {trouble}; the optimizer should not step: find_nonfinite of this batch "
+                'tells which module made it; nonfinite="skip" drops the gradients of such steps, "warn" '
+                "only tells"
             )
         if self._crew.leads:
             skipped = ", its gradients are dropped" if nonfinite == "skip" else ""
-            logger.warning("penstock: a step is not finite%s: %s", skipped, trouble)
+            logger.warning("penstock: step %d is not finite%s: %s", step, skipped, trouble)
         if nonfinite == "skip":
             for stage in self._crew.stages:
                 for parameter in stage.module.parameters():
@@ -122,13 +142,17 @@ class Caller:
         self, given: Given, draw: Draw | None, *, whole_batch: bool
     ) -> NonFiniteFinding | None:
         """What is first not finite, see :meth:`penstock.Pipeline.find_nonfinite`."""
-        loss = self._training_loss()
-        order = self._order(
-            self._batch(given), loss, trains=True, outputs=False, draw=draw, whole_batch=whole_batch,
-            scale=loss.scale(None, None, 1.0), finite=True,
-        )  # fmt: skip
+
+        def made() -> Order:
+            loss = self._training_loss()
+            return self._order(
+                self._batch(given), loss, trains=True, outputs=False, draw=draw, whole_batch=whole_batch,
+                scale=loss.scale(None, None, 1.0), finite=True,
+            )  # fmt: skip
+
+        order = self._prepared(made, trains=True)
         with self._training():
-            return seek(self._crew, lambda: self._crew.carry_out(order))
+            return seek(self._crew, lambda: self._carried_out(order, given))
 
     def _training_loss(self) -> Loss:
         if self._loss is None:
@@ -145,21 +169,56 @@ class Caller:
 
     def evaluate(self, given: Given, *, outputs: bool) -> StepResult:
         """An evaluation, see :meth:`penstock.Pipeline.eval`."""
-        if self._loss is None:
-            raise UsageError("eval needs a loss; give the Pipeline a loss_fn, or use predict")
-        return self._without_gradients(given, self._loss, outputs=outputs)
+
+        def made() -> Order:
+            if self._loss is None:
+                raise UsageError("eval needs a loss; give the Pipeline a loss_fn, or use predict")
+            return self._order(self._batch(given), self._loss, trains=False, outputs=outputs)
+
+        return self._without_gradients(made, given)
 
     def predict(self, given: Given) -> Any:
         """The model's output, see :meth:`penstock.Pipeline.predict`."""
-        return self._without_gradients(given, None, outputs=True).outputs
 
-    def _without_gradients(self, given: Given, loss: Loss | None, *, outputs: bool) -> StepResult:
-        order = self._order(self._batch(given), loss, trains=False, outputs=outputs)
+        def made() -> Order:
+            return self._order(self._batch(given), None, trains=False, outputs=True)
+
+        return self._without_gradients(made, given).outputs
+
+    def _without_gradients(self, made: Callable[[], Order], given: Given) -> StepResult:
+        order = self._prepared(made, trains=False)
         with self._crew.evaluating():
-            return self._result(order, self._crew.carry_out(order))
+            return self._result(order, self._carried_out(order, given))
+
+    def _prepared(self, made: Callable[[], Order], *, trains: bool) -> Order:
+        """The order of a call; or one that says what is wrong, which all ranks are to hear."""
+        refused: PenstockError
+        try:
+            return made()
+        except PenstockError as error:
+            refused = error
+        except Exception as error:
+            # Functions of the user's split batches and weigh them.
+            refused = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
+            refused.__cause__ = error.with_traceback(without_own_frames(error))
+        return replace(self._order(Batch(), None, trains=trains, outputs=False), refused=refused)
+
+    def _carried_out(self, order: Order, given: Given) -> list[Report]:
+        """Carry it out on all ranks; where the model refuses what was not meant for it, say so."""
+        try:
+            return self._crew.carry_out(order)
+        except StageError as error:
+            for name in given.kwargs:
+                near = get_close_matches(name, _OPTIONS, n=1)
+                if near and f"unexpected keyword argument {name!r}" in str(error):
+                    error.args = (f"{error}; did you mean {near[0]}=?",)
+            if order.loss and given.target is MISSING and " positional argument" in str(error):
+                error.args = (f"{error}; the target is given by name, as target=",)
+            raise
 
     def _batch(self, given: Given, microbatches: int | None = None) -> Batch:
-        count = self._plan.microbatches if microbatches is None else microbatches
+        asked = whole_number("microbatches", microbatches)
+        count = self._plan.microbatches if asked is None else asked
         args, kwargs, target = given
         return split_batch(args, kwargs, target, self._rules, count, fewer=True)
 
@@ -191,3 +250,21 @@ class Caller:
             return result
         timeline, kind = self._crew.timeline(reports)
         return replace(result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble)
+
+
+def _attached(scaler: Any, agree: Callable[[bool], bool]) -> float:
+    """By what a scaler scales the loss; from now on it decides together with the other ranks.
+
+    Raises:
+        UsageError: it is no scaler, or one that decides alone.
+    """
+    if scaler is None:
+        return 1.0
+    if not isinstance(scaler, LossScaler):
+        raise UsageError(
+            f"scaler={type(scaler).__name__}: must be a penstock.LossScaler, which is used like "
+            "torch.amp.GradScaler, takes its arguments and loads its state_dict, and decides for all ranks "
+            "together whether to skip a step, as no other scaler does"
+        )
+    scaler.attach(agree)
+    return scaler.get_scale()

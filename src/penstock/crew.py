@@ -14,7 +14,18 @@ import torch
 from penstock.draws import Generators
 from penstock.errors import PoisonedError
 from penstock.faults import Meeting, Patience, Timeout, Watch
-from penstock.runtime import Order, Rank, Report, Task, agree_plan, channels, drive, engine_for
+from penstock.runtime import (
+    Order,
+    Rank,
+    Refusal,
+    Report,
+    Task,
+    agree_plan,
+    channels,
+    drive,
+    engine_for,
+    reports_of,
+)
 from penstock.schedule import Action, Schedule, Span, Timeline, parse_action, replay
 from penstock.schedule.base import flat
 from penstock.stage import PipelineStage
@@ -49,6 +60,11 @@ class Crew:
     def leads(self) -> bool:
         """Whether rank 0 lives in this process: the one that prints and writes for all."""
         return any(rank.number == 0 for rank in self.ranks)
+
+    @property
+    def steps(self) -> int:
+        """How many training steps there were, the one that runs included."""
+        return self.ranks[0].activity.step
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
@@ -128,12 +144,20 @@ class Crew:
         return self.run([task(rank) for rank in self.ranks])[0]
 
     def carry_out(self, order: Order) -> list[Report]:
-        """Run a call of the pipeline; gradients of the batch's tensors go to where they come from."""
+        """Run a call of the pipeline; gradients of the batch's tensors go to where they come from.
+
+        Raises:
+            PenstockError: the call was refused: nothing was sent or changed, and the next one can be made.
+        """
         # A step's random numbers are its own: those of its caller go on as if it had drawn none.
         kept = nullcontext() if order.draw is None else self._generators.kept()
         with torch.set_grad_enabled(order.trains), kept:
             started = monotonic()
-            reports = self.run([rank.run(order) for rank in self.ranks], training=order.trains)
+            found = self.run([rank.run(order) for rank in self.ranks], training=order.trains)
+            if any(isinstance(one, Refusal) for one in found):
+                for rank in self.ranks:
+                    rank.activity.take_back(training=order.trains)
+            reports = reports_of(found)
             self._patience.learn(monotonic() - started)
         owed = [pair for report in reports for pair in report.owed]
         if owed:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from penstock.faults import PATIENCE, Timeout
 from penstock.holding import WeightHolder
 from penstock.hosting import (
     check_given,
+    check_options,
     connect_if_launched,
     ends_of,
     home_for,
@@ -26,9 +27,9 @@ from penstock.hosting import (
     ranks_of,
     world_of,
 )
-from penstock.microbatch import MISSING, Rules
+from penstock.microbatch import MISSING, Rules, check_rules
 from penstock.partition import Shared, find_shared_between, load_partition
-from penstock.plan import Plan, Stages, check_model, cut, make_plan
+from penstock.plan import Plan, Source, Stages, check_model, cut, make_plan
 from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
@@ -45,6 +46,17 @@ from penstock.step import (
 )
 from penstock.transport import Transport
 
+_HABITS = {
+    "train": "step trains, in each module's own mode; eval and predict evaluate and leave the modes",
+    "forward": "step trains, eval gives the loss, predict the output",
+    "backward": "step runs forward and backward",
+    "to": "Pipeline(device=) says where the stages live",
+    "cuda": "Pipeline(device=) says where the stages live",
+    "modules": "the stages of this process are in stages, each with its module",
+    "buffers": "state_dict() holds them",
+}
+"""What a module has and a Pipeline has not, and what to use instead."""
+
 
 class Pipeline(WeightHolder):
     """A model cut into stages that ranks run as a pipeline.
@@ -54,10 +66,10 @@ class Pipeline(WeightHolder):
 
     Args:
         model: any module; see docs/partition.md for how it is cut.
-        schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, or a
-            :class:`~penstock.schedule.Schedule`.
+        schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, a
+            :class:`~penstock.schedule.Schedule`, or a function of ranks and microbatches that gives one.
         ranks: how many ranks; by default the world size under torchrun, else as the stages need.
-        microbatches: into how many parts a batch is split; by default two a rank.
+        microbatches: into how many parts a batch is split; by default two per rank.
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
         stages: how many, the module paths to cut before, for each stage the paths of its modules, or a
             Partition.
@@ -89,7 +101,7 @@ class Pipeline(WeightHolder):
         self,
         model: nn.Module,
         *,
-        schedule: str | os.PathLike[str] | Schedule = "1F1B",
+        schedule: Source = "1F1B",
         ranks: int | None = None,
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
@@ -105,7 +117,9 @@ class Pipeline(WeightHolder):
         weights: str | os.PathLike[str] | None = None,
         **loss: Unpack[LossOptions],
     ) -> None:
+        check_options(loss, Pipeline.__init__)
         check_model(model)
+        check_rules(rules)
         check_statistics(batch_statistics, [model])
         home = home_for(model, device, filled=weights is not None)
         found = connect_if_launched(home or home_of(model), group, rendezvous_timeout)
@@ -123,7 +137,7 @@ class Pipeline(WeightHolder):
         made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
         told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
         crew = Crew(ranks_of(plan, ends, made, partition.describe), timeout, told)
-        self._set_up(plan, crew, partition.shared, loss_of(loss_fn, **loss), rules)
+        self._set_up(plan, crew, partition.shared, loss_of(loss_fn, **loss), rules, model, parts)
         self._randomness = Randomness(self._crew.leading(own_seed(seed)))
         self._statistics = batch_statistics
 
@@ -132,7 +146,7 @@ class Pipeline(WeightHolder):
         cls,
         stages: Sequence[PipelineStage],
         *,
-        schedule: str | os.PathLike[str] | Schedule,
+        schedule: Source,
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
         rules: Rules | None = None,
@@ -149,7 +163,7 @@ class Pipeline(WeightHolder):
 
         Args:
             stages: in one process all of them; under torchrun those of this rank.
-            schedule: a name or a Schedule; it says which stage belongs on which rank.
+            schedule: as for :class:`Pipeline`; it says which stage belongs on which rank.
             microbatches: as for :class:`Pipeline`, like what follows.
             loss_fn: computes the loss on the last stage.
             rules: how arguments are split.
@@ -164,7 +178,9 @@ class Pipeline(WeightHolder):
             rendezvous_timeout: seconds until all processes of a launcher must be there.
             loss: more about the loss.
         """
+        check_options(loss, cls.from_stages)
         check_given(stages)
+        check_rules(rules)
         check_statistics(batch_statistics, [stage.module for stage in stages])
         found = connect_if_launched(stages[0].device, group, rendezvous_timeout)
         plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
@@ -187,12 +203,13 @@ class Pipeline(WeightHolder):
         shared: Sequence[Shared],
         loss: Loss | None,
         rules: Rules | None,
+        *cut: Any,
     ) -> None:
         schedule = plan.training
         self._plan = plan
         self._hooks = Hooks()
         crew.assemble(schedule)
-        self._take_up(crew, shared, schedule.placement.rank_of)
+        self._take_up(crew, shared, schedule.placement.rank_of, *cut)
         self._caller = Caller(plan, crew, loss, rules, self._hooks, self._training)
 
     # ---- what a pipeline is
@@ -217,6 +234,13 @@ class Pipeline(WeightHolder):
         """The stages that live in this process, in order."""
         return self._crew.stages
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = _HABITS.get(name)
+            told = f"'{type(self).__name__}' object has no attribute {name!r}"
+            raise AttributeError(f"{told}: {hint}" if hint else told, name=name, obj=self)
+
     # ---- what a pipeline does
 
     def step(  # noqa: PLR0913 - what a user may say of a step, by name
@@ -240,7 +264,7 @@ class Pipeline(WeightHolder):
             args: the model's arguments. Under torchrun they may be given to every rank; at least to those
                 whose stages use them.
             target: what ``loss_fn`` compares with, split like the arguments; at least for the rank of the
-                last stage.
+                last stage. May be left out where ``loss_fn`` does not use it.
             microbatches: how many this time; by default as the Pipeline was made for.
             loss_weight: for this step, in place of the Pipeline's.
             total_weight: what the loss is divided by before backward, in place of the weight of this
@@ -255,9 +279,12 @@ class Pipeline(WeightHolder):
             The same result on every rank.
 
         Raises:
+            UsageError: the call is wrong. What is found before anything is sent or changed is raised on
+                every rank alike, and leaves the Pipeline as it was.
             StageError: the model's or the loss's code raised.
-            PoisonedError: an earlier call failed.
+            PoisonedError: an earlier call failed in the middle.
         """
+        self._follow()
         return self._caller.step(
             Given(args, kwargs, target),
             self._randomness,
@@ -282,10 +309,12 @@ class Pipeline(WeightHolder):
             outputs: whether to give every rank the model's outputs.
             kwargs: the model's arguments by name.
         """
+        self._follow()
         return self._caller.evaluate(Given(args, kwargs, target), outputs=outputs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch in evaluation mode, on every rank."""
+        self._follow()
         return self._caller.predict(Given(args, kwargs, MISSING))
 
     def find_nonfinite(self, *args: Any, target: Any = MISSING, **kwargs: Any) -> Any:
@@ -302,6 +331,7 @@ class Pipeline(WeightHolder):
             A :class:`~penstock.seeking.NonFiniteFinding`, which names stage, microbatch, action and module,
             the same on every rank; None where everything is finite.
         """
+        self._follow()
         draw = self._randomness.last
         given = Given(args, kwargs, target)
         return self._caller.find_nonfinite(given, draw, whole_batch=self._statistics == "batch")

@@ -8,6 +8,7 @@
     │   ├── PartitionError               a model that cannot be cut as asked
     │   ├── StateDictError (RuntimeError) a state dict that is not this model's
     │   ├── MicrobatchError              a batch that cannot be split or merged as asked
+    │   ├── UnknownArgumentError (TypeError) an argument of a name that is not known
     │   └── ConfigError                  unknown or contradictory settings
     ├── InputFileError (ValueError)      what a file holds is wrong: a text, a schedule, a config
     ├── SpecError (ValueError)           a value that crosses stages is not what was agreed
@@ -28,7 +29,13 @@ from typing import Any
 
 
 class PenstockError(Exception):
-    """The base of every error that Penstock raises."""
+    """The base of every error that Penstock raises.
+
+    Attributes:
+        rank: whose fault it is, where all ranks raise it because of one of them.
+    """
+
+    rank: int | None = None
 
 
 class UsageError(PenstockError, ValueError):
@@ -49,6 +56,10 @@ class StateDictError(UsageError, RuntimeError):
 
 class MicrobatchError(UsageError):
     """A batch that cannot be split into microbatches, or outputs that cannot be merged."""
+
+
+class UnknownArgumentError(UsageError, TypeError):
+    """An argument by name that there is not; the message says which is near."""
 
 
 class ConfigError(UsageError):
@@ -100,3 +111,26 @@ class PoisonedError(PenstockError, RuntimeError):
 
 class InternalError(PenstockError, RuntimeError):
     """This should never happen. It is a bug in Penstock: please report it with the message."""
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """A text with everything escaped that could steer a terminal, hide there, or not be written at all.
+
+    Args:
+        text: from somebody else, such as a file or another process.
+        keep: what is left as it is nonetheless.
+    """
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def public_name(kind: type[PenstockError]) -> str:
+    """The name of an error's class in the tree above: of one from elsewhere, that of its nearest base."""
+    return next(base.__name__ for base in kind.__mro__ if base.__module__ == __name__)
+
+
+def error_named(name: str) -> type[PenstockError]:
+    """The class of a name in the tree above; :class:`PenstockError` where there is none of that name."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, PenstockError) else PenstockError

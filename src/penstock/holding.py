@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.crew import Crew
-from penstock.errors import AgreementError
+from penstock.errors import AgreementError, UsageError
 from penstock.initial import Init, initialise
 from penstock.parallel import whole
-from penstock.partition import Shared, read_weights, save_index, save_stage
+from penstock.partition import Shared, Watched, read_weights, save_index, save_stage
 from penstock.runtime import Rank, Task
 from penstock.sharing import Sharing
 from penstock.step import scale_gradients, total_norm
@@ -36,20 +36,61 @@ from penstock.weights import (
 class WeightHolder:
     """The part of a Pipeline that has to do with weights."""
 
-    def _take_up(self, crew: Crew, shared: Sequence[Shared], rank_of: Sequence[int]) -> None:
+    def _take_up(
+        self,
+        crew: Crew,
+        shared: Sequence[Shared],
+        rank_of: Sequence[int],
+        model: nn.Module | None = None,
+        parts: Sequence[nn.Module] = (),
+    ) -> None:
         """Start with the weights of a crew.
+
+        Args:
+            crew: the ranks of this process.
+            shared: what stages share.
+            rank_of: the rank of each stage.
+            model: what was cut, if that is known.
+            parts: all its stages.
 
         Raises:
             AgreementError: what ranks share has another shape or type on one of them.
         """
         self._crew = crew
-        self._names = Names(shared)
+        self._rank_of = rank_of
         self._stage_count = len(rank_of)
-        self._sharing = Sharing(crew.stages, shared, rank_of)
+        self._share(shared)
+        here = {stage.index: stage.module for stage in crew.stages}
+        self._watched = Watched(model, parts or list(here.values()), here)
+        self._by_identity = self._watched.table()
         for rank in crew.ranks:
             rank.transport.open(self._sharing.channels)
         self._counts = self._introduce()
         self._align()
+
+    def _share(self, shared: Sequence[Shared]) -> None:
+        self._shared = tuple(shared)
+        self._names = Names(shared)
+        self._sharing = Sharing(self._crew.stages, shared, self._rank_of)
+
+    def _follow(self) -> None:
+        """Take over what the user has changed in the model since the last call.
+
+        Raises:
+            UsageError: it cannot be taken over.
+        """
+        self._watched.check_modules()
+        if not self._watched.is_changed():
+            return
+        if len(self._crew.stages) < self._stage_count:
+            self._watched.check_ties(self._shared)
+            return
+        self._sharing.tie_filled()
+        before, self._by_identity = self._by_identity, self._watched.table()
+        if self._by_identity != before:
+            told = [one for one in self._shared if one not in before]
+            self._share([*self._by_identity, *told])
+            self._counts = self._introduce()
 
     def _introduce(self) -> dict[int, int]:
         """Check that all ranks have the same table of what they share; how many parameters each stage has."""
@@ -70,15 +111,29 @@ class WeightHolder:
     def _training(self) -> Iterator[None]:
         """Goes around a training step: then weights that stages share have the gradient of all of them."""
         self._sharing.prepare()
+        before = self._watched.foreign_gradients()
         yield
+        self._check_foreign(before)
         if self._sharing.idle:
             return
         self._sharing.collect()
         self._crew.run([self._sharing.exchange(rank.transport) for rank in self._crew.ranks])
         self._sharing.add_up()
 
+    def _check_foreign(self, before: Mapping[nn.Parameter, Tensor]) -> None:
+        """Check that a step gave nothing to weights that stages of other processes have."""
+        found = self._watched.foreign_gradients()
+        names = self._watched.names_of([p for p, g in found.items() if g is not before.get(p)])
+        if names:
+            raise UsageError(
+                f"the loss uses {', '.join(map(repr, names[:5]))}, which stages of other processes have: "
+                "what this process has under these names does not train. Use a weight in the model, where "
+                "several stages may have it, or in the loss if the last stage has it"
+            )
+
     @property
     def _weights(self) -> Weights:
+        self._follow()
         return Weights(self._crew.stages, self._names)
 
     # ---- parameters
@@ -110,7 +165,9 @@ class WeightHolder:
         """
         order = float(norm_type)
         norms = self._crew.each(lambda rank: self._norms(rank, order))
-        return total_norm(norms, order, error_if_nonfinite=error_if_nonfinite)
+        return total_norm(
+            norms, order, error_if_nonfinite=error_if_nonfinite, steps=self._crew.steps
+        )
 
     def _norms(self, rank: Rank, order: float) -> Task[Tensor]:
         counted = Weights(list(rank.stages.values()), self._names).counted()

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.errors import UsageError
+from penstock.errors import UnknownArgumentError, UsageError
 from penstock.faults import PATIENCE
 from penstock.plan import Plan
 from penstock.runtime import Rank, check_stages
 from penstock.runtime.describing import Describe
 from penstock.schedule import Schedule
 from penstock.stage import PipelineStage, home_of
-from penstock.step import Loss, LossFunction, LossWeight, Metric, NonFinite, Reduction, Replicas
+from penstock.step import (
+    Loss,
+    LossFunction,
+    LossOptions,
+    LossWeight,
+    Metric,
+    NonFinite,
+    Reduction,
+    Replicas,
+)
 from penstock.transport import Transport, connect, in_process, launched, sum_over
 
 
@@ -24,10 +35,38 @@ def placed_on(device: torch.device | str | None) -> torch.device | None:
     """The device that is meant: ``"cuda"`` is the one of ``LOCAL_RANK``, as torchrun numbers them."""
     if device is None:
         return None
-    found = torch.device(device)
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        said = str(error).partition(" at start of")[0]
+        raise UsageError(f"device={device!r}: {said}") from None
     if found.type != "cpu" and found.index is None:
-        return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+        found = torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+    _check_there(found, device)
     return found
+
+
+def _check_there(device: torch.device, asked: torch.device | str) -> None:
+    """Check that this machine has a device.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if device.type in ("cpu", "meta"):
+        return
+    kind = torch.get_device_module(device.type)
+    count = kind.device_count() if kind.is_available() else 0
+    if not count:
+        raise UsageError(
+            f"device={str(asked)!r}: torch.{device.type}.is_available() is False in this process; use "
+            "device='cpu', or a torch and a driver for it"
+        )
+    if device.index is not None and device.index >= count:
+        numbered = "" if torch.device(asked).index is not None else ", by LOCAL_RANK"
+        raise UsageError(
+            f"device={str(asked)!r}: this process would take number {device.index}{numbered}, but there are "
+            f"{count}; start at most {count} processes on this machine, or say which device each takes"
+        )
 
 
 def home_for(
@@ -56,6 +95,34 @@ def check_given(stages: Sequence[PipelineStage]) -> None:
         )
 
 
+def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Check that what was given by name besides a function's own arguments says something of the loss.
+
+    Raises:
+        UnknownArgumentError: there is no such argument; the message names the nearest.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    own = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    known = [*own, *LossOptions.__annotations__]
+    for name in options.keys() - LossOptions.__annotations__.keys():
+        near = get_close_matches(name, known, n=1)
+        hint = _INSTEAD.get(name) or (f"did you mean {near[0]}=?" if near else "there are")
+        listed = "" if name in _INSTEAD or near else f" {', '.join(f'{of}=' for of in known)}"
+        raise UnknownArgumentError(f"there is no argument {name}=; {hint}{listed}")
+
+
+_CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
+_INSTEAD = {
+    **{name: _CUT.format(name) for name in ("balance", "placement", "example", "how")},
+    "chunks": "did you mean microbatches=?",
+    "loss": "did you mean loss_fn=?",
+    "criterion": "did you mean loss_fn=?",
+    "num_stages": "did you mean stages=?",
+    "world_size": "did you mean ranks=?",
+}
+"""What others call an argument, where the name alone does not tell."""
+
+
 def loss_of(  # noqa: PLR0913 - as LossOptions
     function: LossFunction | None,
     *,
@@ -74,13 +141,19 @@ def loss_of(  # noqa: PLR0913 - as LossOptions
     if function is None:
         return None
     others = replicas_of(replicas)
-    return Loss(function, reduction, loss_weight, metrics or {}, accumulate, others, nonfinite)
+    given = {} if metrics is None else metrics
+    return Loss(function, reduction, loss_weight, given, accumulate, others, nonfinite)
 
 
 def replicas_of(replicas: Any) -> Replicas:
     """The other pipelines, from a process group of the ranks at this place in each."""
     if replicas is None or isinstance(replicas, Replicas):
         return replicas or Replicas()
+    if not callable(getattr(replicas, "allgather", None)):
+        raise UsageError(
+            f"replicas={replicas!r}: must be a process group of the ranks at this place in each pipeline, or "
+            "penstock.Replicas"
+        )
     return Replicas(*sum_over(replicas))
 
 
@@ -106,7 +179,7 @@ def ends_of(plan: Plan, found: Sequence[Transport]) -> Sequence[Transport]:
     """
     if found and found[0].ranks != plan.ranks:
         raise UsageError(
-            f"{found[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process a rank"
+            f"{found[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process per rank"
         )
     return found or in_process(plan.ranks)
 

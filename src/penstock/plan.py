@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import index
 from os import PathLike
 from pathlib import Path
 
@@ -23,6 +22,13 @@ from penstock.schedule import (
 )
 from penstock.schedule.edges import Edges
 from penstock.schedule.library.forward_only import forward_only
+from penstock.schedule.library.registry import built
+from penstock.schedule.placement import whole_number
+
+Builder = Callable[[int, int], Schedule]
+"""An own schedule for so many ranks and microbatches."""
+Source = str | PathLike[str] | Schedule | Builder
+"""A schedule as a user says it: a name, a file, a value, or a function of ranks and microbatches."""
 
 Stages = int | Sequence[str] | Sequence[Sequence[str]] | Partition | None
 """How to cut: a count, module paths to cut before, paths for each stage, a partition, or by default."""
@@ -36,14 +42,14 @@ class Plan:
     """Which schedules a pipeline runs.
 
     Args:
-        schedule: a name, or a value that is used as it is.
+        schedule: a name, a value that is used as it is, or a function of ranks and microbatches.
         ranks: how many ranks share the model.
         stages: how many stages there are.
         microbatches: how many a training step has, unless it says otherwise.
         edges: which values travel between the stages; by default as the schedule says.
     """
 
-    schedule: str | Schedule
+    schedule: str | Schedule | Builder
     ranks: int
     stages: int
     microbatches: int
@@ -72,6 +78,8 @@ class Plan:
         key = (microbatches, trains, edges)
         if key not in self._proven:
             made = self._named(microbatches) if trains else self._forward_only(microbatches)
+            if trains and microbatches != self.microbatches:
+                _check_alike(made, self.training)
             self._proven[key] = prove(made if edges is None else with_edges(made, edges))
         return self._proven[key]
 
@@ -95,10 +103,13 @@ class Plan:
     def _named(self, microbatches: int) -> Schedule:
         if isinstance(self.schedule, str):
             return _build(self.schedule, self.ranks, self.stages, microbatches)
+        if not isinstance(self.schedule, Schedule):
+            return _built(self.schedule, self.ranks, microbatches)
         if self.schedule.microbatches != microbatches:
             raise ScheduleError(
                 f"the schedule {self.schedule.name!r} is for {self.schedule.microbatches} microbatches, "
-                f"not {microbatches}; give its name instead of the value to have one built for each number"
+                f"not {microbatches}; to have one for each number, give the name of a schedule, or a "
+                "function of ranks and microbatches"
             )
         return self.schedule
 
@@ -129,6 +140,31 @@ def _build(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
     return made
 
 
+def _check_alike(made: Schedule, usual: Schedule) -> None:
+    """Check that a schedule for another number of microbatches can run on the stages as they are placed.
+
+    Raises:
+        ScheduleError: it has them elsewhere, or one trains and the other does not.
+    """
+    if made.placement != usual.placement:
+        raise ScheduleError(
+            f"{made.name!r} places the stages on ranks {list(made.placement.rank_of)} for "
+            f"{made.microbatches} microbatches, and on {list(usual.placement.rank_of)} for "
+            f"{usual.microbatches}; they do not move"
+        )
+    if made.trains != usual.trains:
+        without = usual if made.trains else made
+        raise ScheduleError(
+            f"{made.name!r} has no backward for {without.microbatches} microbatches"
+        )
+
+
+def _built(builder: Builder, ranks: int, microbatches: int) -> Schedule:
+    """What a user's function gives for these numbers."""
+    called = f"the function {getattr(builder, '__name__', builder)}"
+    return built(lambda: builder(ranks, microbatches), called, ranks, microbatches)
+
+
 def prove(schedule: Schedule) -> Schedule:
     """Spell out the messages of a schedule, check that it cannot hang, and say when sends are let go.
 
@@ -143,7 +179,7 @@ def prove(schedule: Schedule) -> Schedule:
 
 
 def make_plan(
-    schedule: str | PathLike[str] | Schedule,
+    schedule: Source,
     ranks: int | None,
     stages: Stages,
     microbatches: int | None,
@@ -151,15 +187,15 @@ def make_plan(
     """Fill in what was left open.
 
     Args:
-        schedule: a name, a file (``.csv``, ``.json``) or a value.
+        schedule: a name, a file (``.csv``, ``.json``), a value or a function.
         ranks: how many ranks, or ``None`` for what the schedule or the stages say.
         stages: how the model is cut.
-        microbatches: how many, or ``None`` for the schedule's number, else two a rank.
+        microbatches: how many, or ``None`` for the schedule's number, else two per rank.
 
     Raises:
         UsageError: numbers that contradict each other, or too little is given.
     """
-    ranks, microbatches = _whole("ranks", ranks), _whole("microbatches", microbatches)
+    ranks, microbatches = whole_number("ranks", ranks), whole_number("microbatches", microbatches)
     count = _count(stages)
     schedule = _read(schedule)
     if isinstance(schedule, Schedule):
@@ -169,40 +205,37 @@ def make_plan(
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: must be at least 1")
     microbatches = 2 * ranks if microbatches is None else microbatches
+    if not isinstance(schedule, str):
+        made = _built(schedule, ranks, microbatches)
+        _check_value(made, ranks, count, microbatches)
+        return Plan(schedule, ranks, made.stages, microbatches)
     if count is None:
         count = build(schedule, ranks=ranks, microbatches=microbatches).stages
     return Plan(schedule, ranks, count, microbatches)
 
 
-def _read(schedule: str | PathLike[str] | Schedule) -> str | Schedule:
-    """The schedule of a file; a name or a value as it is."""
+def _read(schedule: Source) -> str | Schedule | Builder:
+    """The schedule of a file; a name, a value or a function as it is."""
     if isinstance(schedule, PathLike) or (
         isinstance(schedule, str) and Path(schedule).suffix.lower() in (".csv", ".json")
     ):
         return load(Path(schedule))
-    if not isinstance(schedule, str | Schedule):
-        raise UsageError(f"schedule={schedule!r}: must be a name, a file or a Schedule")
+    if isinstance(schedule, str | Schedule):
+        return schedule
+    if not callable(schedule) or isinstance(schedule, type):
+        raise UsageError(
+            f"schedule={schedule!r}: must be a name, a file, a Schedule, or a function of ranks and "
+            "microbatches that gives one"
+        )
     return schedule
 
 
-def _ranks_for(schedule: str, stages: int | None) -> int:
+def _ranks_for(schedule: str | Builder, stages: int | None) -> int:
     """How many ranks share so many stages, each as many as the schedule gives a rank."""
-    if stages is None:
+    if stages is None or not isinstance(schedule, str):
         raise UsageError("over how many ranks? Give ranks= or stages=, or run under torchrun")
     each = build(schedule, ranks=1, microbatches=2).stages
     return max(1, stages // each)
-
-
-def _whole(name: str, number: int | None) -> int | None:
-    """A number that is whole, also one of numpy.
-
-    Raises:
-        UsageError: it is something else.
-    """
-    try:
-        return None if number is None else index(number)
-    except TypeError:
-        raise UsageError(f"{name}={number!r}: must be a whole number") from None
 
 
 def _count(stages: Stages) -> int | None:
@@ -210,7 +243,7 @@ def _count(stages: Stages) -> int | None:
     if isinstance(stages, Partition):
         return len(stages.modules)
     if not isinstance(stages, Sequence):
-        return _whole("stages", stages)
+        return whole_number("stages", stages)
     flat = [isinstance(paths, str) for paths in stages]
     if isinstance(stages, str) or (any(flat) and not all(flat)):
         raise PartitionError(
@@ -230,8 +263,9 @@ def _check_value(
         if number is not None and number != getattr(schedule, name)
     }
     if wrong:
-        has = {name: getattr(schedule, name) for name in wrong}
-        raise UsageError(f"the schedule {schedule.name!r} has {has}, but {wrong} was asked for")
+        has = ", ".join(f"{name}={getattr(schedule, name)}" for name in wrong)
+        wanted = ", ".join(f"{name}={number}" for name, number in wrong.items())
+        raise UsageError(f"the schedule {schedule.name!r} has {has}, but {wanted} was asked for")
 
 
 def check_model(model: nn.Module) -> None:

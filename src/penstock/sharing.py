@@ -106,6 +106,11 @@ class Sharing:
         for index, stage in self._stages.items():
             stage.keep_apart([self._tensors[weight] for weight in self._trained(index)])
 
+    def tie_filled(self) -> None:
+        """Tie again what has been given memory since, which is done stage by stage."""
+        if any(tensor.is_meta for tensor in self._tensors.values()) and not self._is_tied():
+            self._tie()
+
     def _trained(self, stage: int) -> list[int]:
         """The positions of the parameters that a stage here shares with others."""
         return [

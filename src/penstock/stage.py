@@ -21,12 +21,10 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass
 class _Forward:
-    """What forward leaves for backward: the fresh leaves, what they led to, and the engine's part."""
+    """What forward leaves for backward: the fresh leaves, and what they led to."""
 
     leaves: list[Tensor]
     roots: list[Tensor]
-    engine: BackwardEngine
-    state: Any
 
 
 class PipelineStage:
@@ -40,9 +38,9 @@ class PipelineStage:
         index: which stage of the pipeline it is, from 0.
         count: how many stages the pipeline has.
         device: where it lives; by default where its first parameter does, else the CPU.
-        engine: how backward is cut in two. ``"deferred"`` takes the heavy weights out of the graph
-            while forward runs, ``"graph"`` walks the graph afterwards, and ``"none"`` leaves nothing to
-            the weights' half. docs/backward.md compares them. By default what the schedule needs.
+        engine: how backward is cut in two. ``"deferred"`` leaves the gradients of heavy weights to the
+            weights' half, ``"graph"`` those of all weights, and ``"none"`` leaves nothing to it.
+            docs/backward.md compares them. By default what the schedule needs.
         options: of the deferred engine: ``fused`` and ``joined``, two faster ways to add up weight
             gradients that change bits. docs/backward.md says what else they change.
 
@@ -163,15 +161,11 @@ class PipelineStage:
         )
         args, kwargs = entered.call
 
-        def run() -> tuple[Any, Any]:
-            output = self.module(*args, **kwargs, **(aside or {}))
-            self.changed = self._entrance.leave(entered)
-            return output, output if loss is None else loss(output)
-
-        if not torch.is_grad_enabled():
-            return run()[0]
-        (output, root), state = self._engine.forward(run)
-        self._forwards[microbatch] = _Forward(entered.leaves, flatten(root)[0], self._engine, state)
+        output = self.module(*args, **kwargs, **(aside or {}))
+        self.changed = self._entrance.leave(entered)
+        root = output if loss is None else loss(output)
+        if torch.is_grad_enabled():
+            self._forwards[microbatch] = _Forward(entered.leaves, flatten(root)[0])
         return output
 
     def start_from(self, microbatch: int, root: Any) -> None:
@@ -196,8 +190,8 @@ class PipelineStage:
         """
         done = self._taken(self._forwards, microbatch, "forward")
         with self._apart:
-            found = done.engine.full(done.roots, output_grads, done.leaves, done.state)
-            self._finish(done.engine)
+            found = self._engine.full(done.roots, output_grads, done.leaves)
+            self._finish(self._engine)
         return found
 
     def backward_input(
@@ -206,8 +200,8 @@ class PipelineStage:
         """The inputs' half of backward; arguments and result as :meth:`backward`."""
         done = self._taken(self._forwards, microbatch, "forward")
         with self._apart:
-            found, state = done.engine.input_half(done.roots, output_grads, done.leaves, done.state)
-        self._halves[microbatch] = done.engine, state
+            found, state = self._engine.input_half(done.roots, output_grads, done.leaves)
+        self._halves[microbatch] = self._engine, state
         return found
 
     def backward_weight(self, microbatch: int) -> None:

@@ -6,7 +6,6 @@ between them but what the engine itself keeps.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from penstock.backward import (
     DeferredBackward,
-    WeightGradStore,
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
@@ -86,25 +84,15 @@ class FullEngine(GraphEngine):
         pass
 
 
-class DeferredEngine:
-    """The engine that takes weights out of the graph."""
-
-    def __init__(self) -> None:
-        self._of: dict[nn.Module, DeferredBackward] = {}
-        self._stores: deque[tuple[DeferredBackward, WeightGradStore]] = deque()
-
-    def forward(self, stage: Stage, inputs: Sequence[Any]) -> Any:
-        split = self._of.get(stage.model) or DeferredBackward(stage.model)
-        self._of = {stage.model: split}
-        output, store = split.forward(lambda: stage.run(inputs))
-        self._stores.append((split, store))
-        return output
+class DeferredEngine(GraphEngine):
+    """The engine that keeps what heavy weights need."""
 
     def input_half(
         self, output: Any, grads: Any, inputs: Sequence[Any], weights: Sequence[Tensor]
     ) -> tuple[Gradients, Any]:
-        split, store = self._stores.popleft()
-        return split.input_half(output, grads, inputs, store), (split, store)
+        split = DeferredBackward(nn.ParameterList(weights))
+        found, store = split.input_half(output, grads, inputs)
+        return found, (split, store)
 
     def weight_half(self, weights: Sequence[Tensor], state: Any) -> None:
         split, store = state

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,29 +67,20 @@ def test_compiled_blocks_give_all_gradients_in_the_first_half_of_the_graph_engin
 
 
 @pytest.mark.parametrize(
-    ("make", "waiting", "said"),
-    [
-        (per_block, 2, "1: it is compiled"),
-        (whole, 0, "it is compiled"),
-        (CompiledForward, 0, ""),
-        (CallsCompiled, 1, ""),
-    ],
+    ("make", "waiting"),
+    [(per_block, 2), (whole, 0), (CompiledForward, 0), (CallsCompiled, 1)],
 )
 def test_compiled_parts_do_not_wait_and_are_right(
-    make: Callable[[], nn.Module], waiting: int, said: str, caplog: pytest.LogCaptureFixture
+    make: Callable[[], nn.Module], waiting: int
 ) -> None:
     model, leaf = make(), x()
     model(leaf).square().sum().backward()
     expected = {name: weight.grad for name, weight in model.named_parameters()}
     split = DeferredBackward(model)
-    caplog.set_level(logging.INFO, "penstock")
     for _ in range(3):
         model.zero_grad()
-        output, store = split.forward(lambda: model(leaf).square().sum())
-        split.input_half(output, None, [leaf], store)
+        _, store = split.input_half(model(leaf).square().sum(), None, [leaf])
         assert len(store.uses) >= waiting
         split.weight_half(store)
         actual = {name: weight.grad for name, weight in model.named_parameters()}
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    assert said in caplog.text
-    assert sum(record.name == "penstock" for record in caplog.records) == bool(said)

@@ -33,9 +33,8 @@ def train(model: nn.Module, values: list[Tensor], **options: Any) -> None:
     split = DeferredBackward(model, **options)
     stores = []
     for value in values:
-        output, store = split.forward(lambda value=value: model(value))  # type: ignore[misc]
-        split.input_half(output, torch.ones_like(output), [value], store)
-        stores.append(store)
+        output = model(value)
+        stores.append(split.input_half(output, torch.ones_like(output), [value])[1])
     for store in stores:
         split.weight_half(store)
     split.flush()

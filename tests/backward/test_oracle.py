@@ -10,13 +10,13 @@ ENGINES: dict[str, Engine] = {"graph": GraphEngine(), "deferred": DeferredEngine
 
 @pytest.mark.parametrize("name", CHEAP)
 def test_halves_equal_plain_autograd(name: str) -> None:
-    for seed in range(50):
+    for seed in range(10):
         check(ENGINES, CHEAP[name], seed)
 
 
 @pytest.mark.parametrize("name", COSTLY)
 def test_halves_equal_plain_autograd_on_costly_stages(name: str) -> None:
-    for seed in range(50):
+    for seed in range(5):
         check(ENGINES, COSTLY[name], seed)
 
 
@@ -25,17 +25,11 @@ def test_full_backward_equals_plain_autograd(name: str) -> None:
     check({"full": FullEngine()}, ZOO[name], seed=0)
 
 
-# There sums of several gradients, one of them given from outside, or one of a use that cannot wait, are
-# taken in another order than by plain autograd.
-OTHER_ORDER = {
-    "graph": {"nested_weight_outputs"},
-    "deferred": {"nested_weight_outputs", "used_in_two_ways"},
-}
-
-
 @pytest.mark.parametrize(
     ("engine", "name"),
-    [(engine, name) for engine in ENGINES for name in ZOO if name not in OTHER_ORDER[engine]],
+    # Where some of a sum's gradients are given from outside, the graph engine adds them in another order.
+    [("graph", name) for name in ZOO if name != "nested_weight_outputs"]
+    + [("deferred", name) for name in ZOO],
 )
 def test_halves_give_the_bits_of_plain_autograd(engine: str, name: str) -> None:
     check_bits(ENGINES[engine], ZOO[name], seed=0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.backward import stage_backward, stage_backward_input
-from penstock.backward.structure import describe, pair_with_gradients, tensors_in
+from penstock.backward.full import describe, pair_with_gradients, tensors_in
 from penstock.errors import UsageError
 
 ONE = torch.ones(2, requires_grad=True)

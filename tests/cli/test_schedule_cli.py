@@ -126,7 +126,11 @@ def test_compare_goes_on_where_a_schedule_refuses(capsys: pytest.CaptureFixture[
         (("show", "1F2B"), 2, "unknown schedule '1F2B'; did you mean '1F1B'?"),
         (("show", "gpipe", "-p", "x"), 2, "Invalid value for '--ranks'"),
         (("show", "gpipe", "-p", "0"), 2, "ranks=0: must be at least 1"),
-        (("show", "gpipe", "-v", "2"), 2, "GPipe has 1 stage(s) a rank, not stages_per_rank=2"),
+        (
+            ("show", "gpipe", "-v", "2"),
+            2,
+            "GPipe has one stage on each rank, not stages_per_rank=2",
+        ),
         (("show", "DualPipeV", "-m", "2"), 2, "needs microbatches=8 or more, not 2"),
         (("show", "none.csv"), 65, "none.csv: cannot be read: No such file"),
         (("show", "gpipe", "--svg", "/none/a.svg"), 2, "/none/a.svg: cannot be written: No such"),

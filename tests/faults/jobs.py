@@ -167,6 +167,7 @@ def _main(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
         "WORLD_SIZE": str(RANKS),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_ERROR_FILE": str(Path(folder, f"torchrun-{rank}")),
     }
     out = Path(folder, f"out-{rank}").open("w", buffering=1)  # noqa: SIM115 - open to the end
     os.dup2(out.fileno(), 1)
@@ -265,7 +266,23 @@ def differ(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
     Pipeline(stages, microbatches=4, loss_fn=mean_loss)
 
 
+class Mistaken(Picky):
+    """Adds what does not fit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.ones(7, 9)
+
+
+def mistake(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
+    """The first step finds that the second stage cannot work."""
+    stages = model()
+    stages[1] = Mistaken()
+    with Pipeline(stages, microbatches=4, loss_fn=mean_loss) as pipe:
+        pipe.step(X, target=X)
+
+
 JOBS = {
+    "mistake": mistake,
     "train": train,
     "fail outside": fail_outside,
     "try again": try_again,

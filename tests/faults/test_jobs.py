@@ -65,6 +65,20 @@ def test_an_exception_is_told_once_and_named_everywhere(name: str, tmp_path: Pat
     assert "fail_at" in told["failures"][0]["trace"]
 
 
+def test_a_mistake_in_the_first_step_is_told_once_by_its_cause(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("sleep", rank=9), job="mistake")
+    assert {ended.error for ended in job.ranks} == {"StageError"}
+    assert len({ended.text for ended in job.ranks}) == 1
+    where = "rank 1, stage 1, module '1' (Mistaken), before the first microbatch: RuntimeError: The size"
+    assert job.ranks[1].text.startswith(where)
+    assert ["direct cause" in ended.output for ended in job.ranks] == [False, True, False]
+    assert max(ended.output.count("\n") for ended in job.ranks) < 40
+    told = [json.loads((tmp_path / f"torchrun-{rank}").read_text()) for rank in range(RANKS)]
+    assert [one["message"]["extraInfo"]["own"] for one in told] == [False, True, False]
+    times = [int(one["message"]["extraInfo"]["timestamp"]) for one in told]
+    assert min(times) == times[1] < min(times[0], times[2]), "the launcher names the earliest"
+
+
 @pytest.mark.parametrize(
     ("how", "rank", "says"),
     [
@@ -119,7 +133,7 @@ def test_a_loop_that_ends_early_is_named(close: bool, tmp_path: Path) -> None:
     job = run_job(tmp_path, fault=fault("short iterator"), close=close)
     for rank in (0, 2):
         assert job.ranks[rank].error == "PeerFailed", job.ranks[rank].output
-        assert "because rank 1, step 1: left after" in job.ranks[rank].text
+        assert "because rank 1, step 1: left after 1 training step, while" in job.ranks[rank].text
     assert job.ranks[1].status == 0
     assert job.heard(1) < PEERS
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined] # public, but not marked so
 
-from penstock.errors import NonFiniteError, StageError, UsageError
+from penstock.errors import NonFiniteError, StageError, UsageError, printable
 from penstock.faults import Activity, Failure, FolderBoard, Meeting, Patience, StoreBoard
-from penstock.faults.failure import of_exception, printable, status_of
+from penstock.faults.failure import of_exception, status_of
 from penstock.faults.ledger import Ledger
 from penstock.faults.processes import Process, this_process, words_of
 from penstock.faults.report import stacks, story
@@ -195,7 +195,12 @@ def test_texts_cannot_steer_a_terminal() -> None:
 def test_the_user_s_error_is_the_one_that_is_named() -> None:
     error = StageError("rank 1, stage 1: boom")
     error.__cause__ = KeyError("boom")
-    assert of_exception(error, 1, Activity(1).snapshot()).error == "KeyError"
+    activity = Activity(1)
+    assert of_exception(error, 1, activity.snapshot()).error == "StageError", (
+        "which alone says where"
+    )
+    activity.at(parse_action("1F0"))
+    assert of_exception(error, 1, activity.snapshot()).error == "KeyError"
 
 
 def test_exit_statuses() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError
-from penstock.partition import Partition, cut_chain, cut_sequential
+from penstock.errors import PartitionError, UsageError
+from penstock.partition import Partition, cut_chain, cut_sequential, partition
+from penstock.schedule import Placement
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -197,3 +198,57 @@ def test_what_cannot_be_cut_is_refused(name: str) -> None:
     stages, says = REFUSALS[name]
     with pytest.raises(PartitionError, match=says):
         cut_chain(Model(), stages)
+
+
+# ---- what a sequential is balanced by
+
+
+LOPSIDED = nn.Sequential(nn.Linear(4, 99), nn.Linear(99, 4), *(nn.Linear(4, 4) for _ in range(4)))
+EXAMPLE: tuple[Any, dict[str, Any]] = ((torch.ones(2, 4),), {})
+
+BALANCED: dict[str, tuple[dict[str, Any], list[list[str]]]] = {
+    "by their number": ({}, [["0", "1", "2"], ["3", "4", "5"]]),
+    "by parameters": ({"balance": "parameters"}, [["0"], ["1", "2", "3", "4", "5"]]),
+    "by what it computes": (
+        {"balance": "flops", "example": EXAMPLE},
+        [["0"], ["1", "2", "3", "4", "5"]],
+    ),
+    "by weights": ({"balance": [1, 1, 1, 1, 1, 9]}, [["0", "1", "2", "3", "4"], ["5"]]),
+    "on ranks": (
+        {"stages": 3, "placement": Placement((0, 1, 0))},
+        [["0"], ["1", "2", "3"], ["4", "5"]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BALANCED))
+def test_a_sequential_is_balanced_as_asked(name: str) -> None:
+    options, expected = BALANCED[name]
+    found = partition(LOPSIDED, **({"stages": 2} | options))
+    assert [[name for name, _ in stage.named_children()] for stage in found.modules] == expected
+
+
+@pytest.mark.parametrize(
+    ("stages", "options", "says"),
+    [
+        (2, {"balance": [1.0]}, "balance= has 1 weights for 6 modules"),
+        (2, {"balance": "flop"}, "balance='flop': must be one of time, flops"),
+        (2, {"balance": 3}, "balance=3: must be one of time, flops"),
+        (2, {"balance": "flops"}, r"give example=\(args, kwargs\)"),
+        (1, {"placement": Placement((0, 1))}, "the placement is for 2 stages, not 1"),
+        (
+            ["2"],
+            {"balance": "parameters"},
+            "the number of stages is given; stages= names the modules",
+        ),
+    ],
+)
+def test_what_a_sequential_cannot_be_balanced_by(stages: Any, options: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        partition(LOPSIDED, stages, **options)
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(), nn.ReLU()])
+def test_what_cannot_be_cut_can_be_one_stage(model: nn.Module) -> None:
+    with pytest.raises(PartitionError, match=r"0 modules .*2 stages; it can be one stage: ranks=1"):
+        partition(model, 2)

@@ -145,7 +145,7 @@ def step_with_less(group: Any, name: str) -> list[str]:
 LESS: dict[str, tuple[Callable[[Pipeline, int], Any], str]] = {
     "no batch": (
         lambda pipe, rank: pipe.step(target=Y),
-        "UsageError no rank was given a batch",
+        r"UsageError step\(\) was given no batch; call it with the model's arguments",
     ),
     "no target": (
         lambda pipe, rank: pipe.step(X, target=Y) if rank == 0 else pipe.step(X),
@@ -155,7 +155,7 @@ LESS: dict[str, tuple[Callable[[Pipeline, int], Any], str]] = {
         lambda pipe, rank: pipe.step() if rank == 0 else pipe.step(X, target=Y),
         r"UsageError rank 0 was not given the arguments \[0\], which stage 0 takes",
     ),
-    "nothing": (lambda pipe, rank: pipe.step(), "UsageError no rank was given a batch"),
+    "nothing": (lambda pipe, rank: pipe.step(), r"UsageError step\(\) was given no batch"),
     "other numbers": (
         lambda pipe, rank: pipe.step(X, target=Y, microbatches=2 + rank),
         "AgreementError ranks differ in the number of microbatches: rank 0: 2; rank 1: 3",

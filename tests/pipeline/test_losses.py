@@ -163,9 +163,9 @@ def test_weights_of_one_step() -> None:
     assert_same(gradients(pipe), grads)
 
 
-def test_a_function_that_fails_is_told_with_its_rank() -> None:
+def test_a_function_that_fails_is_told() -> None:
     with pytest.raises(
-        StageError, match="rank 0, before microbatch 0, loss_weight: AttributeError"
+        StageError, match="loss_weight, called with a target, raised AttributeError"
     ):
         make(plain_model(), loss_weight=lambda target: target.tokens).step(X, target=Y)
 
@@ -541,3 +541,49 @@ def replica(group: Any) -> dict[str, float]:
 def test_replicas_together_have_the_gradient_of_the_whole_batch(workers: WorkerPool) -> None:
     for answer in workers.run(f"{__name__}:replica", 4, 90.0):
         assert max(answer.values()) < 1e-12
+
+
+# ---- losses that use weights
+
+
+class Unused(nn.Module):
+    """Has a weight for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WORDS, WIDTH, dtype=torch.float64))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value
+
+
+def with_head() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), Unused()
+    return nn.Sequential(*layers).double()
+
+
+def loss_with(model: nn.Sequential, others: Sequence[str]) -> Any:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        scores = functional.linear(output, model.get_parameter("3.weight"))
+        penalties = [model.get_parameter(name).norm() for name in others]
+        return functional.cross_entropy(scores, target) + 0.1 * sum(penalties, torch.zeros(()))
+
+    return loss
+
+
+@pytest.mark.parametrize("others", [[], ["3.weight"], ["0.weight"], ["2.weight", "3.weight"]])
+@pytest.mark.parametrize("schedule", [*sorted(SCHEDULES), "ZB-H1"])
+def test_a_loss_may_use_weights(schedule: str, others: list[str]) -> None:
+    torch.manual_seed(1)
+    value, target = torch.randn(8, WIDTH, dtype=torch.float64), torch.randint(0, WORDS, (8,))
+    plain, model = with_head(), with_head()
+    loss_with(plain, others)(plain(value), target).backward()
+    stages = SCHEDULES.get(schedule, 2)
+    pipe = Pipeline(
+        model, stages=stages, schedule=schedule, microbatches=4, loss_fn=loss_with(model, others)
+    )
+    pipe.step(value, target=target)
+    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert len(expected) == 5
+    assert_same(gradients(pipe), expected)

@@ -57,8 +57,10 @@ def pipe(*middle: nn.Module, **options: Any) -> Pipeline:
 
 def test_a_loss_that_is_not_finite_stops_and_names_where_it_began() -> None:
     made = pipe(Divides())
+    made.zero_grad()
+    assert made.step(X[:3].repeat(2, 1)[:4], target=X).finite
     with pytest.raises(
-        NonFiniteError, match="output of microbatch 3 in stage 1, rank 1, action 1F3"
+        NonFiniteError, match=r"step 2: .* output of microbatch 3 in stage 1, rank 1, action 1F3"
     ):
         made.step(X, target=X)
     # All ranks agreed: nothing is torn down, and a good batch goes on.

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from penstock import REPLICATE, Pipeline, PipelineStage, Split
 from penstock.microbatch import Rules
 from penstock.partition import cut_chain
-from penstock.schedule import build
+from penstock.schedule import Action, Op, Placement, Schedule, build, register
+from penstock.schedule.library import registry
 from penstock.testing import Case, compare
 from tests.pipeline.models import (
     STAGES,
@@ -38,6 +39,45 @@ from tests.pipeline.models import (
 def test_uneven_batches(schedule: str, samples: int, loss: Any, reduction: Any) -> None:
     case = Case(chain(), (X[:samples],), Y[:samples], loss, reduction)
     compare(case, schedule=schedule, ranks=3, microbatches=4).check(1e-12)
+
+
+def last_first(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then the backwards from the last one on: of no library."""
+    placement = Placement(tuple(range(ranks)))
+    rows = (
+        tuple(Action(rank, Op.F, m) for m in range(microbatches))
+        + tuple(Action(rank, Op.B, m) for m in reversed(range(microbatches)))
+        for rank in range(ranks)
+    )
+    return Schedule("last first", placement, microbatches, tuple(rows))
+
+
+@pytest.mark.parametrize("schedule", [last_first, "Last-First"])
+def test_a_schedule_of_ones_own_takes_a_short_last_batch(
+    schedule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "RECIPES", dict(registry.RECIPES))
+    monkeypatch.setattr(registry, "_BY_NAME", dict(registry._BY_NAME))
+    register("last-first", last_first)
+    case = Case(chain(), (X[:3],), Y[:3], mean_loss)
+    compare(case, schedule=schedule, ranks=3, microbatches=4).check(1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_what_was_made_in_inference_mode_is_a_batch(schedule: str, microbatches: int) -> None:
+    def product(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return (output * target["y"]).mean()
+
+    with torch.inference_mode():
+        made, wanted = X.clone(), Y.clone()
+    pipe, expected = (
+        make(schedule=schedule, microbatches=microbatches, loss_fn=product) for _ in "ab"
+    )
+    pipe.step(made, target={"y": wanted})
+    expected.step(X, target={"y": Y})
+    assert_same(gradients(pipe), gradients(expected))
+    assert pipe.eval(made, target={"y": wanted}).loss == expected.eval(X, target={"y": Y}).loss
 
 
 def test_steps_accumulate() -> None:

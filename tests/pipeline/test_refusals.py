@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from penstock import REPLICATE, Pipeline, PipelineStage
+from penstock import REPLICATE, Microbatches, Pipeline, PipelineStage
 from penstock.errors import (
     MicrobatchError,
     PartitionError,
     PenstockError,
+    PoisonedError,
     ScheduleError,
     SpecError,
+    StageError,
+    UnknownArgumentError,
     UsageError,
 )
+from penstock.hosting import placed_on
 from penstock.partition import cut_sequential
 from penstock.schedule import Action, Op, Placement, Schedule, build
 from penstock.testing import WorkerPool
-from tests.pipeline.models import STAGES, X, Y, chain, make, mean_loss, named
+from tests.pipeline.models import STAGES, X, Y, chain, gradients, make, mean_loss, named
 
 Refusal = tuple[Callable[[], Any], type[PenstockError], str]
 
@@ -80,22 +87,117 @@ MAKING: dict[str, Refusal] = {
     "schedule and ranks": (
         lambda: make(schedule=build("1F1B", ranks=3, microbatches=4)),
         UsageError,
-        r"'1F1B' has \{'ranks': 3\}, but \{'ranks': 2\} was asked for",
+        "'1F1B' has ranks=3, but ranks=2 was asked for",
     ),
     "schedule and microbatches": (
         lambda: make(schedule=build("1F1B", ranks=2, microbatches=3)),
         UsageError,
-        r"has \{'microbatches': 3\}, but \{'microbatches': 4\}",
+        "has microbatches=3, but microbatches=4",
     ),
     "schedule and stages": (
         lambda: make(named(), stages=[["embed"]], schedule=build("1F1B", ranks=2, microbatches=4)),
         UsageError,
-        r"has \{'stages': 2\}, but \{'stages': 1\}",
+        "has stages=2, but stages=1",
     ),
     "an incomplete schedule": (
         lambda: make(schedule=incomplete(), microbatches=None),
         ScheduleError,
         "'half' cannot run:\n",
+    ),
+    "a stage without backward": (
+        lambda: make(schedule=without_backward(stage=0), microbatches=None),
+        ScheduleError,
+        "rank 0, 0B0: missing",
+    ),
+    "a number of another kind": (
+        lambda: make(ranks=2.0),
+        UsageError,
+        "ranks=2.0: must be a whole number",
+    ),
+    "torch's name of an argument": (
+        lambda: make(num_microbatches=4),
+        UnknownArgumentError,
+        r"there is no argument num_microbatches=; did you mean microbatches=\?",
+    ),
+    "a loss by another name": (
+        lambda: make(criterion=mean_loss),
+        UnknownArgumentError,
+        r"no argument criterion=; did you mean loss_fn=\?",
+    ),
+    "a nameless argument": (
+        lambda: make(zzz=1),
+        UnknownArgumentError,
+        "no argument zzz=; there are schedule=, ranks=, .* nonfinite=$",
+    ),
+    "what a cut is told": (
+        lambda: make(balance="flops"),
+        UnknownArgumentError,
+        r"stages=penstock.partition.partition\(model, stages, balance=...\)",
+    ),
+    "an argument of stages": (
+        lambda: Pipeline.from_stages(stages(0, 1), schedule="1F1B", n_microbatches=4),  # type: ignore[call-arg]
+        UnknownArgumentError,
+        r"did you mean microbatches=\?",
+    ),
+    "a device that is not there": (
+        lambda: make(device="xpu"),
+        UsageError,
+        r"device='xpu': torch.xpu.is_available\(\) is False",
+    ),
+    "no device": (
+        lambda: make(device="gpu"),
+        UsageError,
+        "device='gpu': Expected one of cpu, cuda",
+    ),
+    "a loss that takes one": (
+        lambda: make(loss_fn=lambda output: output.mean()),
+        UsageError,
+        r"loss_fn is called with \(output, target\), which it refuses: too many",
+    ),
+    "a class for a loss": (
+        lambda: make(loss_fn=nn.MSELoss),
+        UsageError,
+        r"give an object of it, MSELoss\(\)",
+    ),
+    "no loss": (lambda: make(loss_fn="mse"), UsageError, "loss_fn='mse': must be a function"),
+    "no metric": (
+        lambda: make(metrics={"accuracy": 3}),
+        UsageError,
+        r"metrics\['accuracy'\]=3: must be a function",
+    ),
+    "no metrics": (lambda: make(metrics=[mean_loss]), UsageError, "functions by name, in a dict"),
+    "no replicas": (lambda: make(replicas=2), UsageError, "replicas=2: must be a process group"),
+    "no weight": (lambda: make(loss_weight="a"), UsageError, "loss_weight='a': must be a number"),
+    "no step to accumulate": (
+        lambda: make(accumulate=0),
+        UsageError,
+        "accumulate=0: must be at least 1 step",
+    ),
+    "no seconds": (
+        lambda: make(timeout="1"),
+        UsageError,
+        "timeout='1': must be more than 0 seconds",
+    ),
+    "no rule": (
+        lambda: make(rules={0: 1}),
+        MicrobatchError,
+        r"rules=\{0: 1\}: must be Split\(dim\)",
+    ),
+    "no rules": (lambda: make(rules=[1]), MicrobatchError, r"rules=\[1\]: must be a mapping"),
+    "no schedule": (
+        lambda: make(schedule=None),
+        UsageError,
+        "schedule=None: must be a name, a file, a Schedule, or a function of ranks and microbatches",
+    ),
+    "a function that gives no schedule": (
+        lambda: make(schedule=lambda ranks, microbatches: "1F1B"),
+        ScheduleError,
+        "for ranks=2, microbatches=4 the function <lambda> gave a str, which is no",
+    ),
+    "a function that gives another schedule": (
+        lambda: make(schedule=lambda ranks, microbatches: build("1F1B", ranks=3, microbatches=9)),
+        ScheduleError,
+        "for ranks=2, microbatches=4 the function <lambda> gave a schedule of ranks=3, microbatches=9",
     ),
     "no stages": (lambda: by_hand(), UsageError, "no stages were given"),
     "a missing stage": (
@@ -112,7 +214,43 @@ MAKING: dict[str, Refusal] = {
 }
 
 
+def without_backward(stage: int | None) -> Schedule:
+    """1F1B whose backwards are left out, of one stage or of all."""
+    made = build("1F1B", ranks=2, microbatches=4)
+    return made.with_programs(
+        [a for a in made.actions(rank) if a.op is Op.F or stage not in (None, a.stage)]
+        for rank in range(2)
+    )
+
+
+def sometimes_forward(ranks: int, microbatches: int) -> Schedule:
+    name = "1F1B" if microbatches == 4 else "forward-only"
+    return build(name, ranks=ranks, microbatches=microbatches)
+
+
+def turned_round(ranks: int, microbatches: int) -> Schedule:
+    made = build("1F1B", ranks=ranks, microbatches=microbatches)
+    if microbatches == 4:
+        return made
+    return replace(made, placement=Placement((1, 0)), programs=made.programs[::-1])
+
+
 CALLING: dict[str, Refusal] = {
+    "step with forwards alone": (
+        lambda: make(schedule=without_backward(stage=None)).step(X, target=Y),
+        UsageError,
+        "the schedule '1F1B' has no backward; eval does without",
+    ),
+    "a short batch with forwards alone": (
+        lambda: make(schedule=sometimes_forward).step(X[:3], target=Y[:3]),
+        ScheduleError,
+        "3 microbatches instead of 4: 'forward-only' has no backward for 3 microbatches",
+    ),
+    "a short batch on other ranks": (
+        lambda: make(schedule=turned_round).step(X[:3], target=Y[:3]),
+        ScheduleError,
+        r"places the stages on ranks \[1, 0\] for 3 microbatches, and on \[0, 1\] for 4",
+    ),
     "step without a loss": (
         lambda: make(loss_fn=None).step(X, target=Y),
         UsageError,
@@ -147,7 +285,7 @@ CALLING: dict[str, Refusal] = {
     "an argument that cannot travel": (
         lambda: make(named(), stages=STAGES).predict(X, mask={1, 2}),
         SpecError,
-        r"a value of type set stands at \[1\]\['mask'\]",
+        "argument 'mask': a value of type set cannot travel between ranks; a set has no order",
     ),
     "an output that cannot travel": (
         lambda: make(nn.Sequential(chain(), Odd())).predict(X),
@@ -155,6 +293,21 @@ CALLING: dict[str, Refusal] = {
         "the model's output cannot travel to other ranks",
     ),
 }
+
+
+class Attended(nn.Module):
+    """Fails for any mask, in a way that its path has to tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: Any = nn.ModuleList(chain().double().children())
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if mask is not None:
+                x = self.blocks[2][0](mask)
+        return x
 
 
 class Odd(nn.Module):
@@ -188,7 +341,272 @@ def test_an_output_that_cannot_travel_may_be_trained_on() -> None:
     assert pipe.step(X, target=Y).loss > 0
 
 
+# ---- a refused call leaves the Pipeline as it was
+
+
+def refusing(error: Exception) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise error
+
+    return refuse
+
+
+Slip = tuple[Callable[[Pipeline], Any], type[PenstockError], str]
+
+SLIPS: dict[str, Slip] = {
+    "the mode, as torch has it": (
+        lambda pipe: pipe.eval(),
+        UsageError,
+        r"eval\(\) was given no batch; .* step trains, eval and predict evaluate",
+    ),
+    "no batch": (lambda pipe: pipe.step(target=Y), UsageError, r"step\(\) was given no batch"),
+    "no target": (
+        lambda pipe: pipe.step(X),
+        UsageError,
+        r"no target was given, and loss_fn does not do without one \(.*\); pass it as target=",
+    ),
+    "a positional target": (
+        lambda pipe: pipe.step(X, Y),
+        StageError,
+        "takes 2 positional arguments but 3 were given; the target is given by name, as target=",
+    ),
+    "a misspelt target": (
+        lambda pipe: pipe.step(X, targets=Y),
+        StageError,
+        "unexpected keyword argument 'targets'; did you mean target=?",
+    ),
+    "an unknown keyword": (
+        lambda pipe: pipe.step(X, target=Y, mask=X),
+        StageError,
+        r"module '0' \(Sequential\), before the first microbatch: TypeError: .* keyword argument 'mask'$",
+    ),
+    "a numpy array": (
+        lambda pipe: pipe.step(X.numpy(), target=Y),
+        MicrobatchError,
+        "argument 0 is an array of numpy, which is not split; .* torch.as_tensor",
+    ),
+    "a numpy array inside": (
+        lambda pipe: pipe.step(X, target={"y": [Y.numpy()]}),
+        MicrobatchError,
+        r"the target\['y'\]\[0\] is an array of numpy",
+    ),
+    "a set": (
+        lambda pipe: pipe.step({1}, target=Y),
+        SpecError,
+        "argument 0: a value of type set cannot travel between ranks",
+    ),
+    "a wrong width": (
+        lambda pipe: pipe.step(X[:, :3], target=Y),
+        StageError,
+        r"rank 0, stage 0, module '0.0' \(Linear\), before the first microbatch: RuntimeError: mat1 and",
+    ),
+    "a wrong type": (
+        lambda pipe: pipe.step(X.float(), target=Y),
+        StageError,
+        r"module '0.0' \(Linear\), before the first microbatch: .* must have the same dtype",
+    ),
+    "whole numbers": (lambda pipe: pipe.step(X.long(), target=Y), StageError, "same dtype"),
+    "a sparse tensor": (
+        lambda pipe: pipe.step(X.to_sparse(), target=Y),
+        MicrobatchError,
+        "argument 0 is a sparse_coo tensor, which torch does not split",
+    ),
+    "another number of targets": (
+        lambda pipe: pipe.eval(X, target=Y[:3]),
+        MicrobatchError,
+        "the target of shape",
+    ),
+    "no number of microbatches": (
+        lambda pipe: pipe.step(X, target=Y, microbatches="4"),  # type: ignore[arg-type]
+        UsageError,
+        "microbatches='4': must be a whole number",
+    ),
+    "no number of steps": (
+        lambda pipe: pipe.step(X, target=Y, accumulate=1.5),  # type: ignore[arg-type]
+        UsageError,
+        "accumulate=1.5: must be a whole number",
+    ),
+    "no weight": (
+        lambda pipe: pipe.step(X, target=Y, loss_weight="a"),  # type: ignore[arg-type]
+        UsageError,
+        "loss_weight='a': must be a number for the batch, a list",
+    ),
+    "too few weights": (
+        lambda pipe: pipe.step(X, target=Y, loss_weight=[1.0]),
+        UsageError,
+        "loss_weight: 1 numbers for 4 microbatches",
+    ),
+    "a weight that fails": (
+        lambda pipe: pipe.step(X, target=Y, loss_weight=refusing(KeyError("tokens"))),
+        StageError,
+        "loss_weight, called with a target, raised KeyError: 'tokens'",
+    ),
+    "no total weight": (
+        lambda pipe: pipe.step(X, target=Y, total_weight="a"),  # type: ignore[arg-type]
+        UsageError,
+        "total_weight='a': must be a number",
+    ),
+    "torch's scaler": (
+        lambda pipe: pipe.step(X, target=Y, scaler=torch.amp.GradScaler("cpu")),  # type: ignore[arg-type]
+        UsageError,
+        "scaler=GradScaler: must be a penstock.LossScaler, .* decides for all ranks together",
+    ),
+    "no gradients": (
+        lambda pipe: torch.inference_mode()(pipe.step)(X, target=Y),
+        UsageError,
+        "step under torch.inference_mode",
+    ),
+}
+
+
+def fresh(group: Any = None) -> Pipeline:
+    return make(group=group)
+
+
+@pytest.mark.parametrize("name", sorted(SLIPS))
+def test_a_refused_call_leaves_the_pipeline_as_it_was(name: str) -> None:
+    call, kind, says = SLIPS[name]
+    pipe = fresh()
+    for first in (True, False):
+        with pytest.raises(kind, match=says) as told:
+            call(pipe)
+        assert not isinstance(told.value, PoisonedError)
+        if first:
+            assert gradients(pipe) == {}, "nothing ran"
+            pipe.step(X, target=Y)
+    assert_like_new(pipe, steps=1)
+
+
+def assert_like_new(pipe: Pipeline, steps: int) -> None:
+    """That a pipeline that has made some steps goes on as one that was never called wrongly."""
+    expected = fresh()
+    for _ in range(steps):
+        expected.step(X, target=Y)
+    assert pipe.randomness.state_dict() == expected.randomness.state_dict()
+    assert pipe.step(X, target=Y).loss == expected.step(X, target=Y).loss
+    found, wanted = gradients(pipe), gradients(expected)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_an_output_that_cannot_travel_is_refused_where_it_is_asked_for() -> None:
+    def loss(output: set[Any], target: Any) -> Any:
+        (tensor,) = output
+        return mean_loss(tensor, target)
+
+    pipe = make(nn.Sequential(chain(), Odd()), loss_fn=loss)
+    expected = pipe.step(X, target=Y).loss
+    for call in (lambda: pipe.predict(X), lambda: pipe.eval(X, target=Y, outputs=True)):
+        with pytest.raises(SpecError, match="the model's output cannot travel to other ranks"):
+            call()
+    assert pipe.step(X, target=Y).loss == expected
+
+
+def test_a_function_that_splits_and_fails_refuses_the_call() -> None:
+    def split(args: Any, kwargs: Any, target: Any, count: int) -> Microbatches:
+        calls = [(part,) for part in args[0].split(2)]
+        return Microbatches(calls, targets=target["y"].split(2))
+
+    pipe = make(rules=split)
+    with pytest.raises(StageError, match="before the first microbatch: KeyError: 'y'") as told:
+        pipe.step(X, target={"labels": Y})
+    assert isinstance(told.value.__cause__, KeyError)
+    assert pipe.step(X, target={"y": Y}).loss == pytest.approx(fresh().step(X, target=Y).loss)
+
+
+def test_the_path_of_the_failing_module_is_named() -> None:
+    with pytest.raises(
+        StageError, match=r"^module 'blocks.2.0' \(Linear\), before the first"
+    ) as told:
+        make(Attended()).step(X, target=Y, mask=X[:, :2])
+    assert told.value.__cause__ is not None
+    frames = traceback.extract_tb(told.value.__cause__.__traceback__)
+    assert [frame.line for frame in frames] == ["x = self.blocks[2][0](mask)"], "the user's alone"
+
+
+class Weighs(nn.Module):
+    """Gives its loss with what it computes, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = chain()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        out = self.blocks(x)
+        return {"loss": out.square().mean(), "logits": out}
+
+
+def test_what_modules_have_is_told() -> None:
+    pipe: Any = fresh()
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'train': step trains, .* eval and predict"
+    ):
+        pipe.train()
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        _ = pipe.nothing
+    assert not hasattr(pipe, "forward")
+
+
+@pytest.mark.parametrize("target", [{}, {"target": None}])
+def test_a_loss_that_needs_no_target_is_given_none(target: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Identity(), Weighs())
+    pipe = make(model, loss_fn=lambda output, _: output["loss"])
+    expected = float(model(X)["loss"].detach())
+    assert pipe.step(X, **target).loss == pytest.approx(expected)
+    assert pipe.eval(X, **target).loss == pytest.approx(expected)
+
+
+def test_a_loss_that_gives_no_scalar_without_a_target_needs_one() -> None:
+    with pytest.raises(
+        UsageError, match="no target was given, and loss_fn gives no scalar without"
+    ):
+        make(loss_fn=lambda output, target: output if target is None else output.mean()).step(X)
+
+
 # ---- over processes
+
+
+ALONE = ("a numpy array", "no number of microbatches", "too few weights", "a weight that fails")
+"""Slips of which others can only hear."""
+
+
+def slip(group: Any, culprit: int | None, names: list[str]) -> list[Any]:
+    """What this process is told of slips of one rank, or all, and the losses of the steps between them."""
+    pipe, rank = fresh(group), torch.distributed.get_rank()
+    found: list[Any] = []
+    for name in names:
+        call, kind, says = SLIPS[name]
+        try:
+            if culprit in (None, rank):
+                call(pipe)
+            else:
+                pipe.step(X, target=Y)
+        except PenstockError as error:
+            alike = isinstance(error, kind) and re.search(says, str(error)) is not None
+            found.append([alike, str(error), error.rank, error.__cause__ is not None])
+        found.append(pipe.step(X, target=Y).loss)
+        pipe.zero_grad()
+    pipe.close()
+    return found
+
+
+@pytest.mark.parametrize("culprit", [None, 0, 1])
+def test_every_rank_refuses_alike_and_the_next_step_works(
+    workers: WorkerPool, culprit: int | None
+) -> None:
+    names = sorted(SLIPS) if culprit is None else list(ALONE)
+    loss = fresh().step(X, target=Y).loss
+    first, second = workers.run(f"{__name__}:slip", 2, 60.0, culprit=culprit, names=names)
+    assert first[1::2] == second[1::2] == [loss] * len(names)
+    for name, mine, others in zip(names, first[::2], second[::2], strict=True):
+        assert mine[:2] == others[:2], name
+        assert mine[0], f"{name}: {mine[1]}"
+        if culprit is not None:
+            assert mine[1].startswith(f"rank {culprit}: ")
+            assert mine[2] == others[2] == culprit
+            assert [mine[3], others[3]][1 - culprit] is False, "the cause is told once"
+
+
+# ---- what is asked for
 
 
 def refuse(group: Any) -> list[str]:
@@ -211,7 +629,7 @@ def told(call: Callable[[], Any]) -> str:
 
 def test_every_process_is_told(workers: WorkerPool) -> None:
     for rank, (ranks, others) in enumerate(workers.run(f"{__name__}:refuse", 2, 30.0)):
-        assert ranks.startswith("2 processes run a pipeline of 3 ranks; start one process a rank")
+        assert ranks.startswith("2 processes run a pipeline of 3 ranks; start one process per rank")
         assert others == f"rank {rank} holds stages [{1 - rank}]; 1F1B places [{rank}] there"
 
 
@@ -225,3 +643,18 @@ def move(group: Any) -> list[bool]:
 
 def test_a_process_moves_its_own_stages_alone(workers: WorkerPool) -> None:
     assert workers.run(f"{__name__}:move", 2, 30.0) == [[False, True], [True, False]]
+
+
+def test_a_device_of_this_machine_goes_to_each_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert placed_on("cuda") == torch.device("cuda:1")
+    assert placed_on("cuda:0") == torch.device("cuda:0")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(
+        UsageError, match=r"number 2, by LOCAL_RANK, but there are 2; start at most 2"
+    ):
+        placed_on("cuda")
+    with pytest.raises(UsageError, match=r"device='cuda:7': .* take number 7, but there are 2"):
+        placed_on("cuda:7")

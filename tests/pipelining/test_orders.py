@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +64,7 @@ def test_an_order_is_proven_and_gives_the_ranks_of_stages() -> None:
 
 
 WRONG = {
+    "no backward": ({0: "0F0 0F1", 1: "1F0 1F1"}, "forwards and no backward"),
     "ranks": ({0: ONE_F_ONE_B[0]}, "actions for 1 ranks"),
     "missing": ({**ONE_F_ONE_B, 1: "1F0 1B0 1F1"}, "1B1"),
     "circle": ({**ONE_F_ONE_B, 0: "0F0 0B1 0F1 0B0"}, "never ends"),
@@ -139,6 +142,57 @@ def test_a_schedule_of_ones_own(chosen: Any, count: int) -> None:
     schedule = chosen(stages(), count, loss_fn=loss_fn)
     schedule.step(X, target=Y)
     torch.testing.assert_close(gradients(schedule), plain()[1])
+
+
+class NoBackward(schedules.PipelineScheduleMulti):
+    """Of a user who forgot them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pipeline_order = {0: row(schedules, "0F0 1F0 0F1 1F1")}
+
+
+TAKEN: dict[str, Callable[[Any, Path, str], Any]] = {
+    "made by hand": lambda made, _, text: made._prepare_schedule_with_comms(
+        {0: row(schedules, text)}
+    ),
+    "from a file": lambda made, path, text: (
+        path.write_text(text.replace(" ", ",")),
+        made._load_csv(path),
+    ),
+    "with messages": lambda made, _, text: made._prepare_schedule_with_comms(
+        {0: row(schedules, text)}, "compute_comms"
+    ),
+    "set": lambda made, _, text: setattr(
+        made, "pipeline_order_with_comms", {0: row(schedules, text)}
+    ),
+}
+LACKING = {
+    "all": ("0F0 1F0 0F1 1F1", "forwards and no backward"),
+    "a microbatch's": ("0F0 1F0 1B0 0B0 0F1 1F1", "1B1: missing"),
+    "a stage's": ("0F0 1F0 0F1 1F1 1B0 1B1", "0B0: missing"),
+    "a half": ("0F0 1F0 1I0 1W0 0B0 0F1 1F1 1I1 0B1", "1W1: missing"),
+}
+
+
+@pytest.mark.parametrize("lacks", sorted(LACKING))
+@pytest.mark.parametrize("how", sorted(TAKEN))
+def test_a_loss_without_all_backwards_is_refused(how: str, lacks: str, tmp_path: Path) -> None:
+    made = schedules._PipelineScheduleRuntime(stages(), 2, loss_fn=loss_fn)
+    text, says = LACKING[lacks]
+    with pytest.raises(AssertionError, match=says):
+        TAKEN[how](made, tmp_path / "order.csv", text)
+    TAKEN[how](made, tmp_path / "order.csv", "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1")
+    made.step(X, target=Y)
+    torch.testing.assert_close(gradients(made), plain()[1])
+
+
+def test_a_subclass_without_backwards_is_refused() -> None:
+    with pytest.raises(
+        AssertionError, match="forwards and no backward, so that the loss would train"
+    ):
+        NoBackward(stages(), 2, loss_fn=loss_fn).step(X, target=Y)
+    torch.testing.assert_close(NoBackward(stages(), 2).step(X), NoBackward(stages(), 2).eval(X))
 
 
 def test_actions_that_are_filled_in_are_used() -> None:

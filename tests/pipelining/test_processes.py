@@ -75,3 +75,9 @@ def test_loops_over_replicas(workers: WorkerPool, kind: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["given whole", "computes alone"])
 def test_orders_of_sharded_stages(workers: WorkerPool, package: str, how: str) -> None:
     run(workers, package, "loops:sharded_order", 4, how=how)
+
+
+def test_every_rank_hears_what_one_cannot_split(workers: WorkerPool) -> None:
+    first, second = run(workers, "penstock", "shown:refused")
+    assert first == second == [first[0]] * 2
+    assert first[0].startswith("rank 0: ")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock import PipelineStage
 from penstock.microbatch import Batch, split
 from penstock.plan import prove
-from penstock.runtime import Order, Rank, channels, drive
+from penstock.runtime import Order, Rank, channels, drive, reports_of
 from penstock.schedule import Action, Edge, Op, Placement, Schedule
 from penstock.step import Loss
 from penstock.transport import Transport, connect, in_process
@@ -180,7 +180,7 @@ def pipelined(
     """The loss, the gradients of the stages here, and what is in flight in them after the step."""
     modules = graph.modules()
     ranks = make_ranks(schedule, modules, ends or in_process(schedule.ranks))
-    reports = drive([rank.run(order_of(schedule)) for rank in ranks])
+    reports = reports_of(drive([rank.run(order_of(schedule)) for rank in ranks]))
     stages = [stage for rank in ranks for stage in rank.stages.values()]
     return reports[0].numbers.loss, gradients(modules), [stage.in_flight for stage in stages]
 
@@ -192,7 +192,7 @@ def run_graph(group: Any, name: str, rank_of: list[int], halves: bool) -> dict[s
     end = connect(torch.device("cpu"), group)
     modules = graph.modules()
     (rank,) = make_ranks(schedule, modules, [end])
-    report = drive([rank.run(order_of(schedule))])[0]
+    report = reports_of(drive([rank.run(order_of(schedule))]))[0]
     loss, expected = plain(graph)
     mine = [p for i in held(schedule, end.rank) for p in range(2 * i, 2 * i + 2)]
     gaps = [gap(f, expected[i]) for f, i in zip(gradients(modules), mine, strict=True)]

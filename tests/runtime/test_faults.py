@@ -196,6 +196,6 @@ def test_every_process_names_the_failing_one() -> None:
     # Workers of its own: wires that were cut are of no use to later tests.
     with WorkerPool(2) as workers:
         first, second = workers.run(f"{__name__}:fail_in_one_process", 2, 30.0)
-    place = "rank 1, stage 1, microbatch 3, action 1F3"
+    place = "rank 1, stage 1, microbatch 3, action 1F3, module '1' (FailsForward)"
     assert first == [f"rank 0 stopped because {place}: Oops: forward", "NoneType"]
-    assert second == ["rank 1, stage 1, microbatch 3, action 1F3: Oops: forward", "Oops"]
+    assert second == [f"{place}: Oops: forward", "Oops"]

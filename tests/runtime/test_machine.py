@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock import PipelineStage
 from penstock.errors import MessageError, SpecError
 from penstock.microbatch import split
-from penstock.runtime import Machine, RankProgram, Work, channels, drive
+from penstock.runtime import Machine, RankProgram, Work, channels, drive, reports_of
 from penstock.runtime.roots import Roots
 from penstock.schedule import Placement, Schedule, add_communication, build, parse_action
 from penstock.specs import ValueSpec
@@ -239,7 +239,7 @@ def test_evaluation_keeps_the_outputs_alone() -> None:
         drive([rank.run(order_of(schedule, loss=False)) for rank in ranks])
         for module in modules:
             ghosts.watch(module)
-        reports = drive([rank.run(order_of(schedule, loss=False)) for rank in ranks])
+        reports = reports_of(drive([rank.run(order_of(schedule, loss=False)) for rank in ranks]))
     assert [len(report.outputs) for report in reports] == [5, 5]
     assert ghosts.alive == 0, "the reports hold tensors of their own"
 
@@ -266,6 +266,6 @@ def test_the_loss_is_the_batchs() -> None:
     modules = [nn.Identity(), nn.Linear(3, 3, dtype=torch.float64)]
     schedule = add_communication(build("GPipe", ranks=2, microbatches=3))
     ranks = make_ranks(schedule, modules, in_process(2))
-    reports = drive([rank.run(order_of(schedule)) for rank in ranks])
+    reports = reports_of(drive([rank.run(order_of(schedule)) for rank in ranks]))
     expected = float(square_loss(modules[1](BATCH).detach(), BATCH))
     assert [report.numbers.loss for report in reports] == [pytest.approx(expected)] * 2

@@ -30,7 +30,8 @@ def path(name: str) -> Path:
 def table() -> str:
     """The schedules side by side, for one model: costs and memory are those of a rank's whole share."""
     head = (
-        "| schedule | stages a rank | also called | makespan | bubble | longest-stage bubble | peak memory |",
+        "| schedule | stages per rank | also called | makespan | bubble | longest-stage bubble "
+        "| peak memory |",
         "|---|---|---|---:|---:|---:|---:|",
     )
     shown = [name for name in names() if name != "forward-only"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.schedule import names
+from penstock.schedule.library import registry
 from tests.schedule.pictures import PAGE, files, path
 
 REDRAW = "not current: run `python -m tests.schedule.pictures`"
@@ -30,6 +31,9 @@ def test_every_schedule_shows_its_picture() -> None:
 
 def test_the_examples_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+    # What the page registers is forgotten after it.
+    monkeypatch.setattr(registry, "RECIPES", dict(registry.RECIPES))
+    monkeypatch.setattr(registry, "_BY_NAME", dict(registry._BY_NAME))
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert blocks
     names_so_far: dict[str, object] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,11 @@ GOOD = json.loads(to_json(build("1F1B", ranks=2, microbatches=1)))
         ({"programs": [["0F0"]]}, "1 programs for 2 ranks"),
         ({"programs": [["0F0"], ["1F5"]]}, "there is no microbatch 5"),
         ({"edges": [1]}, r"edges\[0\]: expected an object, found int"),
+        ({"\x1b[2J": 1}, r"unknown or missing keys: \\x1b\[2J"),
+        (
+            {"edges": [{"value": "\x1b[2J", "source": 0, "targets": [1], "gradient": True}]},
+            r"edges\[0\].value: '\\x1b\[2J' cannot be printed",
+        ),
         (
             {"edges": [{"value": "a"}]},
             r"edges\[0\]: unknown or missing keys: gradient, source, targets",
@@ -143,6 +149,7 @@ def test_wrong_json_names_the_place(change: dict[str, object], expected: str) ->
         ("[]", "expected an object, found list"),
         ('{"name": "a", "name": "b"}', "a key stands twice"),
         ('{"version": NaN}', "NaN is not a number"),
+        ('{"version": ' + "9" * 5000 + "}", "9{60}... is a number of 5000 digits"),
     ],
 )
 def test_what_is_no_json_object_is_refused(text: str, expected: str) -> None:
@@ -180,6 +187,28 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(InputFileError, match=expected):
             load(tmp_path / name, limits=Limits(size=99))
+
+
+def test_a_name_cannot_steer_a_terminal(tmp_path: Path) -> None:
+    shown = r"\x1b[2J\nmine\ud800\u202e"
+    text = json.dumps(GOOD | {"name": "\x1b[2J\nmine\ud800\u202e"})
+    assert from_json(text).name == shown
+    assert str(from_json(text)).isprintable() is False, "it has lines"
+    assert "\x1b" not in str(from_json(text))
+    assert len(from_json(json.dumps(GOOD | {"name": "x" * 10_000})).name) == 200
+    (tmp_path / "\x1b[2Jmine.csv").write_text("0F0,0B0")
+    assert load(tmp_path / "\x1b[2Jmine.csv").name == r"\x1b[2Jmine"
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "endless.json")
+    (tmp_path / "zeros.csv").symlink_to("/dev/zero")
+    for name in ("endless.json", "zeros.csv"):
+        with pytest.raises(InputFileError, match=f"{name}: is no file, but a pipe, a device"):
+            load(tmp_path / name)
+    with pytest.raises(InputFileError, match="cannot be read: embedded null"):
+        load("a\0b.csv")
 
 
 def test_cells_that_a_spreadsheet_would_run_are_escaped() -> None:

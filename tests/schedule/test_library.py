@@ -16,10 +16,13 @@ from penstock.schedule import (
     add_communication,
     build,
     names,
+    register,
     simulate,
     validate,
 )
-from penstock.schedule.library import RECIPES, find
+from penstock.schedule.library import RECIPES, find, registry
+from penstock.schedule.library.gpipe import gpipe
+from penstock.schedule.library.looped_bfs import looped_bfs
 
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
 
@@ -178,6 +181,46 @@ def test_an_unknown_name_lists_the_nearest_and_all() -> None:
         build("1F2B", ranks=2, microbatches=2)
 
 
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(registry, "RECIPES", dict(RECIPES))
+    monkeypatch.setattr(registry, "_BY_NAME", dict(registry._BY_NAME))
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_schedule_of_ones_own_has_a_name() -> None:
+    register(
+        "mine", lambda ranks, microbatches: build("GPipe", ranks=ranks, microbatches=microbatches)
+    )
+    register("mine too", looped_bfs, stages_per_rank=3, any_stages=True)
+    assert build("Mine", ranks=3, microbatches=5) == build("GPipe", ranks=3, microbatches=5)
+    assert build("mine too", ranks=2, microbatches=2).stages == 6
+    assert build("mine too", ranks=2, microbatches=2, stages_per_rank=1).stages == 2
+    assert names()[-2:] == ("mine", "mine too")
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize(
+    ("name", "says"), [("zbv", "it is taken"), ("mine.csv", "for that of a file"), ("", "choose")]
+)
+def test_a_name_that_is_none(name: str, says: str) -> None:
+    with pytest.raises(ScheduleError, match=f"cannot be registered as {name!r}: .*{says}"):
+        register(name, gpipe)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_schedule_of_ones_own_is_what_was_asked_for() -> None:
+    register("mine", lambda ranks, microbatches: build("GPipe", ranks=2, microbatches=2))
+    register("yours", lambda ranks, microbatches: "GPipe")  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match="mine gave a schedule of ranks=2, microbatches=2"):
+        build("mine", ranks=2, microbatches=4)
+    with pytest.raises(
+        ScheduleError, match=r"yours gave a str, which is no penstock.schedule.Schedule"
+    ):
+        build("yours", ranks=2, microbatches=4)
+
+
 @pytest.mark.parametrize(
     ("name", "numbers", "reason"),
     [
@@ -187,7 +230,7 @@ def test_an_unknown_name_lists_the_nearest_and_all() -> None:
         (
             "ZB-V",
             (2, 4, 3),
-            "ZB-V has 2 .* a rank, not stages_per_rank=3; any number take Interleaved",
+            "ZB-V has 2 stages on each rank, not stages_per_rank=3; Interleaved.* take any number",
         ),
         ("DualPipeV", (4, 7, None), "ranks=4 needs microbatches=8 or more, not 7"),
     ],

@@ -153,7 +153,7 @@ class Mine(dict[str, Any]):
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a set": ({A}, "a value of type set stands at the top; a set has no order .* sorted"),
+    "a set": ({A}, "a value of type set cannot travel between ranks; a set has no order"),
     "deep inside": ([{"x": object()}], r"type object stands at \[0\]\['x'\]; .*register_type"),
     "in a field": ((1, Pair(A, {1: lambda: 0})), r"type function stands at \[1\]\.second\[1\];"),
     "a subclass": (Mine(x=A), "type Mine"),
@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a number of numpy": ({"n": np.float64(1)}, r"float64 stands at \['n'\]; .*as_tensor.*item"),
     "a tensor as key": ({"x": {A: 1}}, r"the key tensor.* stands at \['x'\]; keys are"),
     "an object as key": ({"x": {object(): 1}}, r"the key <object.* stands at \['x'\]"),
-    "a factory": (defaultdict(lambda: A), "a defaultdict of <function .* stands at the top"),
+    "a factory": (defaultdict(lambda: A), "a defaultdict of <function .* cannot travel"),
     "a class inside a function": (
         (A, local()),
         r"a Local stands at \[1\]; other ranks cannot find the class .*local.*Local; define it at",

@@ -6,7 +6,6 @@ The halves work on any autograd graph and need nothing but its outputs, inputs a
 from penstock.backward.apart import Apart
 from penstock.backward.deferred import DeferredBackward
 from penstock.backward.engines import ENGINES, BackwardEngine
-from penstock.backward.finders import register_function, register_module
 from penstock.backward.full import stage_backward
 from penstock.backward.function import SplitFunction
 from penstock.backward.graph import (
@@ -17,7 +16,6 @@ from penstock.backward.graph import (
     get_param_groups,
     reverse_closure,
 )
-from penstock.backward.operations import Call, Operation
 from penstock.backward.split import stage_backward_input, stage_backward_weight
 from penstock.backward.store import WeightGradStore
 
@@ -25,9 +23,7 @@ __all__ = [
     "ENGINES",
     "Apart",
     "BackwardEngine",
-    "Call",
     "DeferredBackward",
-    "Operation",
     "ParamGroup",
     "SplitFunction",
     "WeightGradStore",
@@ -35,8 +31,6 @@ __all__ = [
     "_null_coalesce_accumulate",
     "construct_reverse_graph",
     "get_param_groups",
-    "register_function",
-    "register_module",
     "reverse_closure",
     "stage_backward",
     "stage_backward_input",

@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from penstock.backward.full import Gradients, Pair
 from penstock.backward.graph import (
     ParamGroup,
     _get_grad_fn_or_grad_acc,
@@ -21,9 +22,7 @@ from penstock.backward.graph import (
     get_param_groups,
     nodes_of,
 )
-from penstock.backward.partial import Gradients
 from penstock.backward.saved import is_checkpointed, release
-from penstock.backward.structure import Pair
 from penstock.errors import InternalError
 
 Capture: TypeAlias = tuple[int, Node, Gradients]

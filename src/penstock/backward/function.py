@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
-from penstock.backward.store import WeightGradStore
-from penstock.backward.weights import Target
+from penstock.backward.operations import Gradients
+from penstock.backward.store import Use, WeightGradStore
 
 
 class SplitFunction(ABC):
@@ -21,8 +20,8 @@ class SplitFunction(ABC):
 
     A subclass says with ``weights`` which arguments are weights, by position, and defines three
     static methods. Forward's ``ctx`` is autograd's, without ``needs_input_grad``; that of the halves
-    has ``saved_tensors`` and what forward has set on it, other than ``call`` and ``kind``. Outside of a
-    stage, both halves run one after the other in an ordinary backward pass::
+    has ``saved_tensors`` and what forward has set on it, other than ``split``. Where the weights' half does
+    not wait, both halves run one after the other::
 
         class Scale(SplitFunction):
             weights = (1,)
@@ -63,92 +62,76 @@ class SplitFunction(ABC):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Runs forward on positional arguments."""
-        tensors = tuple(value for value in args if isinstance(value, Tensor))
-        if has_torch_function(tensors):
-            return handle_torch_function(cast("Any", cls), tensors, *args)
-        return run_whole(cls, args)
+        return cast("Any", _Split).apply(cls, *args)
 
 
-def run_whole(kind: type[SplitFunction], args: Sequence[Any]) -> Any:
-    """Runs a function whose weights' gradients do not wait."""
-    return cast("Any", _Whole).apply(kind, *args)
-
-
-def run_apart(
-    kind: type[SplitFunction],
-    args: Sequence[Any],
-    targets: Sequence[Target | None],
-    store: WeightGradStore,
-    anchor: Tensor,
-) -> Any:
-    """Runs a function and leaves the gradients of its weights to ``store``.
-
-    Args:
-        kind: The function.
-        args: Its arguments.
-        targets: Where the gradient of each weight goes; None for one that needs none.
-        store: Of the microbatch.
-        anchor: What makes autograd reach the function if nothing else does.
-    """
-    wanted = [(place, target) for place, target in enumerate(targets) if target is not None]
-    for _, target in wanted:
-        store.expect(target)
-    call = SimpleNamespace(kind=kind, wanted=wanted, store=store)
-    call.weights = [args[position] for position in kind.weights]
-    others = (value for position, value in enumerate(args) if position not in kind.weights)
-    return cast("Any", _Apart).apply(call, anchor, *others)
-
-
-class _Whole(torch.autograd.Function):
-    """Both halves, one after the other."""
+class _Split(torch.autograd.Function):
+    """Both halves one after the other, unless the weights' is left to a use."""
 
     @staticmethod
     def forward(ctx: Any, kind: type[SplitFunction], *args: Any) -> Any:
-        ctx.kind = kind
+        ctx.split = SimpleNamespace(kind=kind, places=_places(kind, args), use=None)
         return kind.forward(ctx, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        kept = _kept(ctx)
-        found = list(ctx.kind.backward_input(kept, *grads))
-        if any(ctx.needs_input_grad[1 + position] for position in ctx.kind.weights):
-            of_weights = ctx.kind.backward_weight(kept, *grads)
-            for position, grad in zip(ctx.kind.weights, of_weights, strict=True):
+        split, kept = ctx.split, _kept(ctx)
+        found = list(split.kind.backward_input(kept, *grads))
+        if split.use is not None:
+            split.use.keep(partial(split.kind.backward_weight, kept, *grads))
+        elif any(ctx.needs_input_grad[1 + position] for position in split.kind.weights):
+            of_weights = split.kind.backward_weight(kept, *grads)
+            for position, grad in zip(split.kind.weights, of_weights, strict=True):
                 found[position] = grad
         return None, *found
 
 
-class _Apart(torch.autograd.Function):
-    """The inputs' half; it has no edges to the weights."""
+SPLIT: type = _Split._backward_cls
+"""The type of the nodes of such functions."""
 
-    @staticmethod
-    def forward(ctx: Any, call: Any, anchor: Tensor, *others: Any) -> Any:
-        ctx.call = call
-        weights, call.weights = dict(zip(call.kind.weights, call.weights, strict=True)), None
-        rest = iter(others)
-        total = len(others) + len(weights)
-        args = (weights[place] if place in weights else next(rest) for place in range(total))
-        return call.kind.forward(ctx, *args)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        call, kept = ctx.call, _kept(ctx)
-        if call.store.recording:
-            compute = partial(_weight_half, call.kind, call.wanted, kept, grads)
-            call.store.add(tuple(target for _, target in call.wanted), compute)
-        found = call.kind.backward_input(kept, *grads)
-        others = (grad for place, grad in enumerate(found) if place not in call.kind.weights)
-        return None, None, *others
+class FunctionUse(Use):
+    """A call of a `SplitFunction`."""
+
+    __slots__ = ("_compute", "_positions", "_store")
+
+    def __init__(self, positions: Sequence[int], *place: Any) -> None:
+        super().__init__(*place)
+        self._positions = positions
+
+    def watch(self, store: WeightGradStore) -> None:
+        """Gets into ``store`` once a gradient arrives at the node."""
+        self._store = store
+        self.node.split.use = self
+
+    def keep(self, compute: Callable[[], Gradients]) -> None:
+        """Leaves the weights' half of the function to the store."""
+        self._store.uses.append(self)
+        self.node.split.use = None
+        self._compute = compute
+        del self._store, self.node
+
+    def gradients(self) -> Gradients:
+        """Computes a gradient or None for each edge, and forgets what it was computed from."""
+        found = self._compute()
+        del self._compute
+        return [found[position] for position in self._positions]
+
+
+def weights_of(node: Any) -> dict[int, int]:
+    """Returns which of a function's weights have which of the node's edges."""
+    edges = node.next_functions
+    places = enumerate(node.split.places)
+    return {index: place for index, place in places if place is not None and edges[place][0]}
+
+
+def _places(kind: type[SplitFunction], args: Sequence[Any]) -> list[int | None]:
+    """Returns for each weight its place among the arguments that are tensors, which have edges."""
+    tensors = [position for position, value in enumerate(args) if isinstance(value, Tensor)]
+    return [tensors.index(p) if p in tensors else None for p in kind.weights]
 
 
 def _kept(ctx: Any) -> SimpleNamespace:
     """Returns what both halves may use: a checkpoint lets saved tensors be taken once only."""
-    names = {name: value for name, value in vars(ctx).items() if name not in {"call", "kind"}}
+    names = {name: value for name, value in vars(ctx).items() if name != "split"}
     return SimpleNamespace(**names, saved_tensors=ctx.saved_tensors)
-
-
-def _weight_half(
-    kind: type[SplitFunction], wanted: list[tuple[int, Target]], kept: Any, grads: Sequence[Any]
-) -> list[Tensor | None]:
-    found = kind.backward_weight(kept, *grads)
-    return [found[place] for place, _ in wanted]

@@ -1,221 +1,215 @@
-"""Operations whose weight gradient can wait: how each is run, and each gradient by itself.
+"""The nodes of autograd whose weights' gradients can wait, and how those are computed.
 
-The formulas are those of autograd, down to which matrix is transposed, so that their bits are too.
+A node is known by its name, and what it has saved by the names in torch's ``derivatives.yaml``; torch's notes
+on autograd describe the ``_saved_*`` attributes. The formulas are those of autograd, down to which matrix is
+transposed, so that their bits are too. A node that is not in the table, or lacks a name, runs as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-
-def _same(grad: Tensor, *_: Any) -> Tensor:
-    """Returns the gradient for what was added; autograd sums it to the shape that it needs."""
-    return grad
+Gradients: TypeAlias = Sequence[Tensor | None]
 
 
-@dataclass(frozen=True)
-class Operation:
-    """An operation that is linear in a weight, for `register_function` and `register_module`.
-
-    All functions get the ``options`` of the call as their last arguments.
+class Operation(NamedTuple):
+    """What a kind of node does with a weight, in which it is linear.
 
     Args:
-        run: ``(input, weight, bias, *options)``, the forward pass; ``bias`` may be None.
-        input_gradient: ``(grad, input, weight, *options)``, made of differentiable operations if it
-            is to be differentiated twice.
-        weight_gradient: ``(grad, input, weight, *options)``; of ``weight`` it may read shape,
-            strides and dtype, but no numbers: those may be gone or changed by then.
-        bias_gradient: ``(grad, input, *options)``; a result that is too large is summed.
-        autocast: Whether autocast runs it in the lower precision.
-        by_rows: Whether inputs of several microbatches can be put together along all but their last
-            dimension, and the output likewise.
-        product: ``(grad, input)``, two matrices whose product is the weight's gradient, if there are.
+        weights: The positions of the edges whose gradients wait, all or none.
+        value: The saved tensor that they are computed from.
+        gradient: Computes them: ``(grad, value, *others, *options)``.
+        others: More saved tensors.
+        form: A saved tensor of which only shape and strides matter: ``(shape, strides)`` after ``others``.
+        options: What else the node has saved.
+        by_rows: Whether the gradient is ``value.mH @ grad``, a sum over the rows of both.
+        applies: Says whether that holds for a node of this kind; it does for all by default.
     """
 
-    run: Callable[..., Tensor]
-    input_gradient: Callable[..., Tensor]
-    weight_gradient: Callable[..., Tensor]
-    bias_gradient: Callable[..., Tensor] = _same
-    autocast: bool = True
+    weights: tuple[int, ...]
+    value: str
+    gradient: Callable[..., Gradients]
+    others: tuple[str, ...] = ()
+    form: str | None = None
+    options: tuple[str, ...] = ()
     by_rows: bool = False
-    product: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    applies: Callable[[Any], bool] | None = None
+
+    @property
+    def raw(self) -> str:
+        """Returns the attribute that tells of hooks on ``value``."""
+        return f"_raw{self.value}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the attributes of a node that it reads."""
+        forms = () if self.form is None else (self.form,)
+        return (self.value, *self.others, *forms, *self.options)
 
 
-class Call(NamedTuple):
-    """An operation and what it is applied to."""
-
-    operation: Operation
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    options: tuple[Any, ...] = ()
+# ---- products
 
 
-def rows(tensor: Tensor) -> Tensor:
-    """Returns a matrix of the tensor's last dimension."""
-    return tensor if tensor.dim() == 2 else tensor.flatten(0, -2)
+def _right(
+    grad: Tensor, left: Tensor, sizes: Any, strides: Any, alpha: complex = 1
+) -> list[Tensor]:
+    if _by_columns(sizes, strides):
+        return [_times(grad.t().mm(_conjugate(left)).t(), alpha)]
+    return [_times(_conjugate(left.t()).mm(grad), alpha)]
 
 
-def left_gradient(grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Returns the gradient of ``left`` in ``left @ right``."""
-    if _by_columns(left):
-        return (right.conj() @ grad.mT).mT
-    return grad @ right.mH
+def _left(
+    grad: Tensor, right: Tensor, sizes: Any, strides: Any, alpha: complex = 1
+) -> list[Tensor]:
+    if _by_columns(sizes, strides):
+        return [_times(_conjugate(right).mm(grad.t()).t(), alpha)]
+    return [_times(grad.mm(_conjugate(right.t())), alpha)]
 
 
-def right_gradient(grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Returns the gradient of ``right`` in ``left @ right``."""
-    if _by_columns(right):
-        return (grad.mT @ left.conj()).mT
-    return left.mH @ grad
+def _by_columns(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    return strides[0] == 1 and strides[1] == sizes[0]
 
 
-def _by_columns(matrix: Tensor) -> bool:
-    return matrix.dim() == 2 and matrix.stride() == (1, matrix.shape[0])
+def _batched_right(grad: Tensor, left: Tensor, alpha: complex = 1) -> list[Tensor]:
+    return [_times(_conjugate(left.mT).bmm(grad), alpha)]
 
 
-# ---- linear and products
+def _batched_left(grad: Tensor, right: Tensor, alpha: complex = 1) -> list[Tensor]:
+    return [_times(grad.bmm(_conjugate(right.mT)), alpha)]
 
 
-def _linear_input(grad: Tensor, value: Tensor, weight: Tensor) -> Tensor:
-    if value.is_contiguous():
-        weight = weight.conj() if weight.is_complex() else weight
-        return grad @ weight if grad.is_contiguous() else _by_rows(grad, weight)
-    return left_gradient(rows(grad), rows(value), weight.mT).view(value.shape)
+def _conjugate(matrix: Tensor) -> Tensor:
+    # Of real numbers the call alone takes as long as a small product.
+    return matrix.conj() if matrix.is_complex() else matrix
 
 
-def _by_rows(left: Tensor, right: Tensor) -> Tensor:
-    return (rows(left) @ right).view(*left.shape[:-1], right.shape[-1])
+def _times(found: Tensor, alpha: complex) -> Tensor:
+    return found if alpha == 1 else found * alpha.conjugate()
 
 
-def _linear_weight(grad: Tensor, value: Tensor, weight: Tensor) -> Tensor:
-    if weight.is_contiguous():
-        value = value.conj() if value.is_complex() else value
-        return rows(grad).t().mm(rows(value))
-    return right_gradient(rows(grad), rows(value), weight.mT).mT
+# ---- others
 
 
-def _linear_bias(grad: Tensor, *_: Any) -> Tensor:
-    return rows(grad)
+def _convolution(grad: Tensor, value: Tensor, form: Any, *options: Any) -> Gradients:
+    return [_convolved(grad, value, form, [0], *options, [False, True, False])[1]]
 
 
-def _product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    if bias is None:
-        return left @ right
-    return torch.addmm(bias, left, right) if left.dim() == 2 else torch.baddbmm(bias, left, right)
+def _convolution_with_bias(grad: Tensor, value: Tensor, form: Any, *options: Any) -> Gradients:
+    # Some kernels compute the two as one: apart, the bias would cost as much as both and have other bits.
+    return _convolved(grad, value, form, *options, [False, True, True])[1:]
 
 
-def _left_is_weight(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _product(weight, value, bias)
-
-
-def _left_input(grad: Tensor, value: Tensor, weight: Tensor) -> Tensor:
-    return right_gradient(grad, weight, value)
-
-
-def _left_weight(grad: Tensor, value: Tensor, weight: Tensor) -> Tensor:
-    return left_gradient(grad, weight, value)
-
-
-def _folded_input(grad: Tensor, value: Tensor, weight: Tensor) -> Tensor:
-    return left_gradient(rows(grad), rows(value), weight).view(value.shape)
-
-
-def _folded_weight(grad: Tensor, value: Tensor, weight: Tensor) -> Tensor:
-    return right_gradient(rows(grad), rows(value), weight)
-
-
-def _linear_product(grad: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    return rows(grad).t(), rows(value).conj()
-
-
-def _folded_product(grad: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    return rows(value).mH, rows(grad)
-
-
-LINEAR = Operation(
-    functional.linear,
-    _linear_input,
-    _linear_weight,
-    _linear_bias,
-    by_rows=True,
-    product=_linear_product,
-)
-RIGHT = Operation(_product, left_gradient, right_gradient)
-LEFT = Operation(_left_is_weight, _left_input, _left_weight)
-FOLDED = Operation(_product, _folded_input, _folded_weight, by_rows=True, product=_folded_product)
-
-
-# ---- convolution
-
-
-def _convolution_backward(
-    grad: Tensor, value: Tensor, weight: Tensor, options: tuple[Any, ...], mask: list[bool]
-) -> tuple[Any, ...]:
-    found = torch.ops.aten.convolution_backward(grad, value, weight, None, *options, mask)
+def _convolved(grad: Tensor, value: Tensor, form: Any, *options: Any) -> tuple[Any, ...]:
+    # The weight's numbers are not read, but its strides choose the layout.
+    like = torch.empty_strided(*form, dtype=value.dtype, device=value.device)
+    found = torch.ops.aten.convolution_backward(grad, value, like, *options)
     return cast("tuple[Any, ...]", found)
 
 
-def _convolution_input(grad: Tensor, value: Tensor, weight: Tensor, *options: Any) -> Tensor:
-    found = _convolution_backward(grad, value, weight, options, [True, False, False])
-    return cast("Tensor", found[0])
+def _embedding(grad: Tensor, tokens: Tensor, count: int, padding: int, *options: Any) -> Gradients:
+    # The attribute shows -1 as an unsigned number; seen in torch 2.13.
+    padding = padding - 2**64 if padding >= 2**63 else padding
+    return [torch.ops.aten.embedding_backward(grad, tokens, count, padding, *options)]
 
 
-def _convolution_weight(grad: Tensor, value: Tensor, weight: Tensor, *options: Any) -> Tensor:
-    like = value.new_empty(()).expand(weight.shape) if weight.is_meta else weight
-    found = _convolution_backward(grad, value, like, options, [False, True, False])
-    return cast("Tensor", found[1])
+def _grouped(grad: Tensor, value: Tensor, ends: Tensor, sizes: Any, strides: Any) -> Gradients:
+    if tuple(strides[-2:]) == (1, sizes[-2]):
+        return [functional.grouped_mm(grad.mT, value, offs=ends).mT]
+    return [functional.grouped_mm(value.mT, grad, offs=ends)]
 
 
-def _convolution_bias(grad: Tensor, *_: Any) -> Tensor:
-    return grad.sum([0, *range(2, grad.dim())])
+def _groups_rows(node: Any) -> bool:
+    return (len(node._saved_self_sym_sizes), len(node._saved_mat2_sym_sizes)) == (2, 3)
 
 
-CONVOLUTION = Operation(
-    torch.convolution, _convolution_input, _convolution_weight, _convolution_bias
-)
+# ---- the table
 
 
-# ---- embedding
+def _saved(*names: str) -> tuple[str, ...]:
+    return tuple(f"_saved_{name}" for name in names)
 
 
-def _embed(tokens: Tensor, weight: Tensor, bias: None, padding: int, *options: bool) -> Tensor:
-    return torch.embedding(weight, tokens, padding, *options)
+def _form(name: str, *more: str) -> tuple[str, ...]:
+    return _saved(f"{name}_sym_sizes", f"{name}_sym_strides", *more)
 
 
-def _no_input(grad: Tensor, *_: Any) -> Tensor:
-    return torch.zeros_like(grad)
+_SIZES = "stride", "padding", "dilation", "transposed", "output_padding", "groups"
+
+_PRODUCTS = {
+    "MmBackward0": (
+        Operation((1,), "_saved_self", _right, options=_form("mat2"), by_rows=True),
+        Operation((0,), "_saved_mat2", _left, options=_form("self")),
+    ),
+    "AddmmBackward0": (
+        Operation((2,), "_saved_mat1", _right, options=_form("mat2", "alpha"), by_rows=True),
+        Operation((1,), "_saved_mat2", _left, options=_form("mat1", "alpha")),
+    ),
+    "BmmBackward0": (
+        Operation((1,), "_saved_self", _batched_right),
+        Operation((0,), "_saved_mat2", _batched_left),
+    ),
+    "BaddbmmBackward0": (
+        Operation((2,), "_saved_batch1", _batched_right, options=_saved("alpha")),
+        Operation((1,), "_saved_batch2", _batched_left, options=_saved("alpha")),
+    ),
+}
+
+_OTHERS = {
+    "ConvolutionBackward0": (
+        Operation(
+            (1, 2),
+            "_saved_input",
+            _convolution_with_bias,
+            form="_saved_weight",
+            options=_saved("bias_sym_sizes_opt", *_SIZES),
+        ),
+        Operation(
+            (1,), "_saved_input", _convolution, form="_saved_weight", options=_saved(*_SIZES)
+        ),
+    ),
+    "EmbeddingBackward0": (
+        Operation(
+            (0,),
+            "_saved_indices",
+            _embedding,
+            options=_saved("weight_sym_argsize_0", "padding_idx", "scale_grad_by_freq", "sparse"),
+        ),
+    ),
+    "GroupedMmBackward0": (
+        Operation(
+            (1,),
+            "_saved_self",
+            _grouped,
+            others=_saved("offs"),
+            options=_form("mat2"),
+            applies=_groups_rows,
+        ),
+    ),
+}
 
 
-def _embedding_weight(grad: Tensor, tokens: Tensor, weight: Tensor, *options: Any) -> Tensor:
-    found = torch.ops.aten.embedding_backward(grad, tokens, weight.shape[0], *options)
-    return cast("Tensor", found)
+def node_type(name: str) -> Any:
+    """Returns the type of the nodes of a name, or None if this version of torch has none."""
+    # The types have no public name; seen in torch 2.13.
+    return getattr(torch._C._functions, name, None)
 
 
-EMBEDDING = Operation(_embed, _no_input, _embedding_weight, autocast=False)
+def _by_type(table: Mapping[str, tuple[Operation, ...]]) -> dict[type, tuple[Operation, ...]]:
+    """Returns what this version of torch has of a table."""
+    kinds = {node_type(name): found for name, found in table.items()}
+    return {
+        kind: tuple(one for one in found if all(hasattr(kind, name) for name in one.names))
+        for kind, found in kinds.items()
+        if kind is not None
+    }
 
 
-# ---- experts
+PRODUCTS = _by_type(_PRODUCTS)
+"""By the types of nodes; these may also be a step in computing a weight from others."""
 
-
-def _grouped(value: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    return functional.grouped_mm(value, weight, offs=ends, bias=bias)
-
-
-def _grouped_input(grad: Tensor, value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return functional.grouped_mm(grad, weight.mT, offs=ends)
-
-
-def _grouped_weight(grad: Tensor, value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if weight.stride()[-2:] == (1, weight.shape[-2]):
-        return functional.grouped_mm(grad.mT, value, offs=ends).mT
-    return functional.grouped_mm(value.mT, grad, offs=ends)
-
-
-GROUPED = Operation(_grouped, _grouped_input, _grouped_weight)
+OPERATIONS = PRODUCTS | _by_type(_OTHERS)

@@ -1,4 +1,4 @@
-"""What autograd nodes have saved for backward: find it, and drop it early.
+"""What autograd nodes have saved for backward: find it, read it once more, and drop it early.
 
 The ``_raw_saved_*`` attributes are described in torch's notes on autograd, "Hooks for saved tensors".
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -17,14 +17,41 @@ from torch.utils import checkpoint
 
 def is_checkpointed(node: Node) -> bool:
     """Says whether running ``node`` recomputes a region of non-reentrant checkpointing."""
-    if not _attributes(type(node)):
+    return any(map(is_recomputed, _saved(node)))
+
+
+def is_recomputed(saved: Any) -> bool:
+    """Says whether reading a saved tensor recomputes a region of non-reentrant checkpointing."""
+    if saved.unpack_hook is None or type(saved.data).__module__ != checkpoint.__name__:
         return False
-    hooked = (saved for saved in _saved(node) if saved.unpack_hook is not None)
-    return any(type(saved.data).__module__ == checkpoint.__name__ for saved in hooked)
+    return hasattr(saved.data, "handles")
+
+
+def read_early(node: Any, name: str) -> Tensor:
+    """Returns a saved tensor that a checkpoint recomputes, and lets the node read it after this.
+
+    A checkpoint hands out each tensor once in a backward pass and notes that with the tensor's holder; the
+    note is not taken here. Seen in torch 2.13.
+    """
+    holder = getattr(node, f"_raw{name}").data
+    holder.handles = _WithoutNotes(holder.handles)
+    try:
+        found: Tensor = getattr(node, name)
+    finally:
+        holder.handles = dict(holder.handles)
+    return found
+
+
+class _WithoutNotes(dict[Any, Any]):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if value is not None:
+            super().__setitem__(key, value)
 
 
 def has_hooks(node: Node) -> bool:
     """Says whether hooks handle what ``node`` saved, as in a region that will be or is recomputed."""
+    if not _attributes(type(node)):
+        return False
     return any(saved.unpack_hook is not None for saved in _saved(node))
 
 
@@ -48,7 +75,8 @@ def _saved(node: Node) -> Iterator[Any]:
             yield saved
 
 
-@cache
+# A function in Python may have a type of its own for each call: not all may be remembered.
+@lru_cache(1024)
 def _attributes(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 

@@ -23,13 +23,12 @@ from torch.autograd.graph import Node
 
 from penstock.backward.capture import capture
 from penstock.backward.delivery import deliver
+from penstock.backward.full import Gradients, Pair, explained, pair_with_gradients, tensors_in
 from penstock.backward.graph import (
     ParamGroup,
     _get_grad_fn_or_grad_acc,
     _null_coalesce_accumulate,
 )
-from penstock.backward.partial import Gradients
-from penstock.backward.structure import Pair, explained, pair_with_gradients, tensors_in
 from penstock.errors import UsageError
 
 

@@ -2,101 +2,165 @@
 
 Inputs' half::
 
-    loss ── … ── Deferred ── … ── Deferred ── … ── input        one ordinary backward pass
-                    │                 │
-                 (x, dy)           (x, dy)                      what the store keeps
+    loss ── … ── Addmm ── … ── Addmm ── … ── input        one backward pass, towards all but the weights
+                   │             │
+                (x, dy)       (x, dy)                     what the store keeps
 
 Weights' half::
 
-    (x, dy) ──> dW ──> accumulator of the weight ──> .grad      in batches, each one backward pass
+    (x, dy) ──> dW ──> … ──> accumulator of the weight ──> .grad      in batches, each one backward pass
 
 The accumulators are autograd's own: they run the hooks, once per microbatch and weight.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from penstock.backward.pending import Pending, add_to_grad, join
-from penstock.backward.weights import Target, parameter_target
+from penstock.backward.operations import Gradients, Operation, node_type
+from penstock.backward.saved import is_recomputed, read_early
+from penstock.errors import StageError
 
-Compute: TypeAlias = Callable[[], Sequence[Tensor | None]]
+LEAF: Any = node_type("AccumulateGrad")
+"""The type of the nodes that add to ``.grad``."""
+
+_TRANSPOSED = node_type("TBackward0")
 
 # Gradients that wait for their backward pass take memory, and a pass takes time of its own.
-BATCH_BYTES = 16 * 2**20
+BATCH_BYTES = 2**20
 
 
-@dataclass(eq=False, slots=True)
-class Use:
-    """A use of weights in one microbatch, and how to compute their gradients from it."""
+Edge: TypeAlias = tuple[Any, int]
+"""A node, and which of its gradients."""
 
-    targets: tuple[Target, ...]
-    compute: Compute
+
+class Use(ABC):
+    """A use of weights in one microbatch.
+
+    Args:
+        node: Of autograd, where the weights are used.
+        edges: Where the gradients of the weights go.
+        below: All nodes that they run on the way to the parameters, with the accumulators.
+    """
+
+    __slots__ = ("below", "edges", "node")
+
+    def __init__(self, node: Any, edges: Sequence[Edge], below: Sequence[Node]) -> None:
+        self.node = node
+        self.edges = edges
+        self.below = below
+
+    def can_wait(self) -> bool:
+        """Says whether what the gradients are computed from can be kept."""
+        return True
+
+    @abstractmethod
+    def watch(self, store: WeightGradStore) -> None:
+        """Gets into ``store`` once a gradient arrives at the node."""
+
+    @abstractmethod
+    def gradients(self) -> Gradients:
+        """Computes a gradient or None for each edge, and forgets what it was computed from."""
+
+
+class NodeUse(Use):
+    """A use that an `Operation` describes."""
+
+    __slots__ = ("arguments", "grad", "operation", "store", "value", "version")
+
+    def __init__(
+        self, operation: Operation, node: Any, edges: Sequence[Edge], below: Sequence[Node]
+    ) -> None:
+        super().__init__(node, edges, below)
+        self.operation = operation
+        self.value: Tensor | None = None
+
+    def can_wait(self) -> bool:
+        """Reads what the gradients are computed from, or says that it cannot be kept.
+
+        What a checkpoint recomputes is read when the node is about to run. Other hooks on saved tensors may
+        be for one call only, and that is the node's own.
+        """
+        node, operation = self.node, self.operation
+        if operation.applies is not None and not operation.applies(node):
+            return False
+        raw = getattr(node, operation.raw)
+        if raw.unpack_hook is not None:
+            return is_recomputed(raw)
+        value = self._read(node, getattr)
+        return type(value) is Tensor and value.layout is torch.strided
+
+    def _read(self, node: Any, get: Callable[[Any, str], Any]) -> Tensor:
+        operation = self.operation
+        value: Tensor = get(node, operation.value).detach()
+        self.arguments = tuple([getattr(node, name) for name in operation.options])
+        if operation.form is not None:
+            like = get(node, operation.form)
+            self.arguments = ((like.shape, like.stride()), *self.arguments)
+        if operation.others:
+            self.arguments = (*[get(node, n).detach() for n in operation.others], *self.arguments)
+        self.value, self.version = value, value._version
+        return value
+
+    def watch(self, store: WeightGradStore) -> None:
+        """Gets into ``store`` once a gradient arrives at the node."""
+        self.store = store
+        self.node.register_prehook(self)
+
+    def __call__(self, grads: Gradients) -> None:
+        """Is called by autograd before it runs the node."""
+        (self.grad,) = grads
+        if self.grad is not None:
+            if self.value is None:
+                self._read(self.node, read_early)
+            self.store.uses.append(self)
+        del self.store, self.node
+
+    def gradients(self) -> Gradients:
+        """Computes a gradient for each edge, and forgets what it was computed from."""
+        grad, value = self.pair()
+        return self.operation.gradient(grad, value, *self.arguments)
+
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Hands out the output's gradient and the input.
+
+        Raises:
+            StageError: The input has changed since the inputs' half.
+        """
+        grad, value = cast("tuple[Tensor, Tensor]", (self.grad, self.value))
+        self.grad = self.value = None
+        if value._version != self.version:
+            raise StageError(
+                "an input of an operation with a weight was changed in place between the inputs' half "
+                f"and the weights' half of backward; its shape is {tuple(value.shape)}"
+            )
+        return grad, value
 
 
 class WeightGradStore:
-    """What one microbatch leaves for the weights' half of its backward pass."""
+    """What one microbatch leaves for the weights' half of its backward pass.
 
-    def __init__(self) -> None:
-        self.recording = False
-        self.targets: dict[Target, None] = {}
+    Attributes:
+        uses: In the order in which gradients arrived.
+        owners: What keeps nodes alive that are Python functions and do not do so alone.
+    """
+
+    def __init__(self, owners: Sequence[GradientEdge] = ()) -> None:
         self.uses: list[Use] = []
-
-    def expect(self, target: Target) -> None:
-        """Says that a use of a weight will wait here."""
-        self.targets[target] = None
-
-    def add(self, targets: tuple[Target, ...], compute: Compute) -> None:
-        """Keeps a use of weights, if the inputs' half is running."""
-        if self.recording:
-            self.uses.append(Use(targets, compute))
-
-    def hold(self, target: Target, gradient: Tensor) -> None:
-        """Keeps a gradient that is known already."""
-        self.uses.append(Use((target,), partial(_known, gradient)))
-
-    @contextlib.contextmanager
-    def record(self, recording: bool = True) -> Iterator[None]:
-        """Keeps uses, or with False keeps none, for as long as the context lasts."""
-        before, self.recording = self.recording, recording
-        try:
-            yield
-        finally:
-            self.recording = before
-
-    @contextlib.contextmanager
-    def collect(self) -> Iterator[list[Use]]:
-        """Yields a list that gets what is recorded in the context, instead of the store."""
-        before, self.uses = self.uses, []
-        try:
-            with self.record():
-                yield self.uses
-        finally:
-            self.uses = before
-
-    def nodes(self) -> set[Node]:
-        """Returns the nodes that belong to the weights' half alone."""
-        return {node for target in self.targets for node in target.nodes}
-
-    def leaves(self) -> dict[Node, Target]:
-        """Returns the parameters whose gradients wait, by their accumulators."""
-        nodes = (n for n in self.nodes() if type(n).__name__ == "AccumulateGrad")
-        leaves = {node: cast("Any", node).variable for node in nodes}
-        return {n: parameter_target(get_gradient_edge(leaf), leaf) for n, leaf in leaves.items()}
+        self.owners = list(owners)
 
     def take(self, other: WeightGradStore) -> None:
         """Takes over what is in another store."""
         self.uses += other.uses
+        self.owners += other.owners
         other.uses.clear()
-        other.targets.clear()
+        other.owners.clear()
 
     def deliver(self, *, fused: bool = False, joined: bool = False) -> None:
         """Computes the gradients and adds them to the weights' ``.grad``; the store is empty then.
@@ -106,17 +170,76 @@ class WeightGradStore:
             joined: Compute as one product what can be.
         """
         uses, self.uses = self.uses, []
-        self.targets.clear()
-        if all(len(use.targets) == 1 and use.targets[0].is_parameter for use in uses):
-            groups = _by_parameter(uses)
-            groups = list(map(_joined, groups)) if joined else groups
-            _deliver_in_batches([group for group in groups if not (fused and _fused(group))])
-        else:
-            _deliver_connected(uses)
+        if joined:
+            uses = _joined(uses)
+        if fused:
+            with torch.no_grad():
+                uses = [use for use in uses if not _add_to_grad(use)]
+        for batch in _batches(_connected(uses)):
+            _deliver(batch)
+        self.owners.clear()
 
 
-def _known(gradient: Tensor) -> tuple[Tensor]:
-    return (gradient,)
+# ---- batches
+
+
+def _connected(uses: list[Use]) -> list[list[Use]]:
+    """Groups the uses that run a common node, since that is to run once; the first come last."""
+    above: dict[Node, Node] = {}
+
+    def top(node: Node) -> Node:
+        while (over := above.setdefault(node, node)) is not node:
+            node = over
+        return node
+
+    for use in uses:
+        first = top(use.below[0])
+        for node in use.below[1:]:
+            above[top(node)] = first
+    groups: dict[Node, list[Use]] = {}
+    for use in uses:
+        groups.setdefault(top(use.below[0]), []).append(use)
+    return list(groups.values())[::-1]
+
+
+def _batches(groups: list[list[Use]]) -> Iterator[list[Use]]:
+    while groups:
+        batch: list[Use] = []
+        size = 0
+        while groups and size < BATCH_BYTES:
+            group = groups.pop()
+            leaves: set[Any] = {n for use in group for n in use.below if type(n) is LEAF}
+            size += sum(leaf.variable.nbytes for leaf in leaves)
+            batch += group
+        yield batch
+
+
+def _deliver(batch: list[Use]) -> None:
+    """Runs one backward pass for some uses."""
+    with torch.no_grad():
+        found = _summed(batch)
+    first = {key for key in found if type(key[0]) is LEAF and key[0].variable.grad is None}
+    roots = [GradientEdge(*key) for key in found if key not in first]
+    seeds = [found[key] for key in found if key not in first]
+    if first:
+        weights = [node.variable for node, _ in first]
+        given = [found.pop(key) for key in first]
+        with torch.enable_grad():
+            root = cast("Any", _Handover).apply(given, *weights)
+        roots.append(get_gradient_edge(root))
+        seeds.append(root.detach())
+    if roots:
+        torch.autograd.backward(roots, seeds)
+
+
+def _summed(batch: list[Use]) -> dict[Edge, Tensor]:
+    """Returns what flows into each edge, summed in the order of the uses."""
+    found: dict[Edge, Tensor] = {}
+    for use in batch:
+        for key, gradient in zip(use.edges, use.gradients(), strict=True):
+            if gradient is not None:
+                found[key] = _plus(found.pop(key, None), gradient)
+    return found
 
 
 def _plus(before: Tensor | None, gradient: Tensor) -> Tensor:
@@ -126,151 +249,73 @@ def _plus(before: Tensor | None, gradient: Tensor) -> Tensor:
     return gradient + before if before.is_sparse else before + gradient
 
 
-# ---- uses of parameters, each by itself
+class _Handover(torch.autograd.Function):
+    """A node above accumulators that gives each its first gradient.
 
-
-Group: TypeAlias = tuple[Tensor, list[Use]]
-"""A parameter and all its uses."""
-
-
-def _by_parameter(uses: list[Use]) -> list[Group]:
-    """Takes the list apart, so that what has been used is free; the last group comes first."""
-    groups: dict[int, Group] = {}
-    for use in uses:
-        weight = use.targets[0].like
-        groups.setdefault(id(weight), (weight, []))[1].append(use)
-    uses.clear()
-    return list(groups.values())[::-1]
-
-
-def _deliver_in_batches(groups: list[Group]) -> None:
-    batch: list[Group] = []
-    size = 0
-    while groups:
-        batch.append(groups.pop())
-        size += batch[-1][0].nbytes
-        if size >= BATCH_BYTES or not groups:
-            _deliver_to_parameters(batch)
-            batch, size = [], 0
-
-
-def _joined(group: Group) -> Group:
-    weight, uses = group
-    pending = [use.compute for use in uses if isinstance(use.compute, Pending)]
-    others = [use for use in uses if not isinstance(use.compute, Pending)]
-    return weight, [Use(uses[0].targets, one) for one in join(pending)] + others
-
-
-def _fused(group: Group) -> bool:
-    """Multiplies into ``.grad`` and returns whether that was all that there was to do."""
-    weight, uses = group
-    with torch.no_grad():
-        uses[:] = [
-            use
-            for use in uses
-            if not isinstance(use.compute, Pending)
-            or not add_to_grad(use.compute, cast("Any", weight))
-        ]
-    return not uses
-
-
-class _Delivery(torch.autograd.Function):
-    """A node above the accumulators of some parameters, whose backward computes their gradients.
-
-    They come into being inside the backward pass, so that nothing but the engine refers to them and
-    an accumulator may keep one as ``.grad`` without a copy.
+    Nothing but the engine refers to that then, and the accumulator keeps it as ``.grad`` without a copy.
     """
 
     @staticmethod
-    def forward(ctx: Any, groups: list[Group], *weights: Tensor) -> Tensor:
-        ctx.groups = groups
+    def forward(ctx: Any, given: list[Tensor], *weights: Tensor) -> Tensor:
+        ctx.given = given
         return torch.empty((), device=weights[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return None, *[_total(uses) for _, uses in ctx.groups]
+        taken = tuple(ctx.given)
+        ctx.given.clear()
+        return None, *taken
 
 
-def _deliver_to_parameters(groups: list[Group]) -> None:
-    with torch.enable_grad():
-        root = cast("Any", _Delivery).apply(groups, *[weight for weight, _ in groups])
-    torch.autograd.backward([root], [root.detach()])
+# ---- faster sums, which change bits
 
 
-def _total(uses: list[Use]) -> Tensor | None:
-    """Returns the sum of the gradients in the order of the uses; empties the list."""
-    uses.reverse()
-    total: Tensor | None = None
-    while uses:
-        (gradient,) = uses.pop().compute()
-        if gradient is not None:
-            total = _plus(total, gradient)
-    return total
-
-
-# ---- uses that are connected through common parameters
-
-
-Key: TypeAlias = tuple[Node, int]
-
-
-def key_of(target: Target) -> Key:
-    """Returns what two targets have in common that are the same weight."""
-    return target.edge.node, target.edge.output_nr
-
-
-def _deliver_connected(uses: list[Use]) -> None:
-    """Delivers in one backward pass all uses that reach one parameter: its accumulator runs once."""
-    groups = _connected(uses)
-    uses.clear()
-    while groups:
-        batch: list[Use] = []
-        while groups and _bytes_of(batch) < BATCH_BYTES:
-            batch += groups.pop(next(iter(groups)))
-        _deliver_to_edges(batch)
-
-
-def _connected(uses: Iterable[Use]) -> dict[int, list[Use]]:
-    """Returns the uses by a number that is the same for all that reach a common parameter."""
-    groups: dict[int, list[Use]] = {}
-    owner: dict[int, int] = {}
+def _joined(uses: list[Use]) -> list[Use]:
+    """Puts together what can be one larger product, in the order of the first of each."""
+    alike: dict[Any, list[Any]] = {}
     for use in uses:
-        _join(use, groups, owner)
-    return groups
+        place = _place(use)
+        key = use if place is None else (place, cast("NodeUse", use).arguments)
+        alike.setdefault(key, []).append(use)
+    return [_one(group) if len(group) > 1 else group[0] for group in alike.values()]
 
 
-def _join(use: Use, groups: dict[int, list[Use]], owner: dict[int, int]) -> None:
-    leaves = {id(leaf) for target in use.targets for leaf in target.leaves}
-    joined = sorted({owner[leaf] for leaf in leaves if leaf in owner})
-    first = joined[0] if joined else len(owner)
-    group = groups.setdefault(first, [])
-    for other in joined[1:]:
-        group += groups.pop(other)
-        owner.update((leaf, first) for leaf, mark in list(owner.items()) if mark == other)
-    group.append(use)
-    owner.update(dict.fromkeys(leaves, first))
+def _one(group: list[NodeUse]) -> NodeUse:
+    grads, values = zip(*(use.pair() for use in group), strict=True)
+    one = group[0]
+    one.grad, one.value = torch.cat(grads), torch.cat(values)
+    one.version = one.value._version
+    return one
 
 
-def _bytes_of(uses: Iterable[Use]) -> int:
-    return sum(target.like.nbytes for target in {t: None for use in uses for t in use.targets})
+def _add_to_grad(use: Use) -> bool:
+    """Multiplies into ``.grad`` and returns whether that was possible."""
+    place = _place(use)
+    if place is None:
+        return False
+    leaf, is_transposed = place
+    weight: Any = leaf.variable
+    if weight.grad is None or not weight.grad.is_contiguous() or _is_hooked(weight):
+        return False
+    one = cast("NodeUse", use)
+    alpha = one.arguments[2] if len(one.arguments) > 2 else 1
+    grad, value = one.pair()
+    left, right = (grad.t(), value.conj()) if is_transposed else (value.mH, grad)
+    into = weight.grad
+    into.addmm_(left.to(into.dtype), right.to(into.dtype), alpha=alpha.conjugate())
+    return True
 
 
-def _deliver_to_edges(batch: list[Use]) -> None:
-    edges = {key_of(target): target.edge for use in batch for target in use.targets}
-    with torch.no_grad():
-        found = summed(batch)
-    if found:
-        torch.autograd.backward([edges[key] for key in found], list(found.values()))
+def _place(use: Use) -> tuple[Any, bool] | None:
+    """Returns the accumulator that a sum over rows is for, and whether as a transposed matrix."""
+    if not isinstance(use, NodeUse) or not use.operation.by_rows:
+        return None
+    node: Any = use.edges[0][0]
+    if type(node) is _TRANSPOSED:
+        ((below, _),) = node.next_functions
+        return (below, True) if type(below) is LEAF else None
+    return (node, False) if type(node) is LEAF else None
 
 
-def summed(batch: list[Use]) -> dict[Key, Tensor]:
-    """Returns the gradients by weight, summed in the order of the uses; empties ``batch``."""
-    found: dict[Key, Tensor] = {}
-    batch.reverse()
-    while batch:
-        use = batch.pop()
-        for target, gradient in zip(use.targets, use.compute(), strict=True):
-            if gradient is not None:
-                key = key_of(target)
-                found[key] = _plus(found.pop(key, None), gradient)
-    return found
+def _is_hooked(weight: Any) -> bool:
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)

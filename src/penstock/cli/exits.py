@@ -13,7 +13,13 @@ from typing import Protocol, runtime_checkable
 
 import typer
 
-from penstock.errors import InputFileError, NonFiniteError, PeerFailed, UsageError
+from penstock.errors import (
+    InputFileError,
+    NonFiniteError,
+    PeerFailed,
+    UsageError,
+    printable,
+)
 from penstock.faults.signals import interrupt, terminate
 
 OK = 0
@@ -100,7 +106,7 @@ def _tell(message: str) -> None:
 
 
 def _say(message: str) -> None:
-    print(f"penstock: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
+    print(f"penstock: {printable(' '.join(message.split()))}", file=sys.stderr)  # noqa: T201
 
 
 def _first_of_machine() -> bool:

@@ -1,4 +1,4 @@
-"""``penstock run``: a script with a process a rank on this machine."""
+"""``penstock run``: a script with a process per rank on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from penstock.errors import UsageError
 from penstock.launch import launch
 
-Processes = Annotated[int, typer.Option("--processes", "-n", help="How many, one a rank.")]
+Processes = Annotated[int, typer.Option("--processes", "-n", help="How many, one per rank.")]
 Script = Annotated[str, typer.Argument(help="The script; with --module, a module.")]
 AsModule = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module.")]
 
@@ -19,7 +19,7 @@ AsModule = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a modu
 def run(
     context: typer.Context, script: Script, processes: Processes, module: AsModule = False
 ) -> int:
-    """Run a script with a process a rank on this machine, and end all when one fails.
+    """Run a script with a process per rank on this machine, and end all when one fails.
 
     What follows SCRIPT is passed on to it.
     """

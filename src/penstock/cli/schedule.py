@@ -41,7 +41,7 @@ WriteCsv = Annotated[Path | None, typer.Option("--csv", help="Write the table as
 
 def list_schedules() -> None:
     """List the schedules that have a name."""
-    table = Table("name", "stages a rank", "also called", "what it is", box=None, pad_edge=False)
+    table = Table("name", "stages per rank", "also called", "what it is", box=None, pad_edge=False)
     for name, recipe in RECIPES.items():
         number = "any" if recipe.any_stages else str(recipe.stages_per_rank)
         table.add_row(name, number, ", ".join(recipe.aliases), recipe.summary)

@@ -75,7 +75,7 @@ class CostFlags:
 
     forward: Annotated[
         str,
-        typer.Option(help="Time of F: a number, or one a stage: 1,2,1,2.", rich_help_panel=COSTS),
+        typer.Option(help="Time of F: a number, or one per stage: 1,2,1,2.", rich_help_panel=COSTS),
     ] = "1"
     input: Annotated[str, typer.Option(help="Time of I.", rich_help_panel=COSTS)] = "1"
     weight: Annotated[str, typer.Option(help="Time of W.", rich_help_panel=COSTS)] = "1"
@@ -111,7 +111,7 @@ def _cost(name: str, text: str, share: int) -> float | list[float]:
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"--{name}={text}: must be a number, or one a stage: 1,2,1,2") from None
+        raise UsageError(f"--{name}={text}: must be a number, or one per stage: 1,2,1,2") from None
     return numbers if len(numbers) > 1 else numbers[0] / share
 
 

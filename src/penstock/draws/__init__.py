@@ -1,6 +1,6 @@
 """Where random numbers come from: a stream for each step, microbatch and module call."""
 
-from penstock.draws.drawing import unwrapped, visible
+from penstock.draws.drawing import OwnHook, unwrapped, visible
 from penstock.draws.generators import Generators, devices_of
 from penstock.draws.keys import Draw, seed_of
 from penstock.draws.plain import randomness
@@ -10,6 +10,7 @@ from penstock.draws.streams import Streams, in_backward, named
 __all__ = [
     "Draw",
     "Generators",
+    "OwnHook",
     "Randomness",
     "Seed",
     "Streams",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from torch import nn
 
 # What torch offers draws nothing itself, but for these. Of a user's class one cannot know.
@@ -19,6 +23,17 @@ _DRAWING = (
 )
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 _HARMLESS = ("torch.nn.modules.", "penstock.partition.chain")
+
+
+class OwnHook(partial[Any]):
+    """A hook of ours on a user's module; where the user copies the module in a step, it is not copied."""
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Is there in place of a hook."""
 
 
 def may_draw(module: nn.Module) -> bool:

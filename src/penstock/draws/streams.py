@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
-from penstock.draws.drawing import may_draw, visible
+from penstock.draws.drawing import OwnHook, may_draw, visible
 from penstock.draws.generators import Generators
 from penstock.draws.keys import Draw, Seeds, seeds_of
 
@@ -144,12 +143,12 @@ class Streams:
         sites = {module: _Site([self._prefix + p for p in ps]) for module, ps in modules.items()}
         self._sites = list(sites.values())
         found: list[Any] = [
-            (module.register_forward_pre_hook, partial(self._enter, sites[module]))
+            (module.register_forward_pre_hook, OwnHook(self._enter, sites[module]))
             for module in drawing
         ]
         if any(any(module.children()) for module in drawing):
             found += [
-                (module.register_forward_hook, partial(self._leave, site, module in drawing))
+                (module.register_forward_hook, OwnHook(self._leave, site, module in drawing))
                 for module, site in sites.items()
             ]
         return found

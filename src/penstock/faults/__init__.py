@@ -2,7 +2,7 @@
 
 from penstock.faults.activity import Activity, add_probe
 from penstock.faults.board import Board, BoardLostError, FolderBoard, StoreBoard
-from penstock.faults.failure import Failure, status_of
+from penstock.faults.failure import Failure, failing_module, status_of, without_own_frames
 from penstock.faults.meeting import Meeting
 from penstock.faults.patience import Patience, Timeout
 from penstock.faults.processes import Process, this_process
@@ -24,7 +24,9 @@ __all__ = [
     "Timeout",
     "Watch",
     "add_probe",
+    "failing_module",
     "status_of",
     "this_process",
     "versions",
+    "without_own_frames",
 ]

@@ -75,6 +75,11 @@ class Activity:
         self.inside = False
         self._moved(None)
 
+    def take_back(self, *, training: bool) -> None:
+        """The last call was refused before it began, and does not count."""
+        self.calls -= 1
+        self.step -= training
+
     def at(self, action: Any) -> None:
         """An action begins."""
         if self.concern is not None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
-from penstock.errors import InputFileError, NonFiniteError, StageError, UsageError
+import torch
+from torch import nn
+
+from penstock.errors import InputFileError, NonFiniteError, StageError, UsageError, printable
 
 Kind = Literal["raised", "died", "silent", "left", "interrupted", "lost"]
 
@@ -42,6 +47,7 @@ class Failure:
         by: the rank that noticed.
         story: what else the one that noticed has to tell, line by line.
         everywhere: whether all ranks find the same by themselves, as when they do not agree.
+        module: the path and type of the module in whose call it raised, if it was in one.
     """
 
     kind: Kind
@@ -58,6 +64,7 @@ class Failure:
     by: int = -1
     story: tuple[str, ...] = ()
     everywhere: bool = False
+    module: str = ""
 
     def __str__(self) -> str:
         said = f"{self.error}: {self.what}" if self.error else self.what
@@ -80,6 +87,8 @@ class Failure:
             parts.append(f"microbatch {self.microbatch}")
         if self.action is not None:
             parts.append(f"action {self.action}")
+        if self.module:
+            parts.append(f"module {self.module}")
         return ", ".join(parts)
 
     def to_json(self) -> str:
@@ -106,8 +115,9 @@ def of_exception(error: BaseException, rank: int, place: Mapping[str, Any]) -> F
         rank: where.
         place: a snapshot of the rank's activity.
     """
-    # A StageError says where; the place says that too, so the user's own error is what counts.
-    root = error.__cause__ if isinstance(error, StageError) and error.__cause__ else error
+    # A StageError of an action says where; the place says that too, so the user's own error is what counts.
+    is_placed = isinstance(error, StageError) and place["action"] is not None
+    root = error.__cause__ if is_placed and error.__cause__ else error
     lines = str(root).strip().splitlines()
     status = status_of(error)
     signal = _SIGNALS.get(status)
@@ -123,7 +133,41 @@ def of_exception(error: BaseException, rank: int, place: Mapping[str, Any]) -> F
         printable("".join(traceback.format_exception(error)))[-LONGEST_TRACE:],
         status,
         by=rank,
+        module=printable(failing_module(root)) if is_placed else "",
     )
+
+
+def failing_module(error: BaseException) -> str:
+    """The innermost module in whose call an error was raised, such as ``'blocks.2' (Block)``.
+
+    By its path from the outermost module that knows it; empty where no module was called.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    calls = [f.f_locals.get("self") for f in frames if f.f_code is nn.Module._call_impl.__code__]
+    modules = [module for module in calls if isinstance(module, nn.Module)]
+    for outer in modules:
+        for path, module in outer.named_modules():
+            if path and module is modules[-1]:
+                return f"{path!r} ({type(module).__name__})"
+    return ""
+
+
+def without_own_frames(error: BaseException) -> TracebackType | None:
+    """The traceback of an error that the user's code raised, without the frames of Penstock and torch."""
+    found, kept = [], None
+    trace = error.__traceback__
+    while trace is not None:
+        found.append(trace)
+        trace = trace.tb_next
+    for each in reversed(found):
+        if not each.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept
+
+
+_NOT_THE_USERS = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
 
 
 def is_orderly(error: BaseException) -> bool:
@@ -153,11 +197,6 @@ _SIGNALS = {
     INTERRUPTED: "was interrupted by Ctrl-C (SIGINT)",
     TERMINATED: "was told to end (SIGTERM)",
 }
-
-
-def printable(text: str) -> str:
-    """The text with everything escaped that could steer a terminal."""
-    return re.sub(r"[^\n\t\x20-\x7e\u00a0-\U0010ffff]", lambda m: f"\\x{ord(m.group()):02x}", text)
 
 
 _KINDS = {"raised", "died", "silent", "left", "interrupted", "lost"}

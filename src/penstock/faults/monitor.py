@@ -286,10 +286,9 @@ def _departed(
     # Who leaves says where it was; its last heartbeat may be from before.
     step = int((left or beat).get("step", 0))
     if left is not None:
-        calls = int(left.get("calls", 0))
         what = (
-            f"left after {calls} calls of the pipeline, step {step}, while others go on; every rank must "
-            "make the same calls: look for a loop that ends earlier there"
+            f"left after {step} training step{'' if step == 1 else 's'}, while others go on; every rank must "
+            "make the same calls of the pipeline: look for a loop that ends earlier there"
         )
         return Failure("left", rank, step, what=what, status=TEMPORARY, by=by)
     stage, microbatch, action = (beat.get(name) for name in ("stage", "microbatch", "action"))

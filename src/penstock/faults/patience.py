@@ -29,9 +29,14 @@ class Patience:
     """
 
     def __init__(self, fixed: Timeout = None) -> None:
-        first, later = fixed if isinstance(fixed, tuple) else (fixed, fixed)
-        if not all(seconds is None or seconds > 0 for seconds in (first, later)):
-            raise UsageError(f"timeout={fixed}: must be more than 0 seconds, or None")
+        pair = fixed if isinstance(fixed, tuple) else (fixed, fixed)
+        numbers = all(isinstance(seconds, int | float | None) for seconds in pair)
+        if not numbers or len(pair) != 2 or not all(s is None or s > 0 for s in pair):
+            raise UsageError(
+                f"timeout={fixed!r}: must be more than 0 seconds, None, or a pair of these for the first "
+                "step and the later ones"
+            )
+        first, later = pair
         self._first = FIRST_STEP if first is None else first
         self._fixed = later
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from penstock.faults.failure import LONGEST_TRACE, Failure, printable
+from penstock.errors import printable
+from penstock.faults.failure import LONGEST_TRACE, Failure
 from penstock.faults.silence import Place
 
 FILE = "failure.json"
@@ -100,6 +101,7 @@ def tell_torchrun(failure: Failure, *, own: bool) -> None:
         "py_callstack": failure.trace if own else "",
         "timestamp": str(moment),
         "status": failure.status,
+        "own": own,
     }
     said = str(failure) if own else f"stopped because {failure}"
     path = Path(name)

@@ -102,7 +102,11 @@ class Watch:
         try:
             if _of_wires(error) and self._hear_why():
                 return self._peer_failed()
-            self._confess(error)
+            culprit = error.rank if isinstance(error, PenstockError) else None
+            if culprit is None or culprit == self._activity.rank:
+                self._confess(error)
+            else:
+                self._follow(error, culprit)
         except BoardLostError as lost:
             return self._cut_off(lost)
         return error
@@ -141,9 +145,7 @@ class Watch:
             self._await_departure(followed)
 
     def _depart(self) -> None:
-        place = self._activity.snapshot()
-        word = {name: place[name] for name in ("calls", "step")}
-        self._team.say(LEFT, json.dumps(word))
+        self._team.say(LEFT, json.dumps({"step": self._activity.step}))
         if all(self._team.gone(rank) for rank in self._team.others):
             self._board.remove()
 
@@ -161,6 +163,14 @@ class Watch:
             self._wires.cut()
         self._team.await_word(RAISED, self._team.others, LINGER)
         self._monitor.write_story()
+
+    def _follow(self, error: BaseException, culprit: int) -> None:
+        """All ranks raise this error because of one of them, which is to say it first."""
+        self._monitor.stopped = True
+        failure = of_exception(error, culprit, self._activity.snapshot())
+        report.tell_torchrun(failure, own=False)
+        self._team.say(RAISED)
+        self._await_departure([culprit])
 
     def _peer_failed(self) -> PeerFailed:
         failures = self._ledger.of_others

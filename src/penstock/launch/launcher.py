@@ -50,7 +50,7 @@ class Outcome:
 
 
 def launch(command: Sequence[str], processes: int) -> Outcome:
-    """Run a command in a process a rank, and wait for all.
+    """Run a command in a process per rank, and wait for all.
 
     Args:
         command: the program and its arguments.
@@ -124,23 +124,29 @@ class Launcher:
             if time.monotonic() > deadline:
                 self._kill(left.values())
             time.sleep(_POLL)
+        # A rank that only follows may end first.
+        causes.sort(key=lambda cause: not self._said(cause[0], "own"))
         return Outcome(self._status(causes), tuple(causes))
 
     def _status(self, causes: Sequence[tuple[int, int]]) -> int:
         if self._signal:
             return 128 + self._signal
         # What a rank says of the cause; a death has no word, and its peers call it temporary.
-        told = [said for rank, status in causes if (said := self._said(rank) or _meant(status))]
+        told = [
+            said
+            for rank, status in causes
+            if (said := self._said(rank, "status") or _meant(status))
+        ]
         return told[0] if told else (_TEMPORARY if causes else 0)
 
     def _error_file(self, rank: int) -> dict[str, str]:
         return {"TORCHELASTIC_ERROR_FILE": str(Path(self._folder.name, f"{rank}.json"))}
 
-    def _said(self, rank: int) -> int:
-        """The exit status that a rank wrote down."""
+    def _said(self, rank: int, what: str) -> int:
+        """What a rank wrote down about its end: its exit status, or whether the failure was its own."""
         try:
             found = json.loads(Path(self._folder.name, f"{rank}.json").read_text())
-            return int(found["message"]["extraInfo"]["status"])
+            return int(found["message"]["extraInfo"][what])
         except (OSError, ValueError, KeyError, TypeError):
             return 0
 

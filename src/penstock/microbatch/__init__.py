@@ -12,6 +12,7 @@ from penstock.microbatch.rules import (
     Rules,
     Split,
     Splitter,
+    check_rules,
 )
 from penstock.microbatch.splitting import split, split_batch
 
@@ -29,6 +30,7 @@ __all__ = [
     "Rules",
     "Split",
     "Splitter",
+    "check_rules",
     "merge",
     "output_dim",
     "split",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from penstock.errors import MicrobatchError
 from penstock.microbatch.batch import Microbatches
 
 
@@ -34,5 +35,30 @@ Rules: TypeAlias = Mapping[int | str, Rule] | CallSplitter
 Without a rule a tensor is split along dimension 0, and one without dimensions goes to every microbatch
 whole. ``"target"`` says it of the target, and ``"output"`` along which dimension outputs are put together.
 """
+
+
+def check_rules(rules: Any) -> None:
+    """Check that batches can be split so.
+
+    Raises:
+        MicrobatchError: what was given is no rule; the message names the argument it is for.
+    """
+    if rules is None or callable(rules):
+        return
+    if not isinstance(rules, Mapping):
+        raise MicrobatchError(
+            f"rules={rules!r}: must be a mapping from arguments, by position or name, to how each is split, "
+            "or a function that splits the whole call"
+        )
+    for name, rule in rules.items():
+        if isinstance(rule, Mapping):
+            check_rules(rule)
+        elif isinstance(rule, type) or not (isinstance(rule, Split | Replicate) or callable(rule)):
+            raise MicrobatchError(
+                f"rules={{{name!r}: {rule!r}}}: must be Split(dim), REPLICATE, a function "
+                "(value, sizes) -> parts, or a mapping of these"
+            )
+
+
 TARGET = "target"
 OUTPUT = "output"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from penstock.errors import MicrobatchError
@@ -138,7 +139,7 @@ def _table(
 def _split_table(positional: int, table: _Table, count: int, *, fewer: bool) -> Batch:
     samples = _samples(table)
     if samples == 0:
-        raise MicrobatchError("the batch is empty; give it at least one sample a microbatch")
+        raise MicrobatchError("the batch is empty; give it at least one sample per microbatch")
     if fewer:
         # What is not split at all is one microbatch, unless a function of the user's may split it.
         count = min(count, samples or (count if _has_splitter(table) else 1))
@@ -256,7 +257,7 @@ def _cut(value: Any, rule: Rule | None, sizes: list[int], path: str) -> Sequence
         columns = [_cut(item, own, sizes, at) for at, item, own in _ruled(value, rule, path)]
         return _rebuilt(value, columns)
     if isinstance(rule, Split | None):
-        return _cut_along(value, 0 if rule is None else rule.dim, sizes)
+        return _cut_along(value, 0 if rule is None else rule.dim, sizes, path)
     parts = rule(value, sizes)
     if len(parts) != len(sizes):
         raise MicrobatchError(
@@ -265,19 +266,33 @@ def _cut(value: Any, rule: Rule | None, sizes: list[int], path: str) -> Sequence
     return parts
 
 
-def _cut_along(value: Any, dim: int, sizes: list[int]) -> Sequence[Any]:
+def _cut_along(value: Any, dim: int, sizes: list[int], path: str) -> Sequence[Any]:
     if isinstance(value, Tensor):
-        return _cut_tensor(value, dim, sizes)
+        return _cut_tensor(value, dim, sizes, path)
+    if isinstance(value, np.ndarray):
+        raise MicrobatchError(
+            f"{path} is an array of numpy, which is not split; make a tensor of it with torch.as_tensor"
+        )
     found = opened(value)
     if found is None or not found.items:
         return [value] * len(sizes)
-    return _rebuilt(value, [_cut_along(item, dim, sizes) for item in found.items])
+    pairs = zip(found.keys, found.items, strict=True)
+    return _rebuilt(
+        value, [_cut_along(item, dim, sizes, found.path(path, key)) for key, item in pairs]
+    )
 
 
-def _cut_tensor(value: Tensor, dim: int, sizes: list[int]) -> Sequence[Tensor]:
+def _cut_tensor(value: Tensor, dim: int, sizes: list[int], path: str) -> Sequence[Tensor]:
     if not value.dim():
         return [value] * len(sizes)
-    parts: Sequence[Tensor] = value.split(sizes, dim)
+    try:
+        parts: Sequence[Tensor] = value.split(sizes, dim)
+    except (RuntimeError, NotImplementedError) as error:
+        kind = "nested" if value.is_nested else str(value.layout).rpartition(".")[2]
+        raise MicrobatchError(
+            f"{path} is a {kind} tensor, which torch does not split along dimension {dim}; say with rules= "
+            "how it is split, by a function (value, sizes) -> parts, or that it is kept whole, REPLICATE"
+        ) from error
     # Views count changes in place together; what a model does to one microbatch is not done to
     # the next one, so each counts for itself.
     return parts if value.requires_grad else [part.data for part in parts]

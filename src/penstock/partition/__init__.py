@@ -8,7 +8,7 @@ from penstock.partition.entry import partition
 from penstock.partition.export import save_index, save_stage
 from penstock.partition.loading import load_partition, load_stage, load_stages, parameters_on_meta
 from penstock.partition.reading import WeightFiles, read_weights
-from penstock.partition.shared import find_shared, find_shared_between
+from penstock.partition.shared import Watched, find_shared, find_shared_between
 from penstock.partition.table import Table, table
 from penstock.partition.traced import cut_into, cut_traced, weigh_blocks
 
@@ -19,6 +19,7 @@ __all__ = [
     "Shared",
     "StageCost",
     "Table",
+    "Watched",
     "WeightFiles",
     "choose_cuts",
     "cut_chain",

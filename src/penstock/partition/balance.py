@@ -54,13 +54,18 @@ def choose_cuts(costs: Sequence[float], stages: int, placement: Placement | None
 def _check(costs: Sequence[float], stages: int, placement: Placement | None) -> None:
     if not 1 <= stages <= len(costs):
         raise PartitionError(
-            f"{len(costs)} blocks cannot be cut into {stages} stages; use from 1 to {len(costs)}"
+            f"{len(costs)} blocks cannot be cut into {stages} stages; {use_up_to(len(costs))}"
         )
     wrong = [cost for cost in costs if not (math.isfinite(cost) and cost >= 0)]
     if wrong:
         raise UsageError(f"costs must be numbers from 0 up, not {wrong[0]}")
     if placement is not None and placement.stages != stages:
         raise UsageError(f"the placement is for {placement.stages} stages, not {stages}")
+
+
+def use_up_to(most: int) -> str:
+    """What to say where another number of stages than up to so many is asked for."""
+    return f"use from 1 to {most}" if most > 1 else "it can be one stage: ranks=1"
 
 
 def loads(costs: Sequence[float], starts: Cut, placement: Placement | None = None) -> list[float]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import PartitionError
+from penstock.partition.balance import choose_cuts, use_up_to
 from penstock.partition.base import Partition
+from penstock.partition.costs import weigh_units
 from penstock.partition.shared import find_shared
+from penstock.schedule import Placement
 from penstock.specs import named_arguments
 
 
@@ -126,8 +130,22 @@ def _paths(model: nn.Module) -> list[str]:
     return [path for path, _ in model.named_modules(remove_duplicate=False) if path]
 
 
-def cut_sequential(model: nn.Sequential, stages: int) -> Partition:
+def cut_sequential(
+    model: nn.Sequential,
+    stages: int,
+    *,
+    example: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    balance: str | Sequence[float] | None = None,
+    placement: Placement | None = None,
+) -> Partition:
     """Cut an ``nn.Sequential`` into runs of its children, as equal in number as can be.
+
+    Args:
+        model: whose children are cut.
+        stages: how many.
+        example: arguments for one microbatch, as ``(args, kwargs)``, where something is measured.
+        balance: what is made equal instead of their number, see :func:`penstock.partition.partition`.
+        placement: which rank holds which stage: the ranks are made equal.
 
     Raises:
         PartitionError: more stages than children, or a forward of its own.
@@ -140,8 +158,15 @@ def cut_sequential(model: nn.Sequential, stages: int) -> Partition:
     names = [path for path in _paths(model) if "." not in path]
     if not 1 <= stages <= len(names):
         raise PartitionError(
-            f"{len(names)} modules cannot be cut into {stages} stages; use from 1 to {len(names)}"
+            f"{len(names)} modules cannot be cut into {stages} stages; {use_up_to(len(names))}"
         )
-    size, rest = divmod(len(names), stages)
-    starts = [index * size + min(index, rest) for index in range(stages + 1)]
-    return _cut(model, [names[a:b] for a, b in pairwise(starts)], spread=False)
+    weights = [1.0] * len(names)
+    if balance is not None:
+        fine = partial(_cut, model, [[name] for name in names], spread=False)
+        weights = weigh_units(model, names, balance, example, fine)
+    starts = choose_cuts(weights, stages, placement)
+    if balance is None and placement is None:
+        # Of several cuts that are as even, the one whose first stages are the larger ones.
+        size, rest = divmod(len(names), stages)
+        starts = tuple(index * size + min(index, rest) for index in range(stages))
+    return _cut(model, [names[a:b] for a, b in pairwise((*starts, len(names)))], spread=False)

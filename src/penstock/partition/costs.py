@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.errors import UsageError
+from penstock.errors import PartitionError, UsageError
 from penstock.partition.base import Partition
 from penstock.specs import flatten, unflatten
 
 Measure = Literal["time", "flops", "parameters", "memory"]
+_REPEATS = 3
+"""How often a time is measured, of which the least counts."""
 _KEPT_A_WEIGHT = 4
 """The weight, its gradient and the two moments of an optimizer like AdamW."""
 
@@ -105,6 +107,47 @@ def stage_costs(
     run = _Run(tuple(args), dict(kwargs or {}), repeats, next(homes, None))
     with _untouched(partition.modules):
         return tuple(map(run.stage, partition.modules))
+
+
+def weigh_units(
+    model: nn.Module,
+    units: Sequence[str],
+    balance: str | Sequence[float] | None,
+    example: tuple[Sequence[Any], Mapping[str, Any]] | None,
+    fine: Callable[[], Partition],
+) -> list[float]:
+    """The weight of each module that may be placed, by which stages are made equal.
+
+    Args:
+        model: that they are of.
+        units: their paths.
+        balance: what it is, see :func:`penstock.partition.partition`.
+        example: arguments to measure it with.
+        fine: makes the partition in which each of them is a stage of its own.
+
+    Raises:
+        PartitionError: there is not a weight for each, or what is to be measured cannot be.
+        UsageError: nothing of that name is measured.
+    """
+    if balance is None or balance == "parameters":
+        modules = map(model.get_submodule, units)
+        return [float(sum(p.numel() for p in module.parameters())) for module in modules]
+    if isinstance(balance, Sequence) and not isinstance(balance, str):
+        if len(balance) != len(units):
+            raise PartitionError(
+                f"balance= has {len(balance)} weights for {len(units)} modules: {', '.join(units)}"
+            )
+        return [float(weight) for weight in balance]
+    check_measure(balance)
+    if example is None:
+        raise PartitionError(f"balance={balance!r} runs the model: give example=(args, kwargs)")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PartitionError(
+            f"balance={balance!r} runs the model, which has no data: balance it by parameters, give a weight "
+            'for each module, or cut it by how="traced", which measures all but time without data'
+        )
+    costs = stage_costs(fine(), *example, repeats=_REPEATS if balance == "time" else 0)
+    return [cost.by(cast("Measure", balance)) for cost in costs]
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from penstock.errors import PartitionError, UsageError
+from penstock.partition.balance import choose_cuts
 from penstock.partition.base import Partition
 from penstock.partition.calls import cut_calls, cut_points
 from penstock.partition.chain import cut_chain, cut_sequential
@@ -53,7 +54,8 @@ def partition(
             the order of the modules, where the source does not tell it.
         balance: what makes stages equal where their number is given: ``"parameters"``, ``"flops"``,
             ``"memory"`` or ``"time"``, of which all but the first need the example, or a weight for each
-            module that can be placed. By default parameters; for traces flops.
+            module that can be placed. By default parameters; for traces flops; the children of an
+            ``nn.Sequential`` count alike.
         placement: which rank holds which stage, where their number is given: the ranks are made equal.
 
     Returns:
@@ -64,10 +66,16 @@ def partition(
     """
     if how not in WAYS:
         raise UsageError(f"how={how!r}: must be one of {', '.join(WAYS)}")
+    if not isinstance(stages, int) and (balance is not None or placement is not None):
+        raise UsageError(
+            "balance= and placement= say where to cut where the number of stages is given; stages= names "
+            "the modules here: leave them out"
+        )
     asked = _Asked(example, balance, placement)
     if how != "auto":
         made, reason = _CUTTERS[how](model, stages, asked), "as asked for"
     elif isinstance(stages, int) and stages == 1:
+        choose_cuts([1.0], stages, placement)
         made, reason = Partition((model,), shared=find_shared(model, (model,))), "one stage is all"
         how = "whole"
     elif _is_chain(model, stages):
@@ -98,7 +106,8 @@ def _chain(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
             f"a {type(model).__name__} is cut at module paths: stages=[['embed', 'blocks.0'], ['blocks.1', "
             "'head']] names each stage's modules in the order of the calls"
         )
-    return cut_sequential(model, stages)
+    example, balance, placement = asked
+    return cut_sequential(model, stages, example=example, balance=balance, placement=placement)
 
 
 def _calls(model: nn.Module, stages: Where, asked: _Asked) -> Partition:

@@ -109,7 +109,7 @@ generate_stage_to_rank_mapping = stage_to_rank
 
 
 class PipelineScheduleMulti(PipelineSchedule):
-    """A schedule with several stages a rank; arguments as :class:`PipelineSchedule`.
+    """A schedule with several stages per rank; arguments as :class:`PipelineSchedule`.
 
     Args:
         stages: those of this process.
@@ -193,7 +193,7 @@ class ScheduleRuntime(PipelineScheduleMulti):
     """Any schedule: load its actions with ``_load_csv`` before the first step."""
 
     def _dump_csv(self, filename: Any, format: str = "compute_comms") -> None:
-        """Write the schedule, a row a rank; here with its messages, if not told otherwise."""
+        """Write the schedule, a row per rank; here with its messages, if not told otherwise."""
         super()._dump_csv(filename, format)
 
 
@@ -268,7 +268,7 @@ class _InRounds(_Named):
 
 
 class ScheduleInterleaved1F1B(_InRounds):
-    """1F1B over several stages a rank (arXiv:2104.04473).
+    """1F1B over several stages per rank (arXiv:2104.04473).
 
     Raises:
         ValueError: the microbatches do not come out even in rounds of the ranks.
@@ -298,10 +298,10 @@ def _rounds(microbatches: int, ranks: int) -> int:
 
 
 class ScheduleZBVZeroBubble(_Named):
-    """Zero bubble on stages placed in a V (arXiv:2401.10241), two a rank.
+    """Zero bubble on stages placed in a V (arXiv:2401.10241), two per rank.
 
     Raises:
-        ValueError: another number of stages a rank.
+        ValueError: another number of stages per rank.
     """
 
     recipe = "ZB-V"
@@ -312,10 +312,10 @@ class ScheduleZBVZeroBubble(_Named):
 
 
 class ScheduleDualPipeV(_Named):
-    """DualPipe on stages placed in a V (arXiv:2412.19437), two a rank.
+    """DualPipe on stages placed in a V (arXiv:2412.19437), two per rank.
 
     Raises:
-        ValueError: another number of stages a rank, or fewer microbatches than stages.
+        ValueError: another number of stages per rank, or fewer microbatches than stages.
     """
 
     recipe = "DualPipeV"
@@ -328,7 +328,7 @@ class ScheduleDualPipeV(_Named):
 
 def _check_two(stages: Sequence[StageBase]) -> None:
     if len(stages) != 2:
-        raise UsageError(f"this schedule needs exactly 2 stages a rank, not {len(stages)}")
+        raise UsageError(f"this schedule needs exactly 2 stages per rank, not {len(stages)}")
 
 
 _CLASSES: dict[str, type[PipelineSchedule]] = {

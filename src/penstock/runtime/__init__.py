@@ -4,7 +4,7 @@ from penstock.runtime.agreement import agree_plan, describe_stages
 from penstock.runtime.driver import Task, Wait, drive
 from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock.runtime.machine import Machine, Work
-from penstock.runtime.orders import Order, Report
+from penstock.runtime.orders import Order, Refusal, Report, reports_of
 from penstock.runtime.program import RankProgram, channels, engine_for
 from penstock.runtime.rank import Rank, check_stages
 
@@ -17,6 +17,7 @@ __all__ = [
     "Order",
     "Rank",
     "RankProgram",
+    "Refusal",
     "Report",
     "Task",
     "Wait",
@@ -28,4 +29,5 @@ __all__ = [
     "describe_stages",
     "drive",
     "engine_for",
+    "reports_of",
 ]

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import AgreementError
+from penstock.errors import (
+    AgreementError,
+    MessageError,
+    SpecError,
+    error_named,
+    public_name,
+)
 from penstock.faults import versions
-from penstock.runtime.calls import Brought, ModelCall, merge_calls
+from penstock.runtime.calls import REFUSED, Brought, ModelCall, merge_calls
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.schedule import Schedule
@@ -135,8 +141,17 @@ def look_up(
 
     Every rank has the same pages, since all write them together.
 
+    Args:
+        transport: the rank's end.
+        brought: what this rank brings.
+        book: of the pages.
+        traits: of this rank's parameters.
+
     Returns:
         The key of the page, and the page where there is one.
+
+    Raises:
+        PenstockError: what is wrong with what some rank was given; raised on every rank.
     """
     word = torch.tensor([book.outdated(traits), brought.number], dtype=torch.int64)
     ticket = transport.gather(word)
@@ -145,7 +160,26 @@ def look_up(
     if any(changed for changed, _ in rows):
         book.clear()
     key = tuple(number for _, number in rows)
+    if REFUSED in key:
+        yield from _tell_refusals(transport, brought)
     return key, book.pages.get(key)
+
+
+def _tell_refusals(transport: Transport, brought: Brought) -> Task[None]:
+    """Raise on every rank what is wrong on the first one of those where something is."""
+    own = brought.refused
+    mine = None if own is None else [public_name(type(own)), str(own)]
+    ticket = transport.agree(mine)
+    yield Wait(ticket, transport.rank, "waits to hear why a call was refused")
+    told = ticket.take()
+    if own is not None and all(found == mine for found in told):
+        raise own
+    first = next(rank for rank, found in enumerate(told) if found is not None)
+    kind, text = told[first]
+    own = own if first == transport.rank else None
+    error = (error_named(kind) if own is None else type(own))(f"rank {first}: {text}")
+    error.rank = first
+    raise error from (None if own is None else own.__cause__)
 
 
 def agree_call(transport: Transport, brought: Brought) -> Task[ModelCall]:
@@ -157,4 +191,10 @@ def agree_call(transport: Transport, brought: Brought) -> Task[ModelCall]:
     """
     ticket = transport.agree(brought.to_json())
     yield Wait(ticket, transport.rank, "waits for the shapes of the batch")
-    return merge_calls(ticket.take())
+    try:
+        return merge_calls(ticket.take())
+    except SpecError as error:
+        # Others may have the class that is not known here, so this is no refusal of all.
+        raise MessageError(
+            f"rank {transport.rank}: what another rank was given: {error}"
+        ) from error

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from penstock.errors import AgreementError, UsageError
+from penstock.errors import AgreementError, PenstockError, UsageError
 from penstock.microbatch import Batch, Microbatch
 from penstock.specs import ValueSpec, spec_of_arguments
 
 Key = int | str
 """An argument, by position or name."""
+
+
+REFUSED = -1
+"""In place of the number of what a rank brings, which is 0 or more."""
 
 
 class Brought:
@@ -23,16 +27,24 @@ class Brought:
     Args:
         batch: as far as this process was given it.
         mode: what else the values depend on, such as whether the model is in training.
+        refused: what is wrong with what this process was given.
+
+    Attributes:
+        refused: the same, or that the batch holds something that cannot be described to others.
     """
 
-    def __init__(self, batch: Batch, mode: str) -> None:
+    def __init__(self, batch: Batch, mode: str, refused: PenstockError | None = None) -> None:
+        self.refused = refused
         self._batch = batch
         self._mode = mode
         self._kinds: list[Microbatch] = []
         self._specs: list[ValueSpec] = []
         self._of: list[int] = []
-        for part in batch.parts or ():
-            self._enter(part)
+        try:
+            for part in batch.parts or ():
+                self._enter(part)
+        except PenstockError as error:
+            self.refused = error
 
     def _enter(self, part: Microbatch) -> None:
         """Note a microbatch; those of one kind are described once."""
@@ -46,7 +58,9 @@ class Brought:
 
     @cached_property
     def number(self) -> int:
-        """A number of 62 bits that differs where anything does."""
+        """A number of 62 bits that differs where anything does; :data:`REFUSED` where something is wrong."""
+        if self.refused is not None:
+            return REFUSED
         shapes = "\n".join(spec.digest() for spec in self._specs)
         text = f"{self._mode}\n{self._facts()}\n{self._of}\n{shapes}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 2
@@ -135,16 +149,24 @@ def merge_calls(brought: Sequence[Mapping[str, Any]]) -> ModelCall:
         AgreementError: ranks differ in what more than one was given.
         UsageError: something was given to no rank.
     """
-    _check_one(brought, "mode", "what they do")
+    mode = _check_one(brought, "mode", "what they do")
     count = _check_one(brought, "count", "the number of microbatches")
     samples = _check_one(brought, "samples", "the samples of the microbatches")
     if count is None or not any(rank["kinds"] for rank in brought):
-        raise UsageError("no rank was given a batch; pass it at least to the first stage's rank")
+        name = _CALLS[next(call for call in _CALLS if mode.startswith(call))]
+        raise UsageError(
+            f"{name}() was given no batch; call it with the model's arguments, at least on the rank of the "
+            "first stage. A Pipeline has no mode to set: step trains, eval and predict evaluate"
+        )
     specs = _merged_specs(brought, count)
     given = tuple(frozenset(key for key, _ in _first_kind(rank)) for rank in brought)
     targets = tuple(bool(rank["target"]) for rank in brought)
     ready = bool(_check_one(brought, "ready", "whether the batch is split already"))
     return ModelCall(tuple(specs), tuple(samples or [0] * count), given, targets, ready)
+
+
+_CALLS = {"train": "step", "evaluate with loss": "eval", "evaluate": "predict"}
+"""From how a mode begins to what the user called."""
 
 
 def _first_kind(rank: Mapping[str, Any]) -> list[Any]:

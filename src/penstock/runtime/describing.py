@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import traceback
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
-from penstock.errors import AgreementError, SpecError, StageError
+import torch
+from torch import nn
+
+from penstock.errors import AgreementError, MessageError, SpecError, StageError
+from penstock.faults import failing_module, without_own_frames
 from penstock.microbatch import Microbatch
 from penstock.runtime.arguments import Inputs, as_values
 from penstock.runtime.driver import Task, Wait
@@ -16,9 +22,12 @@ from penstock.runtime.exchange import Specs
 from penstock.runtime.program import RankProgram
 from penstock.runtime.reach import Links, mark_optional, name_links, positions_in
 from penstock.schedule import Edge
-from penstock.specs import ValueSpec, infer, spec_of_arguments
+from penstock.specs import ValueSpec, infer, infer_output, spec_of_arguments
 from penstock.stage import PipelineStage
 from penstock.transport import Transport
+
+T = TypeVar("T")
+log = logging.getLogger("penstock")
 
 OUTPUT = "output"
 """The name under which the last stage's output is agreed on."""
@@ -36,29 +45,33 @@ def describe_whole(
         StageError: it cannot tell; raised on every rank.
         AgreementError: ranks find different things.
     """
-    found, mine = _described(describe, calls, trains)
-    ticket = transport.agree(mine)
+    attempt = _Attempt(transport.rank)
+    found = attempt.made(lambda: _described(describe, calls, trains))
+    ticket = transport.agree(attempt.told or {"digest": found.digest if found else ""})
     yield Wait(ticket, transport.rank, "waits to agree on what travels")
     answers = ticket.take()
     for rank, answer in enumerate(answers):
         if "error" in answer:
-            raise _refused(f"rank {rank}, before microbatch 0", rank, answer)
-    if len({answer["digest"] for answer in answers}) > 1:
+            everywhere = all(other.get("error") == answer["error"] for other in answers)
+            raise attempt.refusal("" if everywhere else f"rank {rank}, ", rank, answer)
+    if len({answer["digest"] for answer in answers}) > 1 or found is None:
         raise AgreementError(
             "ranks find different values between the stages; build the same model on every rank"
         )
-    return found
+    return found.calls
 
 
-def _described(
-    describe: Describe, calls: Sequence[ValueSpec], trains: bool
-) -> tuple[list[tuple[tuple[Edge, ...], Specs]], dict[str, str]]:
-    try:
-        found = [_as_tuple(describe(call, trains)) for call in calls]
-        for _, specs in found:
-            _check_travel({n: spec for n, spec in specs.items() if n != OUTPUT}, "the model")
-    except Exception as error:
-        return [], _trouble(error)
+class _Described(NamedTuple):
+    """The edges and specs of calls, and a text that differs where they do."""
+
+    calls: list[tuple[tuple[Edge, ...], Specs]]
+    digest: str
+
+
+def _described(describe: Describe, calls: Sequence[ValueSpec], trains: bool) -> _Described:
+    found = [_as_tuple(describe(call, trains)) for call in calls]
+    for _, specs in found:
+        _check_travel({n: spec for n, spec in specs.items() if n != OUTPUT}, "the model")
     text = json.dumps(
         [
             [str(edges), {name: spec.to_json() for name, spec in specs.items()}]
@@ -66,7 +79,7 @@ def _described(
         ],
         sort_keys=True,
     )
-    return found, {"digest": hashlib.sha256(text.encode()).hexdigest()}
+    return _Described(found, hashlib.sha256(text.encode()).hexdigest())
 
 
 def _as_tuple(description: Any) -> tuple[tuple[Edge, ...], Specs]:
@@ -90,38 +103,30 @@ def describe_by_stage(
     links: list[list[Links]] = [[] for _ in calls]
     for index in range(program.schedule.stages):
         owner = program.schedule.placement.rank_of[index]
-        mine = None
+        mine, attempt = None, _Attempt(transport.rank)
         if owner == transport.rank:
-            mine = _stage_answer(program, stages[index], inputs, calls, found)
-        ticket = transport.agree(mine)
+            specs_of = partial(_stage_specs, program, stages[index], inputs)
+            mine = attempt.made(
+                lambda of=specs_of: {"calls": [*map(of, calls, found)]}  # type: ignore[misc]
+            )
+        ticket = transport.agree(attempt.told or mine)
         yield Wait(ticket, transport.rank, f"waits for the shapes of stage {index}")
         answer: dict[str, Any] = ticket.take()[owner]
         if "error" in answer:
-            raise _refused(f"rank {owner}, stage {index}, before microbatch 0", owner, answer)
+            raise attempt.refusal(f"rank {owner}, stage {index}, ", owner, answer)
         for specs, of, more in zip(found, links, answer["calls"], strict=True):
-            specs |= {name: ValueSpec.from_json(spec) for name, spec in more["specs"].items()}
+            specs |= {name: _read(spec, index) for name, spec in more["specs"].items()}
             of.append(more["links"])
     edges = program.schedule.edges
     return [mark_optional(edges, specs, of) for specs, of in zip(found, links, strict=True)]
 
 
-def _stage_answer(
-    program: RankProgram,
-    stage: PipelineStage,
-    inputs: Inputs,
-    calls: Sequence[ValueSpec],
-    known: Sequence[Specs],
-) -> dict[str, Any]:
-    """What a stage gives for these calls, or why it cannot."""
+def _read(spec: dict[str, Any], stage: int) -> ValueSpec:
     try:
-        return {
-            "calls": [
-                _stage_specs(program, stage, inputs, call, specs)
-                for call, specs in zip(calls, known, strict=True)
-            ]
-        }
-    except Exception as error:
-        return _trouble(error)
+        return ValueSpec.from_json(spec)
+    except SpecError as error:
+        # Other ranks may have the class that is not known here, so this is no refusal of all.
+        raise MessageError(f"what stage {stage} gives cannot be read here: {error}") from error
 
 
 def _stage_specs(
@@ -161,11 +166,71 @@ def _check_travel(values: Specs, source: str) -> None:
         spec.check_travels(f"{source}, value {name!r}")
 
 
-def _trouble(error: Exception) -> dict[str, str]:
-    return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+def why_not_without(
+    function: Callable[[Any, Any], Any], specs: Specs, device: torch.device
+) -> str | None:
+    """Why a loss function cannot do without a target, tried on an output without data; None where it can."""
+    if OUTPUT not in specs:
+        return "what the model gives cannot be described, to try loss_fn without one"
+    arguments = spec_of_arguments((specs[OUTPUT].without_data(), None), {})
+    try:
+        found = infer_output(_Called(function), arguments, device)
+    except Exception as error:
+        return f"loss_fn does not do without one ({type(error).__name__}: {error})"
+    if len(found.tensors) == 1 and math.prod(found.tensors[0].shape) == 1:
+        return None
+    return "loss_fn gives no scalar without one"
 
 
-def _refused(where: str, rank: int, answer: Mapping[str, str]) -> StageError:
-    error = StageError(f"{where}: {answer['error']}")
-    error.add_note(f"on rank {rank}:\n{answer['trace']}")
-    return error
+class _Called(nn.Module):
+    """A function as a module; one that is a module is its part, and is copied with it where it is tried."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function if isinstance(function, nn.Module) else None
+        # A function made here, which a copy shares, as it would not share a bound method's object.
+        self._call: Callable[..., Any] = lambda *args: function(*args)
+
+    def forward(self, *args: Any) -> Any:
+        """What the function gives."""
+        return self._call(*args) if self.function is None else self.function(*args)
+
+
+class _Attempt:
+    """Something that the user's code may refuse, tried on one rank and told to all.
+
+    Args:
+        rank: this one.
+
+    Attributes:
+        told: what went wrong here, for the others; empty where nothing did.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._error: Exception | None = None
+        self.told: dict[str, str] = {}
+
+    def made(self, make: Callable[[], T]) -> T | None:
+        """What a function makes; nothing where it raises."""
+        try:
+            return make()
+        except Exception as error:
+            log.debug("the user's code raised before the first microbatch", exc_info=error)
+            module = failing_module(error)
+            self._error = error.with_traceback(without_own_frames(error))
+            self.told = {
+                "error": f"{type(error).__name__}: {error}",
+                "module": f"module {module}, " if module else "",
+            }
+            return None
+
+    def refusal(self, where: str, rank: int, answer: Mapping[str, str]) -> StageError:
+        """What every rank raises because of one, on which it has its cause."""
+        error = StageError(
+            f"{where}{answer['module']}before the first microbatch: {answer['error']}"
+        )
+        error.rank = rank
+        if rank == self._rank:
+            error.__cause__ = self._error
+        return error

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.errors import MessageError, PenstockError, StageError
-from penstock.faults.activity import Activity
+from penstock.faults import Activity, failing_module
 from penstock.losses import collect_losses
 from penstock.microbatch import Microbatch
 from penstock.parallel import Adapter
@@ -174,7 +174,9 @@ class Machine:
             if action.op in MESSAGE_OPS and isinstance(error, RuntimeError):
                 # What a process group raises for a peer that is gone.
                 raise MessageError(f"rank {self._program.rank}, {action}: {error}") from error
-            raise self._failed(action, f"{type(error).__name__}: {error}") from error
+            module = failing_module(error)
+            what = f"{type(error).__name__}: {error}"
+            raise self._failed(action, what, f", module {module}" if module else "") from error
         if action.op in COMPUTE_OPS:
             self._activity.worked(action.stage)
 
@@ -190,10 +192,10 @@ class Machine:
     def _perform(self, action: Action) -> Any:
         return _HANDLERS[action.op](self, action)
 
-    def _failed(self, action: Action, what: str) -> StageError:
+    def _failed(self, action: Action, what: str, module: str = "") -> StageError:
         return StageError(
             f"rank {self._program.rank}, stage {action.stage}, microbatch {action.microbatch}, "
-            f"action {action}: {what}"
+            f"action {action}{module}: {what}"
         )
 
     def _before(self, action: Action, inputs: Any = None) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.errors import AgreementError, PenstockError, StageError
+from penstock.errors import AgreementError, PenstockError, StageError, UsageError
+from penstock.microbatch import Batch
 from penstock.runtime.calls import ModelCall
 from penstock.runtime.driver import Task, Wait
 from penstock.step import Loss, Numbers, Scale, Sums, Weights
@@ -21,41 +21,57 @@ _ROUNDING = 1e-12
 """How far squares of the ranks' weights may be apart, which differ at most in the order of a sum."""
 
 
+def own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
+    """The weight of each microbatch, as far as this process can tell before it hears of the others.
+
+    Raises:
+        UsageError: it is none.
+        StageError: the user's function raised.
+    """
+    known = batch.targets if loss is not None and callable(loss.weight) else batch.samples
+    if loss is None or known is None:
+        return None
+    try:
+        return loss.counts(batch.samples or (), batch.targets or ())
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise StageError(
+            f"loss_weight, called with a target, raised {type(error).__name__}: {error}"
+        ) from error
+
+
 def agree_weights(
     transport: Transport,
     loss: Loss,
     call: ModelCall,
-    targets: Sequence[Any] | None,
+    counts: Sequence[float] | None,
     scale: Scale | None,
 ) -> Task[Weights]:
     """How much each microbatch counts.
 
     Where that depends on the targets and some rank has none, the first rank that has them tells it.
 
+    Args:
+        transport: the rank's end.
+        loss: whose weights.
+        call: what all ranks were given.
+        counts: of :func:`own_counts`.
+        scale: what else gradients are scaled by.
+
     Raises:
-        StageError: the user's function raised.
+        UsageError: no rank has the targets that the weights are found from.
     """
-    if not callable(loss.weight) or all(call.targets):
-        return loss.weights(_counts(transport.rank, loss, call.samples, targets), scale)
-    mine = [0.0] * call.count
-    if call.targets.index(True) == transport.rank:
-        mine = _counts(transport.rank, loss, call.samples, targets)
+    if not callable(loss.weight):
+        return loss.weights(loss.counts(call.samples, ()), scale)
+    if not any(call.targets):
+        raise UsageError("loss_weight is a function of the target, but no target was given")
+    if all(call.targets) and counts is not None:
+        return loss.weights(counts, scale)
+    mine = counts if counts and call.targets.index(True) == transport.rank else [0.0] * call.count
     ticket = transport.sum(torch.tensor(mine, dtype=torch.float64))
     yield Wait(ticket, transport.rank, "waits for the weights of the microbatches")
     return loss.weights(ticket.take().tolist(), scale)
-
-
-def _counts(
-    rank: int, loss: Loss, samples: Sequence[int], targets: Sequence[Any] | None
-) -> list[float]:
-    try:
-        return loss.counts(samples, targets or ())
-    except PenstockError:
-        raise
-    except Exception as error:
-        raise StageError(
-            f"rank {rank}, before microbatch 0, loss_weight: {type(error).__name__}: {error}"
-        ) from error
 
 
 def share_numbers(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from penstock.draws import Draw
+from penstock.errors import PenstockError
 from penstock.microbatch import Batch
 from penstock.runtime.health import Trouble
 from penstock.runtime.hooks import Hooks
@@ -39,6 +40,7 @@ class Order:
         whole_batch: whether batch norms update their statistics once, as the whole batch would.
         scale: what else the gradients are scaled by.
         finite: whether to look whether the loss and the gradients are finite.
+        refused: what is wrong with what this process was given; the ranks tell each other, and none begins.
     """
 
     schedules: Schedules
@@ -54,6 +56,7 @@ class Order:
     whole_batch: bool = False
     scale: Scale | None = None
     finite: bool = False
+    refused: PenstockError | None = None
 
     @property
     def mode(self) -> str:
@@ -61,6 +64,17 @@ class Order:
         doing = "train" if self.trains else "evaluate"
         losses = "with" if self.loss else "without"
         return " ".join([doing, losses, "loss", *autocast_types()])
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """That a call was not begun: nothing was sent or changed, and every rank has such an error.
+
+    Attributes:
+        error: what is wrong; its cause is there on the rank where that happened.
+    """
+
+    error: PenstockError
 
 
 @dataclass(frozen=True)
@@ -90,3 +104,16 @@ class Report:
     losses: list[Tensor] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     trouble: Trouble | None = None
+
+
+def reports_of(found: Sequence[Report | Refusal]) -> list[Report]:
+    """What ranks report.
+
+    Raises:
+        PenstockError: they refused the call. Of several the one with a cause; where it was found inside of
+            Penstock is of no use to who made the call.
+    """
+    errors = [one.error for one in found if isinstance(one, Refusal)]
+    if errors:
+        raise max(errors, key=lambda error: error.__cause__ is not None).with_traceback(None)
+    return [one for one in found if isinstance(one, Report)]

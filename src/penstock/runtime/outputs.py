@@ -16,6 +16,22 @@ from penstock.specs import ValueSpec, flatten
 from penstock.transport import Transport
 
 
+def check_outputs(specs: Sequence[Specs]) -> None:
+    """Check that the outputs of a call can be given to every rank, before it begins.
+
+    Raises:
+        SpecError: they hold something that cannot travel.
+    """
+    for agreed in specs:
+        if OUTPUT not in agreed:
+            raise SpecError(
+                "the model's output cannot travel to other ranks: it holds something that cannot be "
+                "described, such as a set; let the model leave it out (transformers' caches go with "
+                "use_cache=False), or use step and eval without outputs"
+            )
+        agreed[OUTPUT].check_travels("the model's output")
+
+
 def share_outputs(
     transport: Transport,
     source: int,
@@ -33,7 +49,7 @@ def share_outputs(
         device: where they shall live.
 
     Raises:
-        SpecError: they hold something that cannot travel.
+        SpecError: they are not what was agreed.
     """
     found = []
     for microbatch, agreed in enumerate(specs):
@@ -46,13 +62,7 @@ def share_outputs(
 def _share(
     transport: Transport, source: int, output: Any, specs: Specs, device: torch.device
 ) -> Task[Any]:
-    if OUTPUT not in specs:
-        raise SpecError(
-            f"the model's output cannot travel to other ranks{_why_not(output)}; let the model leave it out "
-            "(transformers' caches go with use_cache=False), or use step and eval without outputs"
-        )
     spec = specs[OUTPUT]
-    spec.check_travels("the model's output")
     own = _checked(output, spec) if transport.rank == source else None
     shared = []
     for index, tensor_spec in enumerate(spec.tensors):
@@ -61,15 +71,6 @@ def _share(
         yield Wait(ticket, transport.rank, "waits for the outputs of the last stage")
         shared.append(ticket.take())
     return spec.fill(shared)
-
-
-def _why_not(output: Any) -> str:
-    """What in it cannot, as far as this rank has it."""
-    try:
-        flatten(output)
-    except SpecError as error:
-        return f": {error}"
-    return ""
 
 
 def _checked(output: Any, spec: ValueSpec) -> list[Tensor]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 from penstock.draws import Generators, Streams
-from penstock.errors import SpecError, UsageError
+from penstock.errors import AgreementError, PenstockError, SpecError, StageError, UsageError
 from penstock.faults.activity import Activity
 from penstock.parallel import Adapter, adapter_of, let_cross
 from penstock.runtime.agreement import Book, Page, agree_call, look_up
@@ -18,14 +19,19 @@ from penstock.runtime.arguments import Inputs
 from penstock.runtime.calls import Brought, ModelCall
 from penstock.runtime.clock import Recorder
 from penstock.runtime.companions import Companion, Companions
-from penstock.runtime.describing import Describe, describe_by_stage, describe_whole
+from penstock.runtime.describing import (
+    Describe,
+    describe_by_stage,
+    describe_whole,
+    why_not_without,
+)
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.runtime.health import Health, Spot, Trouble, has_finite_gradients
 from penstock.runtime.machine import Machine, Work
-from penstock.runtime.numbers import Names, agree_weights, share_numbers
-from penstock.runtime.orders import Order, Report
-from penstock.runtime.outputs import share_outputs
+from penstock.runtime.numbers import Names, agree_weights, own_counts, share_numbers
+from penstock.runtime.orders import Order, Refusal, Report
+from penstock.runtime.outputs import check_outputs, share_outputs
 from penstock.runtime.program import RankProgram, channels
 from penstock.runtime.roots import Roots
 from penstock.schedule import Edge, Schedule
@@ -86,12 +92,18 @@ class Rank:
         """Put something between this rank and its end of the transport."""
         self.transport = wrap(self.transport)
 
-    def run(self, order: Order) -> Task[Report]:
-        """Carry out a call, as a task: agree on it, run the program, and tell what came out."""
+    def run(self, order: Order) -> Task[Report | Refusal]:
+        """Carry out a call, as a task: agree on it, run the program, and tell what came out.
+
+        What is wrong with the call is found, and told to all ranks, before anything is sent or changed: then
+        every rank refuses it, and the next call is as if this one had not been.
+        """
         let_cross(stage.module for stage in self.stages.values())
         inputs = self._inputs or (yield from self._introduce())
-        page = yield from self._agree(order, inputs)
-        roots = yield from self._roots(order, page.call)
+        try:
+            page, roots = yield from self._agree(order, inputs)
+        except (UsageError, SpecError, StageError, AgreementError) as error:
+            return Refusal(error)
         work = self._work(order, page, inputs, roots)
         count = page.call.count
         with self._accompanied(order) as companions, self._adapted(order, count) as adapters:
@@ -149,11 +161,11 @@ class Rank:
         found = [Spot(*spot) for spot in told if spot is not None]
         return Trouble(loss, min(found, default=None))
 
-    def _roots(self, order: Order, call: ModelCall) -> Task[Roots]:
+    def _roots(self, order: Order, call: ModelCall, counts: Sequence[float] | None) -> Task[Roots]:
         loss, targets = order.loss, order.batch.targets
         if loss is None:
             return Roots()
-        weights = yield from agree_weights(self.transport, loss, call, targets, order.scale)
+        weights = yield from agree_weights(self.transport, loss, call, counts, order.scale)
         return Roots(loss, weights, targets or [None] * call.count)
 
     @contextmanager
@@ -207,16 +219,23 @@ class Rank:
         self._inputs = Inputs({index: names for rank in told for index, names in rank})
         return self._inputs
 
-    def _agree(self, order: Order, inputs: Inputs) -> Task[Page]:
-        """The page of the book for what all ranks bring; it is written where there is none."""
-        brought = Brought(order.batch, order.mode)
+    def _agree(self, order: Order, inputs: Inputs) -> Task[tuple[Page, Roots]]:
+        """The page of the book for what all ranks bring, written where there is none; and the loss."""
+        refused, counts = order.refused, None
+        try:
+            counts = own_counts(order.loss, order.batch)
+        except PenstockError as error:
+            refused = error
+        brought = Brought(order.batch, order.mode, refused)
         traits = _traits(self.stages.values())
         key, page = yield from look_up(self.transport, brought, self._book, traits)
         if page is None:
             call = yield from agree_call(self.transport, brought)
             page = yield from self._page(order, call, inputs)
             self._book.write(key, page)
-        return page
+        if order.outputs:
+            check_outputs(page.specs)
+        return page, (yield from self._roots(order, page.call, counts))
 
     def _page(self, order: Order, call: ModelCall, inputs: Inputs) -> Task[Page]:
         described = self._book.described
@@ -228,15 +247,40 @@ class Rank:
             inputs = self._for_call(inputs, call, schedule)
             if order.batch.parts:
                 inputs = replace(inputs, aside=order.batch.parts[0].aside)
-            _check_given(call, inputs, schedule, order)
+            _check_given(call, inputs, schedule)
         if news:
             found = yield from self._describe_all(order, call, inputs, list(news.values()))
             described.update(zip(news, found, strict=True))
         edges = _one_table([described[digest][0] for digest in digests])
         schedule = order.schedules(call.count, edges)
-        _check_given(call, inputs, schedule, order)
+        _check_given(call, inputs, schedule)
+        yield from self._check_target(order, call, schedule, described[digests[0]][1])
         self.transport.open(channels(schedule))
         return Page(call, tuple(described[digest][1] for digest in digests), schedule)
+
+    def _check_target(
+        self, order: Order, call: ModelCall, schedule: Schedule, specs: Specs
+    ) -> Task[None]:
+        """Check that the rank of the last stage was given a target, or that the loss needs none.
+
+        Raises:
+            UsageError: it was not, and the loss function fails without.
+        """
+        rank, last = schedule.placement.rank_of[-1], schedule.stages - 1
+        if order.loss is None or call.targets[rank]:
+            return
+        if any(call.targets):
+            raise UsageError(
+                f"rank {rank}, which has the last stage, was given no target; pass target= there"
+            )
+        told = None
+        if rank == self.number:
+            told = why_not_without(order.loss.function, specs, self.stages[last].device)
+        why = (yield from self.exchange(told))[rank]
+        if why:
+            raise UsageError(
+                f"no target was given{_where_it_went(call)}, and {why}; pass it as target="
+            )
 
     def _describe_all(
         self, order: Order, call: ModelCall, inputs: Inputs, calls: Sequence[ValueSpec]
@@ -299,11 +343,11 @@ def _one_table(tables: Sequence[tuple[Edge, ...] | None]) -> tuple[Edge, ...] | 
     return tables[0]
 
 
-def _check_given(call: ModelCall, inputs: Inputs, schedule: Schedule, order: Order) -> None:
+def _check_given(call: ModelCall, inputs: Inputs, schedule: Schedule) -> None:
     """Check that the ranks were given what their stages need; the same on every rank.
 
     Raises:
-        UsageError: a rank lacks an argument of a stage, or the target.
+        UsageError: a rank lacks an argument of a stage.
     """
     positions, names = call.names
     rank_of = schedule.placement.rank_of
@@ -319,10 +363,16 @@ def _check_given(call: ModelCall, inputs: Inputs, schedule: Schedule, order: Ord
                 f"rank {rank} was not given the arguments {lacking}, which stage {stage} takes; pass "
                 "them there, or the whole batch to every rank"
             )
-    if order.loss is not None and not call.targets[rank_of[-1]]:
-        raise UsageError(
-            f"rank {rank_of[-1]}, which has the last stage, was given no target; pass target= there"
-        )
+
+
+def _where_it_went(call: ModelCall) -> str:
+    """Which of the model's arguments may have been meant for the target."""
+    positions, names = call.names
+    if near := get_close_matches("target", names, n=1):
+        return f" ({near[0]}= went to the model)"
+    if len(positions) > 1:
+        return f" (all {len(positions)} arguments by position went to the model)"
+    return ""
 
 
 def check_stages(schedule: Schedule, rank: int, stages: Sequence[PipelineStage]) -> None:

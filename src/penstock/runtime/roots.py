@@ -14,6 +14,7 @@ from penstock.runtime.companions import Companion
 from penstock.schedule import Edge
 from penstock.stage import PipelineStage
 from penstock.step import Loss, Tally, Weights, nothing
+from penstock.trees import mapped, tensors_of
 
 
 class Roots:
@@ -83,7 +84,7 @@ class Roots:
 
     def _main(self, loss: Loss, stage: int, microbatch: int, output: Any) -> Tensor:
         if self.weights.shares[microbatch]:
-            target = self._targets[microbatch]
+            target = _saveable(self._targets[microbatch])
             found = loss.of_microbatch(output, target)
             self.tally.measure(microbatch, stage, output, target)
         else:
@@ -99,3 +100,10 @@ class Roots:
         """What backward starts with at the loss, where the stage has a part in it."""
         found = self._seeds.pop((stage, microbatch), None)
         return [] if found is None else [found]
+
+
+def _saveable(target: Any) -> Any:
+    """A target that autograd can keep for backward, as it cannot what was made in inference mode."""
+    if torch.is_grad_enabled() and any(tensor.is_inference() for _, tensor in tensors_of(target)):
+        return mapped(target, torch.clone)
+    return target

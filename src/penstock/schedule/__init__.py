@@ -6,7 +6,7 @@ from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.drawing import draw_svg, draw_text
 from penstock.schedule.edges import Edge, chain
 from penstock.schedule.files import Limits, from_csv, from_json, load, save, to_csv, to_json
-from penstock.schedule.library import build, names
+from penstock.schedule.library import build, names, register
 from penstock.schedule.passes import (
     Pass,
     add_communication,
@@ -62,6 +62,7 @@ __all__ = [
     "parse_action",
     "prefetch",
     "reduce_gradients",
+    "register",
     "release_sends",
     "remove_wait_sends",
     "replay",

@@ -112,6 +112,8 @@ def message(stage: int, op: Op, microbatch: int | None, peer: int) -> Action:
 
 
 _OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
+_SHOWN = 60
+"""How much of a wrong text an error shows."""
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _ACTION = re.compile(rf"{_NUMBER}({_OPS}){_NUMBER}?(?:@{_NUMBER})?")
 _OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
@@ -131,7 +133,7 @@ def parse_action(text: str) -> Entry:
         return _parse_one(text)
     forward, backward = _parse_one(pair[1]), _parse_one(pair[2])
     if forward.op is not Op.F or backward.op not in GRADIENT_OPS:
-        raise ScheduleError(f"{text!r}: OVERLAP_F_B holds an F and then a B or I")
+        raise ScheduleError(f"{text[:_SHOWN]!r}: OVERLAP_F_B holds an F and then a B or I")
     return Overlap(forward, backward)
 
 
@@ -139,7 +141,7 @@ def _parse_one(text: str) -> Action:
     found = _ACTION.fullmatch(text)
     if found is None:
         raise ScheduleError(
-            f"{text!r} is not an action; write <stage><op><microbatch>, such as 2F0 or 0SEND_F1"
+            f"{text[:_SHOWN]!r} is not an action; write <stage><op><microbatch>, such as 2F0 or 0SEND_F1"
         )
     stage, op, microbatch, peer = found.groups()
     action = Action(int(stage), Op(op), _index(microbatch), _index(peer))

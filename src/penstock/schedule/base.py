@@ -26,7 +26,7 @@ from penstock.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Schedule:
-    """Programs, one a rank, with the placement of stages and the edges between them.
+    """Programs, one per rank, with the placement of stages and the edges between them.
 
     A schedule is frozen and comparable. One of the wrong *shape* cannot be constructed; whether its
     *order* is right is what :func:`penstock.schedule.validate` reports.
@@ -124,7 +124,7 @@ def _check_counts(schedule: Schedule) -> None:
         raise ScheduleError(f"microbatches={schedule.microbatches}: must be at least 1")
     if len(schedule.programs) != schedule.ranks:
         raise ScheduleError(
-            f"{len(schedule.programs)} programs for {schedule.ranks} ranks: give one program a rank"
+            f"{len(schedule.programs)} programs for {schedule.ranks} ranks: give one program per rank"
         )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
+from typing import overload
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, UsageError
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,31 @@ def v_shaped(ranks: int) -> Placement:
 
 
 def check_at_least_one(**counts: int) -> None:
-    """Refuse a count below one, by its name."""
+    """Refuse a count below one, or that is none, by its name."""
     for name, count in counts.items():
-        if count < 1:
+        if whole_number(name, count) < 1:
             raise ScheduleError(f"{name}={count}: must be at least 1")
+
+
+@overload
+def whole_number(name: str, number: int) -> int: ...
+@overload
+def whole_number(name: str, number: None) -> None: ...
+@overload
+def whole_number(name: str, number: int | None) -> int | None: ...
+
+
+def whole_number(name: str, number: int | None) -> int | None:
+    """A number that is whole, also one of numpy; or nothing.
+
+    Args:
+        name: of the argument that it was given as.
+        number: as the user gave it.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    try:
+        return None if number is None else index(number)
+    except TypeError:
+        raise UsageError(f"{name}={number!r}: must be a whole number") from None

@@ -2,6 +2,7 @@
 
 from penstock.specs.classes import register_type
 from penstock.specs.constants import Structure
+from penstock.specs.hooks import isolate_hooks
 from penstock.specs.inference import (
     Inferred,
     autocast_types,
@@ -23,6 +24,7 @@ __all__ = [
     "flatten",
     "infer",
     "infer_output",
+    "isolate_hooks",
     "named_arguments",
     "paths",
     "register_type",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,9 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from penstock.errors import SpecError
 from penstock.specs.structure import flatten
 from penstock.specs.tensors import TensorSpec
-from penstock.specs.trial import copy_with_data, copy_without_data, randomness_kept, run_itself
+from penstock.specs.trial import (
+    TypesChecked,
+    copy_with_data,
+    copy_without_data,
+    randomness_kept,
+    run_itself,
+)
 from penstock.specs.value import ValueSpec
 
 log = logging.getLogger("penstock")
@@ -127,7 +135,8 @@ def _runnable(module: nn.Module) -> Run:
 def _inferred(run: Run, call: Call, device: torch.device) -> Inferred:
     specs = call.arguments.tensors
     leaves = [spec.zeros(device).requires_grad_(spec.requires_grad) for spec in specs]
-    with device, torch.enable_grad():
+    checked = TypesChecked() if device.type == "meta" else nullcontext()
+    with device, torch.enable_grad(), checked:
         # A module may change its input in place, which a leaf that requires grad would refuse.
         args, kwargs = call.arguments.fill([t * 1 if t.requires_grad else t for t in leaves])
         tensors, structure = flatten(run(*args, **kwargs, **call.aside))
@@ -163,5 +172,23 @@ def autocast_types() -> list[str]:
 
 
 def spec_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueSpec:
-    """The spec of a call's arguments."""
-    return ValueSpec.of((args, kwargs))
+    """The spec of a call's arguments.
+
+    Raises:
+        SpecError: one holds something that cannot be described; the message names the argument.
+    """
+    try:
+        return ValueSpec.of((args, kwargs))
+    except SpecError:
+        for at, value in enumerate(args):
+            _check_argument(at, value)
+        for name, value in kwargs.items():
+            _check_argument(name, value)
+        raise
+
+
+def _check_argument(name: int | str, value: Any) -> None:
+    try:
+        flatten(value)
+    except SpecError as error:
+        raise SpecError(f"argument {name!r}: {error}") from None

@@ -68,7 +68,8 @@ class _Refusal(Exception):
         return self
 
     def told(self) -> str:
-        return f"{self.what} at {self.path or 'the top'}; {self.why}"
+        where = f"stands at {self.path}" if self.path else "cannot travel between ranks"
+        return f"{self.what} {where}; {self.why}"
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Structure:
@@ -95,9 +96,9 @@ def _describe_rare(value: Any, tensors: list[Tensor]) -> Structure:
             return describe_enum(value)
         record = record_of(type(value))
     except SpecError as error:
-        raise _Refusal(f"a {type(value).__name__} stands", str(error)) from None
+        raise _Refusal(f"a {type(value).__name__}", str(error)) from None
     if record is None:
-        raise _Refusal(f"a value of type {type(value).__name__} stands", _remedy(value))
+        raise _Refusal(f"a value of type {type(value).__name__}", _remedy(value))
     return {"record": [record.name, _fields(record, value, tensors)]}
 
 
@@ -130,9 +131,7 @@ def _key(key: Any) -> Structure:
     except _Refusal:
         tensors = [Tensor()]
     if tensors:
-        raise _Refusal(
-            f"the key {key!r} stands", "keys are strings, numbers and other plain values"
-        )
+        raise _Refusal(f"the key {key!r}", "keys are strings, numbers and other plain values")
     return found
 
 
@@ -156,7 +155,7 @@ def _factory(value: defaultdict[Any, Any]) -> str:
         if value.default_factory is factory:
             return name
     raise _Refusal(
-        f"a defaultdict of {value.default_factory} stands",
+        f"a defaultdict of {value.default_factory}",
         "its factory can be list, dict, tuple, str, bool, int, float, complex or None; or give a dict",
     )
 

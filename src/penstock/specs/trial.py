@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.specs.hooks import isolate_hooks
 
@@ -57,6 +58,42 @@ def _of_its_own(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+_ATEN = torch.ops.aten
+_PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN.mv, _ATEN.addmv, _ATEN.convolution}
+_NORMS = {_ATEN.native_layer_norm, _ATEN.native_group_norm, _ATEN.native_batch_norm}
+
+
+def check_types(func: Any, args: Sequence[Any]) -> None:
+    """Refuse operands of different types, which these operations take without data and not with it.
+
+    What some device takes may be refused here: whoever asks has to try it for real.
+
+    Raises:
+        TypeError: they differ.
+    """
+    kind = func.overloadpacket
+    if kind not in _PRODUCTS and kind not in _NORMS:
+        return
+    types = {arg.dtype for arg in args if isinstance(arg, Tensor)}
+    # Norms take halves with weights in float32.
+    if len(types) > 1 and (kind in _PRODUCTS or args[0].dtype.itemsize > 2):
+        raise TypeError(f"{kind} of {', '.join(sorted(map(str, types)))}")
+
+
+class TypesChecked(TorchDispatchMode):
+    """Has the types of operands checked on the meta device, where some operations do not look."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """An operation."""
+        check_types(func, args)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, cast, get_args
@@ -10,8 +11,17 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
+from penstock.schedule.placement import whole_number
 from penstock.step.metrics import Metric
-from penstock.step.weights import LossWeight, Replicas, Scale, Weights, count, weigh
+from penstock.step.weights import (
+    LossWeight,
+    Replicas,
+    Scale,
+    Weights,
+    check_weight,
+    count,
+    weigh,
+)
 from penstock.trees import tensors_of
 
 Reduction = Literal["mean", "sum"]
@@ -77,6 +87,14 @@ class Loss:
             raise UsageError(f"reduction={self.reduction!r}: must be 'mean' or 'sum'")
         if self.nonfinite not in get_args(NonFinite):
             raise UsageError(f"nonfinite={self.nonfinite!r}: must be 'stop', 'skip' or 'warn'")
+        check_weight("loss_weight", self.weight)
+        if whole_number("accumulate", self.accumulate) < 1:
+            raise UsageError(f"accumulate={self.accumulate}: must be at least 1 step")
+        _check_function("loss_fn", self.function)
+        if not isinstance(self.metrics, Mapping):
+            raise UsageError(f"metrics={self.metrics!r}: must be functions by name, in a dict")
+        for name, metric in self.metrics.items():
+            _check_function(f"metrics[{name!r}]", metric)
 
     def weighed(self, weight: LossWeight | None) -> Loss:
         """With other weights, where there are some."""
@@ -137,6 +155,27 @@ class Loss:
                 "trained; leave out detach(), item() and the like, and for a constant add output.sum() * 0"
             )
         return loss
+
+
+def _check_function(name: str, function: Any) -> None:
+    """Check that a function can be called with an output and a target.
+
+    Raises:
+        UsageError: it cannot; the message names the argument that it was given as.
+    """
+    if isinstance(function, type) or not callable(function):
+        made = (
+            f"; give an object of it, {function.__name__}()" if isinstance(function, type) else ""
+        )
+        raise UsageError(f"{name}={function!r}: must be a function (output, target){made}")
+    try:
+        inspect.signature(function).bind(None, None)
+    except ValueError:
+        return  # some functions that are not written in Python do not tell what they take
+    except TypeError as error:
+        raise UsageError(
+            f"{name} is called with (output, target), which it refuses: {error}"
+        ) from None
 
 
 def _requires_grad(output: Any) -> bool:

@@ -27,13 +27,16 @@ def gradient_norms(parameters: Sequence[Tensor], order: float = 2.0) -> Tensor:
     return found
 
 
-def total_norm(norms: Tensor, order: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
+def total_norm(
+    norms: Tensor, order: float = 2.0, *, error_if_nonfinite: bool = False, steps: int = 0
+) -> float:
     """The norm of everything.
 
     Args:
         norms: two rows, as :func:`gradient_norms` gives them.
         order: the same as there.
         error_if_nonfinite: whether a norm that is infinite or no number is an error.
+        steps: how many training steps there were, for the error.
 
     Raises:
         NonFiniteError: it is.
@@ -42,8 +45,8 @@ def total_norm(norms: Tensor, order: float = 2.0, *, error_if_nonfinite: bool = 
     found = float(torch.linalg.vector_norm(each, order)) if each.numel() else 0.0
     if error_if_nonfinite and not torch.tensor(found).isfinite():
         raise NonFiniteError(
-            f"the gradients' norm of order {order} is {found}, so they cannot be clipped; look for "
-            "the first loss or gradient that is no number, or pass error_if_nonfinite=False"
+            f"after step {steps}: the gradients' norm of order {order} is {found}, so they cannot be "
+            "clipped; look for the first loss or gradient that is no number, or pass error_if_nonfinite=False"
         )
     return found
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from penstock.draws import in_backward, visible
+from penstock.draws import OwnHook, in_backward, visible
 from penstock.errors import UsageError
 
 BatchStatistics = Literal["microbatch", "batch"]
@@ -95,7 +94,7 @@ class WholeBatch:
     def installed(self) -> Iterator[None]:
         """Follow the norms in this context, and update their statistics after it if nothing failed."""
         handles = [
-            m.register_forward_pre_hook(partial(self._note), with_kwargs=True) for m in self._norms
+            m.register_forward_pre_hook(OwnHook(self._note), with_kwargs=True) for m in self._norms
         ]
         try:
             with _untracked(self._norms):

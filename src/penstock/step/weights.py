@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
+from penstock.schedule.placement import whole_number
 
 LossWeight = float | Sequence[float] | Callable[[Any], Any]
 """Of a batch, of each of its microbatches, or a function from a microbatch's target to its weight."""
@@ -30,6 +31,7 @@ def count(weight: LossWeight | None, samples: Sequence[int], targets: Sequence[A
     """
     if callable(weight):
         return _checked(_numbers([weight(target) for target in targets]))
+    check_weight("loss_weight", weight)
     if isinstance(weight, Sequence):
         if len(weight) != len(samples):
             raise UsageError(
@@ -42,6 +44,21 @@ def count(weight: LossWeight | None, samples: Sequence[int], targets: Sequence[A
         return counts
     whole = sum(counts)
     return _checked([float(weight) * found / whole for found in counts])
+
+
+def check_weight(name: str, weight: LossWeight | None) -> None:
+    """Check that something can say what microbatches weigh.
+
+    Raises:
+        UsageError: it is neither a number, nor a list of numbers, nor a function.
+    """
+    is_number = isinstance(weight, SupportsFloat) and not isinstance(weight, Sequence)
+    is_list = isinstance(weight, Sequence) and not isinstance(weight, str | bytes)
+    if not (weight is None or callable(weight) or is_number or is_list):
+        raise UsageError(
+            f"{name}={weight!r}: must be a number for the batch, a list of one for each microbatch, or a "
+            "function of the target"
+        )
 
 
 def _numbers(found: Sequence[Any]) -> list[float]:
@@ -99,10 +116,11 @@ class Scale:
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.accumulate < 1:
+        if whole_number("accumulate", self.accumulate) < 1:
             raise UsageError(f"accumulate={self.accumulate}: must be at least 1 step")
-        if self.total is not None and not 0 <= self.total < math.inf:
-            raise UsageError(f"total_weight={self.total}: must be a number of at least 0")
+        known = self.total is None or isinstance(self.total, SupportsFloat)
+        if not known or (self.total is not None and not 0 <= float(self.total) < math.inf):
+            raise UsageError(f"total_weight={self.total!r}: must be a number of at least 0")
         if self.total is not None and self.accumulate != 1:
             raise UsageError(
                 "give accumulate= or total_weight=, not both: each says what to divide by"

@@ -212,7 +212,7 @@ def cut(layers: int, stages: int) -> list[list[str]]:
     if stages > layers:
         raise ConfigError(
             f"{stages} stages for layers={layers}: every stage needs a layer; "
-            f"ask for fewer ranks or stages a rank, or for at least {stages} layers"
+            f"ask for fewer ranks or stages per rank, or for at least {stages} layers"
         )
     bounds = [math.ceil(stage * layers / stages) for stage in range(stages + 1)]
     blocks = [[f"blocks.{i}" for i in range(*ends)] for ends in pairwise(bounds)]

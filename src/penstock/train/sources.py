@@ -77,7 +77,9 @@ def read(file: Path) -> dict[str, Any]:
         raise InputFileError(
             f"{file}: cannot be read: {error.strerror}; check its permissions"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except InputFileError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise InputFileError(
             f"{file}: not TOML: {error}; write lines such as steps = 100"
         ) from error

@@ -174,9 +174,7 @@ class Run:
             result = self._pipe.step(tokens, target=target, record=measure)
         except NonFiniteError as error:
             given = f"learning_rate={self._config.learning_rate:g}"
-            raise NonFiniteError(
-                f"{given}: step {step}: {error}; use a lower learning rate"
-            ) from None
+            raise NonFiniteError(f"{given}: {error}; use a lower learning rate") from None
         norm = self._pipe.clip_grad_norm_(config.clip)
         rate = self._update(step)
         seconds = perf_counter() - started

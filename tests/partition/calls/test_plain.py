@@ -205,6 +205,16 @@ def test_a_decision_between_modules_is_refused() -> None:
         run(cut, (rows(),))
 
 
+def test_a_transform_between_modules_is_refused() -> None:
+    class Mapped(models.Deciding):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](torch.vmap(torch.sin)(self.blocks[0](x)))  # type: ignore[no-any-return]
+
+    cut = partition(Mapped().double(), [["blocks.0"], ["blocks.1", "blocks.2", "blocks.3"]])
+    with pytest.raises(PartitionError, match=r"calls sin under a transform of torch.func"):
+        run(cut, (rows(),))
+
+
 class Casts(nn.Module):
     """Does not run without data: it asks for a number, and for the bytes of its weight."""
 

@@ -106,3 +106,22 @@ def recounted(group: Any, package: str, schedule: str) -> list[int]:
         seat.check(output, losses)
         counts.append(len(losses))
     return counts
+
+
+def refused(group: Any, package: str) -> list[str]:
+    """The first rank alone is given a batch that cannot be split; then the next step works."""
+    seat = Seat(package, group, one_each(group))
+    made = seat.names.Schedule1F1B(seat.stages[0], CHUNKS, loss_fn=sum_loss, scale_grads=False)
+    told = []
+    for _ in range(2):
+        x, y = batch()
+        try:
+            if seat.rank == 0:
+                made.step(x[: CHUNKS - 1])
+            else:
+                made.step(target=y)
+        except ValueError as error:
+            told.append(str(error))
+        seat.zero()
+        seat.check(*seat.step(made))
+    return told

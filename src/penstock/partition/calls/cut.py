@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.balance import choose_cuts
+from penstock.partition.balance import choose_cuts, use_up_to
 from penstock.partition.base import Partition
 from penstock.partition.calls.cutting import Cutting, analysed
 from penstock.partition.calls.outline import Outline
@@ -18,16 +18,12 @@ from penstock.partition.calls.routing import Homes
 from penstock.partition.calls.stage import CallStage
 from penstock.partition.calls.tape import paths_of
 from penstock.partition.calls.units import find_units, parts, walk, worthy
-from penstock.partition.calls.weights import count_parameters
-from penstock.partition.costs import check_measure, stage_costs
+from penstock.partition.costs import weigh_units
 from penstock.partition.shared import find_shared
 from penstock.schedule import Placement
 from penstock.specs import ValueSpec, flatten
 
 Example = tuple[Sequence[Any], Mapping[str, Any]]
-
-_REPEATS = 3
-"""How often a time is measured, of which the least counts."""
 
 
 def cut_calls(
@@ -104,42 +100,18 @@ def _by_count(
     if not 1 <= stages <= len(units):
         raise PartitionError(
             f"a {type(model).__name__} has {len(units)} modules that can be placed, too few for {stages} "
-            f"stages; use from 1 to {len(units)}"
+            f"stages; {use_up_to(len(units))}"
         )
     units = _in_order_of_calls(model, units, example)
-    starts = choose_cuts(_weights(model, units, balance, example), stages, placement)
+    weights = weigh_units(
+        model,
+        units,
+        balance,
+        example,
+        lambda: _assembled(model, [[unit] for unit in units], example),
+    )
+    starts = choose_cuts(weights, stages, placement)
     return [units[a:b] for a, b in pairwise([*starts, len(units)])]
-
-
-def _weights(
-    model: nn.Module, units: Sequence[str], balance: Any, example: Example | None
-) -> list[float]:
-    if balance is None or balance == "parameters":
-        return [count_parameters(model.get_submodule(path)) for path in units]
-    if isinstance(balance, str):
-        return _measured(model, units, balance, example)
-    if len(balance) != len(units):
-        raise PartitionError(
-            f"balance= has {len(balance)} weights for {len(units)} modules: {', '.join(units)}"
-        )
-    return [float(weight) for weight in balance]
-
-
-def _measured(
-    model: nn.Module, units: Sequence[str], balance: Any, example: Example | None
-) -> list[float]:
-    """What each unit costs as a stage of its own."""
-    check_measure(balance)
-    if example is None:
-        raise PartitionError(f"balance={balance!r} runs the model: give example=(args, kwargs)")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise PartitionError(
-            f"balance={balance!r} runs the model, which has no data: balance it by parameters, give a weight "
-            'for each module, or cut it by how="traced", which measures all but time without data'
-        )
-    fine = _assembled(model, [[unit] for unit in units], example)
-    costs = stage_costs(fine, *example, repeats=_REPEATS if balance == "time" else 0)
-    return [cost.by(balance) for cost in costs]
 
 
 def _in_order_of_calls(model: nn.Module, units: list[str], example: Example | None) -> list[str]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.errors import PartitionError, SpecError
 from penstock.partition.base import Description
+from penstock.partition.calls.inference import quiet
 from penstock.partition.calls.outline import Outline
 from penstock.partition.calls.recorder import Recorder, chance_kept
 from penstock.partition.calls.routing import Homes, Route, routed
@@ -78,6 +79,10 @@ class Cutting:
         return found
 
     def _route(self, call: ValueSpec, training: bool) -> Route:
+        if self._outline.is_outdated():
+            self._outline = Outline(self.model, self.units)
+            self._routes.clear()
+            self._latest.clear()
         digest = _digest(call)
         key = (digest, training, self._outline.traits(), tuple(autocast_types()))
         if key not in self._routes:
@@ -130,7 +135,7 @@ def _recorded(outline: Outline, units: Sequence[str], call: Any, training: bool)
     args, kwargs = call
     paths = paths_of(outline.model, units)
     recorder = Recorder(paths, outline.mode, outline.named_tensors())
-    with chance_kept(), torch.set_grad_enabled(training):
+    with quiet(), chance_kept(), torch.set_grad_enabled(training):
         with recorder.watching(list(paths)):
             output = outline.model(*args, **kwargs)
         return recorder.finish(output)

@@ -15,8 +15,21 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition.calls.trees import replaced, tensors_in
+from penstock.specs.trial import check_types
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Log nothing of what cannot be computed without data: it is tried for real, or told as an error."""
+    inner = _nothing in _LOG.filters
+    _LOG.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        if not inner:
+            _LOG.removeFilter(_nothing)
 
 
 class Numbers(Protocol):
@@ -54,13 +67,8 @@ class Inference(TorchDispatchMode):
     def of(self, unit: str) -> Iterator[None]:
         """See what ``unit`` computes in the context."""
         self._unit, self.used, self.borrowed = unit, {}, {}
-        # What cannot be computed without data is reported there as an error before it is tried for real.
-        _LOG.addFilter(_nothing)
-        try:
-            with self._mode, self:
-                yield
-        finally:
-            _LOG.removeFilter(_nothing)
+        with quiet(), self._mode, self:
+            yield
 
     def maker(self, tensor: Tensor) -> str | None:
         """The unit inside which a tensor was made."""
@@ -75,6 +83,7 @@ class Inference(TorchDispatchMode):
         for tensor in tensors_in((args, options)):
             self._note_use(tensor)
         try:
+            check_types(func, args)
             result = func(*args, **options)
         except Exception:
             result = self._for_real(func, args, options)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from penstock.errors import PartitionError
+from penstock.specs import isolate_hooks
 
 
 def home_of(model: nn.Module) -> torch.device:
@@ -33,6 +34,7 @@ class Outline:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = home_of(model)
         self._original = model
+        self._form = _form_of(model)
         self.model = self._copied(model, units)
         self._pairs = list(zip(model.modules(), self.model.modules(), strict=True))
         # By name: what other processes hold is let go, see `CallStage.release`.
@@ -56,7 +58,9 @@ class Outline:
                 if isinstance(kept, Tensor) and id(kept) not in memo:
                     memo[id(kept)] = self._real(kept)
         try:
-            return copy.deepcopy(model, memo)
+            copied = copy.deepcopy(model, memo)
+            isolate_hooks(copied, memo)
+            return copied
         except Exception as error:
             raise PartitionError(
                 f"the {type(model).__name__} cannot be copied without its data ({error}), which is how the "
@@ -82,6 +86,10 @@ class Outline:
 
     # ---- what the model may have become since
 
+    def is_outdated(self) -> bool:
+        """Whether the model has other modules or parameters by now, as where some were parametrised."""
+        return self._form != _form_of(self._original)
+
     def modes(self) -> tuple[bool, ...]:
         """Which of the model's modules are in training."""
         return tuple(module.training for module, _ in self._pairs)
@@ -104,3 +112,10 @@ class Outline:
         for module, name, parameter in self._named:
             assert parameter is not None
             parameter.requires_grad_(getattr(module, name).requires_grad)
+
+
+def _form_of(model: nn.Module) -> list[tuple[int, tuple[str, ...]]]:
+    return [
+        (id(module), tuple(n for n, p in module._parameters.items() if p is not None))
+        for module in model.modules()
+    ]

@@ -100,7 +100,20 @@ class Recorder(Watch):
         if super().concerns(func, args, kwargs) or name_of(func) in RANDOM:
             return True
         given = tensors_in((args, kwargs))
+        if torch._C._are_functorch_transforms_active() and any(map(self._is_wrapped, given)):
+            raise PartitionError(
+                f"between its modules the model calls {name_of(func)} under a transform of torch.func, "
+                "such as vmap; other stages cannot see that. Put it into a module, or place the module "
+                "that contains that code as a whole by naming it in stages="
+            )
         return any(id(t) in self._parameters or isinstance(t, FakeTensor) for t in given)
+
+    def _is_wrapped(self, tensor: Tensor) -> bool:
+        """Whether it stands for a followed tensor inside of a transform."""
+        inner = tensor
+        while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+            inner = torch._C._functorch.get_unwrapped(inner)
+        return inner is not tensor and self._is_followed(inner)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from penstock.errors import PartitionError
+from penstock.errors import PartitionError, UsageError
 from penstock.partition.calls.cutting import Cutting
 from penstock.partition.calls.recorder import depends_on_data
 from penstock.partition.calls.routing import Homes
@@ -51,7 +51,30 @@ class Holder(nn.Module):
 
     def hold_parameter(self, name: str) -> None:
         """Hold a parameter of the module."""
-        self._parameters[name] = self.__dict__["_shared_module"]._parameters[name]
+        self.take(name, self.__dict__["_shared_module"]._parameters[name])
+
+    def take(self, name: str, parameter: nn.Parameter) -> None:
+        """Hold what the module has under a name; what stands there later was put there by its user."""
+        self._parameters[name] = parameter
+        self.__dict__.setdefault("_taken", {})[name] = parameter
+
+    def follow(self) -> None:
+        """Take over the parameters that the user has put into the module since they were taken.
+
+        Raises:
+            UsageError: others are there than were.
+        """
+        shared = self.__dict__["_shared_module"]
+        for name, taken in self.__dict__.get("_taken", {}).items():
+            found = shared._parameters.get(name)
+            if found is None:
+                raise UsageError(
+                    f"the parameter {name!r} of a {type(shared).__name__} was taken away or parametrised "
+                    "after the Pipeline was made; make a new Pipeline"
+                )
+            if found is not taken:
+                found.data = found.data.to(taken.device)
+                self.take(name, found)
 
     def hold_buffers(self, *, copies: bool) -> None:
         """Hold the module's buffers; ``copies`` of those that are not saved, where another stage has them.
@@ -99,6 +122,11 @@ class CallStage(Holder):
         self.__dict__["_lenders"] = [
             holder for holder in self.modules() if isinstance(holder, Holder)
         ]
+
+    def follow(self) -> None:
+        """Take over what the user has put into the model."""
+        for holder in self.__dict__["_lenders"]:
+            Holder.follow(holder)
 
     def forward(self, values: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
         """Run the stage's part: its values by name, or in the last stage the model's output."""
@@ -154,6 +182,8 @@ def _release_parameters(module: nn.Module, keep: set[int], made: dict[int, nn.Pa
             # One for each parameter, so that what is tied stays tied.
             data = parameter.detach().to("meta")
             made[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+        if isinstance(module, Holder):
+            module.take(name, made[id(parameter)])
         for holder in (module, module.__dict__.get("_shared_module", module)):
             holder.register_parameter(name, made[id(parameter)])
 

@@ -1,1 +1,1 @@
-"""Schedules as rows of actions, a row a rank, under torch's names."""
+"""Schedules as rows of actions, a row per rank, under torch's names."""

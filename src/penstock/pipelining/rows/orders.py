@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from penstock.errors import InputFileError, UsageError
+from penstock.errors import InputFileError, ScheduleError, UsageError
 from penstock.pipelining.refusals import PlacementError, RowsError
 from penstock.pipelining.rows.actions import ActionTuple, to_entry, to_order
+from penstock.plan import prove
 from penstock.schedule import (
+    Action,
+    Limits,
     Placement,
     Schedule,
     from_csv,
@@ -18,6 +21,8 @@ from penstock.schedule import (
     reduce_gradients,
     validate,
 )
+from penstock.schedule.action import WAIT_SEND_OPS
+from penstock.schedule.files.limits import read_text
 
 Row = Sequence[ActionTuple | None]
 Order = Mapping[int, Row]
@@ -59,7 +64,42 @@ def check_order(
         validate(found).raise_if_bad()
     except ValueError as error:
         raise PlacementError(str(error)) from error
+    check_trains(found)
     return dict(enumerate(found.placement.rank_of))
+
+
+def check_trains(schedule: Schedule, *, wanted: bool = True) -> None:
+    """Check that there is a backward, where one is wanted.
+
+    Raises:
+        PlacementError: there is none.
+    """
+    if wanted and not schedule.trains:
+        raise PlacementError(
+            f"{schedule.name} has forwards and no backward, so that the loss would train nothing; add the "
+            "backwards, or leave out loss_fn"
+        )
+
+
+def proven(schedule: Schedule) -> Schedule:
+    """A schedule that was proven to complete.
+
+    Raises:
+        PlacementError: it does not; every reason why.
+    """
+    try:
+        prove(schedule)
+    except ScheduleError as error:
+        raise PlacementError(str(error)) from error
+    return schedule
+
+
+def without_releases(schedule: Schedule) -> Schedule:
+    """A schedule that does not say when sends are let go."""
+    return schedule.with_programs(
+        [e for e in program if not (isinstance(e, Action) and e.op in WAIT_SEND_OPS)]
+        for program in schedule.programs
+    )
 
 
 FORMATS = ("compute_only", "compute_comms")
@@ -91,14 +131,16 @@ def check_computes(order: Order) -> None:
 
 
 def read_rows(filename: str | Path) -> Schedule:
-    """The schedule in a file, a row a rank.
+    """The schedule in a file, a row per rank.
 
     Raises:
         RowsError: it holds none.
     """
     try:
-        return from_csv(Path(filename).read_text(encoding="utf-8"), name="CSV")
+        return from_csv(read_text(Path(filename), Limits()), name="CSV")
     except InputFileError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
         raise RowsError(str(error)) from error
 
 
@@ -146,7 +188,7 @@ def microbatches_of(order: Order) -> int:
 
 
 def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
-    """The actions as a table: a column a rank, a row a step.
+    """The actions as a table: a column per rank, a row per step.
 
     Args:
         pipeline_order: each rank's actions, by rank.

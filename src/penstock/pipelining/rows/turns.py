@@ -219,7 +219,7 @@ class _Steps:
 
 
 def write_trace(schedule: Order, filename: str | Path) -> None:
-    """Write actions by step as a Chrome trace: a process a rank, a step a microsecond."""
+    """Write actions by step as a Chrome trace: a process per rank, a microsecond per step."""
     events = [
         _event(rank, step, action)
         for rank in sorted(schedule)

@@ -10,11 +10,19 @@ from typing import Any, ClassVar
 
 import torch
 
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, UsageError
 from penstock.pipelining.microbatch import TensorChunkSpec, split_tensor
 from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.pipelining.rows.actions import ActionTuple, ComputationType, to_order
-from penstock.pipelining.rows.orders import check_format, check_order, read_rows, schedule_of
+from penstock.pipelining.rows.orders import (
+    check_format,
+    check_order,
+    check_trains,
+    proven,
+    read_rows,
+    schedule_of,
+    without_releases,
+)
 from penstock.pipelining.rows.turns import count_steps
 from penstock.pipelining.running.context import Arrived, PipelineContext
 from penstock.pipelining.running.loops import LoopParts, check_losses
@@ -22,7 +30,6 @@ from penstock.pipelining.running.runner import CUSTOM_OPS, Chunks, Custom, Runne
 from penstock.pipelining.stages.base import StageBase
 from penstock.plan import prove
 from penstock.schedule import (
-    Action,
     Op,
     Schedule,
     build,
@@ -31,7 +38,6 @@ from penstock.schedule import (
     reduce_gradients,
     to_csv,
 )
-from penstock.schedule.action import WAIT_SEND_OPS, Entry
 from penstock.step import Loss
 
 
@@ -146,14 +152,11 @@ class PipelineSchedule(LoopParts):
 
     def _spelt_out(self) -> Schedule:
         """The schedule with its messages, as files say it: not when sends are let go."""
-        proven = prove(self.schedule)
-        return proven.with_programs(map(_without_releases, proven.programs))
+        return without_releases(prove(self.schedule))
 
     def _take(self, order: dict[int, list[ActionTuple | None]]) -> None:
         """Take actions that were written by hand, and prove that they can run."""
-        made = schedule_of(order, self._num_stages, self._n_microbatches)
-        prove(made)
-        self._adopt(made)
+        self._adopt(proven(schedule_of(order, self._num_stages, self._n_microbatches)))
 
     def _validate_and_set_stage_mapping(self, actions: dict[int, list[ActionTuple | None]]) -> None:
         check_order(actions, self.pp_group_size, self._num_stages, self._n_microbatches)
@@ -175,6 +178,7 @@ class PipelineSchedule(LoopParts):
             raise PlacementError(
                 f"{schedule.name} is for {schedule.microbatches} microbatches, not {self._n_microbatches}"
             )
+        check_trains(schedule, wanted=self._has_backward)
         self._schedule, self._order = self._with_ops_of_custom(schedule), None
 
     def _with_ops_of_custom(self, schedule: Schedule) -> Schedule:
@@ -247,10 +251,16 @@ class PipelineSchedule(LoopParts):
         self._follow_count()
         for stage in self._stages:
             stage.start(self._placement(), self._n_microbatches, trains=self._has_backward)
-        arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
-        target_mbs = None
-        if target is not None:
-            target_mbs = list(split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
+        try:
+            arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
+            target_mbs = None
+            if target is not None:
+                target_mbs = list(split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
+            self._check_inputs(arg_mbs, kwarg_mbs, target_mbs)
+        except PenstockError as error:
+            if type(self)._step_microbatches is PipelineSchedule._step_microbatches:
+                self._current_runner().refuse(error, trains=self._has_backward)
+            raise
         self._step_microbatches(
             arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
         )
@@ -293,6 +303,7 @@ class PipelineSchedule(LoopParts):
         chunks = Chunks(arg_mbs, kwarg_mbs, target_mbs) if given else Chunks(None, None, target_mbs)
         context = PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
         trains = self._has_backward
+        check_trains(self.schedule, wanted=trains)
         loss = self._loss(loss_kwargs, trains, target_mbs)
         runner, self._engine_runs = self._current_runner(), True
         try:
@@ -355,7 +366,7 @@ class PipelineSchedule(LoopParts):
     # ---- files
 
     def _dump_csv(self, filename: Any, format: str = "compute_only") -> None:
-        """Write the schedule, a row a rank.
+        """Write the schedule, a row per rank.
 
         Args:
             filename: where to.
@@ -383,11 +394,4 @@ class PipelineSchedule(LoopParts):
             raise PlacementError(
                 f"{filename} spells out messages; load it with format='compute_comms'"
             )
-        prove(found)
-        self._adopt(found)
-
-
-def _without_releases(program: Sequence[Entry]) -> tuple[Entry, ...]:
-    return tuple(
-        entry for entry in program if not (isinstance(entry, Action) and entry.op in WAIT_SEND_OPS)
-    )
+        self._adopt(proven(found))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.crew import Crew
-from penstock.errors import SpecError
+from penstock.errors import PenstockError, SpecError
 from penstock.holding import WeightHolder
 from penstock.hosting import connect_if_launched, ends_of, ranks_of
 from penstock.microbatch import Batch, Microbatch
@@ -96,6 +96,16 @@ class Runner(WeightHolder):
             [found for report in reports for found in report.losses],
             # Backward has used up the graph that they came from.
             [mapped(found, Tensor.detach) for report in reports for found in report.kept],
+        )
+
+    def refuse(self, error: PenstockError, *, trains: bool) -> None:
+        """Tell all ranks, which are in a step too, what is wrong with what this one was given.
+
+        Raises:
+            PenstockError: that, on every rank.
+        """
+        self._crew.carry_out(
+            Order(lambda *_: self._plan.training, Batch(), trains=trains, refused=error)
         )
 
     def _replacing(self, function: Custom, context: Any) -> Callable[[Entry, Any], None]:

@@ -1,4 +1,4 @@
-"""Schedules with one stage a rank, under torch's names and arguments."""
+"""Schedules with one stage per rank, under torch's names and arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.pipelining.stages.base import StageBase
 
 
 class PipelineScheduleSingle(PipelineSchedule):
-    """A schedule with one stage a rank; arguments as :class:`PipelineSchedule`, with one stage."""
+    """A schedule with one stage per rank; arguments as :class:`PipelineSchedule`, with one stage."""
 
     def __init__(  # noqa: PLR0913 - torch's arguments
         self,
@@ -41,6 +41,11 @@ class ScheduleForwardOnly(PipelineScheduleSingle):
     """All forwards, and no loss."""
 
     recipe = "forward-only"
+
+    def _build(self) -> None:
+        # Also where a loss was given, as to all schedules alike.
+        self._has_backward = False
+        super()._build()
 
     def _step_microbatches(
         self,

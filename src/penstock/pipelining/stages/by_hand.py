@@ -38,7 +38,7 @@ class ByHand:
     """
 
     def __init__(self, own: OwnStage, wires: Wires, example: Any = None) -> None:
-        # The one engine that need not know at forward whether backward comes in halves.
+        # As in torch, no weight gets anything before the weights' half.
         own.prefer_engine("graph")
         self.own = own
         self._wires = wires

@@ -1,4 +1,4 @@
-"""A timeline as SVG: a row a rank, a colour an op, numbers of the microbatches."""
+"""A timeline as SVG: a row per rank, a colour per op, numbers of the microbatches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Sheet:
 
     @property
     def row(self) -> int:
-        """Height of a row: with several stages a rank, there is room for the stage below the number."""
+        """Height of a row: with several stages per rank, there is room for the stage below the number."""
         return 26 if self.most_places == 1 else 34
 
     @property

@@ -1,4 +1,4 @@
-"""Schedules as CSV: a row a rank, a cell an action. torch writes and reads the same.
+"""Schedules as CSV: a row per rank, a cell per action. torch writes and reads the same.
 
 With messages it is what torch calls ``compute_comms``, without ``compute_only``. CSV holds neither placement
 nor edges: a stage is on the rank in whose row it computes, and the edges are the chain.
@@ -49,7 +49,7 @@ def from_csv(text: str, *, name: str = "CSV", limits: Limits = DEFAULT) -> Sched
     """Read a schedule from CSV; empty cells are bubbles and left out.
 
     Args:
-        text: a row a rank.
+        text: a row per rank.
         name: what to call the schedule.
         limits: caps on its size.
 
@@ -78,7 +78,7 @@ def _rows(text: str) -> list[list[str]]:
     while rows and not rows[-1]:
         rows.pop()
     if not rows:
-        raise InputFileError("no rows: expected one a rank")
+        raise InputFileError("no rows: expected one per rank")
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.errors import InputFileError, UsageError
+from penstock.errors import InputFileError, UsageError, printable
 from penstock.schedule.base import Schedule
 from penstock.schedule.files.csv_form import from_csv, to_csv
 from penstock.schedule.files.json_form import from_json, to_json
@@ -38,7 +38,7 @@ def load(path: str | Path, *, limits: Limits = DEFAULT) -> Schedule:
     try:
         if suffix == ".json":
             return from_json(text, limits=limits)
-        return from_csv(text, name=file.stem, limits=limits)
+        return from_csv(text, name=printable(file.stem, keep=""), limits=limits)
     except InputFileError as error:
         raise InputFileError(f"{file}: {error}") from error
 

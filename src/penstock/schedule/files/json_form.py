@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from penstock.errors import InputFileError, ScheduleError
+from penstock.errors import InputFileError, ScheduleError, printable
 from penstock.schedule.action import Entry, parse_action
 from penstock.schedule.base import Schedule
 from penstock.schedule.edges import Edge
@@ -24,10 +24,13 @@ _KEYS = {
 }
 _EDGE_KEYS = {"value": str, "source": int, "targets": list, "gradient": bool}
 _SHOWN = 60
+_LONGEST_NAME = 200
+_DIGITS = 18
+"""More than any number here needs, and fewer than Python refuses to read."""
 
 
 def to_json(schedule: Schedule) -> str:
-    """Write a schedule as JSON, a line a program."""
+    """Write a schedule as JSON, a line per program."""
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -62,7 +65,7 @@ def from_json(text: str, *, limits: Limits = DEFAULT) -> Schedule:
     check_microbatches(len(data["placement"]), data["microbatches"], limits)
     try:
         return Schedule(
-            data["name"],
+            printable(data["name"], keep="")[:_LONGEST_NAME],
             Placement(tuple(data["placement"])),
             data["microbatches"],
             tuple(tuple(_program(rank, program)) for rank, program in enumerate(programs)),
@@ -74,7 +77,9 @@ def from_json(text: str, *, limits: Limits = DEFAULT) -> Schedule:
 
 def _parse(text: str) -> object:
     try:
-        return json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
+        return json.loads(
+            text, object_pairs_hook=_distinct, parse_constant=_no_constant, parse_int=_whole
+        )
     except (json.JSONDecodeError, RecursionError) as error:
         raise InputFileError(f"not JSON: {error}") from error
 
@@ -86,6 +91,12 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+def _whole(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise InputFileError(f"{text[:_SHOWN]}... is a number of {len(text)} digits")
+    return int(text)
+
+
 def _no_constant(text: str) -> None:
     raise InputFileError(f"{text} is not a number")
 
@@ -95,8 +106,8 @@ def _object(data: object, keys: dict[str, type], where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InputFileError(f"{where}: expected an object, found {_kind(data)}")
     if data.keys() != keys.keys():
-        wrong = sorted(data.keys() ^ keys.keys())
-        raise InputFileError(f"{where}: unknown or missing keys: {', '.join(wrong)[:_SHOWN]}")
+        wrong = printable(", ".join(sorted(data.keys() ^ keys.keys()))[:_SHOWN])
+        raise InputFileError(f"{where}: unknown or missing keys: {wrong}")
     for key, kind in keys.items():
         if type(data[key]) is not kind:
             raise InputFileError(f"{where}: {key} must be {kind.__name__}, not {_kind(data[key])}")
@@ -140,4 +151,6 @@ def _edge(number: int, data: object) -> Edge:
     where = f"edges[{number}]"
     edge = _object(data, _EDGE_KEYS, where)
     _check_list(edge["targets"], int, f"{where}.targets")
+    if not edge["value"].isprintable():
+        raise InputFileError(f"{where}.value: {edge['value'][:_SHOWN]!r} cannot be printed")
     return Edge(edge["value"], edge["source"], tuple(edge["targets"]), edge["gradient"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +35,16 @@ def read_text(path: Path, limits: Limits) -> str:
         InputFileError: there is no such file, it is too large, or it is not UTF-8.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InputFileError(f"{path}: is no file, but a pipe, a device or a socket")
             data = file.read(limits.size + 1)
     except OSError as error:
         raise InputFileError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        if isinstance(error, InputFileError):
+            raise
+        raise InputFileError(f"{str(path)!r}: cannot be read: {error}") from error
     if len(data) > limits.size:
         raise InputFileError(
             f"{path}: larger than {limits.size} bytes; raise Limits.size to read it"
@@ -45,6 +53,11 @@ def read_text(path: Path, limits: Limits) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputFileError(f"{path}: byte {error.start} is not UTF-8 text") from error
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open without waiting for somebody to write at the other end of a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def check_counts(ranks: int, actions: int, limits: Limits) -> None:

@@ -20,7 +20,7 @@ from penstock.schedule.placement import v_shaped
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """Overlapped F and B; two stages a rank in a V, at least twice as many microbatches as ranks."""
+    """Overlapped F and B; two stages per rank in a V, at least twice as many microbatches as ranks."""
     if microbatches < 2 * ranks:
         raise ScheduleError(
             f"DualPipeV on ranks={ranks} needs microbatches={2 * ranks} or more, not {microbatches}: "

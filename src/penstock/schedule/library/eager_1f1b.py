@@ -15,7 +15,7 @@ from penstock.schedule.placement import looped
 
 
 def eager_1f1b(ranks: int, microbatches: int) -> Schedule:
-    """1F1B that hides latency for more memory; one stage a rank, any number of ranks and microbatches."""
+    """1F1B that hides latency for more memory; one stage per rank, any number of ranks and microbatches."""
     placement = looped(ranks)
     order = [turns(rank, microbatches) for rank in range(ranks)]
     programs = tuple(

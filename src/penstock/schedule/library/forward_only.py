@@ -16,7 +16,7 @@ def forward_only(ranks: int, microbatches: int, stages: int | Placement = 1) -> 
     Args:
         ranks: how many ranks.
         microbatches: how many microbatches.
-        stages: how many stages a rank, or where the stages are.
+        stages: how many stages per rank, or where the stages are.
     """
     placement = looped(ranks, stages) if isinstance(stages, int) else stages
     programs = tuple(

@@ -15,7 +15,7 @@ from penstock.schedule.placement import looped
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards; one stage a rank, any number of ranks and microbatches."""
+    """All forwards, then all backwards; one stage per rank, any number of ranks and microbatches."""
     each = range(microbatches)
     programs = tuple((*run(rank, Op.F, each), *run(rank, Op.B, each)) for rank in range(ranks))
     return Schedule("GPipe", looped(ranks), microbatches, programs)

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages a rank, taken in laps, so that the bubble is divided by their number.
+"""Interleaved 1F1B: several stages per rank, taken in laps, so that the bubble is divided by their number.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
 SC 2021, section 2.2 and figure 4.
@@ -14,7 +14,7 @@ from penstock.schedule.placement import looped
 
 
 def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """1F1B in laps over several stages a rank; any number of ranks, microbatches and stages."""
+    """1F1B in laps over several stages per rank; any number of ranks, microbatches and stages."""
     placement = looped(ranks, stages_per_rank)
     lap = (stages_per_rank - 1) * longest_round(ranks, microbatches)
     programs = tuple(

@@ -14,7 +14,7 @@ from penstock.schedule.placement import looped
 
 
 def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """ZB-H1 in laps over several stages a rank; any number of ranks, microbatches and stages."""
+    """ZB-H1 in laps over several stages per rank; any number of ranks, microbatches and stages."""
     placement = looped(ranks, stages_per_rank)
     lap = (stages_per_rank - 1) * longest_round(ranks, microbatches)
     programs = tuple(

@@ -1,7 +1,7 @@
-"""Looped BFS: several stages a rank, each run for all microbatches before the next.
+"""Looped BFS: several stages per rank, each run for all microbatches before the next.
 
 Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023. The bubble is that of
-GPipe divided by the number of stages a rank; each stage's parameters are needed in one stretch forward and
+GPipe divided by the number of stages per rank; each stage's parameters are needed in one stretch forward and
 one backward, which suits sharded parameters. A rank holds the activations of all microbatches.
 
 .. image:: ../../../../docs/schedules/loopedbfs.svg
@@ -15,7 +15,7 @@ from penstock.schedule.placement import looped
 
 
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """GPipe in laps over several stages a rank; any number of ranks, microbatches and stages."""
+    """GPipe in laps over several stages per rank; any number of ranks, microbatches and stages."""
     placement = looped(ranks, stages_per_rank)
     programs = tuple(
         (

@@ -15,7 +15,7 @@ from penstock.schedule.placement import looped
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """One forward, one backward; one stage a rank, any number of ranks and microbatches."""
+    """One forward, one backward; one stage per rank, any number of ranks and microbatches."""
     placement = looped(ranks)
     order = [turns(rank, microbatches) for rank in range(ranks)]
     programs = tuple(

@@ -1,4 +1,4 @@
-"""The schedules by name. A new one is added by listing it here; tests, docs and command line then have it."""
+"""The schedules by name: the library's, which tests, docs and command line go through, and the user's own."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _any(build: Callable[[int, int, int], Schedule], default: int, *aliases: str
 
 
 def _summary(build: Callable[..., Schedule]) -> str:
-    return (build.__doc__ or "").splitlines()[0]
+    return (build.__doc__ or "").partition("\n")[0]
 
 
 RECIPES: dict[str, Recipe] = {
@@ -88,6 +88,38 @@ def names() -> tuple[str, ...]:
     return tuple(RECIPES)
 
 
+def register(
+    name: str,
+    build: Callable[[int, int], Schedule] | Callable[[int, int, int], Schedule],
+    *,
+    stages_per_rank: int = 1,
+    any_stages: bool = False,
+) -> None:
+    """Give a schedule of your own a name, by which ``Pipeline`` and :func:`build` find it in this process.
+
+    Under several processes each registers it.
+
+    Args:
+        name: a new one.
+        build: a function of ranks and microbatches that gives the schedule; with ``any_stages`` also of the
+            stages on each rank. Where it has none for some numbers it raises a ScheduleError.
+        stages_per_rank: how many stages it puts on a rank; with ``any_stages`` how many by default.
+        any_stages: whether it takes any number.
+
+    Raises:
+        ScheduleError: the name is taken, or is that of a file.
+    """
+    check_at_least_one(stages_per_rank=stages_per_rank)
+    if not name or name.lower() in _BY_NAME or name.lower().endswith((".csv", ".json")):
+        why = "it is taken" if name.lower() in _BY_NAME else "it would be taken for that of a file"
+        raise ScheduleError(
+            f"a schedule cannot be registered as {name!r}: {why}; choose another name"
+        )
+    made: Callable[..., Schedule] = build
+    RECIPES[name] = _any(made, stages_per_rank) if any_stages else _fixed(made, stages_per_rank)
+    _BY_NAME[name.lower()] = name
+
+
 def find(name: str) -> tuple[str, Recipe]:
     """The proper name and the recipe for a name or alias, in upper or lower case.
 
@@ -112,7 +144,7 @@ def build(
         name: one of :func:`names` or torch's name for it, in upper or lower case.
         ranks: how many ranks share the model.
         microbatches: into how many parts a batch is split.
-        stages_per_rank: for schedules that take any number of stages a rank; others have their own.
+        stages_per_rank: for schedules that take any number of stages per rank; others have their own.
 
     Raises:
         ScheduleError: unknown name (with the nearest ones), or numbers the schedule cannot take.
@@ -123,8 +155,24 @@ def build(
     check_at_least_one(stages_per_rank=wanted)
     if wanted != recipe.stages_per_rank and not recipe.any_stages:
         free = ", ".join(other for other, candidate in RECIPES.items() if candidate.any_stages)
+        own = "one stage" if recipe.stages_per_rank == 1 else f"{recipe.stages_per_rank} stages"
         raise ScheduleError(
-            f"{proper} has {recipe.stages_per_rank} stage(s) a rank, not stages_per_rank={wanted}; "
-            f"any number take {free}"
+            f"{proper} has {own} on each rank, not stages_per_rank={wanted}; {free} take any number"
         )
-    return recipe.build(ranks, microbatches, wanted)
+    return built(lambda: recipe.build(ranks, microbatches, wanted), proper, ranks, microbatches)
+
+
+def built(make: Callable[[], object], who: str, ranks: int, microbatches: int) -> Schedule:
+    """What a function gives that may be the user's, if it is the schedule that was asked for.
+
+    Raises:
+        ScheduleError: it is none, or has other ranks or microbatches.
+    """
+    made = make()
+    if not isinstance(made, Schedule):
+        found = f"a {type(made).__name__}, which is no penstock.schedule.Schedule"
+    elif (made.ranks, made.microbatches) != (ranks, microbatches):
+        found = f"a schedule of ranks={made.ranks}, microbatches={made.microbatches}"
+    else:
+        return made
+    raise ScheduleError(f"for ranks={ranks}, microbatches={microbatches} {who} gave {found}")

@@ -14,7 +14,7 @@ from penstock.schedule.library._v_shape import BuildingBlock, v_schedule
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Half of 1F1B's memory; two stages a rank in a V, any number of ranks and microbatches."""
+    """Half of 1F1B's memory; two stages per rank in a V, any number of ranks and microbatches."""
     turn = 1 if ranks % 2 else 4
     block = BuildingBlock(forward=(1, 2), backward=(1, 2), turn=turn)
     return v_schedule("V-Half", ranks, microbatches, block, held=(ranks + 2) // 2)

@@ -15,7 +15,7 @@ from penstock.schedule.library._v_shape import BuildingBlock, v_schedule
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """A third of 1F1B's memory; two stages a rank in a V, any number of ranks and microbatches."""
+    """A third of 1F1B's memory; two stages per rank in a V, any number of ranks and microbatches."""
     turn = 0 if ranks % 3 else 2
     block = BuildingBlock(forward=(1, 1), backward=(1, 1), turn=turn)
     return v_schedule("V-Min", ranks, microbatches, block, held=(ranks + 4) // 3)

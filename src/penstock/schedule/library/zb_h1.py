@@ -14,7 +14,7 @@ from penstock.schedule.placement import looped
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """1F1B, a third of its bubble in the same memory; one stage a rank, any ranks and microbatches."""
+    """1F1B, a third of its bubble in the same memory; one stage per rank, any ranks and microbatches."""
     placement = looped(ranks)
     order = [turns(rank, microbatches) for rank in range(ranks)]
     programs = tuple(

@@ -16,7 +16,7 @@ from penstock.schedule.placement import looped
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """No bubble within a rank for twice the memory; one stage a rank, any ranks and microbatches."""
+    """No bubble within a rank for twice the memory; one stage per rank, any ranks and microbatches."""
     placement = looped(ranks)
     order = [turns(rank, microbatches) for rank in range(ranks)]
     programs = tuple(

@@ -21,7 +21,7 @@ BLOCK = BuildingBlock(forward=(3, 3), backward=(3, 3))
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """No bubble within a rank in 1F1B's memory; two stages a rank in a V, any ranks and microbatches."""
+    """No bubble within a rank in 1F1B's memory; two stages per rank in a V, any ranks and microbatches."""
     if microbatches < 2 * ranks - 1:
         # Too few for the phases below: squeeze the steady block that they are made of.
         return v_schedule("ZB-V", ranks, microbatches, BLOCK, held=ranks)

@@ -1,4 +1,4 @@
-"""Run a schedule on simulated clocks, one a rank."""
+"""Run a schedule on simulated clocks, one per rank."""
 
 from __future__ import annotations
 

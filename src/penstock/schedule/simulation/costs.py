@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from penstock.errors import UsageError
 
 Cost = float | Sequence[float]
-"""One number for every stage, or one a stage."""
+"""One number for every stage, or one per stage."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What each action costs, one number for all stages or one a stage.
+    """What each action costs, one number for all stages or one per stage.
 
     Args:
         forward: time of F.
@@ -60,7 +60,7 @@ class Costs:
             raise UsageError(f"overlap={self.overlap}: must be from 0 to 1")
 
     def per_stage(self, name: str, stages: int) -> list[float]:
-        """One of the costs, a number a stage.
+        """One of the costs, a number per stage.
 
         Args:
             name: ``forward``, ``input``, ``weight``, ``backward``, ``activation`` or ``stash``.
@@ -79,7 +79,7 @@ class Costs:
             return [cost] * stages
         if len(cost) != stages:
             raise UsageError(
-                f"{name} has {len(cost)} numbers for {stages} stages: give one a stage, or one"
+                f"{name} has {len(cost)} numbers for {stages} stages: give one for each stage, or one for all"
             )
         return list(cost)
 
