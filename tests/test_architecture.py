@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "penstock"
 TABLE = tomllib.loads((ROOT / "imports.toml").read_text())
 FILES = sorted(SOURCE.rglob("*.py"))
-LONGEST = 400
+LONGEST = 600
 # The front door is above all parts and imports them lazily; it is checked on its own.
 FRONT = {"__init__", "__main__"}
 

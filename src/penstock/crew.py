@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -13,7 +12,6 @@ import torch
 
 from penstock.draws import Generators
 from penstock.errors import PoisonedError
-from penstock.faults import Meeting, Patience, Timeout, Watch
 from penstock.runtime import (
     Order,
     Rank,
@@ -31,6 +29,9 @@ from penstock.schedule.base import flat
 from penstock.stage import PipelineStage
 from penstock.step import TimelineKind
 
+LONG = 300.0
+"""Seconds that a rank may take to read or write its weights while others wait."""
+
 T = TypeVar("T")
 
 
@@ -39,22 +40,15 @@ class Crew:
 
     Args:
         ranks: those that live here.
-        timeout: seconds without progress after which a rank is called silent; None to learn it.
         told: what must be the same on every rank, besides the schedule and the versions.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[Rank],
-        timeout: Timeout = None,
-        told: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, ranks: Sequence[Rank], told: Mapping[str, str] | None = None) -> None:
         self.ranks = tuple(ranks)
         self._told = told
         self._failure: BaseException | None = None
         self._generators = Generators(stage.device for stage in self.stages)
-        self._patience = Patience(timeout)
-        self._watch: Watch | None = None
+        self._watch = self.ranks[0].transport.watch
 
     @property
     def leads(self) -> bool:
@@ -80,24 +74,9 @@ class Crew:
         """
         for stage in self.stages:
             stage.prefer_engine(engine_for(schedule, stage.index))
-        if len(self.ranks) == 1 and self.ranks[0].transport.separate:
-            self._watch = self._keep_watch(self.ranks[0])
         self.run([agree_plan(rank.transport, schedule, self._told) for rank in self.ranks])
         for rank in self.ranks:
             rank.transport.open(channels(schedule))
-
-    def _keep_watch(self, rank: Rank) -> Watch | None:
-        """Have failures elsewhere become errors here, and the reverse."""
-        meeting = Meeting(rank.number)
-        offers: list[Any] = self.each(lambda rank: rank.exchange(meeting.offer()))
-        answers: list[bool] = self.each(lambda rank: rank.exchange(meeting.answer(offers)))
-        board = meeting.board(answers, rank.transport.store)
-        if board is None:
-            return None
-        cut = rank.transport.cut
-        watch = Watch(rank.activity, meeting.processes, board, cut, self._patience)
-        weakref.finalize(self, watch.close)
-        return watch
 
     def run(self, tasks: Sequence[Task[T]], *, training: bool = False) -> list[T]:
         """Run a task of each rank until all are done.
@@ -133,11 +112,7 @@ class Crew:
             raise self._failure from None
 
     def _cause(self, error: BaseException) -> BaseException:
-        if self._watch is not None:
-            return self._watch.failed(error)
-        if self.ranks[0].transport.separate:
-            error.add_note("the pipeline was still being made: another rank may say why it stopped")
-        return error
+        return error if self._watch is None else self._watch.failed(error)
 
     def each(self, task: Callable[[Rank], Task[T]]) -> T:
         """Run a task that gives the same on every rank."""
@@ -158,7 +133,8 @@ class Crew:
                 for rank in self.ranks:
                     rank.activity.take_back(training=order.trains)
             reports = reports_of(found)
-            self._patience.learn(monotonic() - started)
+            if self._watch is not None:
+                self._watch.patience.learn(monotonic() - started)
         owed = [pair for report in reports for pair in report.owed]
         if owed:
             # All at once: what made the tensors may serve several of them, and is freed by a backward.
@@ -210,6 +186,10 @@ class Crew:
             for module, mode in modes:
                 module.training = mode
 
+    def patient(self, seconds: float = LONG) -> AbstractContextManager[None]:
+        """Have this process take longer than a step may, without being called silent."""
+        return nullcontext() if self._watch is None else self._watch.patient(seconds)
+
     def report_failures_to(self, folder: Path) -> None:
         """Where the story of a failure is written."""
         if self._watch is not None:
@@ -221,10 +201,8 @@ class Crew:
         Args:
             error: why, if it is for an error; the other ranks are told.
         """
-        if self._watch is not None:
-            if error is not None and self._failure is None:
-                self._failure = self._watch.failed(error)
-            self._watch.close()
+        if self._watch is not None and error is not None and self._failure is None:
+            self._failure = self._watch.failed(error)
         for rank in self.ranks:
             rank.transport.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -15,9 +16,10 @@ from torch import nn
 from penstock.calling import Caller, Given
 from penstock.crew import Crew
 from penstock.draws import Randomness, Seed, own_seed
-from penstock.faults import PATIENCE, Timeout
+from penstock.faults import PATIENCE, Patience, Timeout
 from penstock.holding import WeightHolder
 from penstock.hosting import (
+    being_made,
     check_given,
     check_options,
     connect_if_launched,
@@ -82,11 +84,13 @@ class Pipeline(WeightHolder):
         seed: of the random numbers that steps draw, such as dropout's, which depend on it, the step, the
             microbatch and the module's path alone; by default the one rank 0 gave ``torch.manual_seed``.
             ``"off"`` draws from torch's generators as they are. See docs/randomness.md.
-        timeout: seconds without progress after which a rank is named as silent and all ranks stop; by default
-            300 in the first step, then the larger of 30 and ten times the median step. A pair says both.
+        timeout: seconds without progress, in a step or between steps, after which a rank is named as silent
+            and all ranks stop; by default 300 in the first step, then the larger of 30 and ten times the
+            median step. A pair says both.
         batch_statistics: whether batch norms update their running statistics for each ``"microbatch"``, or
             once a step as for the whole ``"batch"``; they normalise each microbatch by itself either way.
-        rendezvous_timeout: seconds until all processes of a launcher must be there.
+        rendezvous_timeout: seconds until all ranks must be there, and that one may hold up the others while
+            the Pipeline is being made.
         weights: a folder of safetensors files, of which each process reads its own stages. The model may be
             on the meta device: its stages then get memory, on ``device`` or the CPU.
         loss: ``reduction="mean"`` or ``"sum"``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas``:
@@ -122,23 +126,29 @@ class Pipeline(WeightHolder):
         check_rules(rules)
         check_statistics(batch_statistics, [model])
         home = home_for(model, device, filled=weights is not None)
-        found = connect_if_launched(home or home_of(model), group, rendezvous_timeout)
-        plan = make_plan(
-            schedule, world_of(found) if ranks is None else ranks, stages, microbatches
-        )
-        ends = ends_of(plan, found)
-        partition = cut(model, stages, plan.stages)
-        parts, plan = partition.modules, replace(plan, edges=partition.edges or None)
-        # Only these are moved to the device: the others may not fit there.
-        held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
-        partition.keep(held)
-        if weights is not None:
-            load_partition(partition, held, weights, device=home or home_of(model))
-        made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
-        told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
-        crew = Crew(ranks_of(plan, ends, made, partition.describe), timeout, told)
-        self._set_up(plan, crew, partition.shared, loss_of(loss_fn, **loss), rules, model, parts)
-        self._randomness = Randomness(self._crew.leading(own_seed(seed)))
+        patience = Patience(timeout, rendezvous_timeout)
+        found = connect_if_launched(home or home_of(model), group, patience)
+        with being_made(found) as now:
+            now("cuts the model")
+            plan = make_plan(
+                schedule, world_of(found) if ranks is None else ranks, stages, microbatches
+            )
+            ends = ends_of(plan, found)
+            partition = cut(model, stages, plan.stages)
+            parts, plan = partition.modules, replace(plan, edges=partition.edges or None)
+            # Only these are moved to the device: the others may not fit there.
+            held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
+            partition.keep(held)
+            if weights is not None:
+                load_partition(partition, held, weights, device=home or home_of(model), seen=now)
+            now("makes its stages")
+            made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
+            told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
+            crew = Crew(ranks_of(plan, ends, made, partition.describe), told)
+            self._set_up(
+                plan, crew, partition.shared, loss_of(loss_fn, **loss), rules, model, parts
+            )
+            self._randomness = Randomness(self._crew.leading(own_seed(seed)))
         self._statistics = batch_statistics
 
     @classmethod
@@ -182,18 +192,21 @@ class Pipeline(WeightHolder):
         check_given(stages)
         check_rules(rules)
         check_statistics(batch_statistics, [stage.module for stage in stages])
-        found = connect_if_launched(stages[0].device, group, rendezvous_timeout)
-        plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
-        plan = replace(plan, edges=None if edges is None else tuple(edges))
+        patience = Patience(timeout, rendezvous_timeout)
+        found = connect_if_launched(stages[0].device, group, patience)
         pipe = cls.__new__(cls)
-        modules = {stage.index: stage.module for stage in stages}
-        table = find_shared_between(modules) if shared is None else tuple(shared)
-        describe = None if edges else stages[0].describe
-        crew = Crew(ranks_of(plan, ends_of(plan, found), stages, describe), timeout)
-        pipe._set_up(plan, crew, table, loss_of(loss_fn, **loss), rules)
-        pipe._randomness = Randomness(pipe._crew.leading(own_seed(seed)))
+        with being_made(found) as now:
+            now("plans its stages")
+            plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
+            plan = replace(plan, edges=None if edges is None else tuple(edges))
+            modules = {stage.index: stage.module for stage in stages}
+            table = find_shared_between(modules) if shared is None else tuple(shared)
+            describe = None if edges else stages[0].describe
+            crew = Crew(ranks_of(plan, ends_of(plan, found), stages, describe))
+            pipe._set_up(plan, crew, table, loss_of(loss_fn, **loss), rules)
+            pipe._randomness = Randomness(pipe._crew.leading(own_seed(seed)))
+            pipe._crew.tell_stages_apart()
         pipe._statistics = batch_statistics
-        pipe._crew.tell_stages_apart()
         return pipe
 
     def _set_up(
@@ -368,6 +381,14 @@ class Pipeline(WeightHolder):
         """Put something between the ranks of this process and their wires, such as a counter."""
         for rank in self._crew.ranks:
             rank.wrap_transport(wrap)
+
+    def patient(self, seconds: float) -> AbstractContextManager[None]:
+        """Let this rank take so long between two steps, where ``timeout`` would call it silent: to save, say.
+
+        Args:
+            seconds: that it may need in the ``with`` block; only it has to ask for them, not those that wait.
+        """
+        return self._crew.patient(seconds)
 
     def report_failures_to(self, folder: str | os.PathLike[str]) -> None:
         """Have the story of a failure of a rank's process written to ``failure.json`` in a folder."""

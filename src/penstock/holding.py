@@ -262,7 +262,8 @@ class WeightHolder:
             whole_ones = {i: {n: whole(t) for n, t in held.items()} for i, held in files.items()}
             return [[i, save_stage(held, path, i, count)] for i, held in whole_ones.items()]
 
-        gathered: list[Any] = self._crew.each(lambda rank: rank.exchange(write(rank)))
+        with self._crew.patient():
+            gathered: list[Any] = self._crew.each(lambda rank: rank.exchange(write(rank)))
         sizes = {index: found for of in gathered for index, found in of}
         if self._crew.leads:
             save_index(path, sizes, self._names.tied)
@@ -278,4 +279,5 @@ class WeightHolder:
             InputFileError: there are no such files.
             StateDictError: they hold another model.
         """
-        return self._load(read_weights(folder), strict=strict, any_name=True)
+        with self._crew.patient():
+            return self._load(read_weights(folder), strict=strict, any_name=True)

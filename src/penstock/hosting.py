@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.errors import UnknownArgumentError, UsageError
-from penstock.faults import PATIENCE
+from penstock.faults import Patience
 from penstock.plan import Plan
 from penstock.runtime import Rank, check_stages
 from penstock.runtime.describing import Describe
@@ -157,13 +158,35 @@ def replicas_of(replicas: Any) -> Replicas:
     return Replicas(*sum_over(replicas))
 
 
-def connect_if_launched(
-    device: torch.device, group: Any, patience: float = PATIENCE
-) -> list[Transport]:
+def connect_if_launched(device: torch.device, group: Any, patience: Patience) -> list[Transport]:
     """This process's end where each rank is a process; else nothing."""
     if group is None and not launched():
         return []
-    return [connect(device, group, patience=patience)]
+    return [connect(device, group, patience)]
+
+
+@contextmanager
+def being_made(ends: Sequence[Transport]) -> Iterator[Callable[[str], None]]:
+    """What makes a pipeline of these ends: an error in it is told to the other ranks and ends them.
+
+    Gives a function that takes what is being done, for the others to know.
+    """
+    watch = ends[0].watch if ends else None
+    try:
+        yield watch.activity.make if watch is not None else _told_to_nobody
+    except BaseException as error:
+        cause = error if watch is None else watch.failed(error)
+        for end in ends:
+            end.close()
+        if cause is error:
+            raise
+        raise cause from None
+    if watch is not None:
+        watch.made()
+
+
+def _told_to_nobody(doing: str) -> None:
+    """All ranks live in this process."""
 
 
 def world_of(ends: Sequence[Transport]) -> int | None:

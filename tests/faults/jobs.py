@@ -5,7 +5,10 @@ The processes are forked from one that has imported everything, so that a job ta
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 
 from penstock import Pipeline
 from penstock.faults import status_of
+from penstock.faults.board import SharedBoard
 from penstock.testing import Fault, InjectedError, fail_at
 
 RANKS = 3
@@ -108,15 +112,20 @@ def run_job(folder: Path, **case: Any) -> Job:
     Args:
         folder: an empty one.
         case: ``fault``: arguments of :func:`fail_at`; ``job``: which function below; ``apart``: as if each
-            rank had a machine of its own; ``resume``: a stopped rank that goes on when the others have ended;
-            more is up to the job.
+            rank had a machine of its own; ``spaces``: for each rank its network namespace and the device
+            there; ``cut``: called when all ranks train; more is up to the job.
     """
+    cut = case.pop("cut", None)
     with started(folder, **case) as processes:
         deadline = time.monotonic() + LIMIT
-        stopped = case.get("resume")
-        for process in sorted(processes, key=lambda p: processes.index(p) == stopped):
-            if processes.index(process) == stopped:
-                os.kill(process.pid, signal.SIGCONT)
+        if cut is not None:
+            while not all((folder / f"trains-{rank}").exists() for rank in range(RANKS)):
+                assert time.monotonic() < deadline
+                assert all(p.is_alive() for p in processes)
+                time.sleep(0.02)
+            (folder / "fired").write_text(str(time.monotonic()))
+            cut()
+        for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
         gone = time.monotonic()
         late = [rank for rank, process in enumerate(processes) if process.is_alive()]
@@ -179,11 +188,29 @@ def _main(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
     faulthandler.dump_traceback_later(LIMIT - 10.0)
     torch.set_num_threads(1)
     if case.get("apart"):
-        # As if each rank had a machine of its own: no folder, no look at processes.
+        # As if each rank had a machine of its own: no memory is shared, no process is looked at.
         platform.node = lambda: f"machine{rank}"
+    if spaces := case.get("spaces"):
+        _enter(*spaces[rank])
+    if case.get("no room"):
+        SharedBoard.make = _no_room  # type: ignore[method-assign]
     fired = Path(folder, "fired")
     with fail_at(**case["fault"], before=lambda: fired.write_text(str(time.monotonic()))) as fault:
         sys.exit(_status(rank, Path(folder), fault, case))
+
+
+def _enter(space: str, device: str) -> None:
+    """Live in a network namespace, with a machine of its own."""
+    with Path("/run/netns", space).open() as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    platform.node = lambda: space
+    # Of a network that is this test's own: nobody else can hold the port.
+    os.environ |= {"MASTER_ADDR": "10.213.0.1", "MASTER_PORT": "29533"}
+    os.environ["GLOO_SOCKET_IFNAME"] = device
+
+
+def _no_room(ranks: int) -> Path:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def _status(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> int:
@@ -204,11 +231,12 @@ def _status(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> int:
 def make(case: dict[str, Any], **options: Any) -> Pipeline:
     silent = case.get("silent", SILENT)
     return Pipeline(
-        model(),
+        options.pop("model", None) or model(),
         schedule=case.get("schedule", "1F1B"),
         microbatches=4,
         loss_fn=mean_loss,
         timeout=(FIRST, silent),
+        rendezvous_timeout=case.get("meeting", FIRST),
         **options,
     )
 
@@ -216,12 +244,14 @@ def make(case: dict[str, Any], **options: Any) -> Pipeline:
 def train(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
     """Some steps of training, with whatever fault there is."""
     pipe = make(case)
-    pipe.report_failures_to(folder)
+    pipe.report_failures_to(Path(case.get("story", folder)))
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    for _ in fault.over(range(case.get("steps", 4)), rank):
+    for step in fault.over(range(case.get("steps", 4)), rank):
         pipe.step(X, target=X)
         optimizer.step()
         optimizer.zero_grad()
+        if step == 2:
+            (folder / f"trains-{rank}").touch()
     if case.get("close", True):
         pipe.close()
 
@@ -281,6 +311,48 @@ def mistake(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None
         pipe.step(X, target=X)
 
 
+class Forks(Picky):
+    """Forks in a forward: one child raises, another would go on with the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parent = os.getpid()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls in (12, 14) and os.getpid() == self.parent and os.fork() == 0:
+            signal.alarm(20)
+            if self.calls == 12:
+                raise ValueError("the child's own")
+        return super().forward(x)
+
+
+def fork(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
+    """A stage forks; its children end as processes do, with all that they were born with."""
+    stages = model()
+    if rank == 1:
+        stages[1] = Forks()
+    pipe: Any = make(case, model=stages)
+    own = os.getpid()
+    try:
+        for _ in range(8):
+            pipe.step(X, target=X)
+        pipe.close()
+        for _ in range(2 * (rank == 1)):
+            os.wait()
+    except Exception as error:
+        if os.getpid() == own:
+            raise
+        pipe.close()
+        del pipe, stages
+        error.__traceback__ = None
+        gc.collect()
+        with (folder / "children").open("a") as file:
+            file.write(f"{type(error).__name__}: {error}\n")
+        os._exit(0)
+
+
 JOBS = {
     "mistake": mistake,
     "train": train,
@@ -288,4 +360,5 @@ JOBS = {
     "try again": try_again,
     "straggle": straggle,
     "differ": differ,
+    "fork": fork,
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,7 +22,12 @@ def main(folder: Path, how: str) -> None:
     pipe.report_failures_to(folder)
     pipe.step(X, target=X)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    if how == "wait":
+    if how == "frozen":
+        if rank == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == "2":
+            ctypes.PyDLL(None).sleep(120)
+    if how in ("wait", "frozen"):
         time.sleep(120)
     fired = folder / "fired"
     # mypy cannot know that the argument is one of the kinds of faults.

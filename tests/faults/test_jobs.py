@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,24 +94,81 @@ def test_a_death_is_named(how: str, rank: int, says: str, tmp_path: Path) -> Non
     assert json.loads((tmp_path / "failure.json").read_text())["failures"][0]["kind"] == "died"
 
 
+BETWEEN = "it is between steps, after step 2, in its own code, for "
+
+
 @pytest.mark.parametrize(
-    ("how", "says", "status"),
+    ("how", "action", "says", "status"),
     [
-        ("sleep", "it is in 1F2", 75),
-        ("SIGSTOP", "its process is stopped by a signal", -9),
-        ("hold the GIL", "its interpreter is held", -9),
+        ("sleep", "1F2", "it is in 1F2 for ", 75),
+        ("SIGSTOP", "1F2", "its process is stopped by a signal", -9),
+        ("hold the GIL", "1F2", "its interpreter is held", -9),
+        ("sleep", "between", BETWEEN, 75),
+        ("SIGSTOP", "between", BETWEEN, -9),
+        ("hold the GIL", "between", BETWEEN, -9),
     ],
 )
-def test_who_is_silent_is_named(how: str, says: str, status: int, tmp_path: Path) -> None:
-    job = run_job(tmp_path, fault=fault(how))
+def test_who_is_silent_is_named(
+    how: str, action: str, says: str, status: int, tmp_path: Path
+) -> None:
+    step = 3 if action == "between" else 2
+    job = run_job(tmp_path, fault={"rank": 1, "step": step, "action": action, "how": how})
     check(job, 1, says, 75, within=SILENT + 5.0 * SLACK)
     assert job.ranks[1].status == status
     told = json.loads((tmp_path / "failure.json").read_text())
     assert {int(rank) for rank in told["stacks"]} >= {0, 2}
     assert [place["rank"] for place in told["ranks"]] == list(range(RANKS))
-    assert "1F2" in str(told["failures"][0])
     if how == "sleep":
         assert "time.sleep" in told["stacks"]["1"]
+
+
+MEETING = 4.0
+
+
+@pytest.mark.parametrize(
+    ("how", "action", "says", "bound"),
+    [
+        (
+            "sleep",
+            "cuts",
+            "makes no progress: it is making its pipeline (cuts the model) for ",
+            MEETING,
+        ),
+        ("SIGSTOP", "connects", "its process is stopped by a signal", MEETING),
+        ("SIGKILL", "makes", "its process ended", 0.0),
+        ("exception", "cuts", "InjectedError: injected by fail_at", 0.0),
+    ],
+)
+def test_who_holds_up_the_set_up_is_named(
+    how: str, action: str, says: str, bound: float, tmp_path: Path
+) -> None:
+    injected = {"rank": 1, "step": 0, "action": action, "how": how}
+    job = run_job(tmp_path, fault=injected, meeting=MEETING)
+    for rank in (0, 2):
+        assert job.ranks[rank].error == "PeerFailed", job.ranks[rank].output
+        assert f"rank {rank} stopped because rank 1: " in job.ranks[rank].text
+        assert says in job.ranks[rank].text
+    assert job.ranks[1].status == {"sleep": 75, "exception": 70}.get(how, -9)
+    assert job.heard(1) < bound + PEERS
+    assert job.gone - job.fired < bound + (5.0 * SLACK if bound else GONE)
+
+
+def test_what_a_stage_forks_is_no_rank(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("sleep", rank=9), job="fork")
+    assert [ended.status for ended in job.ranks] == [0, 0, 0], job.ranks[1].output
+    raised, refused = sorted((tmp_path / "children").read_text().splitlines(), reverse=True)
+    assert refused.startswith("StageError: rank 1, stage 1, microbatch ")
+    assert refused.endswith("ValueError: the child's own")
+    assert raised.startswith(
+        "UsageError: this process was forked from that of rank 1 and is no rank"
+    )
+
+
+def test_where_there_is_room_for_no_word_the_cause_is_named_all_the_same(tmp_path: Path) -> None:
+    story = str(tmp_path / "out-1" / "no folder")
+    job = run_job(tmp_path, fault=fault("exception"), story=story, **{"no room": True})
+    check(job, 1, "microbatch 2, action 1F2: InjectedError: injected by fail_at", 70)
+    assert "the story of the failure could not be written: " in job.ranks[1].output
 
 
 @pytest.mark.parametrize("how", ["dtype", "shape", "layout", "detach"])
@@ -202,19 +260,31 @@ def test_who_sleeps_is_named_across_machines_and_gives_its_stack(tmp_path: Path)
     assert "time.sleep" in told["stacks"]["1"]
 
 
-def test_who_is_stopped_is_named_across_machines(tmp_path: Path) -> None:
-    job = run_job(tmp_path, fault=fault("SIGSTOP"), apart=True, resume=1)
+def test_who_is_stopped_is_named_across_machines_and_does_not_stay(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("SIGSTOP") | {"step": 20}, steps=30, apart=True)
     for rank in (0, 2):
         assert job.ranks[rank].error == "PeerFailed", job.ranks[rank].output
         assert f"rank {rank} stopped because rank 1" in job.ranks[rank].text
         assert "makes no progress: it has not been heard of for" in job.ranks[rank].text
     assert job.heard(1) < SILENT + FROM_AFAR * SLACK
-    assert job.ranks[1].status not in (0, None)
+    assert job.ranks[1].status == -9
+    assert job.gone - job.fired < SILENT + 5.0 * SLACK
 
 
-def test_a_store_that_is_lost_is_named(tmp_path: Path) -> None:
-    job = run_job(tmp_path, fault=fault("SIGKILL", "0F2", 0), apart=True)
+@pytest.mark.parametrize(
+    ("how", "says", "bound"),
+    [
+        ("SIGKILL", "[Cc]onnection|Broken pipe", 3.0),
+        ("SIGSTOP", "it has not answered for", SILENT + 5.0),
+    ],
+)
+def test_a_store_that_is_lost_is_named(how: str, says: str, bound: float, tmp_path: Path) -> None:
+    injected = {"rank": 0, "step": 20, "action": "0F2", "how": how}
+    job = run_job(tmp_path, fault=injected, steps=30, apart=True)
     for rank in (1, 2):
         assert job.ranks[rank].error == "PeerFailed", job.ranks[rank].output
         assert "the control store, through which ranks leave word, is lost" in job.ranks[rank].text
-    assert job.heard(0) < 3.0 * SLACK
+        assert re.search(says, job.ranks[rank].text), job.ranks[rank].text
+        assert "; this rank waits" in job.ranks[rank].text
+    assert job.ranks[0].status == -9
+    assert job.gone - job.fired < bound * SLACK

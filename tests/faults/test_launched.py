@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock.faults.processes import Process, this_host
+from penstock.launch import Launcher
 from tests.faults.jobs import RANKS, SLACK
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -139,7 +140,8 @@ def test_a_launcher_ends_in_time_and_names_the_cause(
 def test_a_launcher_that_is_killed_takes_its_workers_along(
     launcher: list[str], tmp_path: Path
 ) -> None:
-    with launched(launcher, tmp_path, "wait") as job:
+    """One is stopped, another holds the GIL."""
+    with launched(launcher, tmp_path, "frozen") as job:
         found = pids(tmp_path)
         # One that every interface of a machine would give reads 00000000; loopback 127.0.0.1 is 0100007F.
         own = [*found, job.pid] if launcher is OWN else found
@@ -155,3 +157,30 @@ def test_a_signal_to_the_launcher_ends_all(number: int, status: int, tmp_path: P
         job.send_signal(number)
         assert job.wait(30.0) == status
         assert all_gone(found, 1.0)
+
+
+FAILS = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    if os.fork() == 0:
+        time.sleep(60)
+    sys.exit(3)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["", "without room for error files"])
+def test_what_a_failed_rank_has_started_ends_with_it(
+    room: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not room:
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    command = [sys.executable, "-S", "-c", FAILS]
+    before = time.monotonic()
+    with Launcher(command, 2) as job:
+        outcome = job.wait()
+    assert outcome.status == 3
+    assert outcome.causes == ((0, 3), (1, -9))
+    assert time.monotonic() - before < 3.0 * SLACK
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    assert FAILS.splitlines()[1] not in running.stdout

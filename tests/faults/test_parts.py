@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import gc
 import json
 import os
 import pickle
+import signal
 import stat
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +24,12 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined] # public, but not marked so
 
 from penstock.errors import NonFiniteError, StageError, UsageError, printable
-from penstock.faults import Activity, Failure, FolderBoard, Meeting, Patience, StoreBoard
-from penstock.faults.failure import of_exception, status_of
-from penstock.faults.ledger import Ledger
-from penstock.faults.processes import Process, this_process, words_of
-from penstock.faults.report import stacks, story
-from penstock.faults.silence import Place, find_silent
-from penstock.faults.slate import Slate
-from penstock.faults.stragglers import Stragglers
+from penstock.faults import Activity, Failure, Patience, Watch
+from penstock.faults.board import Board, BoardLostError, SharedBoard, StoreBoard
+from penstock.faults.failure import FILE, of_exception, stacks, status_of, story, write
+from penstock.faults.processes import DeadMan, Process, this_process, words_of
+from penstock.faults.silence import Place, Stragglers, find_silent
+from penstock.faults.team import Team
 from penstock.schedule import parse_action
 from penstock.transport import in_process
 
@@ -71,78 +77,190 @@ def test_a_circle_is_nobody_s_fault_alone() -> None:
     assert found(waits(0, 1), waits(1, 0), works(2, age=0.1)) == (0, 1)
 
 
-def test_who_is_outside_has_its_own_limit() -> None:
-    outside = Place(1, inside=False, step=4, age=9.0, limit=300.0)
-    assert found(waits(0, 1), outside) is None
-    assert "outside of the pipeline, in its own code after step 4" in str(outside)
+def test_who_is_outside_of_a_step_has_the_same_time_and_is_told_what_to_do() -> None:
+    outside = Place(1, inside=False, step=4, age=9.0, limit=2.0)
+    assert found(waits(0, 1), outside) == (1,)
+    assert outside.words == "is between steps, after step 4, in its own code, for 9.0 s"
+    assert (
+        outside.advice == ", and waits for nobody; if it needs that long, say so by pipe.patient()"
+    )
+
+
+def test_who_is_set_up_is_silent_too() -> None:
+    setting_up = Place(1, inside=False, making="loads its weights", age=9.0, limit=2.0)
+    assert found(waits_for_all(0), setting_up) == (1,)
+    assert setting_up.words == "is making its pipeline (loads its weights) for 9.0 s"
+    assert setting_up.advice.endswith("if it needs that long, raise rendezvous_timeout=")
 
 
 # ---- words and boards
 
 
-@pytest.fixture(params=["folder", "store"])
-def board(request: pytest.FixtureRequest, tmp_path: Path) -> FolderBoard | StoreBoard:
-    return FolderBoard(tmp_path) if request.param == "folder" else StoreBoard(HashStore())
+@pytest.fixture(params=["memory", "store"])
+def boards(request: pytest.FixtureRequest) -> Iterator[list[Board]]:
+    """Those of three ranks."""
+    if request.param == "memory":
+        path = SharedBoard.make(3)
+        made: list[Board] = [SharedBoard.opened(rank, 3, path) for rank in range(3)]
+        path.unlink()
+    else:
+        store = HashStore()
+        for rank in range(3):
+            StoreBoard.prepare(rank, store)
+        made = [StoreBoard(rank, 3, store) for rank in range(3)]
+    yield made
+    for board in made:
+        board.close()
 
 
-def test_words_are_replaced_and_reports_are_kept_in_order(board: Any) -> None:
-    assert board.read("beat", 1) is None
-    board.post("beat", 1, "one")
-    board.post("beat", 1, "two")
-    assert board.read("beat", 1) == "two"
-    assert board.reports(0) == []
-    for text in ("a", "b", "c"):
-        board.report(text)
-    assert board.reports(1) == ["b", "c"]
+def soon(look: Callable[[], Any], expected: Any) -> bool:
+    """Whether that is seen within a time, as through a store it is."""
+    deadline = time.monotonic() + 5.0
+    while look() != expected and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return bool(look() == expected)
 
 
-def test_a_folder_is_its_owner_s_alone_and_goes_away() -> None:
-    board = FolderBoard.new()
-    assert stat.S_IMODE(board.path.stat().st_mode) == 0o700
-    board.remove()
-    assert not board.path.exists()
+def test_words_are_replaced_and_reports_are_kept_in_order(boards: list[Board]) -> None:
+    assert boards[0].read("beat", 1) is None
+    boards[1].post("beat", "one")
+    boards[1].post("beat", {"two": 2})
+    assert soon(lambda: boards[0].read("beat", 1), {"two": 2})
+    for rank, report in enumerate("abc"):
+        boards[rank].report(report)
+    for board in boards:
+        assert soon(board.reports, ["a", "b", "c"])
 
 
-def test_a_ledger_keeps_each_rank_s_first_failure(board: Any) -> None:
-    ledger = Ledger(board, 0)
-    for failure in (Failure("raised", 1, what="cause"), Failure("died", 1), Failure("raised", 2)):
-        board.report(failure.to_json())
-    ledger.refresh()
-    assert [(f.rank, f.kind) for f in ledger.failures] == [(1, "raised"), (2, "raised")]
-    ledger.post(Failure("raised", 1))
-    assert len(board.reports(0)) == 3
-
-
-@pytest.mark.parametrize("kind", ["lost", "silent", "died", "left"])
-def test_what_is_found_from_outside_stops_a_rank_also_if_it_found_it_itself(
-    board: Any, kind: Any
+def test_shared_memory_needs_no_file_and_is_this_user_s_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger = Ledger(board, 0)
-    ledger.post(Failure(kind, 0, what="the network is cut", by=0))
-    assert [f.kind for f in ledger.of_others] == [kind]
-    ledger.post(Failure("died", 1, by=0))
-    assert [f.rank for f in ledger.of_others] == [0, 1]
+    path = SharedBoard.make(2)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.unlink()
+    monkeypatch.setattr("penstock.faults.board.os.write", _no_room)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(OSError, match="No space left"):
+        SharedBoard.make(2)
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["raised", "interrupted"])
-def test_what_a_rank_raised_itself_is_not_another_s(board: Any, kind: Any) -> None:
-    ledger = Ledger(board, 0)
-    ledger.post(Failure(kind, 0, by=0))
-    assert ledger.failures
-    assert ledger.of_others == ()
+def _no_room(file: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_ranks_of_one_machine_meet_in_a_folder_and_others_in_the_store() -> None:
-    near = [Meeting(rank) for rank in range(2)]
-    offers = [meeting.offer() for meeting in near]
-    boards = [m.board([m.answer(offers) for m in near], HashStore()) for m in near]
-    assert all(isinstance(board, FolderBoard) for board in boards)
-    far = [Meeting(rank) for rank in range(2)]
-    offers = [meeting.offer() for meeting in far]
-    offers[0]["process"]["host"] = "elsewhere"
-    answers = [meeting.answer(offers) for meeting in far]
-    assert [type(m.board(answers, HashStore())) for m in far] == [StoreBoard] * 2
-    boards[0].remove()  # type: ignore[union-attr]
+def test_the_longest_reports_fit_into_a_page(tmp_path: Path) -> None:
+    path = SharedBoard.make(2)
+    one, other = (SharedBoard.opened(rank, 2, path) for rank in range(2))
+    path.unlink()
+    text = "".join(chr(0x4E00 + i * 7919 % 20000) for i in range(20_000))
+    one.post("stack", text)
+    for rank in range(3):
+        one.report(asdict(Failure("raised", rank, what=text[:500], trace=text)))
+    assert [report["trace"] == text for report in other.reports()] == [True] * 3
+
+
+class Mute:
+    """A store that does not answer for a while."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def clone(self) -> Mute:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.answers.wait(20.0)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [b""] * len(keys)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.faults.board.PrefixStore", lambda name, store: store)
+    store = Mute()
+    board = StoreBoard(0, 2, store)
+    board.post("beat", 1)
+    assert board.read("beat", 1) is None
+    assert soon(lambda: board.unanswered > 0.05, True)
+    store.answers.set()
+    assert soon(lambda: board.unanswered == 0.0, True)
+    board.close()
+
+
+def team(boards: Sequence[Board], rank: int = 0) -> Team:
+    return Team(rank, dict.fromkeys(range(len(boards)), this_process()), boards[rank])
+
+
+def test_each_rank_s_first_failure_counts(boards: list[Board]) -> None:
+    found = team(boards)
+    for failure in (Failure("raised", 1, what="cause"), Failure("died", 1), Failure("raised", 2)):
+        boards[1].report(asdict(failure))
+
+    def count() -> int:
+        found.refresh()
+        return len(found.failures)
+
+    assert soon(count, 2)
+    assert [(f.rank, f.kind) for f in found.failures] == [(1, "raised"), (2, "raised")]
+    found.report(Failure("raised", 1))
+    assert len(boards[0].reports()) == 3
+
+
+@pytest.mark.parametrize("kind", ["lost", "silent", "died", "left", "raised", "interrupted"])
+def test_what_is_found_from_outside_stops_a_rank_also_if_it_found_it_itself(kind: Any) -> None:
+    path = SharedBoard.make(1)
+    found = team([SharedBoard.opened(0, 1, path)])
+    path.unlink()
+    found.report(Failure(kind, 0, what="the network is cut", by=0))
+    assert [f.kind for f in found.failures] == [kind]
+    raised = kind in ("raised", "interrupted")
+    assert [f.kind for f in found.of_others] == ([] if raised else [kind])
+
+
+def test_a_board_that_is_lost_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the interpreter that ends for it does not search for cycles first, which takes seconds."""
+    monkeypatch.setattr("penstock.faults.watch.LINGER", 0.05)
+    at_exit: list[Any] = []
+    monkeypatch.setattr("penstock.faults.watch.atexit.register", at_exit.append)
+    path = SharedBoard.make(2)
+    board = SharedBoard.opened(0, 2, path)
+    path.unlink()
+    watch = Watch(Activity(0), Team(0, dict.fromkeys(range(2), this_process()), board), Patience())
+    cut: list[int] = []
+    watch.over(lambda: cut.append(1))
+
+    def refuse(self: SharedBoard) -> None:
+        raise BoardLostError("No space left on device")
+
+    monkeypatch.setattr(SharedBoard, "_publish", refuse)
+    error = ValueError("the user's own")
+    assert watch.failed(error) is error
+    assert cut
+    assert at_exit[-1] is gc.freeze
+    watch.close()
+
+
+def test_who_asks_for_more_time_has_it_at_once_and_no_longer() -> None:
+    path = SharedBoard.make(2)
+    near, other = (SharedBoard.opened(rank, 2, path) for rank in range(2))
+    path.unlink()
+    processes = dict.fromkeys(range(2), this_process())
+    watch = Watch(Activity(0), Team(0, processes, near), Patience())
+    seen = Team(1, processes, other)
+
+    def limit() -> float:
+        return seen.places(Activity(1).snapshot(), 30.0)[0].limit
+
+    with watch.patient(600.0):
+        assert limit() == 600.0
+        with watch.patient(100.0):
+            assert limit() == 600.0
+    assert limit() == 30.0
+    watch.close()
 
 
 # ---- failures as data
@@ -150,7 +268,7 @@ def test_ranks_of_one_machine_meet_in_a_folder_and_others_in_the_store() -> None
 
 def test_a_failure_survives_its_text() -> None:
     failure = Failure("silent", 1, 3, 1, 2, "1F2", "", "does nothing", story=("a", "b"), by=0)
-    assert Failure.from_json(failure.to_json()) == failure
+    assert Failure.from_data(json.loads(json.dumps(asdict(failure)))) == failure
 
 
 class Canary:
@@ -161,21 +279,19 @@ class Canary:
 
 
 @pytest.mark.parametrize(
-    "text",
+    "found",
     [
-        "",
-        "[]",
-        "{}",
-        "null",
-        json.dumps({"kind": "raised"}),
-        Failure("raised", 0).to_json().replace('"raised"', '"exploded"'),
-        Failure("raised", 0).to_json().replace('"rank": 0', '"rank": "0"'),
+        None,
+        [],
+        {},
+        {"kind": "raised"},
+        asdict(Failure("raised", 0)) | {"kind": "exploded"},
+        asdict(Failure("raised", 0)) | {"rank": "0"},
         pickle.dumps(Canary()).decode("latin-1"),
-        "x" * 300_000,
     ],
 )
-def test_what_is_no_failure_is_none(text: str) -> None:
-    assert Failure.from_json(text) is None
+def test_what_is_no_failure_is_none(found: Any) -> None:
+    assert Failure.from_data(found) is None
 
 
 def test_what_cannot_be_json_does_not_travel() -> None:
@@ -215,6 +331,31 @@ def test_a_story_shows_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatc
     assert told["summary"].startswith("rank 1")
 
 
+def test_a_story_that_cannot_be_written_is_told_and_hides_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    write(tmp_path / "file" / "gone", {})
+    assert "the story of the failure could not be written: " in caplog.text
+    write(tmp_path / "new" / "folder", {"told": 1})
+    assert json.loads((tmp_path / "new" / "folder" / FILE).read_text()) == {"told": 1}
+    write(tmp_path / "new" / "folder", {"told": 2})
+    assert json.loads((tmp_path / "new" / "folder" / FILE).read_text()) == {"told": 1}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_story_for_which_there_is_no_room_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed: list[Path] = []
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(Path, "open", lambda *_, **__: full)
+        monkeypatch.setattr(Path, "unlink", lambda path: removed.append(path))
+        write(tmp_path, {"told": 3})
+    assert "No space left" in caplog.text
+    assert removed == [tmp_path / FILE]
+
+
 # ---- processes, slates, patience, stragglers
 
 
@@ -240,39 +381,64 @@ def test_a_death_has_its_signal_as_long_as_nobody_has_asked() -> None:
     assert words_of(None) == "without a word"
 
 
-def test_a_slate_tells_the_last_action(tmp_path: Path) -> None:
-    writing, reading = Slate(tmp_path / "slate"), Slate(tmp_path / "slate")
-    assert reading.read() == {}
+@pytest.mark.skipif(sys.platform != "linux", reason="a timer of Linux")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("how", ["stopped", "holds the GIL", "lives"])
+def test_who_does_not_put_its_end_off_is_ended(how: str) -> None:
+    child = os.fork()
+    if child == 0:
+        switch = DeadMan()
+        switch.put_off(0.2)
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "holds the GIL":
+            ctypes.PyDLL(None).sleep(20)
+        switch.put_off(20.0)
+        switch.retire()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (7 if how == "lives" else -9)
+
+
+def test_a_slate_tells_the_last_action_and_whether_it_is_over() -> None:
+    path = SharedBoard.make(2)
+    writing, reading = (SharedBoard.opened(rank, 2, path) for rank in range(2))
+    path.unlink()
+    seen = reading.slate(1)
+    assert seen is not None
+    assert seen.read() == {}
     activity = Activity(1)
-    activity.slate = writing
+    activity.slate = writing.slate(1)
     activity.begin(training=True)
     activity.at(parse_action("1SEND_F3"))
-    seen = reading.read()
-    assert (seen["step"], seen["action"], seen["stage"], seen["microbatch"]) == (
-        1,
-        "1SEND_F3",
-        1,
-        3,
-    )
+    told = seen.read()
+    names = ("step", "action", "stage", "microbatch", "inside")
+    assert [told[name] for name in names] == [1, "1SEND_F3", 1, 3, True]
+    activity.end()
+    assert [seen.read()[name] for name in names] == [1, None, None, None, False]
 
 
 def test_patience_is_learned() -> None:
-    patience = Patience()
-    assert (patience.inside, patience.outside) == (300.0, 300.0)
+    patience = Patience(meeting=20.0)
+    assert patience.limit == 20.0
+    patience.made = True
+    assert patience.limit == 300.0
     patience.learn(1.0)
-    assert (patience.inside, patience.outside) == (30.0, 300.0)
+    assert patience.limit == 30.0
     for _ in range(9):
         patience.learn(40.0)
-    assert (patience.inside, patience.outside) == (400.0, 400.0)
+    assert patience.limit == 400.0
 
 
 def test_patience_may_be_fixed() -> None:
     patience = Patience((60.0, 5.0))
-    assert patience.inside == 60.0
+    patience.made = True
+    assert patience.limit == 60.0
     patience.learn(1.0)
-    assert (patience.inside, patience.outside) == (5.0, 5.0)
+    assert patience.limit == 5.0
     with pytest.raises(UsageError, match="timeout=0"):
         Patience(0)
+    with pytest.raises(UsageError, match="rendezvous_timeout=0"):
+        Patience(meeting=0)
 
 
 def beats(*seconds: float, count: int = 10) -> list[dict[str, Any]]:

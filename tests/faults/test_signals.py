@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from penstock.faults.signals import Interrupts
+from penstock.faults.processes import Interrupts
 
 
 def test_a_listener_that_has_gone_without_a_word_holds_nobody_up() -> None:
@@ -28,9 +29,50 @@ def test_a_listener_that_has_gone_without_a_word_holds_nobody_up() -> None:
         signal.set_wakeup_fd(before)
 
 
+def test_a_listener_that_is_closed_by_another_thread_leaves_no_end_to_others() -> None:
+    before = signal.set_wakeup_fd(-1)
+    try:
+        first, second = Interrupts(), Interrupts()
+        first.open()
+        thread = threading.Thread(target=first.close)
+        thread.start()
+        thread.join()
+        # What is opened now would get the numbers of ends that were closed.
+        file = os.pipe()
+        second.open()
+        assert not second.came()
+        second.close()
+        assert signal.set_wakeup_fd(-1) == -1
+        os.close(file[0])
+        os.close(file[1])
+    finally:
+        signal.set_wakeup_fd(before)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_signal_to_a_process_that_was_forked_is_not_this_one_s() -> None:
+    # Where the tests run in the background, a shell has it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    found = Interrupts()
+    found.open()
+    try:
+        child = os.fork()
+        if child == 0:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert not found.came()
+    finally:
+        found.close()
+        signal.signal(signal.SIGINT, before)
+
+
 CODE = """
 import signal, sys, time
-from penstock.faults.signals import interrupt, terminate
+from penstock.faults.processes import interrupt, terminate
 signal.signal(signal.SIGTERM, terminate)
 signal.signal(signal.SIGINT, interrupt)
 try:

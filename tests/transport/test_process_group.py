@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import socket
 import threading
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import PenstockError, UsageError
 from penstock.testing import WorkerPool
-from penstock.transport import ProcessGroupTransport, connect, launched
-from penstock.transport.connections import break_off, connect_all
+from penstock.transport import connect, launched
+from penstock.transport.messages import break_off, connect_all
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def test_a_launcher_says_how_many(
 
 @pytest.mark.usefixtures("torchrun")
 def test_the_group_that_it_starts_it_ends() -> None:
-    end = connect(CPU, timeout=30.0)
+    end = connect(CPU)
     assert (end.rank, end.ranks) == (0, 1)
     assert dist.is_initialized()
     assert not launched()
@@ -60,9 +60,10 @@ def test_the_group_that_it_finds_it_leaves() -> None:
     dist.destroy_process_group()
 
 
-def test_without_a_group_there_is_no_transport() -> None:
-    with pytest.raises(UsageError, match="no process group; start the processes with torchrun"):
-        ProcessGroupTransport(None, CPU, 1.0)
+def test_without_a_launcher_there_is_no_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UsageError, match=r"RANK is not set.*start with torchrun or penstock run"):
+        connect(CPU)
 
 
 # ---- in workers
@@ -72,7 +73,10 @@ def join_a_group_of_others(group: Any) -> str:
     """The last process of the pool is in no group of the first two."""
     others = dist.new_group([0, 1])
     if dist.get_rank() < 2:
-        return str(connect(CPU, others).rank)
+        end = connect(CPU, others)
+        end.agree("connected").wait()
+        end.close()
+        return str(end.rank)
     try:
         connect(CPU, others)
     except (PenstockError, ValueError) as error:
@@ -82,6 +86,9 @@ def join_a_group_of_others(group: Any) -> str:
 
 def take_part_as(group: Any) -> list[Any]:
     end = connect(CPU, group)
+    # Who has connected may still be in the middle of it for another.
+    end.agree("connected").wait()
+    end.close()
     return [end.rank, end.ranks, launched()]
 
 
@@ -98,7 +105,8 @@ def test_a_process_outside_the_group_is_told(workers: WorkerPool) -> None:
 
 def wake(group: Any) -> str:
     """A worker's task: the first rank goes, the second is silent, the last breaks off its wait."""
-    made = connect_all(group, CPU, timedelta(seconds=30))
+    store = PrefixStore("wake", group.get_group_store())
+    made = connect_all(store, group.rank(), group.size(), 30.0, 30.0)
     if group.rank() == 0:
         return "gone"
     if group.rank() == 2:

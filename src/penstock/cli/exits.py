@@ -20,7 +20,7 @@ from penstock.errors import (
     UsageError,
     printable,
 )
-from penstock.faults.signals import interrupt, terminate
+from penstock.faults.processes import interrupt, terminate
 
 OK = 0
 USAGE = 2

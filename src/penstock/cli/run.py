@@ -1,4 +1,4 @@
-"""``penstock run``: a script with a process per rank on this machine."""
+"""``penstock run``: a script in one process per rank on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AsModule = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a modu
 def run(
     context: typer.Context, script: Script, processes: Processes, module: AsModule = False
 ) -> int:
-    """Run a script with a process per rank on this machine, and end all when one fails.
+    """Run a script in one process per rank on this machine, and end all when one fails.
 
     What follows SCRIPT is passed on to it.
     """

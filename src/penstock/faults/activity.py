@@ -6,18 +6,14 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
-from penstock.faults.slate import Slate
-
-OUTSIDE = "outside of the pipeline"
-"""What a rank does between two calls: the code of the user's own loop."""
-
+from penstock.faults.board import Slate
 
 Probe = Callable[["Activity", Any], object]
 _PROBES: list[Probe] = []
 
 
 def add_probe(probe: Probe) -> Callable[[], None]:
-    """Have a function called at the begin of every action, as tests do to make it fail.
+    """Have a function called at the begin of all that a rank does, as tests do to make it fail.
 
     Returns:
         A function that takes it away.
@@ -41,12 +37,14 @@ class Activity:
         calls: how many calls of the pipeline it has begun.
         step: how many of them were training steps.
         inside: whether it is in a call now.
+        making: what it does to set its pipeline up; None once that is made.
         doing: the action it is in or was in last, None before the first of a call and after the last.
         waiting: what it waits for, if it waits.
         since: when that began, on this process's monotonic clock.
         progress: a number that grows with everything it does.
+        slack: seconds that it needs for what it does now, where that is more than a step's time.
         busy: for each stage the seconds that its actions have taken, and how many there were.
-        slate: where every action is written down for others, if there is such a place.
+        slate: where actions are written down for others, if there is such a place.
         concern: called before each action; raises where this rank must stop.
     """
 
@@ -55,13 +53,28 @@ class Activity:
         self.calls = 0
         self.step = 0
         self.inside = False
+        self.making: str | None = None
         self.doing: Any = None
         self.waiting: Waiting | None = None
         self.since = monotonic()
         self.progress = 0
+        self.slack = 0.0
         self.busy: dict[int, list[float]] = {}
         self.slate: Slate | None = None
         self.concern: Callable[[], None] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is in a call, or its pipeline is being set up."""
+        return self.inside or self.making is not None
+
+    def make(self, doing: str | None) -> None:
+        """The pipeline is being set up, by this; with None it is made."""
+        self.making = doing
+        self._moved(None)
+        self._write_down()
+        if doing is not None:
+            self._probe(doing)
 
     def begin(self, *, training: bool) -> None:
         """A call of the pipeline begins."""
@@ -69,11 +82,13 @@ class Activity:
         self.step += training
         self.inside = True
         self._moved(None)
+        self._write_down()
 
     def end(self) -> None:
         """The call is over, in whatever way."""
         self.inside = False
         self._moved(None)
+        self._write_down()
 
     def take_back(self, *, training: bool) -> None:
         """The last call was refused before it began, and does not count."""
@@ -85,11 +100,9 @@ class Activity:
         if self.concern is not None:
             self.concern()
         self._moved(action)
-        if self.slate is not None:
-            self.slate.write(self.progress, self.calls, self.step, self.since, action)
+        self._write_down()
         if _PROBES:
-            for probe in tuple(_PROBES):
-                probe(self, action)
+            self._probe(action)
 
     def wait(self, why: object, peers: Sequence[int] | None) -> None:
         """A wait begins."""
@@ -118,6 +131,15 @@ class Activity:
         self.since = monotonic()
         self.progress += 1
 
+    def _probe(self, doing: Any) -> None:
+        for probe in tuple(_PROBES):
+            probe(self, doing)
+
+    def _write_down(self) -> None:
+        if self.slate is not None:
+            counts = (self.progress, self.calls, self.step)
+            self.slate.write(counts, self.since, self.inside, self.doing or self.making)
+
     def snapshot(self) -> dict[str, Any]:
         """All that as JSON data; read while it changes, so its parts may be of two moments."""
         doing, waiting = self.doing, self.waiting
@@ -126,6 +148,7 @@ class Activity:
             "calls": self.calls,
             "step": self.step,
             "inside": self.inside,
+            "making": self.making,
             "action": None if doing is None else str(doing),
             "stage": getattr(doing, "stage", None),
             "microbatch": getattr(doing, "microbatch", None),
@@ -133,5 +156,6 @@ class Activity:
             "peers": None if waiting is None or waiting.peers is None else list(waiting.peers),
             "age": monotonic() - self.since,
             "progress": self.progress,
+            "slack": self.slack,
             "busy": {str(stage): list(found) for stage, found in list(self.busy.items())},
         }

@@ -1,13 +1,19 @@
-"""What went wrong on a rank, as data that travels and is kept."""
+"""What went wrong on a rank, as data that travels, and what is left behind about it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+import platform
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -16,6 +22,7 @@ import torch
 from torch import nn
 
 from penstock.errors import InputFileError, NonFiniteError, StageError, UsageError, printable
+from penstock.faults.silence import Place
 
 Kind = Literal["raised", "died", "silent", "left", "interrupted", "lost"]
 
@@ -24,7 +31,9 @@ INTERRUPTED, TERMINATED = 130, 143
 
 LONGEST_LINE = 500
 LONGEST_TRACE = 20_000
-LONGEST_JSON = 200_000
+FILE = "failure.json"
+
+logger = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True)
@@ -91,17 +100,10 @@ class Failure:
             parts.append(f"module {self.module}")
         return ", ".join(parts)
 
-    def to_json(self) -> str:
-        """As text."""
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> Failure | None:
-        """From text; None of what is no failure, which a broken peer might write."""
-        if len(text) > LONGEST_JSON:
-            return None
+    def from_data(cls, found: Any) -> Failure | None:
+        """From JSON data; None of what is no failure, which a broken peer might write."""
         try:
-            found = json.loads(text)
             return cls(**_checked(found))
         except (ValueError, TypeError, KeyError):
             return None
@@ -220,3 +222,105 @@ def _checked(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _EXAMPLE = Failure("raised", 0, 0, 0, 0, "", story=())
+
+
+# ---- what is left behind: ``failure.json``, and torchrun's error file
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part in a run."""
+    try:
+        own = version("penstock")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {"penstock": own, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def stacks() -> str:
+    """Where each thread of this process is; no values, which may be secret."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            lines = "".join(traceback.format_stack(frame))
+            parts.append(f"thread {names.get(ident, ident)}:\n{lines}")
+    return printable("\n".join(parts))[-LONGEST_TRACE:]
+
+
+def story(
+    failures: Sequence[Failure],
+    places: Mapping[int, Place],
+    found: Mapping[int, str],
+    rank: int,
+) -> dict[str, Any]:
+    """The whole story as JSON data; nothing of the environment is in it.
+
+    Args:
+        failures: in the order in which they happened.
+        places: where each rank is.
+        found: the stacks of the ranks that gave some.
+        rank: who tells it.
+    """
+    return {
+        "summary": summary(failures),
+        "failures": [asdict(failure) for failure in failures],
+        "ranks": [{**asdict(place), "words": str(place)} for place in places.values()],
+        "stacks": {str(number): text for number, text in found.items()},
+        "told_by": rank,
+        "time": time.time(),
+        "versions": versions(),
+    }
+
+
+def summary(failures: Sequence[Failure]) -> str:
+    """All failures in a line."""
+    first, *later = map(str, failures)
+    return first + "".join(f"; then {failure}" for failure in later)
+
+
+def write(folder: Path | None, told: Mapping[str, Any]) -> None:
+    """Write ``failure.json`` where there is none; a failure to do so must not hide the failure."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_new(folder / FILE, json.dumps(told, indent=1))
+    except OSError as error:
+        logger.error("penstock: the story of the failure could not be written: %s", error)
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a file where there is none; half a file is none."""
+    with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:
+            path.unlink()
+            raise
+
+
+def tell_torchrun(failure: Failure, *, own: bool) -> None:
+    """Write the error file that torchrun names, where nobody has; it calls the earliest one the cause.
+
+    Its clock has seconds. A rank that only follows dates its own a little later, to come after the cause.
+
+    Args:
+        failure: what happened.
+        own: whether on this rank.
+    """
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not name:
+        return
+    moment = int(failure.time) if own else int(max(failure.time, time.time())) + 2
+    extra: dict[str, Any] = {
+        "py_callstack": failure.trace if own else "",
+        "timestamp": str(moment),
+        "status": failure.status,
+        "own": own,
+    }
+    said = str(failure) if own else f"stopped because {failure}"
+    path = Path(name)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_new(path, json.dumps({"message": {"message": said, "extraInfo": extra}}))

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from penstock.faults import report
 from penstock.faults.activity import Activity
 from penstock.faults.board import BoardLostError
-from penstock.faults.failure import TEMPORARY, Failure
-from penstock.faults.ledger import Ledger
-from penstock.faults.patience import Patience
-from penstock.faults.processes import words_of
-from penstock.faults.signals import Interrupts, launcher
-from penstock.faults.silence import STALE, Place, Verdict, find_silent
-from penstock.faults.stragglers import Stragglers
+from penstock.faults.failure import TEMPORARY, Failure, stacks, story, summary, write
+from penstock.faults.processes import DeadMan, Interrupts, launcher, words_of
+from penstock.faults.silence import STALE, Patience, Place, Stragglers, Verdict, find_silent
 from penstock.faults.team import BEAT, STACK, TOLD, Team
 
 TICK = 0.1
@@ -30,8 +26,10 @@ _LOOKS = 20
 """A look for stragglers every so many ticks."""
 AGAIN = 1.0
 """Seconds between two cuts."""
-LAST = 10.0
+LAST = 4.0
 """Seconds after the first cut until a rank that still waits is ended."""
+FROZEN = 2.5
+"""Seconds beyond its time after which a rank is ended that runs no threads, where nobody else did it."""
 GRACE = 1.0
 """Seconds that ranks have to find what all must find, or to give their stacks."""
 
@@ -41,17 +39,25 @@ logger = logging.getLogger("penstock")
 class Wires:
     """This rank's wires. They are cut again as long as they have to be: a first cut may miss one in use."""
 
-    def __init__(self, cut: Callable[[], None]) -> None:
-        self._cut = cut
+    def __init__(self) -> None:
+        self._break: Callable[[], object] = _nothing
         self._lock = threading.Lock()
         self._last: float | None = None
+
+    def break_by(self, cut: Callable[[], object]) -> None:
+        """How to break them."""
+        self._break = cut
 
     def cut(self) -> None:
         """Break them, so that a wait on them ends on this rank and at the other ends."""
         with self._lock:
             if self._last is None or monotonic() - self._last >= AGAIN:
                 self._last = monotonic()
-                self._cut()
+                self._break()
+
+
+def _nothing() -> None:
+    """There are no wires yet."""
 
 
 class Monitor:
@@ -61,39 +67,36 @@ class Monitor:
         alarm: whether the rank must stop.
         stopped: whether it has stopped with an error of its own.
         cut_off: whether a wire broke and nobody has said why.
+        lost: why no word can be left any more, if so.
         folder: where the story of a failure is written.
+        wires: the rank's.
     """
 
-    def __init__(
-        self,
-        activity: Activity,
-        team: Team,
-        ledger: Ledger,
-        wires: Wires,
-        patience: Patience,
-    ) -> None:
+    def __init__(self, activity: Activity, team: Team, patience: Patience) -> None:
         self.alarm = False
         self.stopped = False
         self.cut_off = False
+        self.lost: BoardLostError | None = None
         self.folder: Path | None = None
+        self.wires = Wires()
         self._activity = activity
         self._team = team
-        self._ledger = ledger
-        self._wires = wires
         self._patience = patience
         self._stragglers = Stragglers()
         self._interrupts = Interrupts()
         self._launcher = launcher()
+        self._dead_man = DeadMan()
+        self._beats = itertools.count()
         self._ticks = 0
         self._heard: float | None = None
         self._told = False
-        self._alone = False
         self._broken: tuple[float, int] | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock watch", daemon=True)
 
     def start(self) -> None:
         """Begin."""
+        self.beat()
         self._interrupts.open()
         self._thread.start()
 
@@ -105,52 +108,92 @@ class Monitor:
         self._interrupts.close()
 
     def _run(self) -> None:
-        while not self._ending.wait(TICK):
-            if self._alone:
-                self._cut()
-                continue
-            try:
-                self._tick()
-            except BoardLostError:
-                self._alone = True
-
-    def _cut(self) -> None:
-        """Break the connections, unless this rank is done with them, until it waits no more."""
-        if self._ending.is_set() or self.stopped:
-            return
-        self._wires.cut()
-        now, progress = monotonic(), self._activity.progress
-        if self._broken is None or self._broken[1] != progress or self._activity.waiting is None:
-            self._broken = (now, progress)
-        elif now - self._broken[0] > LAST:
-            self._end_process(
-                f"rank {self._activity.rank} ends itself: its connections are broken, but a wait on them "
-                "does not end",
-                TEMPORARY,
-            )
+        try:
+            while not self._ending.wait(TICK):
+                self._live_on()
+                try:
+                    self._tick()
+                except BoardLostError as lost:
+                    self.lost = lost
+        finally:
+            self._dead_man.retire()
 
     def _tick(self) -> None:
         self._ticks += 1
         self._follow_launcher()
         if self._interrupts.came():
             self._cut()
+        if self.lost is not None:
+            self._go_alone()
+            return
         if self._ticks % _BEATS == 1:
-            beat = {**self._activity.snapshot(), "beat": self._ticks}
-            self._team.say(BEAT, json.dumps(beat))
-        self._ledger.refresh()
-        if self._ledger.of_others:
+            self._beat()
+        self._team.refresh()
+        self._check_board()
+        if self._team.of_others:
             self._react()
-        elif not self._ledger.failures:
+        elif not self._team.failures:
             self._look()
+
+    def beat(self) -> None:
+        """Tell the others now what this rank does."""
+        self._live_on()
+        with suppress(BoardLostError):
+            self._beat()
+
+    def _live_on(self, more: float = 0.0) -> None:
+        """Put off the end of a process that runs no threads."""
+        if self._team.others:
+            limit = max(self._patience.limit, self._activity.slack)
+            self._dead_man.put_off(limit + FROZEN + more)
+
+    def _beat(self) -> None:
+        self._team.say(BEAT, {**self._activity.snapshot(), "beat": next(self._beats)})
+
+    def _check_board(self) -> None:
+        """Give up a board that does not answer, once there is nothing else to hope for."""
+        silent = self._team.board.unanswered
+        hopeless = self._overdue() or self.cut_off or silent > self._patience.limit
+        if hopeless and silent > STALE:
+            raise BoardLostError(f"it has not answered for {silent:.1f} s")
+
+    def _cut(self) -> None:
+        """Break the connections, unless this rank is done with them, until it waits no more."""
+        if self._ending.is_set() or self.stopped:
+            return
+        self.wires.cut()
+        now, progress, waiting = monotonic(), self._activity.progress, self._activity.waiting
+        if self._broken is None or self._broken[1] != progress or waiting is None:
+            self._broken = (now, progress)
+        elif now - self._broken[0] > LAST:
+            why = summary(self._team.of_others) if self._team.of_others else str(self.lost or "")
+            self._end_process(
+                f"rank {self._activity.rank} ends itself: its connections are broken, but a wait on them "
+                f"does not end: {why or waiting.why}",
+                TEMPORARY,
+            )
+
+    def _go_alone(self) -> None:
+        """Nobody can be told or asked anything: end the waits, and a rank that is stuck on its way to one."""
+        self._cut()
+        seconds = monotonic() - self._activity.since
+        stuck = self._activity.waiting is None and seconds > self._patience.limit
+        if stuck and self._activity.is_busy and not self.stopped:
+            self._end_process(
+                f"rank {self._activity.rank} ends itself: the control store is lost, and it has made no "
+                f"progress for {seconds:.1f} s",
+                TEMPORARY,
+            )
 
     # ---- what others say
 
     def _react(self) -> None:
         """Another rank failed: end the waits here, once those that must find it themselves could."""
-        first = self._ledger.of_others[0]
+        first = self._team.of_others[0]
         self._heard = self._heard or monotonic()
         if first.kind == "silent":
             self._give_stacks(first)
+            self._end_frozen(first.rank)
         if first.everywhere and (self.stopped or monotonic() - self._heard < GRACE):
             return
         self.alarm = True
@@ -160,15 +203,21 @@ class Monitor:
         if self._told:
             return
         self._told = True
-        self._team.say(STACK, report.stacks())
+        self._team.say(STACK, stacks())
         if failure.rank == self._activity.rank:
             self.alarm = True
             self._cut()
             self._give_up(failure)
 
+    def _end_frozen(self, rank: int) -> None:
+        """End a silent rank of this machine that runs no threads, and so can neither tell nor end itself."""
+        if rank != self._activity.rank and self._team.staleness(rank) >= STALE:
+            self._team.processes[rank].kill()
+
     def _give_up(self, failure: Failure) -> None:
         """This rank is the silent one: end it, unless it wakes up and stops by itself."""
         rank = self._activity.rank
+        self._live_on(4 * GRACE)
         try:
             self._team.await_word(TOLD, [failure.by], 2 * GRACE)
         except BoardLostError:
@@ -195,7 +244,7 @@ class Monitor:
         self._team.listen()
         for rank in self._team.others:
             self._look_at(rank)
-        if self._overdue() and not self._ledger.failures:
+        if self._overdue() and not self._team.failures:
             self._ask_who_is_silent()
         if self._ticks % _LOOKS == 0 and self._activity.rank == 0:
             self._look_for_stragglers()
@@ -210,8 +259,7 @@ class Monitor:
         if left is None and not ended:
             return
         beat = self._team.beat(rank)
-        failure = _departed(rank, self._activity.rank, beat, left, cause)
-        self._post(failure)
+        self._post(_departed(rank, self._activity.rank, beat, left, cause))
 
     def _is_lost(self, rank: int) -> bool:
         """Whether a rank of another machine has fallen silent at the time when a wire broke."""
@@ -221,14 +269,13 @@ class Monitor:
 
     def _post(self, failure: Failure) -> None:
         """Report another rank; of several that do, the first tells the story."""
-        self._ledger.refresh()
-        if self._ledger.failures:
-            return
-        self._ledger.post(failure)
+        self._team.refresh()
+        if not self._team.failures:
+            self._team.report(failure)
 
     def _overdue(self) -> bool:
         waits = self._activity.waiting is not None
-        return waits and monotonic() - self._activity.since > self._patience.inside
+        return waits and monotonic() - self._activity.since > self._patience.limit
 
     def _ask_who_is_silent(self) -> None:
         places = self._places()
@@ -237,23 +284,24 @@ class Monitor:
             return
         failure = _silent(places, verdict, self._activity.rank)
         self._post(failure)
-        if self._ledger.failures[:1] and self._ledger.failures[0].by == self._activity.rank:
+        if self._team.failures[:1] and self._team.failures[0].by == self._activity.rank:
             self._tell(failure, places)
 
     def _tell(self, failure: Failure, places: dict[int, Place]) -> None:
         """Gather the stacks of those that can give some, tell everything, and end who cannot."""
         self._told = True
-        self._team.say(STACK, report.stacks())
+        self._team.say(STACK, stacks())
         able = [r for r in self._team.others if places[r].stale < STALE]
         self._team.await_word(STACK, able, GRACE)
-        found = {r: text for r in places if (text := self._team.said(STACK, r)) is not None}
+        said = {rank: self._team.board.read(STACK, rank) for rank in places}
+        found = {rank: text for rank, text in said.items() if isinstance(text, str)}
         logger.error("penstock: %s", _report(failure, places, found))
-        report.write(self.folder, report.story([failure], places, found, self._activity.rank))
+        write(self.folder, story([failure], places, found, self._activity.rank))
         self._team.say(TOLD)
         self.alarm = True
         self._cut()
-        if failure.kind == "silent" and places[failure.rank].stale >= STALE:
-            self._team.processes[failure.rank].kill()
+        if failure.kind == "silent":
+            self._end_frozen(failure.rank)
 
     def _look_for_stragglers(self) -> None:
         beats = [self._activity.snapshot(), *map(self._team.beat, self._team.others)]
@@ -263,21 +311,15 @@ class Monitor:
     # ---- the story
 
     def _places(self) -> dict[int, Place]:
-        limits = (self._patience.inside, self._patience.outside)
-        return self._team.places(self._activity.snapshot(), limits)
+        return self._team.places(self._activity.snapshot(), self._patience.limit)
 
-    def write_story(self) -> None:
+    def write_story(self, failures: Sequence[Failure]) -> None:
         """Write ``failure.json`` about what is known."""
-        failures = self._ledger.failures
-        if failures and self.folder is not None:
-            told = report.story(failures, self._places(), {}, self._activity.rank)
-            report.write(self.folder, told)
-
-    def finish_story(self) -> None:
-        """Write it for a rank that cannot, if this one was the first to notice."""
-        first = self._ledger.failures[:1]
-        if first and first[0].by == self._activity.rank and first[0].kind not in ("silent", "lost"):
-            self.write_story()
+        if self.folder is not None:
+            places = {}
+            with suppress(BoardLostError):
+                places = self._places()
+            write(self.folder, story(failures, places, {}, self._activity.rank))
 
 
 def _departed(
@@ -292,7 +334,8 @@ def _departed(
         )
         return Failure("left", rank, step, what=what, status=TEMPORARY, by=by)
     stage, microbatch, action = (beat.get(name) for name in ("stage", "microbatch", "action"))
-    what = f"its process ended, {words_of(cause)}"
+    where = f", while it made its pipeline ({beat['making']})" if beat.get("making") else ""
+    what = f"its process ended, {words_of(cause)}{where}"
     return Failure(
         "died", rank, step, stage, microbatch, action, what=what, status=TEMPORARY, by=by
     )
@@ -310,9 +353,7 @@ def _silent(places: dict[int, Place], verdict: Verdict, by: int) -> Failure:
         return Failure(
             "lost", rank, place.step, what=what, status=TEMPORARY, by=by, story=verdict.chain
         )
-    what = f"makes no progress: it {place.words}" + (
-        "" if place.is_mute else ", and waits for nobody"
-    )
+    what = f"makes no progress: it {place.words}{place.advice}"
     return Failure(
         "silent",
         rank,

@@ -1,10 +1,78 @@
-"""Who holds everybody up: follow what the ranks wait for to the one that waits for nobody."""
+"""Who holds everybody up: how long a rank may do nothing, which one does, and which stage is far too slow."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
+
+from penstock.errors import UsageError
+
+# ---- how long
+
+PATIENCE = 30.0
+"""Seconds until all ranks must be there, and that a rank may hold up the others while they set up."""
+FIRST_STEP = 300.0
+"""Seconds for the first step, which compiles, allocates and connects."""
+FLOOR = 30.0
+FACTOR = 10.0
+_REMEMBERED = 50
+
+Timeout = float | tuple[float | None, float | None] | None
+"""Seconds; or those of the first step and of later ones; or None."""
+
+
+class Patience:
+    """How long a rank may make no progress while others wait for it.
+
+    In a step and between steps that is learned from the steps, or fixed; until the Pipeline is made it is the
+    time in which the ranks have to meet.
+
+    Args:
+        fixed: seconds that always hold, or two numbers: for the first step and for all later ones. None
+            for 300 s in the first step, then the larger of 30 s and ten times the median step.
+        meeting: seconds in which the ranks have to meet.
+
+    Raises:
+        UsageError: one of them is not above 0.
+    """
+
+    def __init__(self, fixed: Timeout = None, meeting: float = PATIENCE) -> None:
+        pair = fixed if isinstance(fixed, tuple) else (fixed, fixed)
+        numbers = all(isinstance(seconds, int | float | None) for seconds in pair)
+        if not numbers or len(pair) != 2 or not all(s is None or s > 0 for s in pair):
+            raise UsageError(
+                f"timeout={fixed!r}: must be more than 0 seconds, None, or a pair of these for the first "
+                "step and the later ones"
+            )
+        first, later = pair
+        if not meeting > 0:
+            raise UsageError(f"rendezvous_timeout={meeting}: must be more than 0 seconds")
+        self.meeting = meeting
+        self.made = False
+        self._first = FIRST_STEP if first is None else first
+        self._fixed = later
+        self._steps: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def learn(self, seconds: float) -> None:
+        """A step took so long."""
+        self._steps.append(seconds)
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a rank has now."""
+        if not self.made:
+            return self.meeting
+        if not self._steps:
+            return self._first
+        if self._fixed is not None:
+            return self._fixed
+        return max(FLOOR, FACTOR * median(self._steps))
+
+
+# ---- where a rank is
 
 
 @dataclass(frozen=True)
@@ -15,6 +83,7 @@ class Place:
         rank: whose.
         calls: how many calls of the pipeline it has begun.
         inside: whether it is in one.
+        making: what it does to set its pipeline up, None once that is made.
         step: how many training steps it has begun.
         stage: where in its program it is, as far as it is in an action.
         microbatch: likewise.
@@ -30,6 +99,7 @@ class Place:
     rank: int
     calls: int = 0
     inside: bool = True
+    making: str | None = None
     step: int = 0
     stage: int | None = None
     microbatch: int | None = None
@@ -49,9 +119,23 @@ class Place:
         """What it does, and for how long."""
         if self.is_mute:
             return (
-                f"has not been heard of for {self.stale:.1f} s; by its last word it {self._doing}"
+                f"has not been heard of for {self.stale:.1f} s; by its last word it {self._doing}; its "
+                "process is stopped, its machine is down, or the network to it is cut"
             )
         return f"{self._doing} for {self.age:.1f} s{self._trouble}"
+
+    @property
+    def advice(self) -> str:
+        """What else is known of a rank that is silent, and what to do."""
+        if self.is_mute:
+            return ""
+        runs = self.condition in ("runs", "unknown") and self.stale < STALE
+        if not runs or (self.inside and self.making is None):
+            return ", and waits for nobody"
+        more = (
+            "raise rendezvous_timeout=" if self.making is not None else "say so by pipe.patient()"
+        )
+        return f", and waits for nobody; if it needs that long, {more}"
 
     @property
     def is_mute(self) -> bool:
@@ -60,11 +144,15 @@ class Place:
 
     @property
     def _doing(self) -> str:
-        if not self.inside:
-            after = f" after step {self.step}" if self.step else ""
-            return f"is outside of the pipeline, in its own code{after},"
-        if self.waits is not None:
+        if self.waits is not None and self.making is None:
             return f"{self.waits}{self._sources}"
+        if self.making is not None:
+            return f"is making its pipeline ({self.waits or self.making})"
+        if not self.inside:
+            steps = (
+                f"between steps, after step {self.step}" if self.step else "before its first step"
+            )
+            return f"is {steps}, in its own code,"
         return f"is in {self.action}" if self.action else "prepares a call"
 
     @property
@@ -86,6 +174,9 @@ class Place:
 
 STALE = 1.5
 """Seconds without a heartbeat after which a rank's own threads do not run any more."""
+
+
+# ---- who is silent
 
 
 @dataclass(frozen=True)
@@ -135,7 +226,8 @@ def awaited(places: Mapping[int, Place], rank: int) -> Sequence[int]:
 
 
 def _in_operation_of_all(place: Place) -> bool:
-    return place.inside and place.waits is not None and place.peers is None
+    within = place.inside or place.making is not None
+    return within and place.waits is not None and place.peers is None
 
 
 def _reached(places: Mapping[int, Place], start: int) -> list[int]:
@@ -155,16 +247,14 @@ def _late(place: Place) -> bool:
     return place.condition == "ended" or place.age >= place.limit or place.condition == "stopped"
 
 
-def place_of(
-    found: Mapping[str, Any], *, stale: float, condition: str, inside: float, outside: float
-) -> Place:
+def place_of(found: Mapping[str, Any], *, stale: float, condition: str, limit: float) -> Place:
     """A place from a heartbeat, grown older by the time since."""
     peers = found["peers"]
-    is_inside = bool(found["inside"])
     return Place(
         int(found["rank"]),
         int(found["calls"]),
-        is_inside,
+        bool(found["inside"]),
+        found["making"],
         int(found["step"]),
         found["stage"],
         found["microbatch"],
@@ -174,5 +264,60 @@ def place_of(
         float(found["age"]) + (0.0 if found.get("exact") else stale),
         stale,
         condition,
-        inside if is_inside else outside,
+        max(limit, float(found["slack"])),
     )
+
+
+# ---- which stage is slow: told, never stopped
+
+SLOW = 3.0
+"""So many times the others' median makes a straggler: a plan gives all stages about the same."""
+FEWEST = 8
+"""Actions of each stage before it is judged."""
+SHORTEST = 0.005
+"""Seconds below which an action is too short to matter."""
+
+
+class Stragglers:
+    """Compares the stages of a pipeline by how long their actions take, since the last look."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[float, int]] = {}
+        self._named: set[int] = set()
+
+    def find(self, beats: Iterable[Mapping[str, Any]]) -> list[str]:
+        """What to say about stages that were not named before.
+
+        Args:
+            beats: the heartbeats of all ranks.
+        """
+        now = {
+            int(stage): (float(seconds), int(count))
+            for beat in beats
+            for stage, (seconds, count) in beat.get("busy", {}).items()
+        }
+        means = self._means(now)
+        if len(means) < len(now) or len(means) < 2:
+            return []
+        self._before = now
+        return [text for stage in means if (text := self._judge(stage, means))]
+
+    def _means(self, now: Mapping[int, tuple[float, int]]) -> dict[int, float]:
+        means = {}
+        for stage, (seconds, count) in now.items():
+            seconds_before, count_before = self._before.get(stage, (0.0, 0))
+            if count - count_before >= FEWEST:
+                means[stage] = (seconds - seconds_before) / (count - count_before)
+        return means
+
+    def _judge(self, stage: int, means: Mapping[int, float]) -> str:
+        usual = median(mean for other, mean in means.items() if other != stage)
+        seen = means[stage]
+        if stage in self._named or seen < max(SHORTEST, SLOW * usual):
+            return ""
+        self._named.add(stage)
+        return (
+            f"stage {stage} is a straggler: an action takes {1e3 * seen:.1f} ms there, planned are "
+            f"{1e3 * usual:.1f} ms as in the other stages; everybody waits for it: look at its device, "
+            "or cut the model so that it holds less"
+        )

@@ -1,16 +1,17 @@
-"""The other ranks as seen from one: their heartbeats, their processes, their last words."""
+"""The other ranks as seen from one: their heartbeats, their processes, their last words, their failures."""
 
 from __future__ import annotations
 
-import json
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from time import monotonic, sleep
 from typing import Any
 
 from penstock.faults.board import Board
+from penstock.faults.failure import Failure
 from penstock.faults.processes import Process
 from penstock.faults.silence import Place, place_of
-from penstock.faults.slate import Slate
 
 BEAT, LEFT, RAISED, STACK, TOLD = "beat", "left", "raised", "stack", "told"
 """Topics of the board: a heartbeat; that a rank is done; that it stops; its stacks; that all is written."""
@@ -19,7 +20,7 @@ _POLL = 0.02
 
 
 class Team:
-    """All ranks of a pipeline, seen from one of them.
+    """All ranks of a pipeline, seen from one of them; both of a process's threads use it.
 
     Args:
         rank: this one.
@@ -30,27 +31,31 @@ class Team:
     def __init__(self, rank: int, processes: Mapping[int, Process], board: Board) -> None:
         self.rank = rank
         self.processes = processes
-        self._board = board
-        self._slates: dict[int, Slate | None] = {}
+        self.board = board
         self._beats: dict[int, tuple[int, float]] = {}
+        self._lock = threading.Lock()
+        self._failures: tuple[Failure, ...] = ()
 
     @property
     def others(self) -> list[int]:
         """All but this rank."""
         return [rank for rank in self.processes if rank != self.rank]
 
-    def say(self, topic: str, text: str = "{}") -> None:
-        """Leave this rank's word on a topic."""
-        self._board.post(topic, self.rank, text)
+    @property
+    def is_near(self) -> bool:
+        """Whether all ranks are on this machine."""
+        return all(process.is_here for process in self.processes.values())
 
-    def said(self, topic: str, rank: int) -> str | None:
-        """A rank's word on a topic."""
-        return self._board.read(topic, rank)
+    # ---- words
+
+    def say(self, topic: str, word: Any = True) -> None:
+        """Leave this rank's word on a topic."""
+        self.board.post(topic, word)
 
     def left(self, rank: int) -> dict[str, Any] | None:
         """What a rank said when it was done."""
-        text = self.said(LEFT, rank)
-        return None if text is None else as_dict(text)
+        found = self.board.read(LEFT, rank)
+        return found if found is None or isinstance(found, dict) else {}
 
     def gone(self, rank: int) -> bool:
         """Whether it is done, or its process has ended."""
@@ -59,49 +64,80 @@ class Team:
     def await_word(self, topic: str, ranks: list[int], seconds: float) -> bool:
         """Wait some time until these ranks have left word on a topic, or have gone; whether they did."""
         deadline = monotonic() + seconds
-        while missing := [r for r in ranks if self.said(topic, r) is None and not self.gone(r)]:
+        while missing := [r for r in ranks if not self.board.read(topic, r) and not self.gone(r)]:
             if monotonic() >= deadline:
                 return False
             ranks = missing
             sleep(_POLL)
         return True
 
-    def places(self, own: dict[str, Any], limits: tuple[float, float]) -> dict[int, Place]:
+    # ---- failures
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """Those that were read, each rank's first; what follows from a failure is none."""
+        return self._failures
+
+    @property
+    def of_others(self) -> tuple[Failure, ...]:
+        """All but what this rank raised itself; a network that was cut has this rank's name on it too."""
+        return tuple(f for f in self._failures if f.rank != self.rank or not f.is_raised)
+
+    def report(self, failure: Failure) -> None:
+        """Put a failure on the board, unless there is one of that rank."""
+        self.refresh()
+        if all(failure.rank != known.rank for known in self.failures):
+            self.board.report(asdict(failure))
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Read what is new."""
+        with self._lock:
+            found: dict[int, Failure] = {}
+            for failure in map(Failure.from_data, self.board.reports()):
+                if failure is not None:
+                    found.setdefault(failure.rank, failure)
+            self._failures = tuple(found.values())
+
+    def await_failure(self, seconds: float) -> bool:
+        """Wait some time for the failure of another rank; whether there is one."""
+        deadline = monotonic() + seconds
+        while not self.of_others and monotonic() < deadline:
+            sleep(_POLL)
+            self.refresh()
+        return bool(self.of_others)
+
+    # ---- heartbeats
+
+    def places(self, own: dict[str, Any], limit: float) -> dict[int, Place]:
         """Where every rank is.
 
         Args:
             own: this rank's activity.
-            limits: seconds without progress that a rank may have inside a call and outside.
+            limit: seconds without progress that a rank may have, unless it has asked for more.
         """
-        inside, outside = limits
         found = {}
-        for rank in self.processes:
+        for rank, process in self.processes.items():
             beat = own if rank == self.rank else self.beat(rank)
             stale = 0.0 if rank == self.rank else self._staleness(rank, beat)
-            found[rank] = place_of(
-                beat or _unheard(rank),
-                stale=stale,
-                condition=self.processes[rank].condition(),
-                inside=inside,
-                outside=outside,
-            )
+            found[rank] = place_of(beat, stale=stale, condition=process.condition(), limit=limit)
         return found
 
+    @staticmethod
+    def words_of(own: dict[str, Any]) -> str:
+        """Where this rank is, from its activity."""
+        return place_of(own, stale=0.0, condition="runs", limit=0.0).words
+
     def beat(self, rank: int) -> dict[str, Any]:
-        """The last heartbeat of a rank; empty where there is none or it cannot be read."""
-        found = as_dict(self.said(BEAT, rank) or "")
-        slate = self._slates[rank] = self._slates.get(rank) or self._board.slate(rank)
+        """The last heartbeat of a rank; an empty one where there is none or it cannot be read."""
+        found: dict[str, Any] = self.board.read(BEAT, rank)
+        slate = self.board.slate(rank)
         seen = slate.read() if slate is not None else {}
         if not _is_beat(found):
             # A rank may be far on before its first heartbeat.
-            return _unheard(rank) | seen if seen else {}
+            found = _unheard(rank)
         # What was written down since the heartbeat is newer.
         return found | seen if seen.get("progress", 0) > found["progress"] else found
-
-    @property
-    def is_near(self) -> bool:
-        """Whether all ranks are on this machine."""
-        return all(process.is_here for process in self.processes.values())
 
     def staleness(self, rank: int) -> float:
         """Seconds since the heartbeat of a rank last changed."""
@@ -110,22 +146,13 @@ class Team:
     def listen(self) -> None:
         """Note which heartbeats have changed, from which their age is found."""
         for rank in self.others:
-            self._staleness(rank, self.beat(rank))
+            self.staleness(rank)
 
     def _staleness(self, rank: int, beat: Mapping[str, Any]) -> float:
         number, now = int(beat.get("beat", 0)), monotonic()
         if self._beats.get(rank, (-1, 0.0))[0] != number:
             self._beats[rank] = (number, now)
         return now - self._beats[rank][1]
-
-
-def as_dict(text: str) -> dict[str, Any]:
-    """JSON text of an object; of anything else nothing."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 _BEAT: dict[str, type | tuple[type, ...]] = {
@@ -136,35 +163,31 @@ _BEAT: dict[str, type | tuple[type, ...]] = {
     "inside": bool,
     "age": (int, float),
     "progress": int,
+    "slack": (int, float),
     "busy": dict,
 }
 _MAYBE: dict[str, Callable[[Any], bool]] = {
     "stage": lambda v: isinstance(v, int),
     "microbatch": lambda v: isinstance(v, int),
     "action": lambda v: isinstance(v, str),
+    "making": lambda v: isinstance(v, str),
     "waits": lambda v: isinstance(v, str),
     "peers": lambda v: isinstance(v, list) and all(isinstance(p, int) for p in v),
 }
 
 
-def _is_beat(found: Mapping[str, Any]) -> bool:
-    return all(isinstance(found.get(name), kind) for name, kind in _BEAT.items()) and all(
-        name in found and (found[name] is None or fits(found[name]))
-        for name, fits in _MAYBE.items()
+def _is_beat(found: Any) -> bool:
+    return (
+        isinstance(found, dict)
+        and all(isinstance(found.get(name), kind) for name, kind in _BEAT.items())
+        and all(
+            name in found and (found[name] is None or fits(found[name]))
+            for name, fits in _MAYBE.items()
+        )
     )
 
 
 def _unheard(rank: int) -> dict[str, Any]:
     """In place of a heartbeat that never came."""
-    empty = dict.fromkeys(_MAYBE)
-    return {
-        **empty,
-        "beat": 0,
-        "rank": rank,
-        "calls": 0,
-        "step": 0,
-        "inside": True,
-        "age": 0.0,
-        "progress": 0,
-        "busy": {},
-    }
+    numbers = dict.fromkeys(("beat", "calls", "step", "age", "progress", "slack"), 0)
+    return {**dict.fromkeys(_MAYBE), **numbers, "rank": rank, "inside": True, "busy": {}}

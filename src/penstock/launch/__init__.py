@@ -1,4 +1,4 @@
-"""Start a process per rank on this machine; when one fails, end the others."""
+"""Start one process per rank on this machine; when one fails, end the others."""
 
 from penstock.launch.launcher import Launcher, Outcome, launch
 

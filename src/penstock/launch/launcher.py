@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,15 +20,14 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
 
 from penstock.errors import UsageError
+from penstock.faults.processes import die_with_parent
 
 GRACE = 10.0
 """Seconds that processes have to end after a signal to the launcher."""
-FOLLOW = 3.0
+FOLLOW = 2.5
 """Seconds that the others have after one has failed."""
 _POLL = 0.05
 _FAILURE, _TEMPORARY = 70, 75
-_DEATH_SIGNAL = 1
-"""``PR_SET_PDEATHSIG``: the signal that a process gets when its parent ends."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Outcome:
 
 
 def launch(command: Sequence[str], processes: int) -> Outcome:
-    """Run a command in a process per rank, and wait for all.
+    """Run a command in one process per rank, and wait for all.
 
     Args:
         command: the program and its arguments.
@@ -67,7 +65,8 @@ class Launcher:
     """A job of processes that share a store, kept here and reached over the loopback interface alone.
 
     Each gets the variables that torchrun sets. When one fails, the others have a few seconds to say
-    why they stop; what is left then is killed. Should this process die, they are killed by the system.
+    why they stop; what is left then is killed, with what they have started. Should this process die, they
+    are killed by the system.
 
     Args:
         command: the program and its arguments.
@@ -77,7 +76,7 @@ class Launcher:
     def __init__(self, command: Sequence[str], processes: int) -> None:
         if processes < 1:
             raise UsageError(f"processes={processes}: start at least 1")
-        self._folder = tempfile.TemporaryDirectory(prefix="penstock-launch-")
+        self._folder = _new_folder()
         self._signal = 0
         self._handlers: dict[int, Any] = {}
         self._listening = socket.socket()
@@ -112,7 +111,7 @@ class Launcher:
         left = dict(enumerate(self._children))
         while left:
             for rank, child in list(left.items()):
-                status = child.poll()
+                status = _poll(child)
                 if status is None:
                     continue
                 del left[rank]
@@ -140,10 +139,15 @@ class Launcher:
         return told[0] if told else (_TEMPORARY if causes else 0)
 
     def _error_file(self, rank: int) -> dict[str, str]:
+        """Where a rank writes why it stops; where there is no room for that, its exit status says it."""
+        if self._folder is None:
+            return {}
         return {"TORCHELASTIC_ERROR_FILE": str(Path(self._folder.name, f"{rank}.json"))}
 
     def _said(self, rank: int, what: str) -> int:
         """What a rank wrote down about its end: its exit status, or whether the failure was its own."""
+        if self._folder is None:
+            return 0
         try:
             found = json.loads(Path(self._folder.name, f"{rank}.json").read_text())
             return int(found["message"]["extraInfo"][what])
@@ -161,10 +165,10 @@ class Launcher:
                 child.send_signal(number)
 
     @staticmethod
-    def _kill(children: Any) -> None:
+    def _kill(children: Iterable[subprocess.Popen[bytes]]) -> None:
         for child in children:
             if child.poll() is None:
-                child.kill()
+                _end_session(child)
 
     def __enter__(self) -> Launcher:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -178,7 +182,29 @@ class Launcher:
         for child in self._children:
             child.wait()
         del self._store
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _new_folder() -> tempfile.TemporaryDirectory[str] | None:
+    with suppress(OSError):
+        return tempfile.TemporaryDirectory(prefix="penstock-launch-", ignore_cleanup_errors=True)
+    return None
+
+
+def _poll(child: subprocess.Popen[bytes]) -> int | None:
+    """How a process has ended, if it has; what one that failed has started ends with it."""
+    if child.returncode is None and hasattr(os, "waitid"):
+        # As long as it is not waited for, its number cannot be another's.
+        found = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None and (found.si_code, found.si_status) != (os.CLD_EXITED, 0):
+            _end_session(child)
+    return child.poll()
+
+
+def _end_session(child: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _variables(rank: int, processes: int, port: int) -> dict[str, str]:
@@ -198,12 +224,8 @@ def _variables(rank: int, processes: int, port: int) -> dict[str, str]:
     }
 
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
 def _die_with(parent: int) -> None:
-    if _LIBC is not None:
-        _LIBC.prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:
         os._exit(_TEMPORARY)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ def load_partition(
     folder: Folder,
     *,
     device: torch.device | str = "cpu",
+    seen: Callable[[str], object] = str,
 ) -> None:
     """Fill those stages of a partition that live in this process.
 
@@ -80,19 +81,22 @@ def load_partition(
         stages: which of them.
         folder: as for :func:`load_stage`.
         device: where what has no memory yet is to live.
+        seen: told what is being done, at every tensor.
 
     Raises:
         InputFileError: as :func:`load_stage`.
         StateDictError: the files are not those of the model: something is missing, of another size, or of no
             stage; nothing is changed then.
     """
+    seen("looks for its weights")
     files = _found(folder)
     names = _names(partition.shared)
     every = [_wanted(module, files, names) for module in partition.modules]
     known = {name for wanted in every for name in wanted} | names.keys()
     _check([*map(_problems, every)], [name for name in files if name not in known])
     held = sorted(stages)
-    _fill([partition.modules[s] for s in held], [every[s] for s in held], torch.device(device))
+    modules, wanted = [partition.modules[s] for s in held], [every[s] for s in held]
+    _fill(modules, wanted, torch.device(device), seen)
 
 
 def load_stages(
@@ -167,13 +171,19 @@ def _check(problems: Sequence[Sequence[str]], extra: Sequence[str]) -> None:
 # ---- filling
 
 
-def _fill(modules: Sequence[nn.Module], every: Sequence[_Wanted], device: torch.device) -> None:
+def _fill(
+    modules: Sequence[nn.Module],
+    every: Sequence[_Wanted],
+    device: torch.device,
+    seen: Callable[[str], object] = str,
+) -> None:
     _check_computed(modules, every)
     made: dict[int, Tensor] = {}
     for module, wanted in zip(modules, every, strict=True):
         for name, (tensor, entry) in wanted.items():
             if entry is None:
                 continue
+            seen(f"loads {name}")
             if not tensor.is_meta:
                 _copy(tensor, entry)
                 continue

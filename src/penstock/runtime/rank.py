@@ -12,7 +12,6 @@ import torch
 
 from penstock.draws import Generators, Streams
 from penstock.errors import AgreementError, PenstockError, SpecError, StageError, UsageError
-from penstock.faults.activity import Activity
 from penstock.parallel import Adapter, adapter_of, let_cross
 from penstock.runtime.agreement import Book, Page, agree_call, look_up
 from penstock.runtime.arguments import Inputs
@@ -62,7 +61,7 @@ class Rank:
     ) -> None:
         self.transport = transport
         self._by_hand = by_hand
-        self.activity = Activity(transport.rank)
+        self.activity = transport.activity
         self.stages = {stage.index: stage for stage in stages}
         self._describe = describe
         self._programs: dict[int, tuple[Schedule, RankProgram]] = {}

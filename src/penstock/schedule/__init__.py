@@ -22,6 +22,7 @@ from penstock.schedule.passes import (
 )
 from penstock.schedule.patterns import matching
 from penstock.schedule.placement import Placement, looped, v_shaped
+from penstock.schedule.searching import lower_bound, search
 from penstock.schedule.simulation import Costs, Gap, Simulation, replay, simulate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.schedule.validation import Problem, Report, validate
@@ -56,6 +57,7 @@ __all__ = [
     "from_json",
     "load",
     "looped",
+    "lower_bound",
     "matching",
     "merge_backward",
     "names",
@@ -67,6 +69,7 @@ __all__ = [
     "remove_wait_sends",
     "replay",
     "save",
+    "search",
     "simulate",
     "to_csv",
     "to_json",

@@ -40,6 +40,7 @@ How = Literal[
 ]
 T = TypeVar("T")
 
+BETWEEN = "between"
 LONG = 3600
 """Seconds of a fault that does not end by itself."""
 
@@ -65,9 +66,11 @@ def fail_at(
 
     Args:
         rank: which, by its position in the pipeline.
-        step: in which training step of the pipeline, counted from 1.
+        step: in which training step of the pipeline, counted from 1; 0 while the Pipeline is being made, for
+            which ``action`` may be the begin of ``"connects"``, ``"cuts the model"`` or ``"loads"``.
         action: at which action, such as ``"1F2"``, or a pattern of :func:`penstock.schedule.matching`; by
-            default the rank's first of the step.
+            default the rank's first of the step. ``"between"``: in the code of your own before the step,
+            where ``fault.over(batches)`` gives its batch.
         how: ``"exception"``, ``"out of memory"``: raise. ``"SIGKILL"``, ``"SIGSTOP"``, ``"SIGTERM"``,
             ``"SIGINT"``: send this process that signal. ``"exit"``: end it with status 0 and no word.
             ``"sleep"``: make no progress. ``"hold the GIL"``: likewise, and let no other thread run.
@@ -80,10 +83,14 @@ def fail_at(
         The fault. It is armed until its ``with`` block ends, or ``remove()``.
 
     Raises:
-        UsageError: an unknown kind of fault.
+        UsageError: an unknown kind of fault, or one that needs an action and was given none.
     """
     if how not in get_args(How):
         raise UsageError(f"how={how!r}: must be one of {', '.join(map(repr, get_args(How)))}")
+    if how in _CHANGES and (step == 0 or action == BETWEEN):
+        raise UsageError(
+            f"how={how!r}: changes what a stage gives, so it needs an action of a step"
+        )
     return Fault(rank, step, action, how, before or _nothing)
 
 
@@ -97,12 +104,15 @@ class Fault:
         self.step = step
         self.how = how
         self.fired = False
-        self._matches = matching(action)
+        self._between = action == BETWEEN
+        self._matches: Callable[[Any], bool] = (
+            _beginning(action) if step == 0 or self._between else matching(action)
+        )
         self._before = before
         self._disarm = add_probe(self._probe)
 
     def over(self, batches: Iterable[T], rank: int | None = None) -> Iterator[T]:
-        """The batches; for a ``"short iterator"`` on its rank, those before the step.
+        """The batches; on the fault's rank, for a ``"short iterator"`` those before the step alone.
 
         Args:
             batches: of all steps.
@@ -110,9 +120,13 @@ class Fault:
         """
         here = int(os.environ.get("RANK", "0")) if rank is None else rank
         for number, batch in enumerate(batches, start=1):
-            if self.how == "short iterator" and here == self.rank and number == self.step:
-                self._fire()
-                return
+            if here == self.rank and number == self.step:
+                if self.how == "short iterator":
+                    self._fire()
+                    return
+                if self._between:
+                    self._fire()
+                    _FAULTS[self.how]()
             yield batch
 
     def remove(self) -> None:
@@ -134,13 +148,15 @@ class Fault:
         self.fired = True
         self._before()
 
-    def _probe(self, activity: Activity, action: Action) -> None:
+    def _probe(self, activity: Activity, action: Action | str) -> None:
         if self.fired or activity.rank != self.rank or activity.step != self.step:
             return
-        if self.how == "short iterator" or not self._matches(action):
+        if self.how == "short iterator" or self._between:
+            return
+        if isinstance(action, str) != (self.step == 0) or not self._matches(action):
             return
         if self.how in _CHANGES:
-            if action.op is Op.F:
+            if isinstance(action, Action) and action.op is Op.F:
                 self._fire()
                 _change_output(_CHANGES[self.how])
             return
@@ -150,6 +166,11 @@ class Fault:
 
 def _nothing() -> None:
     """Nobody wants to know."""
+
+
+def _beginning(text: str) -> Callable[[str], bool]:
+    """What a rank does while its Pipeline is made, by the begin of its name."""
+    return lambda doing: doing.startswith(text.rstrip("*"))
 
 
 def _raise() -> None:

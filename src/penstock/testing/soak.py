@@ -12,11 +12,13 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import socket
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from penstock.testing.faults import fail_at
 
 RANKS, STEPS, MICROBATCHES = 3, 6, 4
 SILENT = 2.0
+MEETING = 10.0
 LIMIT = 120.0
 ANYWHERE = (
     "exception",
@@ -43,6 +46,9 @@ ANYWHERE = (
 )
 FORWARD = (*ANYWHERE, "shape")
 """The last stage's output goes nowhere, so that its shape may be any."""
+SET_UP = ("connects", "cuts", "makes")
+PLACES = (*SET_UP, "between", *["step"] * 8)
+"""Where: in a step, between two, or while the Pipeline is being made."""
 SCHEDULES = ("1F1B", "GPipe", "ZB-H1")
 
 
@@ -68,6 +74,11 @@ def plan_of(draw: random.Random) -> Plan:
     if draw.random() >= 1 / 3:
         return Plan(schedule, None)
     rank = draw.randrange(RANKS)
+    where = draw.choice(PLACES)
+    if where != "step":
+        step, action = (0, where) if where in SET_UP else (draw.randint(2, STEPS), where)
+        how = draw.choice([how for how in ANYWHERE if how != "out of memory"])
+        return Plan(schedule, {"rank": rank, "step": step, "action": action, "how": how})
     op = "F" if schedule == "ZB-H1" else draw.choice("FB")
     action = f"{rank}{op}{draw.randrange(MICROBATCHES)}"
     how = draw.choice(ANYWHERE if rank == RANKS - 1 or op == "B" else FORWARD)
@@ -86,9 +97,11 @@ def work(rank: int, port: int, folder: str, plan: Plan) -> None:
     status = 0
     fired = Path(folder, "fired")
     try:
+        batches: Iterable[int] = range(STEPS)
         if plan.fault is not None:
-            fail_at(**plan.fault, before=lambda: fired.write_text(str(time.monotonic())))
-        train(plan.schedule)
+            fault = fail_at(**plan.fault, before=lambda: fired.write_text(str(time.monotonic())))
+            batches = fault.over(batches, rank)
+        train(plan.schedule, batches)
     except BaseException as error:
         status = status_of(error)
         told = {"error": type(error).__name__, "text": str(error), "time": time.monotonic()}
@@ -96,17 +109,22 @@ def work(rank: int, port: int, folder: str, plan: Plan) -> None:
     sys.exit(status)
 
 
-def train(schedule: str) -> None:
+def train(schedule: str, batches: Iterable[int]) -> None:
     """Some steps of a small model."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(RANKS)))
     x = torch.rand(8, 4)
     made = Pipeline(
-        model, schedule=schedule, microbatches=MICROBATCHES, loss_fn=_loss, timeout=(60.0, SILENT)
+        model,
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        loss_fn=_loss,
+        timeout=(60.0, SILENT),
+        rendezvous_timeout=MEETING,
     )
     with made as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        for _ in range(STEPS):
+        for _ in batches:
             pipe.step(x, target=x)
             optimizer.step()
             optimizer.zero_grad()
@@ -149,7 +167,9 @@ def judge(plan: Plan, folder: Path, hung: list[int], statuses: list[int | None])
     for rank in set(range(RANKS)) - {culprit} - set(hung):
         told = json.loads((folder / f"ended-{rank}").read_text())
         heard = max(heard, told["time"] - float(fired.read_text()))
-        if told["error"] != "PeerFailed" or f"because rank {culprit}," not in told["text"]:
+        if told["error"] != "PeerFailed" or not re.search(
+            rf"because rank {culprit}[,:]", told["text"]
+        ):
             problems.append(f"rank {rank}: {told['error']}: {told['text']}")
     return Verdict(tuple(problems), heard)
 

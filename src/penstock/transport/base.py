@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.faults import Activity, Watch
 from penstock.specs import TensorSpec
 
 FORWARD = "F"
@@ -64,11 +65,15 @@ class Transport(ABC):
         rank: this end's position in the pipeline.
         ranks: how many there are.
         separate: whether each rank is a process of its own.
+        activity: what this rank does, for those who watch it.
+        watch: over all ranks, where each is a process.
     """
 
     rank: int
     ranks: int
+    activity: Activity
     separate: bool = False
+    watch: Watch | None = None
 
     @abstractmethod
     def open(self, channels: Iterable[Channel]) -> None:
@@ -120,11 +125,6 @@ class Transport(ABC):
 
     def cut(self) -> None:  # noqa: B027 - within one process there is nothing to break
         """Break all connections, so that a wait on them ends; safe from another thread."""
-
-    @property
-    def store(self) -> Any:
-        """Where the ranks can leave word beside these wires, if they need one; None if not."""
-        return None
 
     @abstractmethod
     def close(self) -> None:

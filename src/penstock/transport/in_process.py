@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import InternalError, MessageError, SpecError
+from penstock.faults import Activity
 from penstock.specs import TensorSpec
 from penstock.transport.base import Channel, Ticket, Transport
 
@@ -39,6 +40,7 @@ class InProcessTransport(Transport):
     def __init__(self, rank: int, ranks: int, mail: _Mail, rounds: _Rounds) -> None:
         self.rank = rank
         self.ranks = ranks
+        self.activity = Activity(rank)
         self._mail = mail
         self._rounds = rounds
 

@@ -1,4 +1,4 @@
-"""Messages over a process group: each a few tensors of known shapes, of which the small ones travel as one.
+"""A pipeline's connections, and messages over them: a few tensors of known shapes, the small ones as one.
 
 A receive's buffers and a send's tensors are used on the stream that is current at the post, and the waits
 are on that stream too: on GPUs a wait holds up that stream, not the host, and memory that is given back after
@@ -8,17 +8,63 @@ it is safe to use again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.errors import MessageError
 from penstock.specs import TensorSpec
 from penstock.transport.base import Ticket
 
+NOBODY = 0x4F
+"""The tag of a message that nobody sends, see :func:`break_off`."""
 SMALL = 32 * 1024
 """Bytes up to which copying a tensor costs less than sending it by itself."""
+
+
+def connect_all(store: Any, rank: int, ranks: int, wait: float, timeout: float) -> Any:
+    """Connect the ranks of a pipeline with each other over gloo; all of them call this together.
+
+    Not by ``new_group``, which gives a part of the world the name of its last group again when that was
+    ended: its members then find the addresses of that one.
+
+    Args:
+        store: one that only this meeting of theirs has.
+        rank: this process's.
+        ranks: how many there are.
+        wait: seconds that they may take.
+        timeout: seconds for each operation on what is made.
+
+    Returns:
+        A ``ProcessGroupGloo``; the stubs of torch do not tell its methods.
+
+    Raises:
+        MessageError: a rank ended, or did not come in time.
+    """
+    try:
+        made = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=wait))
+    except RuntimeError as error:
+        raise MessageError(
+            f"rank {rank} waits for all {ranks} ranks to make their pipeline: {error}\n"
+            "another rank may say why it stopped"
+        ) from error
+    made.set_timeout(timedelta(seconds=timeout))
+    return made
+
+
+def break_off(group: Any) -> None:
+    """Close the connections of a gloo group: a receive that is not served in time does that to all.
+
+    From whom does not matter, unless that one is gone: then the receive is refused, and closes nothing.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.zeros(1)], peer, NOBODY).wait(timedelta(milliseconds=1))
 
 
 class Wire(NamedTuple):

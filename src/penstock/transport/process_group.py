@@ -1,16 +1,19 @@
-"""A process a rank, over a ``torch.distributed`` process group: gloo on CPU, NCCL on GPU.
+"""One process per rank, over a ``torch.distributed`` process group: gloo on CPU, NCCL on GPU.
 
-The given group only serves to meet. On gloo all channels share one group, which is this pipeline's own, and
-have a tag each. On NCCL every channel is a group of its own with its own communicator and stream, so that a
-receive never stands in front of a send; the communicators are made when the channels are opened, by all ranks
-in the same order, since making one waits for the other end.
+The given group only serves to meet: the connections are the pipeline's own, so that what fails in it breaks
+none of the user's, and none of another pipeline on the same group, such as the next one. On gloo all channels
+share one group and have a tag each. On NCCL every channel is a group of its own with its own communicator and
+stream, so that a receive never stands in front of a send; the communicators are made when the channels are
+opened, by all ranks in the same order, since making one waits for the other end.
 The NCCL side is the same code; two GPUs, which its test needs, were not at hand.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,14 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.faults.rendezvous import PATIENCE, start_world
+from penstock.faults import SLACK, Activity, Patience, Rendezvous, Watch
 from penstock.specs import TensorSpec
 from penstock.transport.base import KINDS, Channel, Ticket, Transport
-from penstock.transport.connections import break_off, connect_all
-from penstock.transport.messages import Departure, Wire, settled
+from penstock.transport.messages import Departure, Wire, break_off, connect_all, settled
 
 _TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=0x50)}
 """Tags of messages; away from 0, the default of other code on the same group."""
+DAY = 24 * 3600.0
+_OPEN: weakref.WeakSet[ProcessGroupTransport] = weakref.WeakSet()
 
 
 def launched() -> bool:
@@ -42,25 +46,59 @@ def launched() -> bool:
 def connect(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-    timeout: float = 24 * 3600.0,
-    patience: float = PATIENCE,
+    patience: Patience | None = None,
+    timeout: float = DAY,
 ) -> ProcessGroupTransport:
-    """This process's end of a pipeline over ``group``.
+    """This process's end of a pipeline over ``group``; all of its ranks call this together.
 
     Starts the default process group from the launcher's environment where nobody has, and then ends it
-    on :meth:`ProcessGroupTransport.close`.
+    on :meth:`ProcessGroupTransport.close`. The watch over the ranks begins as soon as they have met, before a
+    first connection is made.
 
     Args:
         device: where this rank's stages live.
         group: the ranks of the pipeline, in order; by default all.
+        patience: how long ranks may take to meet, and later make no progress.
         timeout: seconds after which a wait on a peer is an error; a silent peer is found earlier.
-        patience: seconds until all ranks must be there, where nobody has started the group.
+
+    Raises:
+        UsageError: this process is not in the group, or its environment makes no sense.
+        AgreementError: not all ranks came in time.
+        PeerFailed: one that came has failed, or is silent.
     """
+    patience = patience or Patience()
     owns_world = not dist.is_initialized()
-    if owns_world:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        start_world(backend, timeout, patience)
-    return ProcessGroupTransport(group, device, timeout, owns_world=owns_world)
+    meeting = (
+        Rendezvous.of_launcher(patience.meeting)
+        if owns_world
+        else Rendezvous.of_group(_checked(group), patience.meeting)
+    )
+    watch = Watch(Activity(meeting.rank), meeting.meet(), patience)
+    try:
+        watch.activity.make("connects with the others")
+        watch.activity.wait("waits for all to connect", None)
+        if owns_world:
+            meeting.start_world("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
+        rank, ranks, wait = meeting.rank, meeting.ranks, patience.meeting + SLACK
+        control = connect_all(meeting.room("gloo"), rank, ranks, wait, timeout)
+        watch.activity.make("has connected with the others")
+    except BaseException as error:
+        cause = watch.failed(error)
+        watch.close()
+        if owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+        if cause is error:
+            raise
+        raise cause from None
+    return ProcessGroupTransport(group, device, timeout, control, watch, owns_world=owns_world)
+
+
+def _checked(group: dist.ProcessGroup | None) -> Any:
+    found = group or dist.group.WORLD
+    members = dist.get_process_group_ranks(found)
+    if dist.get_rank() not in members:
+        raise UsageError(f"process {dist.get_rank()} is not in the group {members}")
+    return found
 
 
 def sum_over(group: dist.ProcessGroup) -> tuple[int, Callable[[Tensor], Tensor]]:
@@ -81,31 +119,36 @@ class ProcessGroupTransport(Transport):
     """One rank's end, in a process of its own; made by :func:`connect` on all ranks together."""
 
     separate = True
+    watch: Watch
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
         device: torch.device,
         timeout: float,
+        control: Any,
+        watch: Watch,
         *,
         owns_world: bool = False,
     ) -> None:
-        parent = group or _world()
-        self._members = dist.get_process_group_ranks(parent)
-        if dist.get_rank() not in self._members:
-            raise UsageError(f"process {dist.get_rank()} is not in the group {self._members}")
-        self.rank = self._members.index(dist.get_rank())
+        self._members = dist.get_process_group_ranks(group)
+        self.rank = watch.activity.rank
         self.ranks = len(self._members)
+        self.activity = watch.activity
+        self.watch = watch
         self._owns_world = owns_world
         self._timeout = timeout
         self._device = device
-        self._store: Any = parent.get_group_store()
-        meets_on = torch.device("cpu") if _carries(parent, "cpu") else device
-        self._control = connect_all(parent, meets_on, timedelta(seconds=timeout))
+        self._control = control
         self._wires: dict[Channel, Wire] = {}
         self._leaving: set[Departure] = set()
         self._aborted: set[Any] = set()
         self._closed = False
+        self._process = os.getpid()
+        cut = weakref.WeakMethod(self.cut)
+        watch.over(lambda: (found := cut()) and found())
+        weakref.finalize(self, watch.close)
+        _OPEN.add(self)
 
     def open(self, channels: Iterable[Channel]) -> None:
         """Give each channel its wire: on gloo a tag, on NCCL a group that all ranks make in turn."""
@@ -186,16 +229,14 @@ class ProcessGroupTransport(Transport):
                 group.abort()
         break_off(self._control)
 
-    @property
-    def store(self) -> Any:
-        """The store of the process group, over a connection of its own."""
-        return self._store.clone()
-
     def close(self) -> None:
         """End the connections, and the default group if it was started here."""
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._process:
+            return
+        self.watch.close()
         self._leaving.clear()
         self._wires.clear()
         # What still waits on them, after an error, would keep the group from ending.
@@ -204,18 +245,24 @@ class ProcessGroupTransport(Transport):
         if self._owns_world:
             dist.destroy_process_group()
 
+    def abandon(self) -> None:
+        """In a process that was forked from the rank's: never touch what is the rank's.
 
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    if world is None:
-        raise UsageError("there is no process group; start the processes with torchrun")
-    return world
+        To end a group there waits for threads that only the rank has, and takes its connections out of the
+        rank's own loop.
+        """
+        if not self._closed:
+            for group in (self._control, dist.group.WORLD):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def _carries(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether a group has a backend for a kind of device."""
-    backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
-    return device_type in backends
+def _abandon_all() -> None:
+    for end in list(_OPEN):
+        end.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 class _Gathered(Ticket):

@@ -23,6 +23,8 @@ class Relay(Transport):
         self.rank = inner.rank
         self.ranks = inner.ranks
         self.separate = inner.separate
+        self.activity = inner.activity
+        self.watch = inner.watch
         self.inner = inner
 
     def open(self, channels: Iterable[Channel]) -> None:
@@ -62,11 +64,6 @@ class Relay(Transport):
     def cut(self) -> None:
         """Break all connections."""
         self.inner.cut()
-
-    @property
-    def store(self) -> Any:
-        """Where the ranks can leave word."""
-        return self.inner.store
 
     def close(self) -> None:
         """Give back what the transport holds."""

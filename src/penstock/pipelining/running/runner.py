@@ -10,8 +10,9 @@ from torch import Tensor
 
 from penstock.crew import Crew
 from penstock.errors import PenstockError, SpecError
+from penstock.faults import FIRST_STEP, Patience
 from penstock.holding import WeightHolder
-from penstock.hosting import connect_if_launched, ends_of, ranks_of
+from penstock.hosting import being_made, connect_if_launched, ends_of, ranks_of
 from penstock.microbatch import Batch, Microbatch
 from penstock.pipelining.rows.actions import ActionTuple, to_entry, to_tuple
 from penstock.pipelining.stages.base import StageBase
@@ -59,12 +60,15 @@ class Runner(WeightHolder):
         )
         training = self._plan.training
         describe = None if edges else self._held[0].describe
-        found = connect_if_launched(self._held[0].device, stages[0].group)
-        ends = ends_of(self._plan, found)
-        crew = Crew(ranks_of(self._plan, ends, self._held, describe, by_hand=True))
-        crew.assemble(training)
-        shared = next((stage.shared for stage in stages if stage.shared), ())
-        self._take_up(crew, shared, training.placement.rank_of)
+        # The ranks meet in their first step, before which each may do what it likes for as long.
+        patience = Patience(meeting=FIRST_STEP)
+        found = connect_if_launched(self._held[0].device, stages[0].group, patience)
+        with being_made(found):
+            ends = ends_of(self._plan, found)
+            crew = Crew(ranks_of(self._plan, ends, self._held, describe, by_hand=True))
+            crew.assemble(training)
+            shared = next((stage.shared for stage in stages if stage.shared), ())
+            self._take_up(crew, shared, training.placement.rank_of)
 
     def serves(self, schedule: Schedule, stages: Sequence[StageBase]) -> bool:
         """Whether this is still the runner for a schedule and the modules of its stages."""

@@ -1,0 +1,318 @@
+"""What no schedule can beat: for a given time, proof that no step is done by then.
+
+Each action gets a window, from when it can start at the earliest to when it must have ended. Then, until
+nothing changes, on each rank:
+
+- what cannot end before another must start comes after it;
+- memory orders further: before a forward come the gradients and Ws without which it would not fit, and after
+  it the forwards that would not leave it room;
+- an action starts no earlier than all before it can be done, and ends in time for all after it;
+- no stretch of time holds more work than it is long.
+
+An empty window is the proof. It is how job shops are bounded (Carlier and Pinson, "An algorithm for solving
+the job-shop problem", 1989), with the memory as one more thing to run out of.
+"""
+
+from __future__ import annotations
+
+import math
+from time import monotonic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.schedule.searching.problem import FORWARD, GRADIENT, SLACK, WEIGHT, Problem
+
+Numbers = NDArray[np.float64]
+Counts = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Windows = tuple[Numbers, Numbers]
+PRECISION = 1e-4
+"""The share of a time by which two times are told apart."""
+ROUNDS = 200
+"""When to give up: windows may shrink for long by ever less."""
+LARGEST = 600_000
+"""Ranks times the square of a rank's actions; above, only needs are looked at."""
+
+
+class Contradiction(Exception):
+    """The time is too short."""
+
+
+class Bound:
+    """Proofs for one problem.
+
+    What is counted is never longer than what may be scheduled: of a B first the shorter of it and I, then
+    what is left of it up to W; and of a forward what an overlap cannot hide.
+
+    Args:
+        problem: what is to be scheduled.
+        until: when to leave it at what is proven, on the monotonic clock.
+
+    Attributes:
+        least: what is proven without trying a time.
+    """
+
+    def __init__(self, problem: Problem, until: float = math.inf) -> None:
+        self._until = until
+        m = problem.microbatches
+        self._problem = problem
+        self._duration = _least_durations(problem)
+        self._late = np.outer(self._duration, np.arange(m))
+        lags = sum(lag for needs in problem.needs for _, lag in needs)
+        self._serial = (float(self._duration.sum()) + lags) * m
+        """Enough for one action after the other: at this time nothing is excluded."""
+        self._ranks: list[_Rank] = []
+        if problem.ranks * (m * max(map(len, problem.lanes))) ** 2 <= LARGEST:
+            reach = _reach(problem)
+            self._ranks = [
+                _Rank(problem, rank, self._duration, reach) for rank in range(problem.ranks)
+            ]
+        shape = self._late.shape
+        self._windows = self._shrunk(np.zeros(shape), np.full(shape, self._serial))
+        start, due = self._windows
+        self.least = float((start - due).max()) + self._serial
+
+    def excludes(self, time: float) -> bool:
+        """Whether it is proven that no schedule is done by a time."""
+        start, due = self._windows
+        try:
+            self._shrunk(start.copy(), due - (self._serial - time))
+        except Contradiction:
+            return True
+        return False
+
+    def lowest(self, makespan: float) -> float:
+        """A time before which no schedule is done.
+
+        Args:
+            makespan: of a schedule that is known; no more than that is looked for.
+        """
+        low, high = self.least, makespan
+        if self.excludes(high * (1 - PRECISION)):
+            return high
+        while high - low > PRECISION * high:
+            middle = (low + high) / 2
+            if self.excludes(middle):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _shrunk(self, start: Numbers, due: Numbers) -> Windows:
+        """The windows when nothing changes any more.
+
+        Args:
+            start: for each lane and microbatch when it can start at the earliest.
+            due: when it must have ended.
+
+        Raises:
+            Contradiction: a window is empty.
+        """
+        before = [rank.always.copy() for rank in self._ranks]
+        self._along_needs(start, due)
+        for _ in range(ROUNDS):
+            old = start.copy(), due.copy(), sum(map(np.count_nonzero, before))
+            for rank, order in zip(self._ranks, before, strict=True):
+                rank.shrink(start, due, order)
+            self._along_needs(start, due)
+            same = (start == old[0]).all() and (due == old[1]).all()
+            same = same and sum(map(np.count_nonzero, before)) == old[2]
+            if same or monotonic() > self._until:
+                break
+        return start, due
+
+    def _along_needs(self, start: Numbers, due: Numbers) -> None:
+        """Put each action after what it needs, and the microbatches of a lane one after the other."""
+        problem, duration, late = self._problem, self._duration, self._late
+        for lane in problem.order:
+            for source, lag in problem.needs[lane]:
+                np.maximum(start[lane], start[source] + (duration[source] + lag), out=start[lane])
+            start[lane] = np.maximum.accumulate(start[lane] - late[lane]) + late[lane]
+        for lane in reversed(problem.order):
+            for fed, lag in problem.feeds[lane]:
+                np.minimum(due[lane], due[fed] - (duration[fed] + lag), out=due[lane])
+            early = (due[lane] - late[lane])[::-1]
+            due[lane] = np.minimum.accumulate(early)[::-1] + late[lane]
+        if (start + duration[:, None] > due + SLACK * self._serial).any():
+            raise Contradiction
+
+
+class _Rank:
+    """The actions of one rank, lane after lane.
+
+    Args:
+        problem: what is to be scheduled.
+        rank: which rank.
+        duration: for each lane of the problem how long an action takes at least.
+        reach: which lane's action must come before which other's of the same microbatch.
+
+    Attributes:
+        always: which actions come before which others in any schedule.
+    """
+
+    def __init__(self, problem: Problem, rank: int, duration: Numbers, reach: Mask) -> None:
+        m = self._microbatches = problem.microbatches
+        self._lanes = held = problem.lanes[rank]
+        self._long: Numbers = np.repeat(duration[held], m)
+        self._tiny = SLACK * float(duration.sum()) * m
+        turn = np.arange(m)
+        earlier, not_later = turn[:, None] < turn, turn[:, None] <= turn
+        needed = reach[np.ix_(held, held)][:, None, :, None]
+        own = np.eye(len(held), dtype=bool)[:, None, :, None]
+        always = (needed & not_later[:, None, :]) | (own & earlier[:, None, :])
+        self.always: Mask = always.reshape(len(self._long), -1)
+        self._limit = problem.limit[rank]
+        stages = [lane // 3 for lane in held[::3]]
+        self._activation = [problem.activation[stage] for stage in stages]
+        self._stash = [min(problem.stash[s], problem.activation[s]) for s in stages]
+        self._turn = turn
+        self._followers = [
+            [b for b, other in enumerate(held[1::3]) if reach[lane, other]] for lane in held[1::3]
+        ]
+        """For each stage those whose gradients come after its own."""
+        self._forwards = np.concatenate([self._of(3 * i + FORWARD) for i in range(len(stages))])
+
+    def _of(self, lane: int) -> Counts:
+        return lane * self._microbatches + self._turn
+
+    def shrink(self, start: Numbers, due: Numbers, before: Mask) -> None:
+        """Shrink the windows of the rank's actions, and find more of them to come before others.
+
+        Raises:
+            Contradiction: a window is empty, or two actions would have to come before each other.
+        """
+        first, last, long = start[self._lanes].ravel(), due[self._lanes].ravel(), self._long
+        late = first[:, None] + (long[:, None] + long) > last + self._tiny
+        np.fill_diagonal(late, False)
+        before |= late.T
+        if math.isfinite(self._limit):
+            first = self._with_memory(first, before)
+        if (before & before.T).any():
+            raise Contradiction
+        first = np.maximum(first, _after_all(first, long, before))
+        last = -np.maximum(-last, _after_all(-last, long, before.T))
+        if (first + long > last + self._tiny).any() or self._overfull(first, last):
+            raise Contradiction
+        start[self._lanes], due[self._lanes] = (
+            x.reshape(-1, self._microbatches) for x in (first, last)
+        )
+
+    def _overfull(self, first: Numbers, last: Numbers) -> bool:
+        """Whether some stretch of time has more work than it is long."""
+        size = len(first)
+        by_first, by_last = np.argsort(first), np.argsort(last)
+        work = np.zeros((size, size))
+        place = np.empty(size, int)
+        place[by_last] = np.arange(size)
+        work[np.arange(size), place[by_first]] = self._long[by_first]
+        inside = work[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
+        room = last[by_last] - first[by_first][:, None]
+        return bool(((inside > room + self._tiny) & (inside > 0)).any())
+
+    def _with_memory(self, first: Numbers, before: Mask) -> Numbers:
+        """What must come before and after each forward so that it fits; returns when they can start.
+
+        By how many actions of each lane come before a forward, at least and at most, each stage has a least
+        it holds then; what the other stages leave bounds what it may hold, and so those numbers.
+
+        Raises:
+            Contradiction: a forward does not fit at all.
+        """
+        m, at = self._microbatches, self._forwards
+        least = before[:, at].reshape(-1, m, len(at)).sum(axis=1)
+        most = m - before[at].reshape(len(at), -1, m).sum(axis=2).T
+        stages = range(len(self._activation))
+        for stage in stages:
+            own = slice(stage * m, (stage + 1) * m)
+            least[3 * stage, own] = most[3 * stage, own] = self._turn + 1
+        held = [self._holds(stage, least[3 * stage], most) for stage in stages]
+        spare = self._limit - np.sum(held, axis=0)
+        if (spare < 0).any():
+            raise Contradiction
+        for stage in stages:
+            room = spare + held[stage]
+            self._forwards_after(stage, most, room, before)
+            # With fewer gradients of a stage, those that come after them are fewer too, and leave less room.
+            count = np.arange(m + 1)[:, None]
+            for other in self._followers[stage]:
+                fewer = np.minimum(most[3 * other + GRADIENT], count)
+                room = room + held[other] - self._holds(other, least[3 * other], most, fewer)
+            when = self._backwards_before(stage, least, most, room, first, before)
+            first[at] = np.maximum(first[at], when)
+        return first
+
+    def _holds(
+        self, stage: int, forwards: Counts, most: Counts, gradients: Counts | None = None
+    ) -> Numbers:
+        """What a stage holds at least after some forwards and at most so many gradients and Ws."""
+        gradients = most[3 * stage + GRADIENT] if gradients is None else gradients
+        gradients = np.minimum(gradients, forwards)
+        weights = np.minimum(most[3 * stage + WEIGHT], gradients)
+        activation, stash = self._activation[stage], self._stash[stage]
+        held: Numbers = activation * forwards - (activation - stash) * gradients - stash * weights
+        return held
+
+    def _forwards_after(self, stage: int, most: Counts, room: Numbers, before: Mask) -> None:
+        """The forwards of a stage that leave it no room come later."""
+        count = np.arange(self._microbatches + 1)[:, None]
+        fitting = (self._holds(stage, count, most) <= room).sum(axis=0) - 1
+        before[np.ix_(self._forwards, self._of(3 * stage))] |= self._turn >= fitting[:, None]
+
+    def _backwards_before(
+        self,
+        stage: int,
+        least: Counts,
+        most: Counts,
+        room: Numbers,
+        first: Numbers,
+        before: Mask,
+    ) -> Numbers:
+        """The gradients and Ws that give a stage its room come earlier; returns when they are done.
+
+        Some number of both does it: the more gradients, the fewer Ws.
+        """
+        m, at, turn = self._microbatches, self._forwards, self._turn[:, None]
+        gradient, weight = self._of(3 * stage + GRADIENT), self._of(3 * stage + WEIGHT)
+        activation, stash = self._activation[stage], self._stash[stage]
+        count = np.arange(m + 1)[:, None]
+        forwards = np.maximum(least[3 * stage], count)
+        excess = activation * forwards - (activation - stash) * count - room
+        with np.errstate(divide="ignore"):
+            weights = np.where(excess > 0, np.ceil(excess / stash), 0.0)
+        does = count <= most[3 * stage + GRADIENT]
+        does &= weights <= np.minimum(most[3 * stage + WEIGHT], count)
+        before[np.ix_(gradient, at)] |= turn < np.where(does, count, m).min(axis=0)
+        before[np.ix_(weight, at)] |= turn < np.where(does, weights, m).min(axis=0)
+        ends = [np.append(0.0, first[lane] + self._long[lane]) for lane in (gradient, weight)]
+        both = np.maximum(ends[0][count], ends[1][np.where(does, weights, 0).astype(int)])
+        done: Numbers = np.where(does, both, np.inf).min(axis=0)
+        return done
+
+
+def _after_all(first: Numbers, long: Numbers, before: Mask) -> Numbers:
+    """When each action can start if what comes before it starts no earlier than it can."""
+    order = np.argsort(first, kind="stable")
+    earlier = before[order]
+    work = (earlier * long[order][:, None])[::-1].cumsum(axis=0)[::-1]
+    ends: Numbers = np.where(earlier, first[order][:, None] + work, -np.inf).max(axis=0)
+    return ends
+
+
+def _least_durations(problem: Problem) -> Numbers:
+    least = np.array(problem.duration)
+    whole = np.array(problem.whole)
+    gradient = least[GRADIENT::3] = np.minimum(least[GRADIENT::3], whole)
+    least[WEIGHT::3] = np.minimum(least[WEIGHT::3], whole - gradient)
+    least[FORWARD::3] *= 1 - problem.costs.overlap
+    return least
+
+
+def _reach(problem: Problem) -> Mask:
+    """For each lane which lanes come before it in every microbatch, however far."""
+    reach = np.zeros((len(problem.duration),) * 2, bool)
+    for lane in problem.order:
+        for source, _ in problem.needs[lane]:
+            reach[:, lane] |= reach[:, source]
+            reach[source, lane] = True
+    return reach

@@ -1,0 +1,168 @@
+"""A step to be scheduled, in numbers.
+
+The microbatches of a step are alike, so each stage may as well take them in order: whatever a schedule
+does, it can be relabelled so that it does, and is as long. What is left to decide is in which order a
+rank takes its *lanes*, the ops of its stages. A lane is numbered ``3 * stage`` plus 0 for F, 1 for the
+gradient (I, or B as a whole) and 2 for W; its action for microbatch ``k`` of ``m`` is number
+``lane * m + k``. A B is a gradient that takes longer, and a W that takes no time and holds nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from graphlib import TopologicalSorter
+
+from penstock.schedule.action import Action, Op
+from penstock.schedule.base import Schedule
+from penstock.schedule.dependencies import Half
+from penstock.schedule.edges import Edges
+from penstock.schedule.placement import Placement
+from penstock.schedule.simulation.costs import Costs
+from penstock.schedule.simulation.prices import prices
+from penstock.schedule.wiring import Wiring
+
+PARTS = (Op.F, Op.I, Op.W)
+FORWARD, GRADIENT, WEIGHT = range(3)
+Link = tuple[int, float]
+"""Something else, and how long the way to or from it takes."""
+Across = tuple[list[int], list[float], dict[int, list[Link]]]
+"""For each number its link to another rank, or one past the last number; and of those that have more, all."""
+SLACK = 1e-9
+"""The share by which sums of the same numbers may differ with their order."""
+
+
+class Problem:
+    """What has to be done on which rank, what it needs, takes and holds.
+
+    Args:
+        placement: which rank holds which stages.
+        edges: the values that travel between stages; empty for the chain.
+        microbatches: how many.
+        costs: of each stage.
+        memory: the most that each rank may hold.
+
+    Attributes:
+        lanes: for each rank its lanes.
+        rank: for each lane its rank.
+        duration: for each lane how long an action of it takes, its gradient as I.
+        growth: for each lane by how much an action changes what the rank holds, its gradient as I.
+        whole: for each stage the duration of B.
+        needs: for each lane the lanes whose action of the same microbatch must be there, and how long after
+            its end it is.
+        feeds: the same the other way round.
+        within, within_onward: of ``needs`` and of ``feeds`` the lanes of the same rank.
+        across, onward: of ``needs`` and of ``feeds`` those on other ranks, by number.
+        order: the lanes, each after its needs.
+        limit: for each rank the most that it may hold.
+        fusible: the stages for which B may be better than I and W.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        edges: Edges,
+        microbatches: int,
+        costs: Costs,
+        memory: Sequence[float],
+    ) -> None:
+        stages = placement.stages
+        self.empty = Schedule("searched", placement, microbatches, ((),) * placement.ranks, edges)
+        self.microbatches = microbatches
+        self.ranks = placement.ranks
+        self.costs = costs
+        self.rank = [rank for rank in placement.rank_of for _ in PARTS]
+        self.lanes = [
+            [3 * stage + part for stage in placement.stages_on(rank) for part in range(3)]
+            for rank in range(self.ranks)
+        ]
+        self.activation = costs.per_stage("activation", stages)
+        self.stash = costs.per_stage("stash", stages)
+        self.whole = costs.per_stage("backward", stages)
+        self.growth = [
+            change
+            for held, left in zip(self.activation, self.stash, strict=True)
+            for change in (held, left - held, -left)
+        ]
+        self.limit = [most * (1 + SLACK) for most in memory]
+        self._wire()
+        self.fusible = [stage for stage in range(stages) if self._may_fuse(stage)]
+
+    def _wire(self) -> None:
+        """Ask the rule what each lane needs, and the simulator's prices how long that takes."""
+        placement = self.empty.placement
+        actions = [[_action(lane, 0) for lane in lanes] for lanes in self.lanes]
+        wiring = Wiring(Schedule("one", placement, 1, tuple(map(tuple, actions)), self.empty.edges))
+        priced = prices(wiring, self.costs)
+        lanes = range(3 * placement.stages)
+        at = [wiring.packed.number(_action(lane, 0)) for lane in lanes]
+        self.duration = [float(priced.duration[number]) for number in at]
+        self.needs: list[list[Link]] = [[] for _ in lanes]
+        self.feeds: list[list[Link]] = [[] for _ in lanes]
+        for lane in lanes:
+            for need in wiring.packed.rule.needs(lane // 3, PARTS[lane % 3]):
+                op = need.op.value if isinstance(need.op, Half) else need.op
+                source = 3 * need.stage + PARTS.index(op)
+                under_way = float(priced.transfer[at[source]]) + priced.latency
+                lag = 0.0 if self.rank[source] == self.rank[lane] else under_way
+                self.needs[lane].append((source, lag))
+                self.feeds[source].append((lane, lag))
+        self.within, self.within_onward = self._within(self.needs), self._within(self.feeds)
+        self.across, self.onward = self._across(self.needs), self._across(self.feeds)
+        graph = {lane: [source for source, _ in needs] for lane, needs in enumerate(self.needs)}
+        self.order = list(TopologicalSorter(graph).static_order())
+
+    def _within(self, table: Sequence[Sequence[Link]]) -> list[list[int]]:
+        return [
+            [other for other, _ in links if self.rank[other] == self.rank[lane]]
+            for lane, links in enumerate(table)
+        ]
+
+    def _across(self, table: Sequence[Sequence[Link]]) -> Across:
+        m = self.microbatches
+        none = len(table) * m
+        one, lags, several = [none] * none, [0.0] * none, {}
+        for lane, links in enumerate(table):
+            beyond = [link for link in links if self.rank[link[0]] != self.rank[lane]]
+            for k in range(m if beyond else 0):
+                found = [(other * m + k, lag) for other, lag in beyond]
+                one[lane * m + k], lags[lane * m + k] = found[0]
+                if len(found) > 1:
+                    several[lane * m + k] = found
+        return one, lags, several
+
+    def _may_fuse(self, stage: int) -> bool:
+        halves = self.duration[3 * stage + GRADIENT] + self.duration[3 * stage + WEIGHT]
+        return (
+            self.whole[stage] < halves * (1 - SLACK) or self.stash[stage] > self.activation[stage]
+        )
+
+    def held_by_one(self, rank: int) -> float:
+        """What a rank holds of one microbatch between forward and backward, the least it can do with."""
+        return math.fsum(self.activation[stage] for stage in self.empty.placement.stages_on(rank))
+
+    def schedule(self, programs: Iterable[Iterable[int]], fused: Sequence[bool]) -> Schedule:
+        """The programs as a schedule.
+
+        Args:
+            programs: for each rank its actions, by their numbers.
+            fused: for each stage and microbatch whether its backward is a B.
+        """
+        return self.empty.with_programs(
+            [self._entry(number, fused) for number in program if not self._is_ghost(number, fused)]
+            for program in programs
+        )
+
+    def _entry(self, number: int, fused: Sequence[bool]) -> Action:
+        lane, microbatch = divmod(number, self.microbatches)
+        whole = lane % 3 == GRADIENT and fused[lane // 3 * self.microbatches + microbatch]
+        return Action(lane // 3, Op.B if whole else PARTS[lane % 3], microbatch)
+
+    def _is_ghost(self, number: int, fused: Sequence[bool]) -> bool:
+        """Whether a number is the W inside a B."""
+        lane, microbatch = divmod(number, self.microbatches)
+        return lane % 3 == WEIGHT and fused[lane // 3 * self.microbatches + microbatch]
+
+
+def _action(lane: int, microbatch: int) -> Action:
+    return Action(lane // 3, PARTS[lane % 3], microbatch)

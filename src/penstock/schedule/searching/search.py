@@ -1,0 +1,266 @@
+"""Search a schedule: the best of the library and of a list scheduler, improved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from random import Random
+from time import monotonic
+
+from penstock.errors import ScheduleError, UsageError
+from penstock.schedule.base import Schedule
+from penstock.schedule.edges import Edge
+from penstock.schedule.library import RECIPES
+from penstock.schedule.placement import Placement, check_at_least_one, looped, v_shaped
+from penstock.schedule.searching.anneal import Annealer
+from penstock.schedule.searching.bounds import PRECISION, Bound
+from penstock.schedule.searching.dispatch import Dispatcher, Rule, rules, varied
+from penstock.schedule.searching.draft import Draft, draft_of
+from penstock.schedule.searching.problem import SLACK, Problem
+from penstock.schedule.simulation import Costs, simulate
+
+Memory = float | Sequence[float]
+"""What a rank may hold: one number for all, or one a rank."""
+VARIATIONS = 40
+"""How many rules are tried beside the portfolio, each a variation of one of the best so far."""
+EFFORT = 40_000_000
+"""Moves by default, times the actions to be timed and what a move costs beside: a few seconds of work."""
+ROUNDS = ((8, 1 / 16), (4, 1 / 16), (2, 1 / 8))
+"""How many drafts are improved, and with which share of the moves each."""
+
+
+def search(  # noqa: PLR0913 - the whole problem, by name
+    costs: Costs,
+    *,
+    ranks: int,
+    microbatches: int,
+    memory: Memory | None = None,
+    placement: Placement | None = None,
+    edges: Iterable[Edge] = (),
+    seed: int = 0,
+    seconds: float = 10.0,
+    moves: int | None = None,
+) -> Schedule:
+    """Make a schedule for stages of unequal cost under a memory limit.
+
+    What is minimised is the makespan of one step as :func:`penstock.schedule.simulate` counts it, without
+    messages spelled out: a rank runs one action at a time; F of a stage needs the values that it uses, I or B
+    its F and the gradients owed to it, W its I; a value is there a transfer and a latency after it was made,
+    and channels carry any number at once. The order of actions, and which backwards are whole (B) and which
+    are split into I and W, are free. No rank holds more than its memory at any time. Overlapped pairs are
+    not searched; where ``costs.overlap`` makes a schedule of the library that has them the best, it is the
+    answer.
+
+    The result is the shortest of the library's schedules for this placement that keep to the memory, those of
+    a list scheduler with a portfolio of rules, and those that simulated annealing makes of the best of them;
+    so it is never longer than the best of the library. The search ends when its moves are used up, when the
+    result is proven to be within 0.01 % of the best possible, or when the time is over. Unless the time
+    ends it, the same arguments give the same schedule.
+
+    Args:
+        costs: of each stage.
+        ranks: how many ranks share the model.
+        microbatches: into how many parts the batch is split.
+        memory: the most that a rank may hold, in the units of ``costs.activation`` and ``costs.stash``: one
+            number for all, or one a rank. By default there is no limit.
+        placement: which rank holds which stages. By default as many stages as ``costs`` lists, in laps over
+            the ranks and, where that makes two a rank, also in a V; one stage a rank where it lists none.
+        edges: the values that travel between stages; by default the chain.
+        seed: of the random moves.
+        seconds: when to stop with the best so far.
+        moves: how many changes of a schedule to try; by default as many as take a few seconds.
+
+    Returns:
+        A schedule without messages, which :func:`penstock.schedule.validate` passes.
+
+    Raises:
+        ScheduleError: numbers that do not go together, or too little memory for one microbatch.
+        UsageError: costs that list different numbers of stages.
+
+    Example:
+        >>> from penstock.schedule import Costs, search, simulate
+        >>> costs = Costs(forward=[1, 1, 1, 2], input=[1, 1, 1, 2], weight=[1, 1, 1, 2])
+        >>> found = search(costs, ranks=4, microbatches=8, memory=4)
+        >>> simulate(found, costs).makespan
+        51.0
+    """
+    random = Random(seed)
+    until = monotonic() + seconds
+    problems = _problems(costs, ranks, microbatches, memory, placement, edges)
+    library = [found for problem in problems for found in _library(problem)]
+    drafts = [draft_of(problem, schedule) for _, schedule, problem in library]
+    for problem in problems:
+        drafts += _dispatched(problem, random, until)
+    best = _improved(drafts, [Bound(problem, until) for problem in problems], random, until, moves)
+    found = best.schedule()
+    shortest, known = min(
+        ((makespan, schedule) for makespan, schedule, _ in library),
+        default=(math.inf, found),
+        key=itemgetter(0),
+    )
+    return known if shortest <= simulate(found, costs).makespan * (1 + SLACK) else found
+
+
+def lower_bound(
+    costs: Costs,
+    *,
+    ranks: int,
+    microbatches: int,
+    memory: Memory | None = None,
+    placement: Placement | None = None,
+    edges: Iterable[Edge] = (),
+) -> float:
+    """A makespan that no schedule of such a step can beat, whatever its order: proven, not searched.
+
+    Args:
+        costs: as for :func:`search`, like all that follows.
+        ranks: how many ranks share the model.
+        microbatches: into how many parts the batch is split.
+        memory: the most that a rank may hold.
+        placement: which rank holds which stages.
+        edges: the values that travel between stages.
+
+    Raises:
+        ScheduleError: numbers that do not go together, or too little memory for one microbatch.
+        UsageError: costs that list different numbers of stages.
+    """
+    bounds = []
+    for problem in _problems(costs, ranks, microbatches, memory, placement, edges):
+        known = min(Dispatcher(problem, rule).run().makespan for rule in rules(problem))
+        bounds.append(Bound(problem).lowest(known))
+    return min(bounds)
+
+
+def _problems(
+    costs: Costs,
+    ranks: int,
+    microbatches: int,
+    memory: Memory | None,
+    placement: Placement | None,
+    edges: Iterable[Edge],
+) -> list[Problem]:
+    """The problem for each placement."""
+    check_at_least_one(ranks=ranks, microbatches=microbatches)
+    limits = _limits(memory, ranks)
+    placements = [placement] if placement else _placements(costs, ranks)
+    if placements[0].ranks != ranks:
+        raise ScheduleError(f"ranks={ranks}, but the placement has {placements[0].ranks}")
+    table = tuple(edges)
+    problems = [Problem(placed, table, microbatches, costs, limits) for placed in placements]
+    for problem in problems:
+        for rank, limit in enumerate(problem.limit):
+            least = problem.held_by_one(rank)
+            if limit < least:
+                raise ScheduleError(
+                    f"memory: rank {rank} may hold {limits[rank]:g}, and one microbatch takes {least:g} "
+                    f"on its stages {list(problem.empty.placement.stages_on(rank))}: give it more, "
+                    "make microbatches smaller, or recompute activations"
+                )
+    return problems
+
+
+def _limits(memory: Memory | None, ranks: int) -> list[float]:
+    if memory is None:
+        return [math.inf] * ranks
+    limits = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
+    if len(limits) != ranks:
+        raise ScheduleError(
+            f"memory has {len(limits)} numbers for {ranks} ranks: give one a rank, or one"
+        )
+    return limits
+
+
+def _placements(costs: Costs, ranks: int) -> list[Placement]:
+    """The placements to choose from where none is given."""
+    kinds = (
+        costs.forward,
+        costs.input,
+        costs.weight,
+        costs.backward,
+        costs.activation,
+        costs.stash,
+    )
+    counts = {len(cost) for cost in kinds if isinstance(cost, Sequence)} or {ranks}
+    if len(counts) > 1:
+        raise UsageError(
+            f"costs list {sorted(counts)} stages: give one number a stage, or one for all"
+        )
+    (stages,) = counts
+    if stages % ranks or not stages:
+        raise ScheduleError(
+            f"costs list {stages} stages, which is no multiple of ranks={ranks}: give the placement"
+        )
+    laps = looped(ranks, stages // ranks)
+    return [laps, v_shaped(ranks)] if stages == 2 * ranks > 2 else [laps]
+
+
+def _library(problem: Problem) -> Iterator[tuple[float, Schedule, Problem]]:
+    """The schedules of the library that solve a problem, each with its makespan."""
+    placement = problem.empty.placement
+    held = len(placement.stages_on(0))
+    for recipe in RECIPES.values():
+        if not recipe.any_stages and recipe.stages_per_rank != held:
+            continue
+        try:
+            built = recipe.build(problem.ranks, problem.microbatches, held)
+        except ScheduleError:
+            continue
+        if built.placement != placement or not built.trains:
+            continue
+        schedule = built.with_edges(problem.empty.edges)
+        ran = simulate(schedule, problem.costs)
+        if all(peak <= limit for peak, limit in zip(ran.peak_memory, problem.limit, strict=True)):
+            yield ran.makespan, schedule, problem
+
+
+def _dispatched(problem: Problem, random: Random, until: float) -> list[Draft]:
+    """What the list scheduler makes with its portfolio, and with variations of the best of it."""
+    tried: list[tuple[float, int, Rule, Draft]] = []
+
+    def attempt(rule: Rule) -> None:
+        if not tried or monotonic() < until:
+            draft = Dispatcher(problem, rule).run()
+            tried.append((draft.makespan, len(tried), rule, draft))
+
+    for rule in rules(problem):
+        attempt(rule)
+    for _ in range(VARIATIONS):
+        tried.sort()
+        attempt(varied(random.choice(tried[:5])[2], random))
+    return [draft for _, _, _, draft in tried]
+
+
+def _improved(
+    drafts: Iterable[Draft],
+    bounds: Sequence[Bound],
+    random: Random,
+    until: float,
+    moves: int | None,
+) -> Draft:
+    """The best draft after rounds of annealing, each with fewer drafts than the one before."""
+    pool = _distinct(drafts)
+    if moves is None:
+        moves = EFFORT // (len(pool[0].duration) + 100)
+    target = min(bound.least for bound in bounds)
+    for count, share in ROUNDS:
+        if _proven(pool[0].makespan, bounds):
+            break
+        for draft in pool[:count]:
+            annealer = Annealer(draft.copy(), random)
+            annealer.run(int(moves * share), until, target)
+            pool.append(annealer.best)
+        pool = _distinct(pool)
+    return pool[0]
+
+
+def _proven(makespan: float, bounds: Sequence[Bound]) -> bool:
+    return all(bound.excludes(makespan * (1 - PRECISION)) for bound in bounds)
+
+
+def _distinct(drafts: Iterable[Draft]) -> list[Draft]:
+    """The drafts that complete, the best first, one of each makespan."""
+    by_makespan: dict[float, Draft] = {}
+    for draft in drafts:
+        by_makespan.setdefault(draft.makespan, draft)
+    return [by_makespan[makespan] for makespan in sorted(by_makespan)]
