@@ -63,6 +63,8 @@ def _leave_out(case: Case) -> None:
         # A graph has no modules: their hooks have run once and for all, and their modes stay.
         case.hooks = []
         case.events = [event for event in case.events if event.what in _ON_TRACES]
+    if case.hooks or any(line.op == "hook on a tensor" for line in lines):
+        case.run.scaler = False  # whose gradients they would see
     if _keeps_order(case):
         # Statistics go by the order in which microbatches come, once more where a checkpoint runs again.
         for line in (line for line in lines if line.body is not None):
