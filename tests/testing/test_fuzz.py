@@ -24,22 +24,13 @@ from penstock.testing.fuzz.shrinking import shrink
 from penstock.testing.fuzz.sides import program, tolerance
 
 UNMENDED = {
-    "0:5": "hook called too often or too seldom",
-    "0:20": "hook called too often or too seldom",
-    "0:21": "failed error: StageError: rank n, before microbatch n: AttributeError: 'NoneType'",
+    "0:19": "hook called too often or too seldom",
     "0:27": "loss differs",
     "0:31": "loss differs",
-    "0:32": "hook called too often or too seldom",
     "0:33": "gradient zeros instead of None",
     "0:38": "hook called too often or too seldom",
     "0:39": "failed error: KeyError: 'stagen'",
-    "0:42": "gradient None instead of numbers",
-    "0:43": "failed error: StageError: rank n, before microbatch n: KeyError: 'weight'",
-    "0:47": "hook called too often or too seldom",
     "0:54": "gradient zeros instead of None",
-    "0:57": "hook called too often or too seldom",
-    "0:64": "failed error: StageError: rank n, before microbatch n: AttributeError: 'NoneType'",
-    "0:73": "failed error: AttributeError: 'NoneType' object has no attribute 'register_prehook'",
 }
 """Fixed cases that are known to fail, and how. One that no longer does must go from here."""
 
@@ -66,9 +57,9 @@ def in_process(case: Case) -> Verdict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("chunk", range(3))
 def test_fixed_cases_in_one_process_are_those_of_a_plain_loop(chunk: int) -> None:
-    cases = [grow(f"0:{number}") for number in range(chunk * 25, chunk * 25 + 25)]
+    cases = [grow(f"0:{number}") for number in range(chunk * 20, chunk * 20 + 20)]
     check([case for case in cases if not case.run.gloo], in_process)
 
 
@@ -78,7 +69,7 @@ def test_fixed_cases_of_a_process_for_each_rank_are_those_of_a_plain_loop(
     workers: WorkerPool,
 ) -> None:
     bench = command.Bench(together=workers)
-    check([grow(f"0:{number}") for number in range(9, 60, 10)], bench.judge)
+    check([grow(f"0:{number}") for number in range(9, 40, 10)], bench.judge)
 
 
 # ---- faults that are planted
@@ -108,32 +99,9 @@ def make_zeros_of_none(step: Step) -> Step:
     return wrong
 
 
-def lose_hooks(step: Step) -> Step:
-    def wrong(pipe: Pipeline, *args: Any, **kwargs: Any) -> Any:
-        for stage in pipe.stages:
-            for module in stage.module.modules():
-                module._forward_hooks.clear()
-        return step(pipe, *args, **kwargs)
-
-    return wrong
-
-
-def raise_at_lstms(step: Step) -> Step:
-    def wrong(pipe: Pipeline, *args: Any, **kwargs: Any) -> Any:
-        if any(
-            isinstance(m, torch.nn.LSTM) for stage in pipe.stages for m in stage.module.modules()
-        ):
-            raise KeyError("planted")
-        return step(pipe, *args, **kwargs)
-
-    return wrong
-
-
 PLANTED = {
     "gradient differs": scale_a_gradient,
     "gradient zeros instead of None": make_zeros_of_none,
-    "hook not there": lose_hooks,
-    "failed error: KeyError: 'planted'": raise_at_lstms,
 }
 
 
@@ -151,7 +119,7 @@ def test_a_planted_fault_is_found_and_made_small(
         return alike(verdict, found) and in_process(case).outcome == "same"
 
     case = next(case for case in map(grow, (f"planted:{n}" for n in range(300))) if fails(case))
-    small = shrink(case, fails, 20.0)
+    small = shrink(case, fails)
     assert len(list(small.model.all_lines())) <= 6
     assert small.run.steps <= 2
     assert len(program(small)) < len(program(case))
