@@ -17,6 +17,7 @@ from benchmarks import (
     checks,
     cutting,
     inside,
+    lengths,
     loading,
     predictions,
     schedules,
@@ -33,6 +34,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "backward": backward.compare,
     "loading": loading.compare,
     "cutting": cutting.compare,
+    "lengths": lengths.compare,
 }
 
 

@@ -79,6 +79,18 @@ def visible(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
     return found
 
 
+def called_to_draw(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+    """Of these the modules that may draw, and those that such modules are called by, but for the root."""
+    modules = visible(root)
+    drawing = {path for module, paths in modules.items() if may_draw(module) for path in paths}
+    around = {path[:end] for path in drawing for end, letter in enumerate(path) if letter == "."}
+    return {
+        module: paths
+        for module, paths in modules.items()
+        if "" not in paths and not (drawing | around).isdisjoint(paths)
+    }
+
+
 def unwrapped(path: str) -> str:
     """A path as it is without wrappers."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)

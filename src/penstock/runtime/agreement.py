@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from penstock.runtime.calls import REFUSED, Brought, ModelCall, merge_calls
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.schedule import Schedule
-from penstock.specs import autocast_types
+from penstock.specs import Family, Inferred, ValueSpec, autocast_types, new_family
 from penstock.transport import Transport
 
 
@@ -114,6 +114,7 @@ class Book:
     def __init__(self) -> None:
         self.pages: dict[tuple[int, ...], Page] = {}
         self.described: dict[str, tuple[Any, Specs]] = {}
+        self._families: dict[Any, Family[Inferred]] = {}
         self._traits: Any = None
 
     def write(self, key: tuple[int, ...], page: Page) -> None:
@@ -132,6 +133,13 @@ class Book:
         """Forget everything."""
         self.pages.clear()
         self.described.clear()
+        self._families.clear()
+
+    def families(self, mode: str) -> Callable[[int, ValueSpec], Family[Inferred]]:
+        """What a stage here has given for arguments that differ from some in sizes alone."""
+        return lambda stage, arguments: self._families.setdefault(
+            (mode, stage, arguments.kind()), new_family()
+        )
 
 
 def look_up(

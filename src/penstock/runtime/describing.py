@@ -22,7 +22,14 @@ from penstock.runtime.exchange import Specs
 from penstock.runtime.program import RankProgram
 from penstock.runtime.reach import Links, mark_optional, name_links, positions_in
 from penstock.schedule import Edge
-from penstock.specs import ValueSpec, infer, infer_output, spec_of_arguments
+from penstock.specs import (
+    Family,
+    Inferred,
+    ValueSpec,
+    infer,
+    infer_output,
+    spec_of_arguments,
+)
 from penstock.stage import PipelineStage
 from penstock.transport import Transport
 
@@ -34,6 +41,9 @@ OUTPUT = "output"
 
 Describe = Callable[[ValueSpec, bool], tuple[Sequence[Edge], Mapping[str, ValueSpec]]]
 """A partition's own knowledge of what travels for a call, see ``penstock.partition.Describe``."""
+
+Kin = Callable[[int, ValueSpec], Family[Inferred]]
+"""What a stage has given for other sizes of its arguments."""
 
 
 def describe_whole(
@@ -93,6 +103,7 @@ def describe_by_stage(
     transport: Transport,
     inputs: Inputs,
     calls: Sequence[ValueSpec],
+    family: Kin,
 ) -> Task[list[Specs]]:
     """The specs of calls, found stage after stage, each on its own rank.
 
@@ -105,7 +116,7 @@ def describe_by_stage(
         owner = program.schedule.placement.rank_of[index]
         mine, attempt = None, _Attempt(transport.rank)
         if owner == transport.rank:
-            specs_of = partial(_stage_specs, program, stages[index], inputs)
+            specs_of = partial(_stage_specs, program, stages[index], inputs, family)
             mine = attempt.made(
                 lambda of=specs_of: {"calls": [*map(of, calls, found)]}  # type: ignore[misc]
             )
@@ -130,7 +141,12 @@ def _read(spec: dict[str, Any], stage: int) -> ValueSpec:
 
 
 def _stage_specs(
-    program: RankProgram, stage: PipelineStage, inputs: Inputs, call: ValueSpec, known: Specs
+    program: RankProgram,
+    stage: PipelineStage,
+    inputs: Inputs,
+    family: Kin,
+    call: ValueSpec,
+    known: Specs,
 ) -> dict[str, Any]:
     given, taken = program.given(stage.index), program.taken(stage.index)
     values = {edge.value: known[edge.value].without_data() for edge in taken}
@@ -139,7 +155,8 @@ def _stage_specs(
     arguments = spec_of_arguments(*inputs.arguments(stage, taken, values, part))
     sources = [(e.value, i) for e in taken for i in range(len(known[e.value].tensors))]
     try:
-        output, reached = infer(stage.module, arguments, stage.device, inputs.aside)
+        kin = family(stage.index, arguments)
+        output, reached = infer(stage.module, arguments, stage.device, inputs.aside, kin)
     except SpecError:
         if not stage.is_last:
             raise

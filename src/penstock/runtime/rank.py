@@ -68,9 +68,7 @@ class Rank:
         self._book = Book()
         self._inputs: Inputs | None = None
         self._names: Names = ()
-        self._streams = {
-            stage.index: Streams(stage.module, Generators([stage.device])) for stage in stages
-        }
+        self._streams = {stage.index: _streams_of(stage) for stage in stages}
 
     @property
     def number(self) -> int:
@@ -210,6 +208,9 @@ class Rank:
 
     def _introduce(self) -> Task[Inputs]:
         """Tell the other ranks which arguments the stages here take by name."""
+        # Stages of one process may share modules: before any of them hooks those.
+        for streams in self._streams.values():
+            streams.find()
         mine = [
             [index, None if stage.wired else list(named_arguments(stage.module))]
             for index, stage in self.stages.items()
@@ -286,14 +287,12 @@ class Rank:
     ) -> Task[Sequence[tuple[tuple[Edge, ...] | None, Specs]]]:
         """The edges, where they depend on the call, and specs of what travels for each of these calls."""
         if self._describe is not None:
-            return (
-                yield from describe_whole(
-                    self.transport, self._describe, calls, trains=order.trains
-                )
-            )
+            whole = describe_whole(self.transport, self._describe, calls, trains=order.trains)
+            return (yield from whole)
         program = self._program(order.schedules(call.count, None))
-        found = yield from describe_by_stage(program, self.stages, self.transport, inputs, calls)
-        return [(None, specs) for specs in found]
+        kin = self._book.families(order.mode)
+        task = describe_by_stage(program, self.stages, self.transport, inputs, calls, kin)
+        return [(None, specs) for specs in (yield from task)]
 
     def _program(self, schedule: Schedule) -> RankProgram:
         """The schedule's program, prepared once; held with it, since it is found by identity."""
@@ -317,6 +316,12 @@ class Rank:
         """Drop what an interrupted call left in the stages."""
         for stage in self.stages.values():
             stage.clear()
+
+
+def _streams_of(stage: PipelineStage) -> Streams:
+    # A model's own forward runs in every wired stage; else each stage has code of its own.
+    part = "" if stage.wired or stage.is_first else f"stage {stage.index}"
+    return Streams(stage.module, Generators([stage.device]), part)
 
 
 def _traits(stages: Iterable[PipelineStage]) -> tuple[tuple[torch.dtype, bool], ...]:

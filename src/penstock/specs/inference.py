@@ -10,13 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node, get_gradient_edge
 
 from penstock.errors import SpecError
+from penstock.specs.constants import Structure
+from penstock.specs.sizes import Family, Form, Found, NotGeneral, Unknowns
 from penstock.specs.structure import flatten
-from penstock.specs.tensors import TensorSpec
+from penstock.specs.tensors import STRIDED, TensorSpec, layout_of
 from penstock.specs.trial import (
     TypesChecked,
+    copy_as_fakes,
     copy_with_data,
     copy_without_data,
     randomness_kept,
@@ -41,6 +45,16 @@ class Inferred(NamedTuple):
     reached: list[list[int]]
 
 
+def new_family() -> Family[Inferred]:
+    """Nothing is known yet of what a module gives for arguments of various sizes."""
+    return Family(lambda one, other: _told(one) == _told(other))
+
+
+def _told(found: Inferred) -> tuple[str, list[list[int]]]:
+    # With the order of the dimensions in memory, which specs do not compare.
+    return found.output.digest(), found.reached
+
+
 class Call(NamedTuple):
     """What a module is tried out with: the spec of ``(args, kwargs)``, and arguments as they are."""
 
@@ -58,6 +72,7 @@ def infer(
     arguments: ValueSpec,
     device: torch.device,
     aside: Mapping[str, Any] | None = None,
+    family: Family[Inferred] | None = None,
 ) -> Inferred:
     """What ``module`` gives for arguments of a spec.
 
@@ -72,11 +87,63 @@ def infer(
         arguments: the spec of ``(args, kwargs)``.
         device: where the stage lives.
         aside: more arguments by name, as they are.
+        family: what it gave for other sizes, while nothing else has changed.
 
     Raises:
         Exception: whatever the module raises when run for real.
     """
     call = Call(arguments, aside or {})
+    if family is None or aside:
+        return _look(module, call, device)
+    return family.find(
+        forms_of_arguments(arguments, device),
+        lambda: _look(module, call, device),
+        lambda unknowns: _follow(module, call, device, unknowns),
+        _built,
+    )
+
+
+def _built(found: Found) -> Inferred:
+    structure, reached = found.rest
+    return Inferred(spec_of_forms(found.leaves, structure), reached)
+
+
+def forms_of_arguments(arguments: ValueSpec, device: torch.device) -> list[Form]:
+    """The tensors of a call on a device."""
+    return [Form.of(spec.empty("meta"))._replace(device=device) for spec in arguments.tensors]
+
+
+def found_of(tensors: Sequence[Tensor], rest: Any) -> Found:
+    """What a function gave that gives tensors.
+
+    Raises:
+        NotGeneral: some of them are more than their data.
+    """
+    if any(layout_of(tensor) != STRIDED for tensor in tensors):
+        raise NotGeneral("it gives tensors that are more than their data")
+    return Found(tuple(map(Form.of, tensors)), rest)
+
+
+def spec_of_forms(forms: Sequence[Form], structure: Structure) -> ValueSpec:
+    """The spec of a value whose tensors have these forms."""
+    return ValueSpec(tuple(TensorSpec.of(form.empty("meta")) for form in forms), structure)
+
+
+def _follow(module: nn.Module, call: Call, device: torch.device, unknowns: Unknowns) -> Found:
+    if _shards_itself(module):
+        raise NotGeneral("it gathers its parameters itself")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with randomness_kept(device):
+        copied = copy_as_fakes(module, mode)
+        with unknowns.within(mode) as leaves:
+            for leaf, spec in zip(leaves, call.arguments.tensors, strict=True):
+                leaf.requires_grad_(spec.requires_grad)
+            tensors, structure = _given(copied, call, leaves, device)
+            reached = _reached(tensors, leaves)
+    return found_of(tensors, (structure, reached))
+
+
+def _look(module: nn.Module, call: Call, device: torch.device) -> Inferred:
     with randomness_kept(device):
         if _shards_itself(module):
             output, reached = _inferred(module, call, device)
@@ -135,13 +202,19 @@ def _runnable(module: nn.Module) -> Run:
 def _inferred(run: Run, call: Call, device: torch.device) -> Inferred:
     specs = call.arguments.tensors
     leaves = [spec.zeros(device).requires_grad_(spec.requires_grad) for spec in specs]
-    checked = TypesChecked() if device.type == "meta" else nullcontext()
-    with device, torch.enable_grad(), checked:
-        # A module may change its input in place, which a leaf that requires grad would refuse.
-        args, kwargs = call.arguments.fill([t * 1 if t.requires_grad else t for t in leaves])
-        tensors, structure = flatten(run(*args, **kwargs, **call.aside))
+    with TypesChecked() if device.type == "meta" else nullcontext():
+        tensors, structure = _given(run, call, leaves, device)
     spec = ValueSpec(tuple(map(TensorSpec.of, tensors)), structure)
     return Inferred(spec, _reached(tensors, leaves))
+
+
+def _given(
+    run: Run, call: Call, leaves: Sequence[Tensor], device: torch.device
+) -> tuple[list[Tensor], Structure]:
+    with device, torch.enable_grad():
+        # A module may change its input in place, which a leaf that requires grad would refuse.
+        args, kwargs = call.arguments.fill([t * 1 if t.requires_grad else t for t in leaves])
+        return flatten(run(*args, **kwargs, **call.aside))
 
 
 def _reached(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[int]]:

@@ -12,15 +12,28 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.draws import generators_kept
 from penstock.specs.hooks import isolate_hooks
 
 
 def copy_without_data(module: nn.Module) -> nn.Module:
     """A copy on the meta device: what forward leaves in it, such as a cache, is not left in the module."""
     return _copy(module, _on_meta)
+
+
+def copy_as_fakes(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy without data whose tensors have a device, as far as a mode's tensors without data can tell."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            made = torch.empty_like(tensor, requires_grad=tensor.requires_grad)
+        return _as_parameter(made, tensor) if isinstance(tensor, nn.Parameter) else made
+
+    return _copy(module, fake)
 
 
 def copy_with_data(module: nn.Module) -> nn.Module:
@@ -98,11 +111,12 @@ class TypesChecked(TorchDispatchMode):
 
 @contextmanager
 def randomness_kept(device: torch.device) -> Iterator[None]:
-    """Puts the random numbers of torch, numpy and Python back to where they were."""
+    """Puts random numbers back to where they were: of torch, numpy and Python, and of generators given."""
     state, legacy = random.getstate(), np.random.get_state()
     devices = [] if device.type in ("cpu", "meta") else [_number(device)]
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        kind = device.type if devices else "cuda"
+        with torch.random.fork_rng(devices, device_type=kind), generators_kept():
             yield
     finally:
         random.setstate(state)
@@ -116,13 +130,14 @@ def _number(device: torch.device) -> int:
 def run_itself(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module that cannot be copied, and undo what it does to its attributes."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    with _attributes_kept(module):
+    with attributes_kept(module):
         isolate_hooks(module, {})
         return functional_call(module, buffers, args, kwargs)
 
 
 @contextmanager
-def _attributes_kept(module: nn.Module) -> Iterator[None]:
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Put a module's attributes back afterwards to what they are now."""
     own = [vars(part) for part in module.modules()]
     kept = [dict(attributes) for attributes in own]
     # The containers stay the same objects, since others may hold them too.

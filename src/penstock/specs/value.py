@@ -109,6 +109,13 @@ class ValueSpec:
         """A text that is equal for equal specs."""
         return json.dumps(self.to_json(), separators=(",", ":"))
 
+    def kind(self) -> str:
+        """A text that is equal for specs that differ in nothing but sizes."""
+        tensors = [
+            (len(t.shape), t.dtype, t.requires_grad, t.layout, t.order) for t in self.tensors
+        ]
+        return f"{tensors} {self.structure}"
+
     def difference(self, other: ValueSpec, *, gradients: bool = True) -> str | None:
         """How ``other`` differs from this spec, in words, or ``None``.
 

@@ -15,6 +15,7 @@ import penstock
 from penstock import Pipeline
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.traced import Cuts, Point, SplitPoint, cut_traced, traces
+from penstock.partition.traced.program import Program
 from penstock.specs import spec_of_arguments
 
 MICROBATCHES = 4
@@ -208,3 +209,23 @@ def test_graphs_of_many_calls_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPa
     for times in range(4):
         cut.modules[0]({}, (X, times), {})
     assert cut.traces.count == 2
+
+
+def test_what_travels_is_told_for_new_lengths_without_running_a_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut = cut_traced(Looped().double(), (X,), cuts=Cuts((Point("last"),))).partition
+    fresh = cut_traced(Looped().double(), (X,), cuts=Cuts((Point("last"),))).partition
+    assert cut.describe is not None
+    assert fresh.describe is not None
+    found = []
+    calls = [
+        spec_of_arguments((torch.zeros(rows, *X.shape[1:]).double(),), {}) for rows in (3, 4, 5, 6)
+    ]
+    for call in calls:
+        if call is calls[-1]:
+            monkeypatch.setattr(Program, "__call__", None)
+        found.append(cut.describe(call, True))
+    monkeypatch.undo()
+    assert found[-1] == fresh.describe(calls[-1], True)
+    assert found[-1] != found[0]

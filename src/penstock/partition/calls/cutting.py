@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.draws import noticed
 from penstock.errors import PartitionError, SpecError
 from penstock.partition.base import Description
 from penstock.partition.calls.inference import quiet
@@ -16,6 +17,9 @@ from penstock.partition.calls.recorder import Recorder, chance_kept
 from penstock.partition.calls.routing import Homes, Route, routed
 from penstock.partition.calls.tape import Tape, paths_of
 from penstock.specs import ValueSpec, autocast_types, flatten
+
+_REMEMBERED = 256
+"""So many calls; of those that always differ the oldest go first."""
 
 
 class Cutting:
@@ -90,8 +94,11 @@ class Cutting:
                 self._outline, self.units, call, training=training, example=self._tensors(call)
             )
             self._routes[key] = routed(tape, self._homes, self.stages, _spec_of(tape.output))
-        self._latest[digest, training, self._outline.modes()] = self._routes[key]
-        return self._routes[key]
+        found = self._latest[digest, training, self._outline.modes()] = self._routes[key]
+        for memory in (self._routes, self._latest):
+            if len(memory) > _REMEMBERED:
+                del memory[next(iter(memory))]
+        return found
 
 
 def analysed(
@@ -134,9 +141,10 @@ def analysed(
 def _recorded(outline: Outline, units: Sequence[str], call: Any, training: bool) -> Tape:
     args, kwargs = call
     paths = paths_of(outline.model, units)
-    recorder = Recorder(paths, outline.mode, outline.named_tensors())
-    with quiet(), chance_kept(), torch.set_grad_enabled(training):
-        with recorder.watching(list(paths)):
+    families = outline.families(training=training)
+    recorder = Recorder(paths, outline.mode, outline.named_tensors(), families)
+    with quiet(), chance_kept(outline.device), torch.set_grad_enabled(training):
+        with noticed(recorder.drew), recorder.watching(list(paths)):
             output = outline.model(*args, **kwargs)
         return recorder.finish(output)
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import logging
 import weakref
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.partition.calls.trees import replaced, tensors_in
+from penstock.partition.calls.trees import leaves, replaced, skeleton, tensors_in
+from penstock.specs import Family, Form, Found, NotGeneral, Unknowns, attributes_kept
 from penstock.specs.trial import check_types
+
+_PATIENCE = 250
+"""So many operations run on ones before one runs on zeros."""
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -52,6 +59,7 @@ class Inference(TorchDispatchMode):
     Attributes:
         used: the numbers of the values that the unit now running has used.
         borrowed: the other units, some of whose tensors it has used without being given them.
+        fresh: what was made inside it.
     """
 
     def __init__(self, numbers: Numbers, mode: FakeTensorMode) -> None:
@@ -62,13 +70,26 @@ class Inference(TorchDispatchMode):
         self._unit = ""
         self.used: dict[int, None] = {}
         self.borrowed: dict[str, None] = {}
+        self.fresh: list[weakref.ref[Tensor]] = []
+        self._may_run = True
+        self._ran = 0
 
     @contextlib.contextmanager
-    def of(self, unit: str) -> Iterator[None]:
-        """See what ``unit`` computes in the context."""
-        self._unit, self.used, self.borrowed = unit, {}, {}
+    def of(self, unit: str, *, for_real: bool = True) -> Iterator[None]:
+        """See what ``unit`` computes in the context.
+
+        Args:
+            unit: its path.
+            for_real: whether operations may run for real.
+        """
+        self.forget()
+        self._unit, self._may_run = unit, for_real
         with quiet(), self._mode, self:
             yield
+
+    def forget(self) -> None:
+        """What was seen of a unit is no longer wanted."""
+        self.used, self.borrowed, self.fresh = {}, {}, []
 
     def maker(self, tensor: Tensor) -> str | None:
         """The unit inside which a tensor was made."""
@@ -86,10 +107,14 @@ class Inference(TorchDispatchMode):
             check_types(func, args)
             result = func(*args, **options)
         except Exception:
+            if not self._may_run:
+                raise
             result = self._for_real(func, args, options)
         for tensor in tensors_in(result):
             if self._numbers.number_of(tensor) is None and self.maker(tensor) is None:
-                self._made[id(tensor)] = (weakref.ref(tensor), self._unit)
+                found = weakref.ref(tensor)
+                self._made[id(tensor)] = found, self._unit
+                self.fresh.append(found)
         return result
 
     def _note_use(self, tensor: Tensor) -> None:
@@ -103,8 +128,11 @@ class Inference(TorchDispatchMode):
 
     def _for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors_in((args, kwargs))
+        self._ran += 1
+        # What draws again until the numbers please it, as trunc_normal_ does, comes to an end.
+        numbers = _ones if self._ran % _PATIENCE else _zeros
         with torch.utils._python_dispatch._disable_current_modes():
-            real = {id(t): _ones(t) if isinstance(t, FakeTensor) else t for t in given}
+            real = {id(t): numbers(t) if isinstance(t, FakeTensor) else t for t in given}
             back = {id(new): old for old in given if (new := real[id(old)]) is not old}
             real_args, real_kwargs = replaced((args, kwargs), lambda leaf: real.get(id(leaf), leaf))
             result = func(*real_args, **real_kwargs)
@@ -114,6 +142,208 @@ class Inference(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             return leaf
         return back.get(id(leaf)) if id(leaf) in back else self._mode.from_tensor(leaf)
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """A call of a unit.
+
+    Args:
+        unit: its path.
+        module: the unit.
+        run: calls it.
+        args: with these arguments.
+        kwargs: likewise.
+    """
+
+    unit: str
+    module: nn.Module
+    run: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+
+class Sizes:
+    """Runs units, and tells what they give for other sizes where that is certain.
+
+    See ``penstock.specs.Family``. It needs a unit that is given tensors and plain values, gives such that it
+    has made, and does nothing else that could be seen: it changes none of its arguments, and leaves no
+    tensor anywhere.
+
+    Args:
+        inference: sees what units compute.
+        mode: of the tensors without data.
+        families: what units have given so far, in calls of the same kind.
+        drawn: the generators that were drawn from; ``None`` for torch's own.
+    """
+
+    def __init__(
+        self,
+        inference: Inference,
+        mode: FakeTensorMode,
+        families: dict[Any, Family[Found | None]],
+        drawn: Sequence[torch.Generator | None],
+    ) -> None:
+        self._inference, self._mode = inference, mode
+        self._families, self._drawn = families, drawn
+
+    def run(self, call: UnitCall) -> Any:
+        """What a unit gives."""
+        together = call.args, call.kwargs
+        given = list({id(tensor): tensor for tensor in tensors_in(together)}.values())
+        kind = _kind(together, given)
+        made: list[Any] = []
+
+        def look() -> Found | None:
+            with self._inference.of(call.unit):
+                made.append(call.run(*call.args, **call.kwargs))
+            return None if kind is None else self._described(made[0], given, call.unit)
+
+        if kind is None:
+            look()
+            return made[0]
+        family = self._families.setdefault((call.unit, kind), Family(_alike))
+        found = family.find(
+            [Form.of(tensor) for tensor in given],
+            look,
+            lambda unknowns: self._followed(call, given, unknowns),
+            lambda found: found,
+        )
+        if made:
+            return made[0]
+        assert found is not None
+        self._inference.forget()
+        return self._filled(found, given)
+
+    def _followed(self, call: UnitCall, given: Sequence[Tensor], unknowns: Unknowns) -> Found:
+        with attributes_kept(call.module), unknowns.within(self._mode) as sizes:
+            inputs = [
+                _attached(partial(_empty_like, new)) if old.requires_grad else new
+                for new, old in zip(sizes, given, strict=True)
+            ]
+            found = self._ran(call, given, inputs)
+            if _any_alive(self._inference.fresh):
+                raise NotGeneral(f"{call.unit} leaves tensors somewhere")
+        return found
+
+    def _ran(self, call: UnitCall, given: Sequence[Tensor], inputs: Sequence[Tensor]) -> Found:
+        instead = {id(old): new for old, new in zip(given, inputs, strict=True)}
+        together = call.args, call.kwargs
+        args, kwargs = replaced(together, lambda leaf: instead.get(id(leaf), leaf))
+        versions = [tensor._version for tensor in inputs]
+        with self._inference.of(call.unit, for_real=False):
+            result = call.run(*args, **kwargs)
+        found, seen = self._described(result, inputs, call.unit), self._inference
+        if found is None or seen.used or seen.borrowed or any(g is not None for g in self._drawn):
+            raise NotGeneral(f"{call.unit} uses or gives more than tensors")
+        if [tensor._version for tensor in inputs] != versions:
+            raise NotGeneral(f"{call.unit} changes its arguments")
+        return found
+
+    def _described(self, result: Any, given: Sequence[Tensor], unit: str) -> Found | None:
+        """What a unit gave, if that is told by forms: tensors of its own making, and plain values."""
+        found = list(leaves(result))
+        places = {id(tensor): index for index, tensor in enumerate(given)}
+        own = [f for f in found if isinstance(f, Tensor) and id(f) not in places]
+        if not all(_is_plain(t) and self._inference.maker(t) == unit for t in own):
+            return None
+        memories = {_memory(tensor) for tensor in own}
+        if len(memories) < len(own) or not memories.isdisjoint(map(_memory, given)):
+            return None
+        if not all(isinstance(f, (Tensor, *_NUMBERS)) or type(f) in _PLAIN for f in found):
+            return None
+        told = [
+            _Same(places[id(f)]) if id(f) in places else Form.of(f) if isinstance(f, Tensor) else f
+            for f in found
+        ]
+        count = iter(range(len(found)))
+        return Found(
+            tuple(told), (skeleton(result), replaced(result, lambda _: _Leaf(next(count))))
+        )
+
+    def _filled(self, found: Found, given: Sequence[Tensor]) -> Any:
+        with self._mode:
+            values = [_value(leaf, given) for leaf in found.leaves]
+        return replaced(found.rest[1], lambda leaf: values[leaf.place])
+
+
+class _Leaf:
+    """Stands where a leaf was."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+class _Same(NamedTuple):
+    """A result that is one of the arguments itself."""
+
+    place: int
+
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _kind(call: Any, given: Sequence[Tensor]) -> Any:
+    """What calls have in common that differ in sizes alone; ``None`` where more than tensors are given."""
+    places = {id(tensor): index for index, tensor in enumerate(given)}
+    found = list(leaves(call))
+    if not all(_is_plain(f) if isinstance(f, Tensor) else type(f) in _PLAIN for f in found):
+        return None
+    told = [_Same(places[id(f)]) if isinstance(f, Tensor) else (type(f), f) for f in found]
+    return skeleton(call), *told, *(Form.of(tensor).kind for tensor in given)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    kinds = (Tensor, nn.Parameter, FakeTensor)
+    return type(tensor) in kinds and tensor.layout is torch.strided
+
+
+def _memory(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def _alike(one: Found | None, other: Found | None) -> bool:
+    if one is None or other is None:
+        return False
+    return one.leaves == other.leaves and one.rest[0] == other.rest[0]
+
+
+def _value(leaf: Any, given: Sequence[Tensor]) -> Any:
+    if isinstance(leaf, _Same):
+        return given[leaf.place]
+    if not isinstance(leaf, Form):
+        return leaf
+    plain = leaf._replace(requires_grad=False)
+    return _attached(plain.empty) if leaf.requires_grad else plain.empty()
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    shape, strides = tensor.shape, tensor.stride()
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
+class _Attached(torch.autograd.Function):
+    """Makes a tensor that hangs in a graph, as what a module gives does."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """The tensor."""
+        del ctx, anchor
+        return make()
+
+
+def _attached(make: Callable[[], Tensor]) -> Tensor:
+    found: Tensor = _Attached.apply(torch.zeros((), requires_grad=True), make)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _any_alive(made: Sequence[weakref.ref[Tensor]]) -> bool:
+    if all(found() is None for found in made):
+        return False
+    gc.collect()
+    return any(found() is not None for found in made)
 
 
 def run_for_real(
@@ -152,3 +382,7 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 def _ones(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)

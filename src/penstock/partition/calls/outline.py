@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from penstock.errors import PartitionError
-from penstock.specs import isolate_hooks
+from penstock.specs import Family, Found, autocast_types, isolate_hooks
 
 
 def home_of(model: nn.Module) -> torch.device:
@@ -37,6 +37,7 @@ class Outline:
         self._form = _form_of(model)
         self.model = self._copied(model, units)
         self._pairs = list(zip(model.modules(), self.model.modules(), strict=True))
+        self._families: dict[Any, dict[Any, Family[Found | None]]] = {}
         # By name: what other processes hold is let go, see `CallStage.release`.
         self._named = [
             (module, name, mine._parameters[name])
@@ -100,6 +101,11 @@ class Outline:
             module._parameters[name].requires_grad  # type: ignore[union-attr]
             for module, name, _ in self._named
         )
+
+    def families(self, *, training: bool) -> dict[Any, Family[Found | None]]:
+        """What the units have given so far, as long as nothing but the sizes of arguments differs."""
+        key = (training, self.traits(), tuple(autocast_types()))
+        return self._families.setdefault(key, {})
 
     def follow(self, *, training: bool) -> None:
         """Take over the model's state.

@@ -60,7 +60,7 @@ class Placing:
         return first if first > self.owners[index] else None
 
     def _may_move(self, event: Event) -> bool:
-        if event.is_call or event.changes or event.random or event.answers:
+        if event.is_call or event.changes or event.random or event.answers or event.generators:
             return False
         return self._fixed.isdisjoint(event.inputs) and all(
             slot.same_as is None and slot.value not in self._fixed for slot in event.slots

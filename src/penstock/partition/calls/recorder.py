@@ -8,27 +8,25 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
+from penstock.draws import Generators, identity
 from penstock.errors import PartitionError
 from penstock.partition.calls.faces import Run
-from penstock.partition.calls.inference import Inference, run_for_real
+from penstock.partition.calls.inference import Inference, Sizes, UnitCall, run_for_real
 from penstock.partition.calls.placeholder import Form
 from penstock.partition.calls.tape import NO_VALUE, Change, Event, Slot, Tape, Value
 from penstock.partition.calls.trees import leaves, replaced, tensors_deep_in, tensors_in, without
 from penstock.partition.calls.watch import Watch
+from penstock.specs import Family, Found, randomness_kept
 
 ANSWERS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"} | {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero")
 }
 """Functions whose results depend on the numbers in a tensor."""
-
-RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"} | {
-    *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_"),
-    *("exponential_", "geometric_", "log_normal_", "cauchy_", "poisson", "dropout"),
-}
 
 
 class Recorder(Watch):
@@ -38,10 +36,15 @@ class Recorder(Watch):
         paths: the path of each unit.
         mode: of the tensors without data.
         parameters: the names of the model's parameters; one that is used between the units is a value.
+        families: what units gave in calls that differ from this one in sizes alone.
     """
 
     def __init__(
-        self, paths: Mapping[nn.Module, str], mode: FakeTensorMode, parameters: Mapping[Tensor, str]
+        self,
+        paths: Mapping[nn.Module, str],
+        mode: FakeTensorMode,
+        parameters: Mapping[Tensor, str],
+        families: dict[Any, Family[Found | None]],
     ) -> None:
         super().__init__()
         self.tape = Tape()
@@ -51,13 +54,21 @@ class Recorder(Watch):
         self._mode = mode
         self._alive: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._drawn: set[int] = set()
+        self._draws: list[torch.Generator | None] = []
+        self._generators: dict[int, torch.Generator] = {}
+        self._sizes = Sizes(self._inference, mode, families, self._draws)
         self._names: dict[str, int] = {}
+
+    def drew(self, generator: torch.Generator | None) -> None:
+        """An operation has drawn random numbers, see :func:`penstock.draws.noticed`."""
+        self._draws.append(generator)
 
     # ---- events
 
     def call(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A unit is called: its outputs are values."""
         path, given = self._paths[module], tensors_in((args, kwargs))
+        self._draws.clear()
         with self.unseen():
             result = self._run_unit(module, run, args, kwargs)
         used = [n for t in given if (n := self.number_of(t)) is not None]
@@ -67,8 +78,7 @@ class Recorder(Watch):
 
     def _run_unit(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:
-            with self._inference.of(self._paths[module]):
-                return run(*args, **kwargs)
+            return self._sizes.run(UnitCall(self._paths[module], module, run, args, kwargs))
         except PartitionError:
             raise
         except Exception as error:
@@ -79,7 +89,10 @@ class Recorder(Watch):
                 raise error from None
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A function uses a value, or draws random numbers."""
+        """A function is called: it may use a value, or draw random numbers."""
+        self._draws.clear()
+        if not self._is_about_values(func, args, kwargs):
+            return self._without_values(func, args, kwargs)
         for tensor in tensors_in((args, kwargs)):
             self._find_parameter(tensor)
         target = target_of(func, args, kwargs)
@@ -96,9 +109,10 @@ class Recorder(Watch):
         return self._note(func, inputs, given, result, targets)
 
     def concerns(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
-        """Whether a function uses a value or a parameter, or draws random numbers."""
-        if super().concerns(func, args, kwargs) or name_of(func) in RANDOM:
-            return True
+        """Any function may draw random numbers."""
+        return True
+
+    def _is_about_values(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
         given = tensors_in((args, kwargs))
         if torch._C._are_functorch_transforms_active() and any(map(self._is_wrapped, given)):
             raise PartitionError(
@@ -106,7 +120,22 @@ class Recorder(Watch):
                 "such as vmap; other stages cannot see that. Put it into a module, or place the module "
                 "that contains that code as a whole by naming it in stages="
             )
-        return any(id(t) in self._parameters or isinstance(t, FakeTensor) for t in given)
+        return super().concerns(func, args, kwargs) or any(
+            id(t) in self._parameters or isinstance(t, FakeTensor) for t in given
+        )
+
+    def _without_values(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A function that uses no value is an event if it draws random numbers."""
+        given = tensors_in((args, kwargs))
+        before = [None if t.is_inference() else t._version for t in given]
+        result = func(*args, **kwargs)
+        if not self._draws:
+            return result
+        written = [t for t, v in zip(given, before, strict=True) if v not in (None, t._version)]
+        targets = [t for w in written for t in (w, w._base) if t is not None]
+        if not targets and not tensors_in(result):
+            return result
+        return self._note(func, (), given, result, targets)
 
     def _is_wrapped(self, tensor: Tensor) -> bool:
         """Whether it stands for a followed tensor inside of a transform."""
@@ -153,6 +182,11 @@ class Recorder(Watch):
     def _note(
         self, what: Any, inputs: tuple[int, ...], given: list[Tensor], result: Any, targets: Any
     ) -> Any:
+        # At once: whatever is asked of a tensor here is a function too.
+        draws = self._draws.count(None)
+        # Held as long as they are told apart by their identities.
+        generators = {identity(g): g for g in self._draws if g is not None}
+        self._generators |= generators
         event = len(self.tape.events)
         label = what if isinstance(what, str) else self._operation_label(what)
         by_chance = not isinstance(what, str) and self._drawn.issuperset(inputs)
@@ -162,7 +196,9 @@ class Recorder(Watch):
             slots[id(tensor)] = self._slot(event, f"{label}[{index}]", tensor, given)
         recorded = replaced(result, lambda leaf: slots.get(id(leaf), leaf))
         random_source = by_chance and not inputs
-        self.tape.events.append(Event(what, inputs, recorded, changes, random_source))
+        self.tape.events.append(
+            Event(what, inputs, recorded, changes, random_source, False, draws, tuple(generators))
+        )
         if by_chance:
             self._drawn.update(slot.value for slot in slots.values())
         return result
@@ -207,13 +243,21 @@ class Recorder(Watch):
                 changed.append(tensor)
         for tensor in changed:
             argument = next((i for i, t in enumerate(given) if t is tensor), None)
-            old = self.number_of(tensor)
-            yield Change(argument, old, self._new(tensor, f"{label}!", event))
+            view = next((i for i, t in enumerate(given) if t._base is tensor), None)
+            old, new = self.number_of(tensor), self._new(tensor, f"{label}!", event)
+            whole = argument is None and old is None and view is not None
+            yield Change(view if whole else argument, old, new, whole)
 
     def _without_data(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What a value is written into has no data any more from then on."""
-        if isinstance(target, Tensor) and not isinstance(target, FakeTensor):
-            self.put_instead(target, self._mode.from_tensor(target.detach()))
+        if not isinstance(target, Tensor) or isinstance(target, FakeTensor):
+            return self.current((args, kwargs))
+        number = self.number_of(target)
+        if number is None or any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
+            without = self._mode.from_tensor(target.detach())
+            self.put_instead(target, without)
+            if number is not None:
+                self.follow(without, number)
         return self.current((args, kwargs))
 
     def _refuse_hidden(self, given: list[Tensor]) -> None:
@@ -296,14 +340,10 @@ def _left_inside(unit: str | None) -> str:
 
 
 @contextlib.contextmanager
-def chance_kept() -> Iterator[None]:
+def chance_kept(device: torch.device) -> Iterator[None]:
     """Random numbers drawn inside are the same ones every time, and change nothing outside."""
-    python = random.getstate()
-    state = torch.default_generator.get_state()
-    random.seed(0)
-    torch.default_generator.manual_seed(0)
-    try:
+    with randomness_kept(device):
+        random.seed(0)
+        np.random.seed(0)
+        Generators([device]).seed(0)
         yield
-    finally:
-        random.setstate(python)
-        torch.default_generator.set_state(state)

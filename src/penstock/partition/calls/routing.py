@@ -145,14 +145,41 @@ class _MadeIn:
 
 
 def _with_free(tape: Tape, owners: list[int | None], stages: int) -> list[int]:
-    """Place what uses no value, such as random numbers, in the first stage that uses it."""
+    """Place what uses no value, such as random numbers, in the first stage that uses it.
+
+    Raises:
+        PartitionError: several stages would have to draw from one generator.
+    """
     first = [stages - 1 if owner is None else owner for owner in owners]
+    before: list[int] = []
+    while first != before:
+        before = list(first)
+        _before_uses(tape, owners, first)
+        _draw_in_one_stage(tape, owners, first)
+    return first
+
+
+def _before_uses(tape: Tape, owners: list[int | None], first: list[int]) -> None:
     for index in reversed(range(len(owners))):
         for number in tape.events[index].inputs:
             maker = tape.values[number].maker
             if maker is not None and owners[maker] is None:
                 first[maker] = min(first[maker], first[index])
-    return first
+
+
+def _draw_in_one_stage(tape: Tape, owners: list[int | None], first: list[int]) -> None:
+    """Let all that is drawn from a generator of the model's own be drawn in one stage, in its order."""
+    users: dict[int, list[int]] = {}
+    for index, event in enumerate(tape.events):
+        for generator in event.generators:
+            users.setdefault(generator, []).append(index)
+    for events in users.values():
+        stage = min(first[index] for index in events)
+        for index in events:
+            if owners[index] is None:
+                first[index] = stage
+            elif first[index] != stage:
+                raise PartitionError(_drawn_apart(tape, stage, index, first[index]))
 
 
 def _users(
@@ -206,6 +233,14 @@ def _backwards(tape: Tape, event: Event, home: int, stage: int, number: int) -> 
         f"{event.what} is in stage {home}, but it uses {value}, which stage {stage} makes: values travel to "
         "later stages only. Name the modules of each stage in the order in which the model calls them, or "
         "give example=(args, kwargs), with which that order is found"
+    )
+
+
+def _drawn_apart(tape: Tape, stage: int, index: int, other: int) -> str:
+    return (
+        f"{tape.events[index].label} in stage {other} draws from a torch.Generator that stage {stage} draws "
+        "from too: what it gives would depend on the cut. Give each its own, put both into one stage, or "
+        "draw without generator=, from torch's own, which is seeded for each step, microbatch and module"
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from penstock.draws import Streams
 from penstock.errors import PartitionError
 from penstock.partition.calls.faces import Run
 from penstock.partition.calls.placeholder import Placeholder
@@ -99,6 +100,7 @@ class Runner(Watch):
         path, given = self._paths[module], tensors_in((args, kwargs))
         event = self._next(path)
         if not self._part.runs[self._at]:
+            Streams.left_out(module)
             return self._pass(event, given)
         self._check_inputs(event, given)
         with self.unseen():
@@ -214,6 +216,8 @@ class Runner(Watch):
 
     def _pass(self, event: Event, given: list[Tensor]) -> Any:
         """What an event of another stage returns here."""
+        if not event.is_call:
+            Streams.not_drawn(event.draws)
         targets: dict[int, Tensor] = {}
         for change in event.changes:
             old = self._target(change, given)
@@ -252,7 +256,8 @@ class Runner(Watch):
                 if self.number_of(tensor) == change.old:
                     return tensor
             return self.tensor_of(change.old)
-        return None if change.argument is None else given[change.argument]
+        found = None if change.argument is None else given[change.argument]
+        return found._base if found is not None and change.whole else found
 
 
 _DIVERGED = (

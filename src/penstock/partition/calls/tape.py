@@ -53,11 +53,13 @@ class Change:
         argument: which of the tensors among the arguments, if it is one.
         old: the number it had, if it was followed.
         new: the number it has from then on.
+        whole: whether it is not the argument itself, but the tensor that this is a view of.
     """
 
     argument: int | None
     old: int | None
     new: int
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Event:
         changes: what it changes in place.
         random: whether it draws random numbers without using any value.
         answers: whether it returns no tensor, but something that depends on the numbers in them.
+        draws: how often it draws from torch's own generators; of no account for a unit.
+        generators: the others that it draws from, by identity.
     """
 
     what: Any
@@ -79,6 +83,8 @@ class Event:
     changes: tuple[Change, ...] = ()
     random: bool = False
     answers: bool = False
+    draws: int = 0
+    generators: tuple[int, ...] = ()
 
     @property
     def is_call(self) -> bool:

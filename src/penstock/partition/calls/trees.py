@@ -52,6 +52,18 @@ def replaced(value: Any, change: Change) -> Any:
     return change(value)
 
 
+def skeleton(value: Any) -> Any:
+    """The value's containers without its leaves, to be compared."""
+    if isinstance(value, Mapping):
+        return type(value), *((key, skeleton(item)) for key, item in value.items())
+    if isinstance(value, tuple | list):
+        return type(value), *map(skeleton, value)
+    if _is_record(value) and not isinstance(value, Tensor):
+        fields = dataclasses.fields(value)
+        return type(value), *(skeleton(getattr(value, field.name, None)) for field in fields)
+    return None
+
+
 def without(value: Any, kinds: tuple[type, ...]) -> Any:
     """The value with ``None`` for leaves of these classes."""
     return replaced(value, lambda leaf: None if type(leaf) in kinds else leaf) if kinds else value

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
 
+from penstock.draws import called_to_draw
 from penstock.errors import PartitionError
-from penstock.partition.traced.draws import drop_idle_seeds, seeded
+from penstock.partition.traced.draws import place_seeds, seeded
 from penstock.partition.traced.marks import marked
 from penstock.partition.traced.skeleton import Skeleton
 from penstock.specs import Structure, TensorSpec, ValueSpec, flatten, unflatten
@@ -86,11 +87,15 @@ def export(
     """
     skeleton.set_training(training)
     _refuse_own_backward(skeleton, call)
+    # Before there are hooks of ours: what has hooks may draw.
+    drawing = called_to_draw(skeleton.model)
     reasons: list[str] = []
     for free, strict in ((True, False), (False, False), (False, True)):
         try:
-            with marked(skeleton.model, paths), seeded(skeleton.model, training):
+            with marked(skeleton.model, paths), seeded(skeleton.model, drawing):
                 return _attempt(skeleton, call, free=free, strict=strict)
+        except PartitionError:
+            raise
         except Exception as error:  # whatever a model's code may raise
             reasons.append(_first_line(error))
     kind = type(skeleton.model).__name__
@@ -113,7 +118,7 @@ def _attempt(skeleton: Skeleton, call: ValueSpec, *, free: bool, strict: bool) -
     with undisturbed(), torch.enable_grad():
         made = torch.export.export(flat, tensors, dynamic_shapes=dims, strict=strict)
         module = made.module()
-    drop_idle_seeds(module.graph)
+    place_seeds(module)
     rebuild = flat.rebuild if isinstance(flat, _Flat) else made.call_spec.out_spec.unflatten
     return Exported(call, module.graph, module, rebuild, _take_guard(module), free)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,6 +13,7 @@ from penstock.partition.traced.export import ROOT, Exported
 from penstock.partition.traced.layout import Layout, Wanted, stages_of
 from penstock.partition.traced.program import Program
 from penstock.partition.traced.wiring import wire
+from penstock.specs import Family, ValueSpec
 
 
 class Trace:
@@ -22,6 +24,9 @@ class Trace:
         wanted: which of its marks are cut at.
         layout: how the regions between them make up stages.
         arguments_travel: whether the first stage hands on the arguments that later ones use.
+
+    Attributes:
+        families: what travels in calls that differ in sizes alone, as far as it was found.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class Trace:
             arguments_travel=arguments_travel,
         )
         self._programs: dict[int, Program] = {}
+        self.families: dict[Any, Family[ValueSpec]] = {}
 
     def users(self, name: str) -> dict[int, list[fx.Node]]:
         """The stages that use a parameter or buffer, with the nodes that do."""

@@ -15,7 +15,18 @@ from penstock.partition.traced.layout import check_met, lay_out
 from penstock.partition.traced.marks import Point
 from penstock.partition.traced.skeleton import Skeleton
 from penstock.partition.traced.trace import Trace
-from penstock.specs import ValueSpec, flatten, unflatten
+from penstock.specs import (
+    Family,
+    Found,
+    Unknowns,
+    ValueSpec,
+    autocast_types,
+    flatten,
+    forms_of_arguments,
+    found_of,
+    spec_of_forms,
+    unflatten,
+)
 
 _KEPT = 32
 """How many graphs are kept for each mode; the oldest goes first."""
@@ -149,7 +160,27 @@ class Traces:
             call: the spec of ``(args, kwargs)``.
             held: what each stage holds.
         """
-        inputs = [self._skeleton.empty(spec) for spec in call.tensors]
+        every = [own.held_tensor(name) for own in held for name in own.held_names.values()]
+        traits = tuple((tensor.dtype, tensor.requires_grad) for tensor in every)
+        key = (torch.is_grad_enabled(), *autocast_types(), traits, call.kind())
+        whole = trace.families.setdefault(key, _new_family()).find(
+            forms_of_arguments(call, self.device),
+            lambda: ValueSpec.of(
+                self._values(trace, [self._skeleton.empty(spec) for spec in call.tensors], held)
+            ),
+            lambda unknowns: self._follow(trace, call, unknowns, held),
+            lambda found: spec_of_forms(found.leaves, found.rest),
+        )
+        specs = {name: ValueSpec.of(value) for name, value in whole.without_data().items()}
+        edges = [
+            replace(edge, gradient=bool(specs[edge.value].differentiable))
+            for edge in trace.wiring.edges
+        ]
+        return Description(tuple(edges), specs)
+
+    def _values(
+        self, trace: Trace, inputs: Sequence[Tensor], held: Sequence[Held]
+    ) -> dict[str, Any]:
         values: dict[str, Any] = {}
         given: list[Any] = []
         with undisturbed(), self._skeleton.mode:
@@ -159,13 +190,19 @@ class Traces:
                 taken = [_arrived(values[name]) for name in program.takes]
                 given = program(self.device, taken, inputs, tensors)
                 values.update(zip(program.gives, given, strict=False))
-            output = trace.exported.rebuild(given)
-        specs = {name: ValueSpec.of(value) for name, value in values.items()}
-        edges = [
-            replace(edge, gradient=bool(specs[edge.value].differentiable))
-            for edge in trace.wiring.edges
-        ]
-        return Description(tuple(edges), {**specs, "output": ValueSpec.of(output)})
+            return values | {"output": trace.exported.rebuild(given)}
+
+    def _follow(
+        self, trace: Trace, call: ValueSpec, unknowns: Unknowns, held: Sequence[Held]
+    ) -> Found:
+        with unknowns.within(self._skeleton.mode) as inputs:
+            for tensor, spec in zip(inputs, call.tensors, strict=True):
+                tensor.requires_grad_(spec.requires_grad)
+            return found_of(*flatten(self._values(trace, inputs, held)))
+
+
+def _new_family() -> Family[ValueSpec]:
+    return Family(lambda one, other: one.digest() == other.digest())
 
 
 def _arrived(value: Any) -> Any:
