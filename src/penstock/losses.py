@@ -7,7 +7,6 @@ microbatch, in whatever stage that is; in a plain loop :func:`collect_losses` do
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -39,6 +38,16 @@ class Losses:
         self.differentiable = torch.is_grad_enabled()
         self._terms: list[Term] = []
 
+    def __enter__(self) -> Losses:
+        """Begin anew to collect what :func:`add_loss` is given."""
+        self.differentiable = torch.is_grad_enabled()
+        self._terms = []
+        self._token = _collected.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _collected.reset(self._token)
+
     def add(self, term: Term) -> None:
         """Note a term."""
         self._terms.append(term)
@@ -67,8 +76,7 @@ class Losses:
 _collected: ContextVar[Losses | None] = ContextVar("penstock_losses", default=None)
 
 
-@contextmanager
-def collect_losses() -> Iterator[Losses]:
+def collect_losses() -> Losses:
     """Collect what :func:`add_loss` is given inside.
 
     ::
@@ -77,11 +85,7 @@ def collect_losses() -> Iterator[Losses]:
             output = model(x)
         (loss_fn(output, target) + losses.total()).backward()
     """
-    token = _collected.set(found := Losses())
-    try:
-        yield found
-    finally:
-        _collected.reset(token)
+    return Losses()
 
 
 def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
