@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.errors import MicrobatchError
+from penstock.errors import MicrobatchError, UsageError
 from penstock.microbatch import REPLICATE, Rules, Split, merge, split
 
 
@@ -109,6 +109,27 @@ def tensors(value: Any) -> list[Tensor]:
     items = value.values() if isinstance(value, dict) else value
     nested = [item for item in items if isinstance(item, Tensor | tuple | list | dict)]
     return [tensor for item in nested for tensor in tensors(item)]
+
+
+class Sealed(Mapping[str, Tensor]):
+    """Cannot be changed, and another cannot be made of a dict."""
+
+    def __init__(self, **items: Tensor) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+def test_a_mapping_that_cannot_be_made_anew() -> None:
+    with pytest.raises(UsageError, match="a Sealed cannot be changed, nor made of a dict"):
+        split((Sealed(x=rows(4)),), {}, 2)
 
 
 def test_without_tensors_each_microbatch_gets_everything() -> None:

@@ -30,7 +30,7 @@ from penstock.hosting import (
     world_of,
 )
 from penstock.microbatch import MISSING, Rules, check_rules
-from penstock.partition import Shared, find_shared_between, load_partition
+from penstock.partition import Example, Shared, find_shared_between, load_partition
 from penstock.plan import Plan, Source, Stages, check_model, cut, make_plan
 from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
 from penstock.schedule import Schedule
@@ -75,6 +75,8 @@ class Pipeline(WeightHolder):
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
         stages: how many, the module paths to cut before, for each stage the paths of its modules, or a
             Partition.
+        example: arguments of the model for one microbatch, as ``(args, kwargs)``, to see in which order it
+            calls its modules, and how often, where its source does not tell; the same on every rank.
         rules: how arguments are split, by position or name; by default along dimension 0. ``"target"``
             says it of the target, and ``"output"`` along which dimension outputs are put together.
         device: where the stages live; by default where the model is. ``"cuda"`` under torchrun is the
@@ -110,6 +112,7 @@ class Pipeline(WeightHolder):
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
         stages: Stages = None,
+        example: Example | None = None,
         rules: Rules | None = None,
         device: torch.device | str | None = None,
         group: Any = None,
@@ -134,7 +137,7 @@ class Pipeline(WeightHolder):
                 schedule, world_of(found) if ranks is None else ranks, stages, microbatches
             )
             ends = ends_of(plan, found)
-            partition = cut(model, stages, plan.stages)
+            partition = cut(model, stages, plan.stages, example)
             parts, plan = partition.modules, replace(plan, edges=partition.edges or None)
             # Only these are moved to the device: the others may not fit there.
             held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))

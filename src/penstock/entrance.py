@@ -73,16 +73,17 @@ class Entrance:
         for index, tensor in enumerate(tensors):
             changes = copied is None or index in copied
             # Nobody counts the changes of a tensor that was made in inference mode.
-            own = _copy(tensor) if changes or tensor.is_inference() else tensor.detach()
-            if tensor.requires_grad and learning:
-                leaves.append(own.requires_grad_())
+            own = _copy(tensor) if changes or tensor.is_inference() else tensor
+            if own.requires_grad and learning:
+                leaf = own.detach().requires_grad_()
+                leaves.append(leaf)
                 # A leaf cannot be changed in place; what nobody changes needs nothing around it.
-                entered.append(cast("Any", _Enter).apply(own) if changes else own)
+                entered.append(cast("Any", _Enter).apply(leaf) if changes else leaf)
             else:
-                # An object of its own: what the module asks of it is asked of no other.
-                own = tensor if tensor.requires_grad and not changes else own
                 leaves.append(own)
-                entered.append(own)
+                # An object of its own: what the module does with it, such as to make it require grad by
+                # writing into it what does, is done to no other.
+                entered.append(own if own.requires_grad else own.detach())
         call = unflatten(structure, entered)
         versions = [_version(tensor) for tensor in entered]
         if not kwargs:
@@ -150,6 +151,8 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        # No gradient is not the same as zeros.
+        ctx.set_materialize_grads(False)
         return leaf.detach()
 
     @staticmethod

@@ -114,7 +114,7 @@ def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> N
 
 _CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
 _INSTEAD = {
-    **{name: _CUT.format(name) for name in ("balance", "placement", "example", "how")},
+    **{name: _CUT.format(name) for name in ("balance", "placement", "how")},
     "chunks": "did you mean microbatches=?",
     "loss": "did you mean loss_fn=?",
     "criterion": "did you mean loss_fn=?",

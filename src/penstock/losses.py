@@ -6,7 +6,8 @@ microbatch, in whatever stage that is; in a plain loop :func:`collect_losses` do
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -75,6 +76,20 @@ class Losses:
 
 _collected: ContextVar[Losses | None] = ContextVar("penstock_losses", default=None)
 
+Listener = Callable[[Tensor], Tensor | None]
+"""Is told of each value before it is added, and says what to add instead; ``None`` adds nothing."""
+_listener: ContextVar[Listener | None] = ContextVar("penstock_losses_heard", default=None)
+
+
+@contextmanager
+def losses_heard(listener: Listener) -> Iterator[None]:
+    """Ask ``listener`` what becomes of the values that :func:`add_loss` is given inside."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
 
 def collect_losses() -> Losses:
     """Collect what :func:`add_loss` is given inside.
@@ -102,7 +117,12 @@ def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
     Raises:
         UsageError: the value is no scalar tensor, or gradients are disabled, so that none would come of it.
     """
-    losses = _collected.get()
+    listener, losses = _listener.get(), _collected.get()
+    if listener is not None and isinstance(value, Tensor):
+        heard = listener(value)
+        if heard is None:
+            return
+        value = heard
     if losses is None:
         return
     if not isinstance(value, Tensor) or value.numel() != 1:

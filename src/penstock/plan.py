@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError, UsageError
-from penstock.partition import Partition, find_shared, partition
+from penstock.partition import Example, Partition, find_shared, partition
 from penstock.schedule import (
     Schedule,
     add_communication,
@@ -278,15 +278,21 @@ def check_model(model: nn.Module) -> None:
         raise UsageError(f"model: must be an nn.Module, not a {type(model).__name__}")
 
 
-def cut(model: nn.Module, stages: Stages, count: int) -> Partition:
+def cut(model: nn.Module, stages: Stages, count: int, example: Example | None = None) -> Partition:
     """Cut a model into ``count`` stages.
 
     Raises:
         PartitionError: it cannot be cut so; the message says how to say it.
+        UsageError: an example for what is cut already.
     """
     if isinstance(stages, Partition):
+        if example is not None:
+            raise UsageError(
+                "example= shows how to cut a model, which stages= has done already; give it to "
+                "penstock.partition.partition"
+            )
         found = () if stages.shared else find_shared(model, stages.modules)
         made = replace(stages, shared=found) if found else stages
         made.check_covers(model)
         return made
-    return partition(model, count if stages is None else stages)
+    return partition(model, count if stages is None else stages, example=example)

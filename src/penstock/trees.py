@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.errors import UsageError
+
 
 class Opened(NamedTuple):
     """A nested value, taken apart by one level.
@@ -59,7 +61,13 @@ def _fields(value: Any) -> Opened:
 def _mapping(value: Mapping[Any, Any], items: Sequence[Any]) -> Any:
     pairs = zip(value, items, strict=True)
     if not isinstance(value, MutableMapping):
-        return type(value)(dict(pairs))  # type: ignore[call-arg] # a mapping's class makes one of a dict
+        try:
+            return type(value)(dict(pairs))  # type: ignore[call-arg] # a mapping's class makes one of a dict
+        except Exception as error:
+            raise UsageError(
+                f"a {type(value).__name__} cannot be changed, nor made of a dict ({error}), so there is none "
+                "for each microbatch: give a dict instead"
+            ) from error
     # A copy keeps what else a class such as a defaultdict or a tokenizer's batch holds.
     made = copy.copy(value)
     for key, item in list(pairs):

@@ -148,7 +148,7 @@ def endless() -> list[Any]:
     return found
 
 
-class Mine(dict[str, Any]):
+class Mine(list[Any]):
     pass
 
 
@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a set": ({A}, "a value of type set cannot travel between ranks; a set has no order"),
     "deep inside": ([{"x": object()}], r"type object stands at \[0\]\['x'\]; .*register_type"),
     "in a field": ((1, Pair(A, {1: lambda: 0})), r"type function stands at \[1\]\.second\[1\];"),
-    "a subclass": (Mine(x=A), "type Mine"),
+    "a subclass": (Mine([A]), "type Mine"),
     "a dataclass with content of its own": (Letters(1), "type Letters"),
     "a number of numpy": ({"n": np.float64(1)}, r"float64 stands at \['n'\]; .*as_tensor.*item"),
     "a tensor as key": ({"x": {A: 1}}, r"the key tensor.* stands at \['x'\]; keys are"),

@@ -1,6 +1,6 @@
 """Where random numbers come from: a stream for each step, microbatch and module call."""
 
-from penstock.draws.drawing import OwnHook, called_to_draw, unwrapped, visible
+from penstock.draws.drawing import OwnHook, called_to_draw, is_compiled, unwrapped, visible
 from penstock.draws.generators import Generators, devices_of
 from penstock.draws.keys import Draw, Place, seed_of
 from penstock.draws.operations import can_draw, generators_kept, has_drawn, identity, noticed
@@ -23,6 +23,7 @@ __all__ = [
     "has_drawn",
     "identity",
     "in_backward",
+    "is_compiled",
     "noticed",
     "own_seed",
     "randomness",

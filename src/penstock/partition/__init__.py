@@ -4,7 +4,7 @@ from penstock.partition.balance import choose_cuts
 from penstock.partition.base import Describe, Description, Partition, Shared, named_tensors
 from penstock.partition.chain import cut_chain, cut_sequential
 from penstock.partition.costs import StageCost, stage_costs
-from penstock.partition.entry import partition
+from penstock.partition.entry import Example, partition
 from penstock.partition.export import save_index, save_stage
 from penstock.partition.loading import load_partition, load_stage, load_stages, parameters_on_meta
 from penstock.partition.reading import WeightFiles, read_weights
@@ -15,6 +15,7 @@ from penstock.partition.traced import cut_into, cut_traced, weigh_blocks
 __all__ = [
     "Describe",
     "Description",
+    "Example",
     "Partition",
     "Shared",
     "StageCost",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from penstock.draws import is_compiled
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.balance import choose_cuts
 from penstock.partition.base import Partition
@@ -21,6 +22,7 @@ Where = int | Sequence[str] | Sequence[Sequence[str]]
 """How many stages, or the module paths to cut before, or for each stage its modules' paths."""
 
 Example = tuple[Sequence[Any], Mapping[str, Any]]
+"""Arguments of a model for one microbatch."""
 
 
 class _Asked(NamedTuple):
@@ -72,6 +74,11 @@ def partition(
             "the modules here: leave them out"
         )
     asked = _Asked(example, balance, placement)
+    if is_compiled(model) and stages != 1:
+        raise PartitionError(
+            f"the {_compiled_name(model)} was compiled as a whole, which cannot be cut. Give the model as it "
+            "was before, and compile its blocks: for block in model.layers: block.compile()"
+        )
     if how != "auto":
         made, reason = _CUTTERS[how](model, stages, asked), "as asked for"
     elif isinstance(stages, int) and stages == 1:
@@ -85,6 +92,10 @@ def partition(
         made, reason = _calls(model, stages, asked), "it has a forward of its own"
         how = "calls"
     return replace(made, how=how, reason=reason)
+
+
+def _compiled_name(model: nn.Module) -> str:
+    return type(getattr(model, "_orig_mod", model)).__name__
 
 
 def _is_chain(model: nn.Module, stages: Where) -> bool:

@@ -84,12 +84,17 @@ def _described(describe: Describe, calls: Sequence[ValueSpec], trains: bool) -> 
         _check_travel({n: spec for n, spec in specs.items() if n != OUTPUT}, "the model")
     text = json.dumps(
         [
-            [str(edges), {name: spec.to_json() for name, spec in specs.items()}]
+            [str(edges), {name: [spec.to_json(), _missing(spec)] for name, spec in specs.items()}]
             for edges, specs in found
         ],
         sort_keys=True,
     )
     return _Described(found, hashlib.sha256(text.encode()).hexdigest())
+
+
+def _missing(spec: ValueSpec) -> list[bool]:
+    """The gradients that may be missing, which the ranks must agree on as well."""
+    return [tensor.optional for tensor in spec.tensors]
 
 
 def _as_tuple(description: Any) -> tuple[tuple[Edge, ...], Specs]:
@@ -161,7 +166,7 @@ def _stage_specs(
         if not stage.is_last:
             raise
         # The output stays here unless somebody asks for it.
-        return {"specs": {}, "links": {OUTPUT: [sources]}}
+        return {"specs": {}, "links": {}}
     filled = output.without_data()
     found = as_values(given, filled, wired=stage.wired) if given else {OUTPUT: filled}
     specs = {name: ValueSpec.of(value) for name, value in found.items()}

@@ -7,18 +7,18 @@ comes for it, which is not the same as zeros: in the plain model the weights beh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from penstock.schedule import Edge
 from penstock.specs import ValueSpec, flatten
 
-Links = dict[str, list[list[list[str | int]]]]
-"""For each value of a stage, and each tensor in it, the tensors ``[value, index]`` that it was made of."""
+Links = dict[str, list[list[list[str | int]] | None]]
+"""For each value of a stage, and each tensor in it, the tensors ``[value, index]`` that it was made of, or
+``None`` where it requires no gradient."""
 
 
 def name_links(
-    reached: Sequence[Sequence[int]],
+    reached: Sequence[Sequence[int] | None],
     arguments: Sequence[tuple[str, int]],
     values: Mapping[str, Sequence[int]],
 ) -> Links:
@@ -29,8 +29,9 @@ def name_links(
         arguments: which value's tensor each of the arguments is; those of the batch come after.
         values: for each value that the stage gives, which tensors of the output are in it.
     """
-    named: list[list[list[str | int]]] = [
-        [[*arguments[i]] for i in row if i < len(arguments)] for row in reached
+    named: list[list[list[str | int]] | None] = [
+        None if row is None else [[*arguments[i]] for i in row if i < len(arguments)]
+        for row in reached
     ]
     return {name: [named[index] for index in positions] for name, positions in values.items()}
 
@@ -56,23 +57,18 @@ def mark_optional(
     Args:
         edges: which stages give and use the values.
         specs: of the values.
-        links: of each stage. The loss is taken to be made of all that the last stage gives.
+        links: of each stage. The loss is made of one tensor at least that the last stage gives, of which is
+            not known.
     """
-    sure: set[tuple[str | int, ...]] = set()
-    for stage, of in reversed(list(enumerate(links))):
-        rows = (((name, i), row) for name, found in of.items() for i, row in enumerate(found))
-        for tensor, made_of in rows:
-            if stage == len(links) - 1 or tensor in sure:
-                sure.update(map(tuple, made_of))
+    last = [set(map(tuple, row)) for rows in links[-1].values() for row in rows if row is not None]
+    sure: set[tuple[str | int, ...]] = set.intersection(*last) if last else set()
+    for of in reversed(links[:-1]):
+        rows = {(name, i): row for name, found in of.items() for i, row in enumerate(found)}
+        sure.update(tuple(t) for at, row in rows.items() if row and at in sure for t in row)
     used = {edge.value for edge in edges if edge.gradient}
     return {
-        name: _marked(name, spec, sure) if name in used else spec for name, spec in specs.items()
+        name: spec.marked({i for i in range(len(spec.tensors)) if (name, i) in sure})
+        if name in used
+        else spec
+        for name, spec in specs.items()
     }
-
-
-def _marked(name: str, spec: ValueSpec, sure: set[tuple[str | int, ...]]) -> ValueSpec:
-    tensors = tuple(
-        replace(tensor, optional=tensor.requires_grad and (name, index) not in sure)
-        for index, tensor in enumerate(spec.tensors)
-    )
-    return replace(spec, tensors=tensors)

@@ -47,10 +47,11 @@ class Schedule:
     placement: Placement
     microbatches: int
     programs: tuple[Program, ...] = field(repr=False)
-    edges: Edges = field(default=(), repr=False)
+    # None stands for the chain until the object is made; no edges at all are another table.
+    edges: Edges = field(default=cast("Edges", None), repr=False)
 
     def __post_init__(self) -> None:
-        if not self.edges:
+        if self.edges is None:
             object.__setattr__(self, "edges", chain(self.stages))
         _check_counts(self)
         _check_edges(self.edges, self.stages)

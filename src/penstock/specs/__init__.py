@@ -13,6 +13,7 @@ from penstock.specs.inference import (
     new_family,
     spec_of_arguments,
     spec_of_forms,
+    surely_reached,
 )
 from penstock.specs.signature import named_arguments
 from penstock.specs.sizes import Family, Form, Found, NotGeneral, Unknowns
@@ -46,5 +47,6 @@ __all__ = [
     "register_type",
     "spec_of_arguments",
     "spec_of_forms",
+    "surely_reached",
     "unflatten",
 ]

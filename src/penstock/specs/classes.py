@@ -2,15 +2,16 @@
 
 Between ranks a class travels as its module and name. The rank that receives one never imports by such a name,
 for that would run whatever a message asks for: it looks among the modules that its own program has imported,
-and takes only what is a dataclass, a named tuple or an enum of exactly that name, or a class that was
-registered here. Ranks run the same program, so what one has imported the others have too.
+and takes only what is a dataclass, a named tuple, a mapping or an enum of exactly that name, or a class that
+was registered here. Ranks run the same program, so what one has imported the others have too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ def register_type(
     elif not issubclass(kind, Enum) and _own_record(kind) is None:
         raise UsageError(
             f"register_type({kind.__name__}): give take_apart and put_together; only dataclasses, named "
-            "tuples and enums do without"
+            "tuples, mappings and enums do without"
         )
     _REGISTERED[_full_name(kind)] = kind
     if issubclass(kind, Tensor):
@@ -173,9 +174,11 @@ def _own_record(kind: type) -> Record | None:
         return None if issubclass(kind, _WITH_CONTENT) else _dataclass(kind)
     if issubclass(kind, tuple):
         return _named_tuple(kind)
-    return None
+    is_mapping = issubclass(kind, Mapping) and kind not in _PLAIN
+    return _mapping(kind) if is_mapping else None
 
 
+_PLAIN = (dict, OrderedDict, defaultdict)
 _WITH_CONTENT = (list, tuple, set, frozenset, str, bytes, int, float, complex)
 
 
@@ -221,6 +224,22 @@ def _mapping_dataclass(kind: type) -> Record:
         return made
 
     return Record(_full_name(kind), take, make)
+
+
+def _mapping(kind: Callable[[Any], Any]) -> Record:
+    """A mapping of a class of its own, such as a tokenizer's batch: the class makes one of a dict."""
+
+    def put_together(items: dict[Any, Any]) -> Any:
+        try:
+            return kind(items)
+        except Exception as error:
+            raise SpecError(
+                f"a {kind.__name__} cannot be made of a dict ({error}); call "
+                f"penstock.specs.register_type({kind.__name__}, take_apart, put_together) on every rank"
+            ) from error
+
+    assert isinstance(kind, type)
+    return _custom(kind, dict, put_together)
 
 
 def _named_tuple(kind: type) -> Record | None:

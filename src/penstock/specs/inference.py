@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.errors import SpecError
 from penstock.specs.constants import Structure
@@ -30,6 +30,7 @@ from penstock.specs.value import ValueSpec
 
 log = logging.getLogger("penstock")
 Run = Callable[..., Any]
+Key = TypeVar("Key")
 
 
 class Inferred(NamedTuple):
@@ -38,11 +39,11 @@ class Inferred(NamedTuple):
     Args:
         output: its spec.
         reached: for each tensor of the output, those of the arguments that a gradient of it surely
-            flows to.
+            flows to; ``None`` where it requires none.
     """
 
     output: ValueSpec
-    reached: list[list[int]]
+    reached: list[list[int] | None]
 
 
 def new_family() -> Family[Inferred]:
@@ -50,7 +51,7 @@ def new_family() -> Family[Inferred]:
     return Family(lambda one, other: _told(one) == _told(other))
 
 
-def _told(found: Inferred) -> tuple[str, list[list[int]]]:
+def _told(found: Inferred) -> tuple[str, list[list[int] | None]]:
     # With the order of the dimensions in memory, which specs do not compare.
     return found.output.digest(), found.reached
 
@@ -217,17 +218,38 @@ def _given(
         return flatten(run(*args, **kwargs, **call.aside))
 
 
-def _reached(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[int]]:
-    nodes = {get_gradient_edge(t).node: i for i, t in enumerate(leaves) if t.requires_grad}
-    return [sorted(nodes[node] for node in nodes.keys() & _below(output)) for output in outputs]
+def _reached(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[int] | None]:
+    edges = {i: get_gradient_edge(t) for i, t in enumerate(leaves) if t.requires_grad}
+    return [sorted(surely_reached(edges, [t])) if t.requires_grad else None for t in outputs]
 
 
-def _below(output: Tensor) -> set[Node]:
-    """The nodes that a gradient of a tensor flows through."""
-    todo: list[Node] = [get_gradient_edge(output).node] if output.requires_grad else []
+def surely_reached(
+    edges: Mapping[Key, GradientEdge], outputs: Sequence[Tensor], losses: Sequence[Tensor] = ()
+) -> set[Key]:
+    """For which tensors a gradient comes back, whatever is made of some others.
+
+    Args:
+        edges: where the gradients of the tensors arrive.
+        outputs: of which a loss uses one at least, one does not know which.
+        losses: which are added to it.
+
+    Returns:
+        The keys of ``edges``.
+    """
+    below = [_below(output) for output in outputs if output.requires_grad]
+    sure = set.intersection(*below) if below else set()
+    sure.update(*(_below(loss) for loss in losses if loss.requires_grad))
+    return {key for key, edge in edges.items() if (edge.node, edge.output_nr) in sure}
+
+
+def _below(output: Tensor) -> set[tuple[Node, int]]:
+    """Where a gradient of a tensor comes by."""
+    edge = get_gradient_edge(output)
+    todo = [(edge.node, edge.output_nr)]
     seen = set(todo)
     while todo:
-        following = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+        node, _ = todo.pop()
+        following = {(to, place) for to, place in node.next_functions if to is not None} - seen
         seen |= following
         todo += following
     return seen

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +41,14 @@ class ValueSpec:
     def differentiable(self) -> tuple[TensorSpec, ...]:
         """The tensors for which a gradient comes back."""
         return tuple(tensor for tensor in self.tensors if tensor.requires_grad)
+
+    def marked(self, sure: Collection[int]) -> ValueSpec:
+        """The same, with a mark on the tensors whose gradient may be missing: all but the sure ones."""
+        tensors = tuple(
+            replace(tensor, optional=tensor.requires_grad and index not in sure)
+            for index, tensor in enumerate(self.tensors)
+        )
+        return replace(self, tensors=tensors)
 
     def fill(self, tensors: Sequence[Any]) -> Any:
         """The value of this structure with these tensors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PartitionError
+import penstock
+from penstock.errors import PartitionError, StageError, UsageError
 from penstock.partition import Partition, partition
 from tests.partition.calls import models
 from tests.partition.calls.driving import check_equal, describe, run
@@ -44,6 +46,11 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
     "shared": lambda: (models.SharedInside(), (rows(),), {}),
     "fills": lambda: (models.Fills(), (rows(),), {}),
 }
+
+
+def compile_in_place(model: nn.Module) -> nn.Module:
+    model.compile()
+    return model
 
 
 def made(name: str) -> Made:
@@ -190,6 +197,108 @@ def test_a_loop_that_cannot_be_cut() -> None:
     cut = partition(Interleaved().double(), [["block"], ["leave", "enter"]])
     with pytest.raises(PartitionError, match=r"block is called 3 times, .* cut inside a loop"):
         run(cut, (rows(),))
+
+
+class Rounds(models.Loop):
+    """Calls its modules in turn, again and again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.leave(self.block(self.enter(x)))) + x
+        return x
+
+
+@pytest.mark.parametrize("stages", [2, 5])
+def test_a_loop_is_cut_by_count_between_its_calls(stages: int) -> None:
+    torch.manual_seed(0)
+    model, x = Rounds().double(), rows()
+    cut = check_equal(model, lambda m: partition(m, stages, example=((x,), {})), (x,))
+    assert len(cut.modules) == stages
+    target = torch.zeros_like(x)
+    pipe = penstock.Pipeline(
+        Rounds().double(), stages=stages, example=((x,), {}), loss_fn=nn.functional.mse_loss
+    )
+    with pipe:
+        assert pipe.step(x, target=target).finite
+    with pytest.raises(UsageError, match="example= shows how to cut a model, which stages= has"):
+        penstock.Pipeline(model, stages=cut, example=((x,), {}))
+
+
+def test_a_loop_stays_in_one_stage_where_it_can() -> None:
+    model = models.Loop()
+    cut = partition(model, 2, example=((torch.randn(3, WIDTH),), {}))
+    assert cut.shared == ()
+    with (
+        pytest.raises(StageError, match="Give example="),
+        penstock.Pipeline(Rounds(), stages=2, loss_fn=nn.functional.mse_loss) as pipe,
+    ):
+        pipe.step(torch.randn(4, WIDTH), target=torch.randn(4, WIDTH))
+
+
+class Scaled(nn.Module):
+    """Uses its own parameters as it says; the text tells that of some only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale, self.shift = (nn.Parameter(torch.rand(WIDTH)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * self.scale
+        return x + self.shift
+
+
+class Hidden(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self.blocks
+        x = first(x)
+        for block in others:
+            x = torch.tanh(block(x)) * self.scale
+        return x + self.shift
+
+
+@pytest.mark.parametrize("kind", [Scaled, Hidden])
+def test_where_a_parameter_is_used_first(kind: type[Scaled]) -> None:
+    torch.manual_seed(0)
+    model, x = kind().double(), rows()
+    example: Any = ((x,), {}) if kind is Hidden else None
+    cut = check_equal(
+        model, lambda m: partition(m, ["blocks.1", "blocks.3"], example=example), (x,)
+    )
+    held = [{n for n, _ in module.named_parameters() if "." not in n} for module in cut.modules]
+    assert held == [set(), {"scale"}, {"shift"}] if example else [{"scale"}, set(), {"shift"}]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.compile, compile_in_place])
+def test_a_model_that_was_compiled_as_a_whole(
+    compiled: Callable[[nn.Module], nn.Module],
+) -> None:
+    with pytest.raises(PartitionError, match=r"the Loop was compiled as a whole.*block\.compile"):
+        partition(compiled(models.Loop()), 2)
+
+
+class Batch(UserDict[str, torch.Tensor]):
+    """Such as a tokenizer gives."""
+
+
+def test_a_mapping_as_an_argument() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, batch: Batch) -> torch.Tensor:
+            hidden = self.first(batch["x"]) * batch.data["mask"]
+            return self.second(hidden) * batch["mask"]  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, batch = Model().double(), Batch(x=rows(), mask=rows().relu())
+    check_equal(model, by_count(2), (batch,))
+    pipe = penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=nn.functional.mse_loss)
+    with pipe:
+        torch.testing.assert_close(pipe.predict(batch), model(batch))
 
 
 def test_a_decision_between_modules_is_refused() -> None:

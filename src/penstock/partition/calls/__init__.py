@@ -3,7 +3,7 @@
 A *unit* is a module that is placed as a whole. In a stage the units of other stages are not run: what they
 would have returned is known from an analysis of the call without data (``recorder``), which also tells which
 tensors each stage needs from earlier ones (``routing``). What the author's code does between the units is
-done by the stage that can know it first. Nothing is changed in the model but while a stage runs (``faces``).
+done by the stage that can know it first. Nothing is changed in the model but while a stage runs.
 """
 
 from penstock.partition.calls.cut import cut_calls, cut_points

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,9 +15,9 @@ from penstock.partition.balance import choose_cuts, use_up_to
 from penstock.partition.base import Partition
 from penstock.partition.calls.cutting import Cutting, analysed
 from penstock.partition.calls.outline import Outline
-from penstock.partition.calls.routing import Homes
+from penstock.partition.calls.routing import Homes, first_uses
 from penstock.partition.calls.stage import CallStage
-from penstock.partition.calls.tape import paths_of
+from penstock.partition.calls.tape import Tape, paths_of
 from penstock.partition.calls.units import find_units, parts, walk, worthy
 from penstock.partition.costs import weigh_units
 from penstock.partition.shared import find_shared
@@ -68,7 +69,7 @@ def _assembled(
         for path in paths:
             homes[path] = (*homes.get(path, ()), stage)
     units = list(homes)
-    homes |= _homes_of_loose(model, homes)
+    homes |= _homes_of_loose(model, homes, len(placed), example)
     call = None if example is None else (tuple(example[0]), dict(example[1]))
     cutting = Cutting(model, homes, units, len(placed), example=call)
     modules = tuple(CallStage(cutting, stage, homes) for stage in range(len(placed)))
@@ -97,36 +98,88 @@ def _by_count(
     placement: Placement | None = None,
 ) -> list[list[str]]:
     units = find_units(model, stages)
-    if not 1 <= stages <= len(units):
+    calls = _calls(model, units, example)
+    units = _in_order(model, units, calls)
+    if 1 <= stages <= len(units):
+        placed = _balanced(model, units, stages, balance, example, placement)
+        if len(set(calls)) == len(calls) or _holds(model, placed, example):
+            return placed
+    # What is called again and again may be in several stages: its calls are placed.
+    turns = [path for path in units if path not in calls] + calls
+    if not 1 <= stages <= len(turns):
         raise PartitionError(
             f"a {type(model).__name__} has {len(units)} modules that can be placed, too few for {stages} "
-            f"stages; {use_up_to(len(units))}"
+            f"stages; {use_up_to(len(units))}" + ("" if calls else _CALLED_AGAIN)
         )
-    units = _in_order_of_calls(model, units, example)
+    return _balanced(model, turns, stages, balance, example, placement)
+
+
+_CALLED_AGAIN = (
+    ". If the model calls some of them again and again, give example=(args, kwargs), with which a number of "
+    "stages cuts between the calls"
+)
+
+
+def _balanced(
+    model: nn.Module,
+    units: Sequence[str],
+    stages: int,
+    balance: Any,
+    example: Example | None,
+    placement: Placement | None,
+) -> list[list[str]]:
     weights = weigh_units(
-        model,
-        units,
-        balance,
-        example,
-        lambda: _assembled(model, [[unit] for unit in units], example),
+        model, units, balance, example, lambda: _assembled(model, [[u] for u in units], example)
     )
+    if balance in (None, "parameters"):
+        # A module weighs once, however often it is called.
+        calls = Counter(units)
+        weights = [weight / calls[unit] for weight, unit in zip(weights, units, strict=True)]
     starts = choose_cuts(weights, stages, placement)
-    return [units[a:b] for a, b in pairwise([*starts, len(units)])]
+    return [list(units[a:b]) for a, b in pairwise([*starts, len(units)])]
 
 
-def _in_order_of_calls(model: nn.Module, units: list[str], example: Example | None) -> list[str]:
-    """The units in the order of their first calls, where a call is known; else as the source has it."""
+def _holds(model: nn.Module, placed: Sequence[Sequence[str]], example: Example | None) -> bool:
+    """Whether no value of the example would have to go to an earlier stage."""
     try:
-        # Models of transformers offer arguments to try them with.
-        known = example or ((), dict(getattr(model, "dummy_inputs", {})))
-        if not any(known):
-            return units
-        order = _calls(model, units, known)
+        describe = _assembled(model, placed, example).describe
+        assert describe is not None
+        describe(ValueSpec.of(_known(model, example)), True)
+    except PartitionError:
+        return False
+    return True
+
+
+def _known(model: nn.Module, example: Example | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments to try a model with; models of transformers offer some."""
+    args, kwargs = example or ((), getattr(model, "dummy_inputs", {}))
+    return tuple(args), dict(kwargs)
+
+
+def _calls(model: nn.Module, units: list[str], example: Example | None) -> list[str]:
+    """The calls of the units in order, as far as a call of the model is known."""
+    try:
+        tape = _tape(model, units, example)
     except Exception:
         if example is not None:
             raise
-        return units
-    first = {path: index for index, path in enumerate(order)}
+        return []
+    return [event.what for event in tape.events if event.is_call] if tape else []
+
+
+def _tape(model: nn.Module, units: list[str], example: Example | None) -> Tape | None:
+    """What happens between the units in a call that is known."""
+    call = _known(model, example)
+    if not any(call):
+        return None
+    tensors, _ = flatten(call)
+    outline = Outline(model, units)
+    return analysed(outline, units, ValueSpec.of(call), training=True, example=tensors)
+
+
+def _in_order(model: nn.Module, units: list[str], calls: list[str]) -> list[str]:
+    """The units in the order of their first calls, where calls are known; else as the source has it."""
+    first = {path: index for index, path in reversed(list(enumerate(calls)))}
     names = paths_of(model, units)
     places: dict[str, int] = {}
     latest = -1
@@ -134,14 +187,6 @@ def _in_order_of_calls(model: nn.Module, units: list[str], example: Example | No
         # What is not called in this call comes after what comes before it in the source.
         latest = places[path] = first.get(names[model.get_submodule(path)], latest)
     return sorted(units, key=lambda path: places[path])
-
-
-def _calls(model: nn.Module, units: list[str], example: Example) -> list[str]:
-    call = (tuple(example[0]), dict(example[1]))
-    outline = Outline(model, units)
-    tensors, _ = flatten(call)
-    tape = analysed(outline, units, ValueSpec.of(call), training=True, example=tensors)
-    return list(dict.fromkeys(event.what for event in tape.events if event.is_call))
 
 
 # ---- by path
@@ -237,7 +282,9 @@ def _check_known(model: nn.Module, paths: Sequence[str]) -> None:
 # ---- what is in no unit
 
 
-def _homes_of_loose(model: nn.Module, homes: Homes) -> dict[str, tuple[int, ...]]:
+def _homes_of_loose(
+    model: nn.Module, homes: Homes, stages: int, example: Example | None
+) -> dict[str, tuple[int, ...]]:
     """The stage of each parameter that no unit holds: where its module has come to by its first use."""
     found: dict[str, int] = {}
     stage = 0
@@ -247,4 +294,7 @@ def _homes_of_loose(model: nn.Module, homes: Homes) -> dict[str, tuple[int, ...]
         elif not any(path.startswith(f"{unit}.") for unit in homes):
             found[path] = stage
     names = dict(model.named_parameters(remove_duplicate=False))
-    return {name: (stage,) for name, stage in found.items() if name in names}
+    found = {name: stage for name, stage in found.items() if name in names}
+    if found and example is not None and (tape := _tape(model, list(homes), example)):
+        found |= {n: s for n, s in first_uses(tape, homes, stages).items() if n in found}
+    return {name: (stage,) for name, stage in found.items()}

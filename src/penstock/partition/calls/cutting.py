@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,11 @@ class Cutting:
         self.units = tuple(units)
         self.paths = paths_of(model, units)
         self._homes = _with_parameters(model, homes, self.paths)
+        self._opened = {
+            path: module
+            for path, module in model.named_modules()
+            if module not in self.paths and any(inner in self.paths for inner in module.modules())
+        }
         self._outline = outline or Outline(model, units)
         self._example = None if example is None else flatten(example)
         self._routes: dict[Any, Route] = {}
@@ -66,8 +72,19 @@ class Cutting:
         """What the stages do in this call."""
         call = ValueSpec.of((args, kwargs))
         training = torch.is_grad_enabled()
+        self._check_hooks()
         known = self._latest.get((_digest(call), training, self._outline.modes()))
         return known or self._route(call, training)
+
+    def _check_hooks(self) -> None:
+        """Refuse hooks that need both ends of a module whose parts are placed, not it as a whole."""
+        for path, module in self._opened.items():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise PartitionError(
+                    f"{path or 'the model'} has backward hooks, and its parts are placed by themselves: "
+                    "no stage has its gradients on both ends. Set the hooks on its parts, or place it as a "
+                    "whole by naming it in stages="
+                )
 
     def _tensors(self, call: ValueSpec) -> Sequence[torch.Tensor] | None:
         """The example's tensors, if this is such a call."""
@@ -143,7 +160,13 @@ def _recorded(outline: Outline, units: Sequence[str], call: Any, training: bool)
     paths = paths_of(outline.model, units)
     families = outline.families(training=training)
     recorder = Recorder(paths, outline.mode, outline.named_tensors(), families)
-    with quiet(), chance_kept(outline.device), torch.set_grad_enabled(training):
+    with (
+        quiet(),
+        chance_kept(outline.device),
+        torch.set_grad_enabled(training),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        # What it warns of comes again when it runs.
         with noticed(recorder.drew), recorder.watching(list(paths)):
             output = outline.model(*args, **kwargs)
         return recorder.finish(output)

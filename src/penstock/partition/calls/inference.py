@@ -7,7 +7,7 @@ import copy
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -15,10 +15,21 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.errors import PartitionError
 from penstock.partition.calls.trees import leaves, replaced, skeleton, tensors_in
-from penstock.specs import Family, Form, Found, NotGeneral, Unknowns, attributes_kept
+from penstock.specs import (
+    Family,
+    Form,
+    Found,
+    NotGeneral,
+    Unknowns,
+    attributes_kept,
+    autocast_types,
+    surely_reached,
+)
 from penstock.specs.trial import check_types
 
 _PATIENCE = 250
@@ -45,6 +56,9 @@ class Numbers(Protocol):
     def number_of(self, tensor: Tensor) -> int | None:
         """The number of a followed tensor."""
 
+    def is_base(self, tensor: Tensor) -> bool:
+        """Whether a followed tensor is a view of this one, which autograd then uses in its place."""
+
 
 class Inference(TorchDispatchMode):
     """Sees what a unit computes on tensors without data.
@@ -59,6 +73,7 @@ class Inference(TorchDispatchMode):
     Attributes:
         used: the numbers of the values that the unit now running has used.
         borrowed: the other units, some of whose tensors it has used without being given them.
+        written: the memory that was written into.
         fresh: what was made inside it.
     """
 
@@ -67,9 +82,10 @@ class Inference(TorchDispatchMode):
         self._numbers = numbers
         self._mode = mode
         self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-        self._unit = ""
+        self._unit: str | None = None
         self.used: dict[int, None] = {}
         self.borrowed: dict[str, None] = {}
+        self.written: set[int] = set()
         self.fresh: list[weakref.ref[Tensor]] = []
         self._may_run = True
         self._ran = 0
@@ -87,9 +103,17 @@ class Inference(TorchDispatchMode):
         with quiet(), self._mode, self:
             yield
 
+    @contextlib.contextmanager
+    def writes(self) -> Iterator[None]:
+        """See what a function between the units writes into."""
+        self.forget()
+        self._unit = None
+        with self:
+            yield
+
     def forget(self) -> None:
-        """What was seen of a unit is no longer wanted."""
-        self.used, self.borrowed, self.fresh = {}, {}, []
+        """What was seen of a unit or a function is no longer wanted."""
+        self.used, self.borrowed, self.written, self.fresh = {}, {}, set(), []
 
     def maker(self, tensor: Tensor) -> str | None:
         """The unit inside which a tensor was made."""
@@ -101,6 +125,9 @@ class Inference(TorchDispatchMode):
     ) -> Any:
         """An operation."""
         options = kwargs or {}
+        self.written.update(map(memory_of, _written_by(func, args, options)))
+        if self._unit is None:
+            return func(*args, **options)
         for tensor in tensors_in((args, options)):
             self._note_use(tensor)
         try:
@@ -123,7 +150,7 @@ class Inference(TorchDispatchMode):
             self.used[number] = None
             return
         maker = self.maker(tensor)
-        if maker is not None and maker != self._unit:
+        if maker is not None and maker != self._unit and not self._numbers.is_base(tensor):
             self.borrowed[maker] = None
 
     def _for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,6 +169,45 @@ class Inference(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             return leaf
         return back.get(id(leaf)) if id(leaf) in back else self._mode.from_tensor(leaf)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The memory that a tensor shows, as a number: for as long as somebody holds it."""
+    try:
+        # No public name tells a storage without data from another. Seen in torch 2.13.
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        # A sparse tensor has several.
+        return -id(tensor)
+
+
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes into, as its schema tells."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from tensors_in(given)
+
+
+def view_like(view: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """What a view of one tensor would be of another of the same shape.
+
+    Raises:
+        PartitionError: their data lie in another order.
+    """
+    if old.stride() != new.stride() or view.dtype != new.dtype:
+        raise PartitionError(
+            f"between its modules the model writes into a tensor of shape {list(old.shape)} and strides "
+            f"{list(old.stride())}, and reads it through a view of shape {list(view.shape)} and type "
+            f"{view.dtype}, which other stages cannot make again; clone the tensor before it is written into"
+        )
+    start = view.storage_offset() - old.storage_offset() + new.storage_offset()
+    # The view was there before, whatever is done now under no_grad().
+    with torch.enable_grad():
+        return new.as_strided(view.shape, view.stride(), start)
 
 
 @dataclass(frozen=True)
@@ -168,13 +234,14 @@ class Sizes:
 
     See ``penstock.specs.Family``. It needs a unit that is given tensors and plain values, gives such that it
     has made, and does nothing else that could be seen: it changes none of its arguments, and leaves no
-    tensor anywhere.
+    tensor anywhere, and no loss.
 
     Args:
         inference: sees what units compute.
         mode: of the tensors without data.
         families: what units have given so far, in calls of the same kind.
         drawn: the generators that were drawn from; ``None`` for torch's own.
+        losses: those that were added.
     """
 
     def __init__(
@@ -183,9 +250,10 @@ class Sizes:
         mode: FakeTensorMode,
         families: dict[Any, Family[Found | None]],
         drawn: Sequence[torch.Generator | None],
+        losses: list[Tensor],
     ) -> None:
         self._inference, self._mode = inference, mode
-        self._families, self._drawn = families, drawn
+        self._families, self._drawn, self._losses = families, drawn, losses
 
     def run(self, call: UnitCall) -> Any:
         """What a unit gives."""
@@ -216,14 +284,20 @@ class Sizes:
         return self._filled(found, given)
 
     def _followed(self, call: UnitCall, given: Sequence[Tensor], unknowns: Unknowns) -> Found:
-        with attributes_kept(call.module), unknowns.within(self._mode) as sizes:
-            inputs = [
-                _attached(partial(_empty_like, new)) if old.requires_grad else new
-                for new, old in zip(sizes, given, strict=True)
-            ]
-            found = self._ran(call, given, inputs)
-            if _any_alive(self._inference.fresh):
-                raise NotGeneral(f"{call.unit} leaves tensors somewhere")
+        losses = len(self._losses)
+        try:
+            with attributes_kept(call.module), unknowns.within(self._mode) as sizes:
+                inputs = [
+                    _attached(partial(_empty_like, new)) if old.requires_grad else new
+                    for new, old in zip(sizes, given, strict=True)
+                ]
+                found = self._ran(call, given, inputs)
+                if _any_alive(self._inference.fresh):
+                    raise NotGeneral(f"{call.unit} leaves tensors somewhere")
+            if len(self._losses) > losses:
+                raise NotGeneral(f"{call.unit} adds a loss")
+        finally:
+            del self._losses[losses:]
         return found
 
     def _ran(self, call: UnitCall, given: Sequence[Tensor], inputs: Sequence[Tensor]) -> Found:
@@ -236,7 +310,8 @@ class Sizes:
         found, seen = self._described(result, inputs, call.unit), self._inference
         if found is None or seen.used or seen.borrowed or any(g is not None for g in self._drawn):
             raise NotGeneral(f"{call.unit} uses or gives more than tensors")
-        if [tensor._version for tensor in inputs] != versions:
+        written = any(memory_of(tensor) in seen.written for tensor in inputs)
+        if written or [tensor._version for tensor in inputs] != versions:
             raise NotGeneral(f"{call.unit} changes its arguments")
         return found
 
@@ -247,8 +322,8 @@ class Sizes:
         own = [f for f in found if isinstance(f, Tensor) and id(f) not in places]
         if not all(_is_plain(t) and self._inference.maker(t) == unit for t in own):
             return None
-        memories = {_memory(tensor) for tensor in own}
-        if len(memories) < len(own) or not memories.isdisjoint(map(_memory, given)):
+        memories = {memory_of(tensor) for tensor in own}
+        if len(memories) < len(own) or not memories.isdisjoint(map(memory_of, given)):
             return None
         if not all(isinstance(f, (Tensor, *_NUMBERS)) or type(f) in _PLAIN for f in found):
             return None
@@ -256,15 +331,22 @@ class Sizes:
             _Same(places[id(f)]) if id(f) in places else Form.of(f) if isinstance(f, Tensor) else f
             for f in found
         ]
+        edges = {i: get_gradient_edge(t) for i, t in enumerate(given) if t.requires_grad}
+        reached = [
+            sorted(surely_reached(edges, [f])) if isinstance(f, Tensor) and f.requires_grad else []
+            for f in found
+        ]
         count = iter(range(len(found)))
-        return Found(
-            tuple(told), (skeleton(result), replaced(result, lambda _: _Leaf(next(count))))
-        )
+        rest = skeleton(result), reached, replaced(result, lambda _: _Leaf(next(count)))
+        return Found(tuple(told), rest)
 
     def _filled(self, found: Found, given: Sequence[Tensor]) -> Any:
+        _, reached, result = found.rest
         with self._mode:
-            values = [_value(leaf, given) for leaf in found.leaves]
-        return replaced(found.rest[1], lambda leaf: values[leaf.place])
+            values = [
+                _value(leaf, given, reached[place]) for place, leaf in enumerate(found.leaves)
+            ]
+        return replaced(result, lambda leaf: values[leaf.place])
 
 
 class _Leaf:
@@ -291,7 +373,8 @@ def _kind(call: Any, given: Sequence[Tensor]) -> Any:
     if not all(_is_plain(f) if isinstance(f, Tensor) else type(f) in _PLAIN for f in found):
         return None
     told = [_Same(places[id(f)]) if isinstance(f, Tensor) else (type(f), f) for f in found]
-    return skeleton(call), *told, *(Form.of(tensor).kind for tensor in given)
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast_types()
+    return skeleton(call), modes, *told, *(Form.of(tensor).kind for tensor in given)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -299,24 +382,21 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in kinds and tensor.layout is torch.strided
 
 
-def _memory(tensor: Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number
-
-
 def _alike(one: Found | None, other: Found | None) -> bool:
     if one is None or other is None:
         return False
-    return one.leaves == other.leaves and one.rest[0] == other.rest[0]
+    return one.leaves == other.leaves and one.rest[:2] == other.rest[:2]
 
 
-def _value(leaf: Any, given: Sequence[Tensor]) -> Any:
+def _value(leaf: Any, given: Sequence[Tensor], reached: Sequence[int]) -> Any:
     if isinstance(leaf, _Same):
         return given[leaf.place]
     if not isinstance(leaf, Form):
         return leaf
     plain = leaf._replace(requires_grad=False)
-    return _attached(plain.empty) if leaf.requires_grad else plain.empty()
+    if not leaf.requires_grad:
+        return plain.empty()
+    return _attached(plain.empty, [given[index] for index in reached])
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -328,14 +408,17 @@ class _Attached(torch.autograd.Function):
     """Makes a tensor that hangs in a graph, as what a module gives does."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    def forward(ctx: Any, make: Callable[[], Tensor], *anchors: Tensor) -> Tensor:
         """The tensor."""
-        del ctx, anchor
+        del ctx, anchors
         return make()
 
 
-def _attached(make: Callable[[], Tensor]) -> Tensor:
-    found: Tensor = _Attached.apply(torch.zeros((), requires_grad=True), make)  # type: ignore[no-untyped-call]
+def _attached(make: Callable[[], Tensor], to: Sequence[Tensor] = ()) -> Tensor:
+    """A tensor from which gradients come to some others."""
+    anchor = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        found: Tensor = _Attached.apply(make, anchor, *to)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -348,26 +431,29 @@ def _any_alive(made: Sequence[weakref.ref[Tensor]]) -> bool:
 
 def run_for_real(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
-) -> Any:
+) -> tuple[Any, list[Tensor]]:
     """Run a copy of a module with ones for all data, where its code does not run without.
 
     Returns:
-        What it gives, without data.
+        What it gives, without data, and which tensors among its arguments it has written into.
     """
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(_ones(parameter), parameter.requires_grad)
         for parameter in module.parameters()
     }
     memo |= {id(buffer): _ones(buffer) for buffer in module.buffers()}
+    given = tensors_in((args, kwargs))
     args, kwargs = replaced((args, kwargs), _real)
+    before = [(t, t._version) for t in tensors_in((args, kwargs))]
     result = copy.deepcopy(module, memo)(*args, **kwargs)
+    written = [t for t, (real, was) in zip(given, before, strict=True) if real._version != was]
 
     def without_data(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return mode.from_tensor(leaf.detach()).requires_grad_(leaf.requires_grad)
 
-    return replaced(result, without_data)
+    return replaced(result, without_data), written
 
 
 def _real(leaf: Any) -> Any:

@@ -118,6 +118,9 @@ class Outline:
         for module, name, parameter in self._named:
             assert parameter is not None
             parameter.requires_grad_(getattr(module, name).requires_grad)
+        for buffer in self.model.buffers():
+            # An earlier analysis may have written into it what depends on parameters.
+            buffer.detach_()
 
 
 def _form_of(model: nn.Module) -> list[tuple[int, tuple[str, ...]]]:

@@ -58,7 +58,7 @@ class Placeholder(Tensor):
             strides=form.strides,
             dtype=form.dtype,
             device=device,
-            requires_grad=form.requires_grad and torch.is_grad_enabled(),
+            requires_grad=form.requires_grad,
         )
         made.label = label
         return made

@@ -34,8 +34,8 @@ class Placing:
             for number in event.inputs:
                 self._users.setdefault(number, []).append(index)
         self._last = stages - 1
-        self._fixed = {c.old for event in tape.events for c in event.changes}
-        self._fixed |= {c.new for event in tape.events for c in event.changes}
+        changed = {tape.values[c.new].memory for event in tape.events for c in event.changes}
+        self._fixed = {n for n, value in enumerate(tape.values) if value.memory in changed}
 
     def improve(self) -> list[int]:
         """Move events to later stages, from the last event to the first."""
@@ -43,6 +43,9 @@ class Placing:
             target = self._target(index)
             if target is not None and self._gain(index, target) > 0:
                 self.owners[index] = target
+        for index, event in enumerate(self._tape.events):
+            if event.on is not None:
+                self.owners[index] = self.stage_of(event.on)
         return self.owners
 
     def stage_of(self, number: int) -> int:
@@ -60,7 +63,9 @@ class Placing:
         return first if first > self.owners[index] else None
 
     def _may_move(self, event: Event) -> bool:
-        if event.is_call or event.changes or event.random or event.answers or event.generators:
+        if event.is_call or event.changes or event.random or event.answers or event.effect:
+            return False
+        if event.generators:
             return False
         return self._fixed.isdisjoint(event.inputs) and all(
             slot.same_as is None and slot.value not in self._fixed for slot in event.slots

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,21 +14,36 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from penstock.draws import Generators, identity
 from penstock.errors import PartitionError
-from penstock.partition.calls.faces import Run
-from penstock.partition.calls.inference import Inference, Sizes, UnitCall, run_for_real
-from penstock.partition.calls.placeholder import Form
-from penstock.partition.calls.tape import NO_VALUE, Change, Event, Slot, Tape, Value
+from penstock.losses import add_loss
+from penstock.partition.calls.inference import (
+    Inference,
+    Sizes,
+    UnitCall,
+    memory_of,
+    run_for_real,
+)
+from penstock.partition.calls.numbering import Numbering
+from penstock.partition.calls.tape import (
+    NO_VALUE,
+    Event,
+    Origin,
+    Region,
+    Slot,
+    Tape,
+)
 from penstock.partition.calls.trees import leaves, replaced, tensors_deep_in, tensors_in, without
-from penstock.partition.calls.watch import Watch
-from penstock.specs import Family, Found, randomness_kept
+from penstock.partition.faces import EFFECTS, HOOKS, REQUIRES_GRAD, SET_DATA, Run, uncheckpointed
+from penstock.specs import Family, Found, randomness_kept, surely_reached
 
 ANSWERS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"} | {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero")
 }
 """Functions whose results depend on the numbers in a tensor."""
 
+_BACKWARD = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
-class Recorder(Watch):
+
+class Recorder(Numbering):
     """Notes the events of one forward pass of a model without data.
 
     Args:
@@ -46,18 +60,15 @@ class Recorder(Watch):
         parameters: Mapping[Tensor, str],
         families: dict[Any, Family[Found | None]],
     ) -> None:
-        super().__init__()
-        self.tape = Tape()
+        super().__init__(mode)
         self._paths = paths
         self._parameters = {id(parameter): name for parameter, name in parameters.items()}
         self._inference = Inference(self, mode)
-        self._mode = mode
-        self._alive: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._losses: list[Tensor] = []
         self._drawn: set[int] = set()
         self._draws: list[torch.Generator | None] = []
         self._generators: dict[int, torch.Generator] = {}
-        self._sizes = Sizes(self._inference, mode, families, self._draws)
-        self._names: dict[str, int] = {}
+        self._sizes = Sizes(self._inference, mode, families, self._draws, self._losses)
 
     def drew(self, generator: torch.Generator | None) -> None:
         """An operation has drawn random numbers, see :func:`penstock.draws.noticed`."""
@@ -67,14 +78,12 @@ class Recorder(Watch):
 
     def call(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A unit is called: its outputs are values."""
-        path, given = self._paths[module], tensors_in((args, kwargs))
+        path = self._paths[module]
+        self.check_taken(tensors_in((args, kwargs)))
         self._draws.clear()
-        with self.unseen():
-            result = self._run_unit(module, run, args, kwargs)
-        used = [n for t in given if (n := self.number_of(t)) is not None]
-        inputs = tuple(dict.fromkeys([*used, *self._inference.used]))
+        result = self._run_unit(module, run, args, kwargs)
         self.tape.hidden.update({(maker, path): None for maker in self._inference.borrowed})
-        return self._note(path, inputs, given, result, [])
+        return self._note(path, list(leaves((args, kwargs))), result, self._inference.used)
 
     def _run_unit(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:
@@ -83,59 +92,76 @@ class Recorder(Watch):
             raise
         except Exception as error:
             try:
-                return run_for_real(module, args, kwargs, self._mode)
+                result, written = run_for_real(module, args, kwargs, self._mode)
             except Exception:
                 # What it would be with the model's own weights and these arguments.
                 raise error from None
+            self._inference.written.update(map(memory_of, written))
+            return result
 
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def operation(self, what: Any, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A function is called: it may use a value, or draw random numbers."""
         self._draws.clear()
-        if not self._is_about_values(func, args, kwargs):
-            return self._without_values(func, args, kwargs)
-        for tensor in tensors_in((args, kwargs)):
-            self._find_parameter(tensor)
-        target = target_of(func, args, kwargs)
-        args, kwargs = self._without_data(target, args, kwargs)
+        if not self._is_about_values(what, args, kwargs):
+            return self._without_values(what, run, args, kwargs)
         given = tensors_in((args, kwargs))
-        inputs = tuple(dict.fromkeys(n for t in given if (n := self.number_of(t)) is not None))
-        if name_of(func) in ANSWERS:
-            return self._answer(func, inputs, args, kwargs)
-        result = self._run(func, args, kwargs)
-        targets = [] if target is None else [self.current(target)]
+        for tensor in given:
+            self._find_parameter(tensor)
+        self.check_taken(given)
+        inputs = [n for t in given if (n := self.number_of(t)) is not None]
+        if name_of(what) in ANSWERS:
+            return self._answer(what, inputs, args, kwargs)
+        if what in _BACKWARD:
+            raise PartitionError(self._cannot(what, "asks for gradients"))
+        asked = bool(given) and given[0].requires_grad
+        result = self._run(run, args, kwargs)
+        if what in REQUIRES_GRAD and not isinstance(args[0], nn.Parameter):
+            renewed = given[:1] if given[0].requires_grad != asked and inputs else ()
+            return self._note(what, list(leaves((args, kwargs))), result, renewed=renewed)
+        if what in EFFECTS:
+            self._note_effect(what, self.number_of(args[0]))
+            return result
+        targets = [t for t in [target_of(what, args, kwargs)] if isinstance(t, Tensor)]
         if not targets and not tensors_in(result):
             return result
         self._refuse_hidden(given)
-        return self._note(func, inputs, given, result, targets)
+        return self._note(what, list(leaves((args, kwargs))), result, targets=targets)
 
-    def concerns(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
-        """Any function may draw random numbers."""
-        return True
+    def concerns(self, what: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+        """Any function may draw random numbers; what draws in a custom one is seen for itself."""
+        return not isinstance(what, type) or self._is_about_values(what, args, kwargs)
 
-    def _is_about_values(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+    def _is_about_values(self, what: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
         given = tensors_in((args, kwargs))
         if torch._C._are_functorch_transforms_active() and any(map(self._is_wrapped, given)):
             raise PartitionError(
-                f"between its modules the model calls {name_of(func)} under a transform of torch.func, "
+                f"between its modules the model calls {name_of(what)} under a transform of torch.func, "
                 "such as vmap; other stages cannot see that. Put it into a module, or place the module "
                 "that contains that code as a whole by naming it in stages="
             )
-        return super().concerns(func, args, kwargs) or any(
-            id(t) in self._parameters or isinstance(t, FakeTensor) for t in given
-        )
+        if super().concerns(what, args, kwargs):
+            return True
+        self.check_taken(given)
+        if what in HOOKS and given and given[0].requires_grad:
+            raise PartitionError(
+                f"the model calls {name_of(what)} on a tensor that it has made of its arguments alone: each "
+                "stage makes its own, so none has all of its gradient. Set the hook on what a module gives, "
+                "or in a module of its own"
+            )
+        return any(id(t) in self._parameters or isinstance(t, FakeTensor) for t in given)
 
-    def _without_values(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _without_values(self, what: Any, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A function that uses no value is an event if it draws random numbers."""
+        self._inference.forget()
         given = tensors_in((args, kwargs))
         before = [None if t.is_inference() else t._version for t in given]
-        result = func(*args, **kwargs)
+        result = run(*args, **kwargs)
         if not self._draws:
             return result
         written = [t for t, v in zip(given, before, strict=True) if v not in (None, t._version)]
-        targets = [t for w in written for t in (w, w._base) if t is not None]
-        if not targets and not tensors_in(result):
+        if not written and not tensors_in(result):
             return result
-        return self._note(func, (), given, result, targets)
+        return self._note(what, list(leaves((args, kwargs))), result, targets=written)
 
     def _is_wrapped(self, tensor: Tensor) -> bool:
         """Whether it stands for a followed tensor inside of a transform."""
@@ -144,43 +170,92 @@ class Recorder(Watch):
             inner = torch._C._functorch.get_unwrapped(inner)
         return inner is not tensor and self._is_followed(inner)
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _run(self, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:
-            return func(*args, **kwargs)
+            with self._inference.writes():
+                return run(*args, **kwargs)
         except PartitionError:
             raise
         except Exception as error:
             if not depends_on_data(error):
                 raise
+        self._draws.clear()
         with self._inference.of(""):
             # Its shape depends on numbers. That matters only if it travels, where shapes are checked.
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
 
-    def _answer(
-        self, func: Any, inputs: tuple[int, ...], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _answer(self, what: Any, inputs: Sequence[int], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Something that depends on numbers: only what was drawn by chance has any here."""
+        refusal = PartitionError(self._cannot(what, "depends on the numbers in a tensor"))
         if not self._drawn.issuperset(inputs):
-            raise PartitionError(self._cannot(func))
-        result = func(*args, **kwargs)
+            raise refusal
+        result = what(*args, **kwargs)
         if tensors_in(result) or not isinstance(result, bool | int | float):
-            raise PartitionError(self._cannot(func))
-        self.tape.events.append(Event(func, inputs, result, answers=True))
+            raise refusal
+        self.tape.events.append(Event(what, tuple(dict.fromkeys(inputs)), result, answers=True))
         return result
 
-    def _cannot(self, func: Any) -> str:
+    def _cannot(self, what: Any, why: str) -> str:
         last = next((e.label for e in reversed(self.tape.events) if e.is_call), "the beginning")
         return (
-            f"what the model does after {last} depends on the numbers in a tensor (a call of "
-            f"{name_of(func)}) outside of the modules that are placed as a whole, so the other stages cannot "
-            "follow it. Put that code into a module of its own, place the module that contains it as a "
-            "whole by naming it in stages=, or turn the option off that makes it necessary"
+            f"what the model does after {last} {why} (a call of {name_of(what)}) outside of the modules that "
+            "are placed as a whole, so the other stages cannot follow it. Put that code into a module of its "
+            "own, place the module that contains it as a whole by naming it in stages=, or turn the option "
+            "off that makes it necessary"
         )
+
+    def region(
+        self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
+    ) -> Any:
+        """What is checkpointed gives what it would give without."""
+        regions, start = self.tape.regions, len(self.tape.events)
+        place = len(regions)
+        regions.append(None)
+        with uncheckpointed(args, options) as twice:
+            result = args[0](*args[1:], **kwargs)
+        with self.unseen():
+            numbers = [self.number_of(t) for t in tensors_in(self.current(result))]
+        if twice and self._writes_outside(start):
+            raise PartitionError(
+                "a checkpoint with use_reentrant=True between the modules changes in place what it is given, "
+                "which such a checkpoint does without a gradient; use use_reentrant=False, or clone it first"
+            )
+        inner = len(regions) - place - 1
+        regions[place] = Region(start, len(self.tape.events), tuple(numbers), inner)
+        return result
+
+    def _writes_outside(self, start: int) -> bool:
+        """Whether what happened from an event on has changed what was there before."""
+        changes = [change for event in self.tape.events[start:] for change in event.changes]
+        values = self.tape.values
+        firsts = [values[values[change.new].memory] for change in changes]
+        return any(c.old is None for c in changes) or any((f.maker or 0) < start for f in firsts)
+
+    def inner_loss(self, loss: Tensor) -> Tensor | None:
+        """A loss inside a unit is no event; it is added by the stage that runs the unit."""
+        self._losses.append(loss)
+        return None
+
+    def outer_loss(self, loss: Tensor) -> Tensor | None:
+        """A loss between the units is added by the stage that makes it."""
+        self._find_parameter(loss)
+        self._losses.append(loss)
+        self._note_effect(add_loss, self.number_of(loss))
+        return None
 
     # ---- notes
 
+    def _note_effect(self, what: Any, on: int | None) -> None:
+        self.tape.events.append(Event(what, (), None, effect=True, on=on))
+
     def _note(
-        self, what: Any, inputs: tuple[int, ...], given: list[Tensor], result: Any, targets: Any
+        self,
+        what: Any,
+        given: Sequence[Any],
+        result: Any,
+        used: Iterable[int] = (),
+        targets: Sequence[Tensor] = (),
+        renewed: Sequence[Tensor] = (),
     ) -> Any:
         # At once: whatever is asked of a tensor here is a function too.
         draws = self._draws.count(None)
@@ -189,78 +264,50 @@ class Recorder(Watch):
         self._generators |= generators
         event = len(self.tape.events)
         label = what if isinstance(what, str) else self._operation_label(what)
+        inputs = [n for t in given if (n := self.number_of(t)) is not None]
+        inputs = list(dict.fromkeys([*inputs, *used]))
         by_chance = not isinstance(what, str) and self._drawn.issuperset(inputs)
-        changes = tuple(self._changes(event, label, given, targets))
+        written = {*self._inference.written, *map(memory_of, targets)}
+        changes = (
+            *self.changed(event, label, given, written, real=by_chance),
+            *(self.renewed(event, label, given, tensor) for tensor in renewed),
+        )
         slots: dict[int, Slot] = {}
         for index, tensor in enumerate(tensors_in(result)):
-            slots[id(tensor)] = self._slot(event, f"{label}[{index}]", tensor, given)
+            slots[id(tensor)] = self._slot(event, what, f"{label}[{index}]", tensor, given)
         recorded = replaced(result, lambda leaf: slots.get(id(leaf), leaf))
         random_source = by_chance and not inputs
         self.tape.events.append(
-            Event(what, inputs, recorded, changes, random_source, False, draws, tuple(generators))
+            Event(
+                what,
+                tuple(inputs),
+                recorded,
+                changes,
+                random=random_source,
+                draws=draws,
+                generators=tuple(generators),
+            )
         )
         if by_chance:
-            self._drawn.update(slot.value for slot in slots.values())
+            self._drawn.update(slot.value for slot in slots.values() if slot.value != NO_VALUE)
+            self._drawn.update(change.new for change in changes)
         return result
 
-    def _slot(self, event: int, name: str, tensor: Tensor, given: list[Tensor]) -> Slot:
+    def _slot(self, event: int, what: Any, name: str, tensor: Tensor, given: Sequence[Any]) -> Slot:
         same = next((i for i, argument in enumerate(given) if argument is tensor), None)
         number = self.number_of(tensor)
         if number is None and same is not None:
             return Slot(NO_VALUE, same)
         if same is None or number is None:
-            number = self._new(tensor, name, event)
+            origin = Origin.UNIT if isinstance(what, str | type) else Origin.VIEW
+            number = self.number(tensor, name, event, origin=origin)
         return Slot(number, same)
 
-    def _new(
-        self, tensor: Tensor, name: str, maker: int | None, parameter: str | None = None
-    ) -> int:
-        number = len(self.tape.values)
-        self.tape.values.append(Value(Form.of(tensor), self._unique(name), maker, parameter))
-        self.follow(tensor, number)
-        self._alive[id(tensor)] = (weakref.ref(tensor), tensor._version)
-        return number
-
-    def _unique(self, name: str) -> str:
-        name = name.removesuffix("[0]")
-        count = self._names[name] = self._names.get(name, 0) + 1
-        return name if count == 1 else f"{name}#{count}"
-
-    def _operation_label(self, func: Any) -> str:
+    def _operation_label(self, what: Any) -> str:
         last = next((e.label for e in reversed(self.tape.events) if e.is_call), "")
-        return f"{last}>{name_of(func)}" if last else name_of(func)
+        return f"{last}>{name_of(what)}" if last else name_of(what)
 
-    def _changes(
-        self, event: int, label: str, given: list[Tensor], targets: list[Tensor]
-    ) -> Iterator[Change]:
-        """Followed tensors that are no longer what they were; they get new numbers."""
-        changed = [t for t in targets if isinstance(t, Tensor)]
-        for key, (found, version) in list(self._alive.items()):
-            tensor = found()
-            if tensor is None:
-                del self._alive[key]
-            elif tensor._version != version and not any(tensor is t for t in changed):
-                changed.append(tensor)
-        for tensor in changed:
-            argument = next((i for i, t in enumerate(given) if t is tensor), None)
-            view = next((i for i, t in enumerate(given) if t._base is tensor), None)
-            old, new = self.number_of(tensor), self._new(tensor, f"{label}!", event)
-            whole = argument is None and old is None and view is not None
-            yield Change(view if whole else argument, old, new, whole)
-
-    def _without_data(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What a value is written into has no data any more from then on."""
-        if not isinstance(target, Tensor) or isinstance(target, FakeTensor):
-            return self.current((args, kwargs))
-        number = self.number_of(target)
-        if number is None or any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
-            without = self._mode.from_tensor(target.detach())
-            self.put_instead(target, without)
-            if number is not None:
-                self.follow(without, number)
-        return self.current((args, kwargs))
-
-    def _refuse_hidden(self, given: list[Tensor]) -> None:
+    def _refuse_hidden(self, given: Iterable[Tensor]) -> None:
         hidden = [t for t in given if isinstance(t, FakeTensor) and self.number_of(t) is None]
         makers = [maker for t in hidden if (maker := self._inference.maker(t)) is not None]
         if makers:
@@ -274,7 +321,7 @@ class Recorder(Watch):
         """A parameter that is used between the units is a value of the stage that holds it."""
         name = self._parameters.get(id(tensor))
         if name is not None and self.number_of(tensor) is None:
-            self._new(tensor, name, None, name)
+            self.number(tensor, name, None, name)
 
     # ---- the end
 
@@ -294,7 +341,8 @@ class Recorder(Watch):
         """Note the model's output."""
         output = self._without_kept(self.current(output))
         numbers = []
-        for tensor in tensors_in(output):
+        tensors = tensors_in(output)
+        for tensor in tensors:
             self._find_parameter(tensor)
             number = self.number_of(tensor)
             if number is not None:
@@ -303,21 +351,23 @@ class Recorder(Watch):
                 raise PartitionError(_left_inside(self._inference.maker(tensor)))
         self.tape.outputs = tuple(dict.fromkeys(numbers))
         self.tape.output = output
-        self.tape.output_tensors = len(tensors_in(output))
+        self.tape.output_tensors = len(tensors)
+        self.settle_changes()
+        self.tape.sure = frozenset(surely_reached(self.edges, tensors, self._losses))
         return self.tape
 
 
-def name_of(func: Any) -> str:
+def name_of(what: Any) -> str:
     """A function's own name."""
-    return getattr(func, "__name__", None) or str(func)
+    return getattr(what, "__name__", None) or str(what)
 
 
-def target_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The tensor that a function writes into, as its name tells."""
-    name = name_of(func)
+def target_of(what: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The tensor that a function says it changes, by its name; what it writes is seen besides."""
+    name = name_of(what)
     in_place = name.endswith("_") and not name.startswith("_") and name != "requires_grad_"
     operator = name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITERS)
-    if (in_place or operator) and args:
+    if args and (in_place or operator or what == SET_DATA):
         return args[0]
     return kwargs.get("out")
 

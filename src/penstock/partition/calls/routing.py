@@ -7,13 +7,14 @@ later ones that use it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import PartitionError
 from penstock.partition.base import Description
 from penstock.partition.calls.placing import Placing
-from penstock.partition.calls.tape import NO_VALUE, Event, Tape
+from penstock.partition.calls.tape import NO_VALUE, Event, Origin, Region, Tape, Value
+from penstock.partition.faces import HOOKS
 from penstock.schedule import Edge
 from penstock.specs import ValueSpec
 
@@ -24,16 +25,20 @@ class Part:
 
     Args:
         runs: for each event, whether it runs here.
+        regions: for each checkpointed region, whether it is as a whole here.
         takes: the values that arrive, by number, each with its name.
         gives: the values that others use, by number, each with its name.
-        copies: those of them that are changed in place after they are made.
+        changes: those of both whose memory is written into here next.
+        views: the events of earlier stages that make views of such memory.
         end: the event after which there is nothing left to do; ``None`` in the last stage.
     """
 
     runs: tuple[bool, ...]
+    regions: tuple[bool, ...]
     takes: Mapping[int, str]
     gives: Mapping[int, str]
-    copies: frozenset[int]
+    changes: frozenset[int]
+    views: frozenset[int]
     end: int | None
 
 
@@ -79,22 +84,48 @@ def routed(tape: Tape, homes: Homes, stages: int, output: ValueSpec | None) -> R
     }
     placing = Placing(tape, earliest, parameters, stages)
     owners = placing.improve()
-    makers = {number: placing.stage_of(number) for number in range(len(tape.values))}
     _check_hidden(tape, homes)
-    users = _users(tape, owners, makers, stages)
-    _check_changes(tape, owners, makers)
+    travel = Travel(tape, owners, {n: placing.stage_of(n) for n in range(len(tape.values))}, stages)
+    used = sorted(travel.users.items())
     edges = tuple(
-        Edge(tape.values[n].name, makers[n], tuple(sorted(to)), tape.values[n].form.requires_grad)
-        for n, to in sorted(users.items())
+        Edge(
+            tape.values[n].name,
+            travel.makers[n],
+            tuple(sorted(to)),
+            tape.values[n].form.requires_grad,
+        )
+        for n, to in used
     )
-    specs = {tape.values[n].name: ValueSpec.of(tape.values[n].form.without_data()) for n in users}
+    specs = {tape.values[n].name: _spec(tape, n) for n, _ in used}
     if output is not None:
         specs["output"] = output
-    parts = tuple(_part(tape, owners, makers, users, stage, stages) for stage in range(stages))
+    parts = tuple(travel.part(stage) for stage in range(stages))
     return Route(tape, parts, Description(edges, specs))
 
 
+def _spec(tape: Tape, number: int) -> ValueSpec:
+    spec = ValueSpec.of(tape.values[number].form.without_data())
+    return spec.marked({0} if number in tape.sure else ())
+
+
 # ---- who runs what
+
+
+def first_uses(tape: Tape, homes: Homes, stages: int) -> dict[str, int]:
+    """The first stage that uses each of the parameters that are used between the units.
+
+    Args:
+        tape: of a call.
+        homes: where the units are.
+        stages: how many there are.
+    """
+    found: dict[str, int] = {}
+    for event, owner in zip(tape.events, _owners(tape, homes, stages), strict=True):
+        for number in (*event.inputs, *(() if event.on is None else (event.on,))):
+            name = tape.values[number].parameter
+            if name is not None:
+                found[name] = min(owner, found.get(name, owner))
+    return found
 
 
 def _owners(tape: Tape, homes: Homes, stages: int) -> list[int]:
@@ -111,7 +142,8 @@ def _owners(tape: Tape, homes: Homes, stages: int) -> list[int]:
                 raise PartitionError(_backwards(tape, event, home, *latest))
             owners.append(home)
         else:
-            owners.append(None if latest is None else latest[0])
+            # An effect comes to where its value is made, a loss of the arguments alone to the first stage.
+            owners.append(0 if event.effect else None if latest is None else latest[0])
     return _with_free(tape, owners, stages)
 
 
@@ -139,7 +171,7 @@ class _MadeIn:
     def stage(self, number: int, owners: list[int | None]) -> int | None:
         value = self.tape.values[number]
         if value.parameter is not None:
-            return self.homes[value.parameter][0]
+            return self.homes[value.parameter][0] if value.parameter in self.homes else None
         assert value.maker is not None
         return owners[value.maker]
 
@@ -182,38 +214,129 @@ def _draw_in_one_stage(tape: Tape, owners: list[int | None], first: list[int]) -
                 raise PartitionError(_drawn_apart(tape, stage, index, first[index]))
 
 
-def _users(
-    tape: Tape, owners: list[int], makers: Mapping[int, int], stages: int
-) -> dict[int, set[int]]:
-    """For each value that travels, the stages that use it."""
-    users: dict[int, set[int]] = {}
-    uses = [(n, owners[i]) for i, event in enumerate(tape.events) for n in event.inputs]
-    for number, stage in [*uses, *((n, stages - 1) for n in tape.outputs)]:
-        if makers[number] != stage:
-            users.setdefault(number, set()).add(stage)
-    return users
+# ---- what travels
 
 
-def _part(
-    tape: Tape,
-    owners: list[int],
-    makers: Mapping[int, int],
-    users: Mapping[int, set[int]],
-    stage: int,
-    stages: int,
-) -> Part:
-    gives = {n: tape.values[n].name for n in sorted(users) if makers[n] == stage}
-    runs = tuple(owner == stage for owner in owners)
-    given_at = [maker for n in gives if (maker := tape.values[n].maker) is not None]
-    last = max([*given_at, *(i for i, mine in enumerate(runs) if mine)], default=-1)
-    changed = {change.old for event in tape.events for change in event.changes}
-    return Part(
-        runs,
-        {n: tape.values[n].name for n, to in sorted(users.items()) if stage in to},
-        gives,
-        frozenset(n for n in gives if n in changed),
-        None if stage == stages - 1 else last,
-    )
+class Travel:
+    """Which values travel where.
+
+    Where a stage writes into memory that an earlier stage has made, and that several values show, it needs
+    the whole of it: the views are made anew there, so that each shows what is written through another.
+
+    Args:
+        tape: the events.
+        owners: the stage of each.
+        makers: the stage that makes each value.
+        stages: how many there are.
+
+    Attributes:
+        makers: as given.
+        users: for each value that travels, the stages that use it.
+
+    Raises:
+        PartitionError: a stage cannot make a view that it needs.
+    """
+
+    def __init__(
+        self, tape: Tape, owners: Sequence[int], makers: Mapping[int, int], stages: int
+    ) -> None:
+        self.makers = makers
+        self._tape, self._owners, self._stages = tape, owners, stages
+        self._written = {
+            (value.memory, owner)
+            for event, owner in zip(tape.events, owners, strict=True)
+            for value in self._changed(event)
+            if makers[value.memory] != owner
+        }
+        self.users: dict[int, set[int]] = {}
+        uses = [(n, owners[i]) for i, event in enumerate(tape.events) for n in event.inputs]
+        for number, stage in [*uses, *((n, stages - 1) for n in tape.outputs)]:
+            taken = self._taken(number, stage)
+            if makers[taken] != stage:
+                self.users.setdefault(taken, set()).add(stage)
+
+    def _changed(self, event: Event) -> list[Value]:
+        """What an event changes together with other values."""
+        values = [self._tape.values[change.new] for change in event.changes]
+        memories = Counter(value.memory for value in values)
+        return [value for value in values if memories[value.memory] > 1]
+
+    def _taken(self, number: int, stage: int) -> int:
+        """What a stage takes to use a value."""
+        value = self._tape.values[number]
+        if value.whole is None:
+            return number
+        if value.origin is Origin.FOUND:
+            return value.whole
+        if (value.memory, stage) not in self._written:
+            return number
+        if value.origin is Origin.UNIT and self.makers[number] != stage:
+            raise PartitionError(
+                f"stage {stage} changes {value.name} in place, which shares its memory with "
+                f"{self._tape.values[value.whole].name} of an earlier stage; put both into one stage"
+            )
+        return value.whole
+
+    def part(self, stage: int) -> Part:
+        """What a stage does."""
+        tape = self._tape
+        gives = {n: tape.values[n].name for n in sorted(self.users) if self.makers[n] == stage}
+        takes = {n: tape.values[n].name for n, to in sorted(self.users.items()) if stage in to}
+        runs = tuple(owner == stage for owner in self._owners)
+        given_at = [maker for n in gives if (maker := tape.values[n].maker) is not None]
+        last = max([*given_at, *(i for i, mine in enumerate(runs) if mine)], default=-1)
+        if any(runs[i] and event.what in HOOKS for i, event in enumerate(tape.events)):
+            # The author's code may remove the hook later on.
+            last = len(tape.events)
+        return Part(
+            runs,
+            tuple(self._is_whole(region, stage) for region in tape.regions),
+            takes,
+            gives,
+            frozenset(n for n in (*takes, *gives) if self._changes_next(n, stage)),
+            frozenset(
+                i for i, e in enumerate(tape.events) if not runs[i] and self._views(e, stage)
+            ),
+            None if stage == self._stages - 1 else last,
+        )
+
+    def _is_whole(self, region: Region | None, stage: int) -> bool:
+        if region is None:
+            return False
+        inside = range(region.start, region.stop)
+        return (
+            {stage}.issuperset(self._owners[region.start : region.stop])
+            and self._used_outside(inside).issubset(region.results)
+            and not any(
+                self._tape.values[self._tape.values[change.new].memory].maker not in inside
+                for event in self._tape.events[region.start : region.stop]
+                for change in event.changes
+            )
+        )
+
+    def _used_outside(self, inside: range) -> set[int]:
+        """What is made inside and used by others."""
+        events = self._tape.events
+        used = {n for i, event in enumerate(events) if i not in inside for n in event.inputs}
+        used.update(
+            self._tape.outputs, *([e.on] for e in events[inside.stop :] if e.on is not None)
+        )
+        return {n for n in used if self._tape.values[n].maker in inside}
+
+    def _changes_next(self, number: int, stage: int) -> bool:
+        value = self._tape.values[number]
+        start = -1 if value.maker is None else value.maker
+        for index in range(start + 1, len(self._owners)):
+            changes = self._tape.events[index].changes
+            if any(self._tape.values[change.new].memory == value.memory for change in changes):
+                return self._owners[index] == stage
+        return False
+
+    def _views(self, event: Event, stage: int) -> bool:
+        made = [self._tape.values[slot.value] for slot in event.slots if slot.value != NO_VALUE]
+        return any(
+            value.origin is Origin.VIEW and (value.memory, stage) in self._written for value in made
+        )
 
 
 # ---- what cannot be
@@ -226,8 +349,9 @@ def _backwards(tape: Tape, event: Event, home: int, stage: int, number: int) -> 
         return (
             f"{event.what} is called {calls} times, here after {value}, which stage {stage} makes, but it is "
             f"in stage {home}: a cut inside a loop that calls one module again and again cannot be "
-            "honoured with that module in one stage; name it in several stages, which then share its "
-            "weights, or put all that the loop calls into one"
+            "honoured with that module in one stage. Give example=(args, kwargs), with which a number of "
+            "stages cuts between the calls; or name the module in several stages, which then share its "
+            "weights; or put all that the loop calls into one"
         )
     return (
         f"{event.what} is in stage {home}, but it uses {value}, which stage {stage} makes: values travel to "
@@ -252,21 +376,3 @@ def _check_hidden(tape: Tape, homes: Homes) -> None:
                 f"{homes[first][0]} has left in an object that both are given, such as a cache; put "
                 "both into one stage, or turn the option off that shares it"
             )
-
-
-def _check_changes(tape: Tape, owners: list[int], makers: Mapping[int, int]) -> None:
-    """What is changed through another tensor of the same memory must be where that memory is."""
-    for index, event in enumerate(tape.events):
-        for old in _indirect(event):
-            if makers[old] != owners[index]:
-                raise PartitionError(
-                    f"{event.label} in stage {owners[index]} changes memory in place that "
-                    f"{tape.values[old].name} of stage {makers[old]} shares; put both into one stage"
-                )
-
-
-def _indirect(event: Event) -> Iterator[int]:
-    for change in event.changes:
-        if change.argument is None and change.old not in (None, NO_VALUE):
-            assert change.old is not None
-            yield change.old

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.utils.checkpoint import checkpoint
 
 from penstock.draws import Streams
 from penstock.errors import PartitionError
-from penstock.partition.calls.faces import Run
-from penstock.partition.calls.placeholder import Placeholder
+from penstock.losses import add_loss
+from penstock.partition.calls.inference import view_like
+from penstock.partition.calls.placeholder import Form, Placeholder
 from penstock.partition.calls.routing import Part
-from penstock.partition.calls.tape import NO_VALUE, Change, Event, Slot, Tape
+from penstock.partition.calls.tape import NO_VALUE, Change, Event, Origin, Region, Slot, Tape
 from penstock.partition.calls.trees import leaves, replaced, tensors_in, without
 from penstock.partition.calls.watch import Watch
+from penstock.partition.faces import Run, uncheckpointed
 
 PLAIN = (bool, int, float, str)
 
@@ -46,8 +50,15 @@ class Runner(Watch):
     ) -> None:
         super().__init__()
         self._tape, self._part, self._paths, self._device = tape, part, paths, device
-        self._arrived = {number: values[name] for number, name in part.takes.items()}
+        # What is changed here may be used elsewhere as it is.
+        self._arrived = {
+            number: values[name].clone() if number in part.changes else values[name]
+            for number, name in part.takes.items()
+        }
         self._given: dict[int, Tensor] = {}
+        self._again: dict[int, Callable[[], Tensor]] = {}
+        self._regions = iter(zip(tape.regions, part.regions, strict=True))
+        self._repeating: Mapping[str, Any] | None = None
         self._at = 0
 
     def enter(self, tensor_named: Callable[[str], Tensor]) -> None:
@@ -55,12 +66,9 @@ class Runner(Watch):
         for number, value in enumerate(self._tape.values):
             if value.parameter is not None:
                 parameter = tensor_named(value.parameter)
-                self.follow(parameter, number)
                 if number in self._arrived:
                     self.put_instead(parameter, self._arrived[number])
-                if number in self._part.gives:
-                    # Not the leaf itself: its gradient comes back from another stage.
-                    self._given[number] = parameter.view_as(parameter)
+                self._keep(parameter, number)
 
     def results(self) -> dict[str, Tensor]:
         """What other stages use of what was made here, by name.
@@ -97,48 +105,98 @@ class Runner(Watch):
 
     def call(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A unit is called."""
-        path, given = self._paths[module], tensors_in((args, kwargs))
+        path, given = self._paths[module], list(leaves((args, kwargs)))
         event = self._next(path)
         if not self._part.runs[self._at]:
             Streams.left_out(module)
             return self._pass(event, given)
         self._check_inputs(event, given)
-        with self.unseen():
-            result = run(*args, **kwargs)
+        if self._repeating is not None and torch.is_grad_enabled() and not event.changes:
+            # What changes its arguments would change them twice.
+            run = partial(checkpoint, run, **{**self._repeating, "use_reentrant": False})
+        result = run(*args, **kwargs)
         _check_plain(event, result)
         return self._made(event, given, result)
 
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def operation(self, what: Any, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A function uses a value, or asks something of it."""
-        event = self._event_of(func)
+        event = self._event_of(what)
         if event is None:
-            result = func(*args, **kwargs)
-            if tensors_in(result) and not _asks_for_graph(func, args):
-                self._next(func)
+            result = run(*args, **kwargs)
+            if tensors_in(result) and not _asks_for_graph(what, args):
+                self._next(what)
             return result
-        self._next(func)
-        given = tensors_in((args, kwargs))
+        self._next(what)
+        given = list(leaves((args, kwargs)))
         runs = self._part.runs[self._at]
+        if event.effect:
+            self._at += 1
+            if not runs:
+                args = (self._decoy(event, args[0]), *args[1:])
+            return run(*args, **kwargs)
         if event.answers:
-            return self._answer(event, func(*args, **kwargs) if runs else event.result)
+            return self._answer(event, run(*args, **kwargs) if runs else event.result)
         if not runs:
-            return self._pass(event, given)
+            return self._view(event, run, args, kwargs)
         self._check_inputs(event, given)
-        return self._made(event, given, func(*args, **kwargs))
+        return self._made(event, given, run(*args, **kwargs))
 
-    def concerns(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+    def concerns(self, what: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether a function uses a value, or draws the random numbers that come next."""
-        if super().concerns(func, args, kwargs):
+        if super().concerns(what, args, kwargs):
             return True
-        event = self._event_of(func)
+        event = self._event_of(what)
         return event is not None and event.random
 
-    def _event_of(self, func: Any) -> Event | None:
+    def region(
+        self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
+    ) -> Any:
+        """What is checkpointed is so where all of it is in this stage; else each of its units here is."""
+        region, whole = next(self._regions, (None, False))
+        if region is None:
+            raise PartitionError(f"the model's forward came to a checkpoint: {_DIVERGED}")
+        # When it runs again nothing takes the place of what the author's code holds.
+        if whole and not self._instead:
+            return self._whole_region(region, partial(run, *args, **kwargs, **options))
+        before, self._repeating = self._repeating, options
+        try:
+            with uncheckpointed(args, options):
+                return args[0](*args[1:], **kwargs)
+        finally:
+            self._repeating = before
+
+    def _whole_region(self, region: Region, run: Callable[[], Any]) -> Any:
+        """It runs as its author has written it, and of its events nothing is seen."""
+        if self._part.end is not None and self._at > self._part.end:
+            raise Left
+        if self._at != region.start:
+            raise PartitionError(f"the model's forward came to a checkpoint: {_DIVERGED}")
+        with self.unseen():
+            result = run()
+            for tensor, number in zip(tensors_in(result), region.results, strict=False):
+                if number is not None:
+                    self._keep(tensor, number)
+        self._at = region.stop
+        for _ in range(region.inner):
+            next(self._regions)
+        return result
+
+    def inner_loss(self, loss: Tensor) -> Tensor | None:
+        """A unit that runs here adds its losses."""
+        return loss
+
+    def outer_loss(self, loss: Tensor) -> Tensor | None:
+        """A loss between the units is added where it is made."""
+        self._next(add_loss)
+        self._at += 1
+        return loss if self._part.runs[self._at - 1] else None
+
+    def _event_of(self, what: Any) -> Event | None:
         """The next event, if it is a use of this function."""
         if self._at >= len(self._tape.events):
             return None
         event = self._tape.events[self._at]
-        return event if event.what is func or event.what == func else None
+        return event if event.what is what or event.what == what else None
 
     def _next(self, what: Any) -> Event:
         """The event whose turn it is.
@@ -170,7 +228,7 @@ class Runner(Watch):
 
     # ---- what ran here
 
-    def _check_inputs(self, event: Event, given: list[Tensor]) -> None:
+    def _check_inputs(self, event: Event, given: list[Any]) -> None:
         """What is about to run uses the values that it used in the analysis."""
         if any(isinstance(tensor, FakeTensor) for tensor in given):
             raise PartitionError(_absent(event.label))
@@ -184,7 +242,7 @@ class Runner(Watch):
                     f"model was analysed: {_DIVERGED}"
                 )
 
-    def _made(self, event: Event, given: list[Tensor], result: Any) -> Any:
+    def _made(self, event: Event, given: list[Any], result: Any) -> Any:
         found, slots = tensors_in(result), event.slots
         if len(found) != len(slots):
             raise PartitionError(
@@ -193,6 +251,8 @@ class Runner(Watch):
         for change in event.changes:
             target = self._target(change, given)
             if target is not None:
+                if change.old is None:
+                    self.follow_views(target)
                 self._keep(target, change.new)
         for tensor, slot in zip(found, slots, strict=True):
             if slot.value != NO_VALUE:
@@ -201,44 +261,74 @@ class Runner(Watch):
         return result
 
     def _keep(self, tensor: Tensor, number: int) -> None:
-        self.follow(tensor, number)
+        value = self._tape.values[number]
+        if value.origin is not Origin.FOUND:
+            self.follow(tensor, number)
         if number not in self._part.gives or number in self._given:
             return
-        value = self._tape.values[number]
         if not value.form.fits(tensor):
             raise PartitionError(
                 f"{value.name} is {tensor.dtype}{list(tensor.shape)} where {value.form.dtype}"
                 f"{list(value.form.shape)} was expected: {_DIVERGED}"
             )
-        self._given[number] = tensor.clone() if number in self._part.copies else tensor
+        if number in self._part.changes:
+            tensor = tensor.clone()
+        elif tensor.is_leaf and tensor.requires_grad:
+            # Not the leaf itself: its gradient comes back from another stage.
+            tensor = tensor.view_as(tensor)
+        self._given[number] = tensor
 
     # ---- what did not
 
-    def _pass(self, event: Event, given: list[Tensor]) -> Any:
+    def _view(self, event: Event, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """What a function of another stage returns here: of what is changed here a view is made anew."""
+        given = list(leaves((args, kwargs)))
+        if self._at not in self._part.views:
+            return self._pass(event, given)
+
+        def again(index: int) -> Tensor:
+            return tensors_in(run(*self.current(args), **self.current(kwargs)))[index]
+
+        self._again |= {slot.value: partial(again, i) for i, slot in enumerate(event.slots)}
+        if any(isinstance(tensor, Placeholder) for tensor in given):
+            return self._pass(event, given)
+        return self._made(event, given, run(*args, **kwargs))
+
+    def _pass(self, event: Event, given: list[Any]) -> Any:
         """What an event of another stage returns here."""
         if not event.is_call:
             Streams.not_drawn(event.draws)
-        targets: dict[int, Tensor] = {}
+        changed: dict[int, Tensor] = {}
         for change in event.changes:
             old = self._target(change, given)
-            new = targets[change.new] = self._stand_in(change.new)
+            new = self._renewed(change)
             if old is not None:
+                if change.old is None:
+                    self.follow_views(old)
                 self.put_instead(old, new)
-                self.follow(old, change.new)
+                changed[change.new] = old
         self._at += 1
-        return replaced(event.result, lambda leaf: self._filled(leaf, given, targets))
+        return replaced(event.result, lambda leaf: self._filled(leaf, given, changed))
 
-    def _filled(self, leaf: Any, given: list[Tensor], targets: Mapping[int, Tensor]) -> Any:
+    def _renewed(self, change: Change) -> Tensor:
+        """What a changed tensor is here: a view again, where what it is a view of has arrived."""
+        again = None if change.old is None else self._again.get(change.old)
+        if again is not None:
+            self._again[change.new] = again
+            if self._tape.values[change.new].whole in self._arrived:
+                made = again()
+                self.follow(made, change.new)
+                return made
+        return self._stand_in(change.new)
+
+    def _filled(self, leaf: Any, given: list[Any], changed: Mapping[int, Tensor]) -> Any:
         if not isinstance(leaf, Slot):
             return leaf
-        if leaf.value in targets:
-            return targets[leaf.value]
         if leaf.same_as is None:
             return self._stand_in(leaf.value)
-        if leaf.value == NO_VALUE:
-            return given[leaf.same_as]
-        known = [tensor for tensor in given if self.number_of(tensor) == leaf.value]
-        return known[0] if known else given[leaf.same_as]
+        # The author's code keeps its own, for which something else may be used now.
+        known = [one for one in given if self.number_of(one) == leaf.value]
+        return changed.get(leaf.value, known[0] if known else given[leaf.same_as])
 
     def _stand_in(self, number: int) -> Tensor:
         """What arrived, or else a placeholder."""
@@ -249,15 +339,25 @@ class Runner(Watch):
         self.follow(made, number)
         return made
 
-    def _target(self, change: Change, given: list[Tensor]) -> Tensor | None:
+    def _decoy(self, event: Event, tensor: Tensor) -> Tensor:
+        """Takes the hook that is meant for another stage: no gradient ever comes to it."""
+        made = Form.of(tensor).without_data()
+        assert event.on is not None
+        return made * 1 if self._tape.values[event.on].parameter is None else made
+
+    def view_again(self, view: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        """The same view of what is used instead of its base, if that is here."""
+        if isinstance(new, Placeholder):
+            return Placeholder.of(Form.of(view), self._device, new.label)
+        return view_like(view, old, new)
+
+    def _target(self, change: Change, given: list[Any]) -> Tensor | None:
         """The tensor here that an event changes in place."""
         if change.old is not None:
-            for tensor in given:
-                if self.number_of(tensor) == change.old:
-                    return tensor
-            return self.tensor_of(change.old)
-        found = None if change.argument is None else given[change.argument]
-        return found._base if found is not None and change.whole else found
+            known = [tensor for tensor in given if self.number_of(tensor) == change.old]
+            return known[0] if known else self.tensor_of(change.old)
+        found: Tensor | None = None if change.argument is None else given[change.argument]
+        return found._base if found is not None and change.base else found
 
 
 _DIVERGED = (

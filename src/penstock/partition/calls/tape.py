@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from torch import nn
@@ -15,21 +16,42 @@ NO_VALUE = -1
 """The number of a tensor that every stage has: one of the call's own arguments."""
 
 
+class Origin(Enum):
+    """How a tensor comes to show its memory, which tells whether another stage can make it too."""
+
+    OWN = auto()
+    """It is the first that was seen of it."""
+    VIEW = auto()
+    """A function between the units made it of another that shows it."""
+    FOUND = auto()
+    """The author's code had it before anything was written into the memory; every stage has it."""
+    UNIT = auto()
+    """A unit gave it."""
+
+
 @dataclass(frozen=True)
 class Value:
     """A tensor that an event makes.
+
+    A tensor that is changed in place becomes another value, and so does each that shows the same memory.
 
     Args:
         form: its shape and type.
         name: says what it is, unique in a tape.
         maker: the event's position; for a parameter that is used between the units, ``None``.
         parameter: that parameter's name.
+        memory: the first value that was seen of the memory it shows.
+        whole: the value that this one is a view of: what is seen first of a memory, in its state by then.
+        origin: how it comes to show the memory of another value.
     """
 
     form: Form
     name: str
     maker: int | None
-    parameter: str | None = None
+    parameter: str | None
+    memory: int
+    whole: int | None
+    origin: Origin
 
 
 class Slot:
@@ -37,7 +59,7 @@ class Slot:
 
     Args:
         value: the tensor's number.
-        same_as: if the result is one of the arguments itself, which of the tensors among them.
+        same_as: if the result is one of the arguments itself, which of the leaves among them.
     """
 
     def __init__(self, value: int, same_as: int | None) -> None:
@@ -50,29 +72,32 @@ class Change:
     """A tensor that an event changes in place.
 
     Args:
-        argument: which of the tensors among the arguments, if it is one.
+        argument: which of the leaves among the arguments, if it is one.
         old: the number it had, if it was followed.
         new: the number it has from then on.
-        whole: whether it is not the argument itself, but the tensor that this is a view of.
+        base: whether it is what that argument is a view of.
     """
 
     argument: int | None
     old: int | None
     new: int
-    whole: bool = False
+    base: bool = False
 
 
 @dataclass(frozen=True)
 class Event:
-    """A call of a unit, or of a function of PyTorch between the units.
+    """A call of a unit, or of a function between the units.
 
     Args:
-        what: the function, or the unit's path.
+        what: the function, the class of a custom one, or the unit's path.
         inputs: the numbers of the values that it uses.
         result: what it returns, with a :class:`Slot` for each tensor.
         changes: what it changes in place.
         random: whether it draws random numbers without using any value.
         answers: whether it returns no tensor, but something that depends on the numbers in them.
+        effect: whether it returns no tensor, but does something to a value or with it, such as a hook that
+            is set or a loss that is added: for the stage that makes the value, and no other.
+        on: that value; ``None`` where it is one of the call's own arguments, or made of them alone.
         draws: how often it draws from torch's own generators; of no account for a unit.
         generators: the others that it draws from, by identity.
     """
@@ -83,6 +108,8 @@ class Event:
     changes: tuple[Change, ...] = ()
     random: bool = False
     answers: bool = False
+    effect: bool = False
+    on: int | None = None
     draws: int = 0
     generators: tuple[int, ...] = ()
 
@@ -102,6 +129,23 @@ class Event:
         return self.what if self.is_call else getattr(self.what, "__name__", str(self.what))
 
 
+@dataclass(frozen=True)
+class Region:
+    """A part of the forward that the author has checkpointed, between the units.
+
+    Args:
+        start: its first event.
+        stop: the event after its last.
+        results: the numbers of the tensors that it gives.
+        inner: how many regions it contains.
+    """
+
+    start: int
+    stop: int
+    results: tuple[int | None, ...]
+    inner: int
+
+
 @dataclass
 class Tape:
     """The events of a call, in order.
@@ -110,6 +154,8 @@ class Tape:
         events: what happened.
         values: what was made, by number.
         outputs: the numbers of the values in the model's output.
+        sure: the values for which a gradient surely comes back, whatever the loss uses of the output.
+        regions: what is checkpointed, in the order in which it begins.
         hidden: pairs of units of which the second uses what the first has left in an object.
         output: the model's output, without data.
         output_tensors: how many tensors that holds.
@@ -119,6 +165,8 @@ class Tape:
     events: list[Event] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
+    sure: frozenset[int] = frozenset()
+    regions: list[Region | None] = field(default_factory=list)
     hidden: dict[tuple[str, str], None] = field(default_factory=dict)
     output: Any = None
     output_tensors: int = 0

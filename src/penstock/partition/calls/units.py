@@ -15,8 +15,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from penstock.partition.calls.weights import count_parameters
-
 LISTS = nn.ModuleList | nn.ModuleDict
 
 
@@ -95,6 +93,9 @@ def _evaluated(tree: ast.AST) -> Iterator[ast.AST]:
         yield from tree.args
         yield from (keyword.value for keyword in tree.keywords)
         yield tree.func
+    elif isinstance(tree, ast.For):
+        # The first turn uses what the body names, before most of what it loops over.
+        yield from (*tree.body, tree.iter, *tree.orelse)
     else:
         yield from ast.iter_child_nodes(tree)
 
@@ -109,6 +110,11 @@ def _is_getattr(node: ast.Call) -> bool:
 
 
 # ---- units
+
+
+def count_parameters(module: nn.Module) -> int:
+    """How many numbers a module's parameters hold."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def worthy(module: nn.Module) -> bool:

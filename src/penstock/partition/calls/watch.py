@@ -1,8 +1,9 @@
 """Follow an author's forward: which tensors come from calls of units, and what is done with them.
 
-What happens between the calls is seen as the functions of PyTorch that are called there. Those that touch
-a *followed* tensor, one that comes from a unit or from such a function, are *events*, like the calls. They
-come in the same order in every stage, because every stage runs the same forward.
+What happens between the calls is seen as the functions of PyTorch that are called there, and the author's
+own that have a backward. Those that touch a *followed* tensor, one that comes from a unit or from such a
+function, are *events*, like the calls. They come in the same order in every stage, because every stage runs
+the same forward.
 """
 
 from __future__ import annotations
@@ -10,15 +11,21 @@ from __future__ import annotations
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as checkpointing
 
-from penstock.partition.calls.faces import Run, seen
 from penstock.partition.calls.trees import replaced, tensors_in
+from penstock.partition.faces import Run, seen
+
+# Before anybody puts another in its place.
+_CHECKPOINTED = checkpointing.CheckpointFunction
 
 
 class Watch(TorchFunctionMode, ABC):
@@ -28,6 +35,7 @@ class Watch(TorchFunctionMode, ABC):
         super().__init__()
         self._followed: dict[int, tuple[weakref.ref[Tensor], list[int]]] = {}
         self._instead: dict[int, tuple[Tensor, Tensor]] = {}
+        self._bases: dict[int, Tensor] = {}
         self._depth = 0
         self._inside = False
 
@@ -44,8 +52,8 @@ class Watch(TorchFunctionMode, ABC):
         """A unit is called."""
         if self._inside:
             return run(*args, **kwargs)
-        args, kwargs = self.current((args, kwargs))
-        return self.call(module, run, args, kwargs)
+        with self.unseen():
+            return self._answered(partial(self.call, module, run), args, kwargs)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -54,10 +62,44 @@ class Watch(TorchFunctionMode, ABC):
         options = kwargs or {}
         if self._inside or not self.concerns(func, args, options):
             return func(*args, **options)
-        args, options = self.current((args, options))
-        return self.operation(func, args, options)
+        with self.unseen():
+            return self._answered(partial(self.operation, func, func), args, options)
 
-    def concerns(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+    def applied(
+        self, function: type[Function], run: Run, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """A custom function is applied: it is one event, for its backward is one."""
+        if not self._inside and function is not _CHECKPOINTED:
+            with self.unseen():
+                if self.concerns(function, args, kwargs):
+                    return self._answered(partial(self.operation, function, run), args, kwargs)
+        return run(*args, **kwargs)
+
+    def _answered(self, answer: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The answer to a call with what is used instead of its tensors; the author's code keeps its own."""
+        if not self._instead:
+            return answer(args, kwargs)
+        own = tensors_in((args, kwargs))
+        args, kwargs = self.current((args, kwargs))
+        back = {id(new): old for new, old in zip(tensors_in((args, kwargs)), own, strict=True)}
+        return replaced(answer(args, kwargs), lambda leaf: back.get(id(leaf), leaf))
+
+    def checkpointed(
+        self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
+    ) -> Any:
+        """A part of the forward is to be computed again in backward."""
+        if self._inside:
+            return run(*args, **kwargs, **options)
+        return self.region(run, args, kwargs, options)
+
+    def added(self, loss: Tensor) -> Tensor | None:
+        """A loss is added."""
+        if self._inside:
+            return self.inner_loss(loss)
+        with self.unseen():
+            return self.outer_loss(self.current(loss))
+
+    def concerns(self, what: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether a function is an event, or asks something of a followed tensor."""
         return any(self._is_followed(tensor) for tensor in _shallow(args, kwargs))
 
@@ -66,12 +108,33 @@ class Watch(TorchFunctionMode, ABC):
         """Answer for a unit."""
 
     @abstractmethod
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def operation(self, what: Any, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Answer for a function that has a followed tensor among its arguments."""
+
+    @abstractmethod
+    def region(
+        self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
+    ) -> Any:
+        """Answer for what the author has checkpointed.
+
+        Args:
+            run: torch's checkpoint.
+            args: the function, and what it is called with.
+            kwargs: likewise, by name.
+            options: the rest of what the checkpoint is given.
+        """
+
+    @abstractmethod
+    def inner_loss(self, loss: Tensor) -> Tensor | None:
+        """What is added of a loss inside of a unit."""
+
+    @abstractmethod
+    def outer_loss(self, loss: Tensor) -> Tensor | None:
+        """What is added of a loss between the units."""
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Inside a unit nothing is an event, and nothing costs anything."""
+        """Inside a unit or a function nothing is an event, and nothing costs anything."""
         top = _modes() == self._depth
         self._inside = True
         if top:
@@ -112,12 +175,18 @@ class Watch(TorchFunctionMode, ABC):
         return next((tensor for tensor in found if tensor is not None), None)
 
     def _is_followed(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._instead or self.number_of(tensor) is not None
+        if id(tensor) in self._instead or self.number_of(tensor) is not None:
+            return True
+        return bool(self._bases) and id(tensor._base) in self._bases
 
     def put_instead(self, old: Tensor, new: Tensor) -> None:
         """From now on ``new`` is used where the author's code holds ``old``."""
         if old is not new:
             self._instead[id(old)] = (old, new)
+
+    def follow_views(self, base: Tensor) -> None:
+        """From now on the views of a tensor that the author's code has already are followed, like it."""
+        self._bases[id(base)] = base
 
     def current(self, value: Any) -> Any:
         """A value with what is used instead of its tensors."""
@@ -126,7 +195,15 @@ class Watch(TorchFunctionMode, ABC):
     def _newest(self, leaf: Any) -> Any:
         while id(leaf) in self._instead:
             leaf = self._instead[id(leaf)][1]
-        return leaf
+        old = leaf._base if self._bases and isinstance(leaf, Tensor) else None
+        if old is None or id(old) not in self._bases:
+            return leaf
+        new = self._newest(old)
+        return leaf if new is old else self.view_again(leaf, old, new)
+
+    @abstractmethod
+    def view_again(self, view: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        """What is used instead of a view of ``old``, for which ``new`` is used."""
 
 
 def _shallow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -49,12 +49,15 @@ class Aliases:
     def _written_inside(self, node: fx.Node) -> Iterator[fx.Node]:
         for region in self._regions(node):
             inner = Aliases(region.graph, region)
-            changed = {m for n in region.graph.nodes for w in inner.written(n) for m in inner.of(w)}
-            inputs = [n for n in region.graph.nodes if n.op == "placeholder"]
-            given = list(node.args)[-len(inputs) :] if inputs else []
-            for own, outer in zip(inputs, given, strict=True):
-                if own in changed and isinstance(outer, fx.Node):
-                    yield outer
+            changed = [w for n in region.graph.nodes for w in inner.written(n)]
+            yield from _given_for(node, inner, region, changed)
+
+    def _shown_outside(self, node: fx.Node) -> Iterator[fx.Node]:
+        """What a region is given and gives back, or a view of it."""
+        for region in self._regions(node):
+            inner = Aliases(region.graph, region)
+            output = next(n for n in region.graph.nodes if n.op == "output")
+            yield from _given_for(node, inner, region, output.all_input_nodes)
 
     def _regions(self, node: fx.Node) -> Iterator[fx.GraphModule]:
         for argument in node.args:
@@ -66,6 +69,8 @@ class Aliases:
     def _shared_by(self, node: fx.Node) -> Iterable[fx.Node]:
         if node.op == "get_attr":
             return ()
+        if next(self._regions(node), None) is not None:
+            return self._shown_outside(node)
         if node.target is operator.getitem or not isinstance(node.target, torch._ops.OpOverload):
             return [n for n in node.all_input_nodes if n.op != "get_attr" or _is_tensor(n)]
         return _shared_by_schema(node)
@@ -74,6 +79,18 @@ class Aliases:
         while node in self._parent and self._parent[node] is not node:
             node = self._parent[node]
         return node
+
+
+def _given_for(
+    node: fx.Node, inner: Aliases, region: fx.GraphModule, found: Iterable[fx.Node]
+) -> Iterator[fx.Node]:
+    """What a region is called with that shares its memory with some of the nodes inside."""
+    shared = {n for one in found for n in inner.of(one)}
+    inputs = [n for n in region.graph.nodes if n.op == "placeholder"]
+    given = list(node.args)[-len(inputs) :] if inputs else []
+    for own, outer in zip(inputs, given, strict=True):
+        if own in shared and isinstance(outer, fx.Node):
+            yield outer
 
 
 def attribute(root: nn.Module, path: str) -> Any:

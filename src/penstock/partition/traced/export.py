@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, Function
+from torch.overrides import TorchFunctionMode
 
 from penstock.draws import called_to_draw
 from penstock.errors import PartitionError
+from penstock.losses import Term, add_loss, collect_losses
+from penstock.partition.faces import (
+    EFFECTS,
+    GET_DATA,
+    SET_DATA,
+    Run,
+    seen,
+    uncheckpointed,
+)
 from penstock.partition.traced.draws import place_seeds, seeded
 from penstock.partition.traced.marks import marked
 from penstock.partition.traced.skeleton import Skeleton
@@ -35,6 +45,7 @@ class Exported:
             are ``get_attr`` nodes under the model's own names after :data:`ROOT`.
         root: holds what ``get_attr`` nodes name.
         rebuild: makes the model's output of the leaves.
+        losses: name and weight of the losses that the model adds itself; their values come after the leaves.
         guard: fails for tensors that the graph does not hold for; ``None`` where it holds for all.
     """
 
@@ -44,6 +55,14 @@ class Exported:
     rebuild: Rebuild
     guard: Callable[[Sequence[Tensor]], None]
     free: bool
+    losses: tuple[tuple[str, float], ...] = ()
+
+    def output(self, given: Sequence[Any]) -> Any:
+        """The model's output of what the last stage gives; the model's own losses are added."""
+        leaves = len(given) - len(self.losses)
+        for (name, weight), value in zip(self.losses, given[leaves:], strict=True):
+            add_loss(name, value, weight)
+        return self.rebuild(given[:leaves])
 
     def fits(self, call: ValueSpec) -> bool:
         """Whether the graph does for another call what the model would do."""
@@ -86,7 +105,7 @@ def export(
         PartitionError: the model cannot be traced; the message has the reason.
     """
     skeleton.set_training(training)
-    _refuse_own_backward(skeleton, call)
+    _refuse_what_is_lost(skeleton, call)
     # Before there are hooks of ours: what has hooks may draw.
     drawing = called_to_draw(skeleton.model)
     reasons: list[str] = []
@@ -115,12 +134,15 @@ def _attempt(skeleton: Skeleton, call: ValueSpec, *, free: bool, strict: bool) -
     flat = _Strict(skeleton.model, call) if strict else _Flat(skeleton.model, call)
     tensors = tuple(skeleton.empty(spec) for spec in call.tensors)
     dims = (tuple(map(_free_dims, call.tensors)),) if free else None
-    with undisturbed(), torch.enable_grad():
+    plain = nullcontext() if strict else _plainly()
+    with undisturbed(), torch.enable_grad(), plain:
         made = torch.export.export(flat, tensors, dynamic_shapes=dims, strict=strict)
         module = made.module()
     place_seeds(module)
-    rebuild = flat.rebuild if isinstance(flat, _Flat) else made.call_spec.out_spec.unflatten
-    return Exported(call, module.graph, module, rebuild, _take_guard(module), free)
+    guard = _take_guard(module)
+    if isinstance(flat, _Flat):
+        return Exported(call, module.graph, module, flat.rebuild, guard, free, flat.losses)
+    return Exported(call, module.graph, module, made.call_spec.out_spec.unflatten, guard, free)
 
 
 def _free_dims(spec: TensorSpec) -> dict[int, Any]:
@@ -135,6 +157,37 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
+class _Plain:
+    """What is called while a model is traced is done so that the graph has it."""
+
+    def called(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A module is called."""
+        return run(*args, **kwargs)
+
+    def applied(
+        self, function: type[Function], run: Run, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """A custom function that needs no gradient is applied: without any inside, which is not to last."""
+        result = run(*args, **kwargs)
+        torch.set_grad_enabled(torch.is_grad_enabled())
+        return result
+
+    def checkpointed(
+        self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
+    ) -> Any:
+        """What is checkpointed is traced as if it were not."""
+        with uncheckpointed(args, options):
+            return args[0](*args[1:], **kwargs)
+
+    def added(self, loss: Tensor) -> Tensor | None:
+        """A loss is added."""
+        return loss
+
+
+def _plainly() -> AbstractContextManager[None]:
+    return seen([], _Plain())
+
+
 class _Flat(nn.Module):
     """A model as a function of tensors alone, giving tensors alone."""
 
@@ -142,19 +195,26 @@ class _Flat(nn.Module):
         super().__init__()
         self.model = model
         self._call = call
-        seen: list[Structure] = []
+        seen: list[tuple[Structure, list[Term]]] = []
         # Not the list itself: torch.export takes back what forward changes in a module's attributes.
         self._note, self._noted = seen.append, seen.__getitem__
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = self._call.fill(tensors)
-        leaves, structure = flatten(self.model(*args, **kwargs))
-        self._note(structure)
-        return tuple(leaves)
+        with collect_losses() as added:
+            leaves, structure = flatten(self.model(*args, **kwargs))
+        self._note((structure, list(added)))
+        # A copy is computed, whatever it is that is added.
+        return (*leaves, *(term.value.clone() for term in added))
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """The model's output."""
-        return unflatten(self._noted(-1), leaves)
+        return unflatten(self._noted(-1)[0], leaves)
+
+    @property
+    def losses(self) -> tuple[tuple[str, float], ...]:
+        """Name and weight of what the model added."""
+        return tuple((term.name, term.weight) for term in self._noted(-1)[1])
 
 
 class _Strict(nn.Module):
@@ -167,7 +227,11 @@ class _Strict(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         args, kwargs = self._call.fill(tensors)
-        return self.model(*args, **kwargs)
+        with collect_losses() as added:
+            output = self.model(*args, **kwargs)
+        if len(added):
+            raise RuntimeError("it adds losses, and can only be traced strictly, which loses them")
+        return output
 
 
 def _take_guard(module: fx.GraphModule) -> Callable[[Sequence[Tensor]], None]:
@@ -188,23 +252,61 @@ def _take_guard(module: fx.GraphModule) -> Callable[[Sequence[Tensor]], None]:
 # ---- what tracing would lose
 
 
-def _refuse_own_backward(skeleton: Skeleton, call: ValueSpec) -> None:
-    """Refuse functions with a backward of their own: tracing sees their forward alone."""
-    found = sorted(_own_functions(_run(skeleton, call)))
+class _Lost(TorchFunctionMode):
+    """Notes what a model does that leaves no trace in a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._data: list[tuple[Tensor, int]] = []
+        self._found: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """A function is called."""
+        result = func(*args, **(kwargs or {}))
+        if func in EFFECTS:
+            self._found.add("hooks on the gradients of tensors")
+        elif func == GET_DATA:
+            self._data.append((result, result._version))
+        elif func == SET_DATA:
+            self._found.add("an assignment to .data")
+        return result
+
+    def found(self) -> set[str]:
+        """What it was, in words."""
+        written = any(tensor._version != before for tensor, before in self._data)
+        return self._found | ({"changes of .data in place"} if written else set())
+
+
+def _refuse_what_is_lost(skeleton: Skeleton, call: ValueSpec) -> None:
+    """Refuse what tracing does not see: it sees what is computed in forward, and nothing else."""
+    lost = _Lost()
+    with lost:
+        outputs = _run(skeleton, call)
+    own = {f"{name}, with a backward of its own" for name in _own_functions(outputs)}
+    found = sorted(own | lost.found())
     if found:
         raise PartitionError(
-            f"the {type(skeleton.model).__name__} uses {', '.join(found)}, with a backward of its own that "
-            'torch.export would drop; cut the model by module calls instead, with how="calls"'
+            f"the {type(skeleton.model).__name__} uses {'; '.join(found)}: torch.export would drop that; cut "
+            'the model by module calls instead, with how="calls"'
         )
 
 
 def _run(skeleton: Skeleton, call: ValueSpec) -> list[Tensor]:
     args, kwargs = call.fill([skeleton.empty(spec) for spec in call.tensors])
     try:
-        with undisturbed(), torch.enable_grad(), skeleton.mode:
-            return flatten(skeleton.model(*args, **kwargs))[0]
+        with (
+            undisturbed(),
+            torch.enable_grad(),
+            skeleton.mode,
+            _plainly(),
+            collect_losses() as added,
+        ):
+            outputs = flatten(skeleton.model(*args, **kwargs))[0]
     except Exception:  # torch.export will say it, and say it better
         return []
+    return [*outputs, *(term.value for term in added)]
 
 
 def _own_functions(outputs: Iterable[Tensor]) -> set[str]:

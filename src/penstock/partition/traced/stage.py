@@ -63,7 +63,7 @@ class TracedStage(nn.Module):
         program = self._program(trace)
         given = self._run(program, [values[name] for name in program.takes], tensors)
         if self._is_last:
-            return trace.exported.rebuild(given)
+            return trace.exported.output(given)
         return dict(zip(program.gives, given, strict=True))
 
     def _by_hand(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -76,7 +76,7 @@ class TracedStage(nn.Module):
         program = self._program(trace)
         given = self._run(program, values, tensors)
         if self._is_last:
-            return trace.exported.rebuild(given)
+            return trace.exported.output(given)
         pairs = zip(program.gives, given, strict=True)
         made = [value for name, value in pairs if argument_in(name) is None]
         return made[0] if len(made) == 1 else tuple(made)

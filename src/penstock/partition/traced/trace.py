@@ -15,6 +15,11 @@ from penstock.partition.traced.program import Program
 from penstock.partition.traced.wiring import wire
 from penstock.specs import Family, ValueSpec
 
+Sure = frozenset[tuple[str, int]]
+"""Tensors for which a gradient surely comes back: the value's name, and which of its tensors."""
+Travelling = tuple[ValueSpec, Sure]
+"""The spec of what travels and of the output, by name, with those tensors."""
+
 
 class Trace:
     """One call's graph, cut at the marks.
@@ -43,7 +48,7 @@ class Trace:
             arguments_travel=arguments_travel,
         )
         self._programs: dict[int, Program] = {}
-        self.families: dict[Any, Family[ValueSpec]] = {}
+        self.families: dict[Any, Family[Travelling]] = {}
 
     def users(self, name: str) -> dict[int, list[fx.Node]]:
         """The stages that use a parameter or buffer, with the nodes that do."""

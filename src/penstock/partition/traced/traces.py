@@ -8,13 +8,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.losses import collect_losses
 from penstock.partition.base import Description
 from penstock.partition.traced.export import Exported, export, undisturbed
 from penstock.partition.traced.layout import check_met, lay_out
 from penstock.partition.traced.marks import Point
 from penstock.partition.traced.skeleton import Skeleton
-from penstock.partition.traced.trace import Trace
+from penstock.partition.traced.trace import Sure, Trace, Travelling
 from penstock.specs import (
     Family,
     Found,
@@ -25,7 +27,7 @@ from penstock.specs import (
     forms_of_arguments,
     found_of,
     spec_of_forms,
-    unflatten,
+    surely_reached,
 )
 
 _KEPT = 32
@@ -163,34 +165,47 @@ class Traces:
         every = [own.held_tensor(name) for own in held for name in own.held_names.values()]
         traits = tuple((tensor.dtype, tensor.requires_grad) for tensor in every)
         key = (torch.is_grad_enabled(), *autocast_types(), traits, call.kind())
-        whole = trace.families.setdefault(key, _new_family()).find(
+        whole, sure = trace.families.setdefault(key, _new_family()).find(
             forms_of_arguments(call, self.device),
-            lambda: ValueSpec.of(
-                self._values(trace, [self._skeleton.empty(spec) for spec in call.tensors], held)
-            ),
+            lambda: self._looked(trace, call, held),
             lambda unknowns: self._follow(trace, call, unknowns, held),
-            lambda found: spec_of_forms(found.leaves, found.rest),
+            lambda found: (spec_of_forms(found.leaves, found.rest[0]), found.rest[1]),
         )
         specs = {name: ValueSpec.of(value) for name, value in whole.without_data().items()}
         edges = [
             replace(edge, gradient=bool(specs[edge.value].differentiable))
             for edge in trace.wiring.edges
         ]
-        return Description(tuple(edges), specs)
+        marked = {
+            name: spec.marked({index for of, index in sure if of == name})
+            for name, spec in specs.items()
+            if name != "output"
+        }
+        return Description(tuple(edges), {**specs, **marked})
+
+    def _looked(self, trace: Trace, call: ValueSpec, held: Sequence[Held]) -> Travelling:
+        inputs = [self._skeleton.empty(spec) for spec in call.tensors]
+        values, sure = self._values(trace, inputs, held)
+        return ValueSpec.of(values), sure
 
     def _values(
         self, trace: Trace, inputs: Sequence[Tensor], held: Sequence[Held]
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], Sure]:
+        """What travels and the output, by name, and for which tensors of it a gradient surely comes."""
         values: dict[str, Any] = {}
         given: list[Any] = []
         with undisturbed(), self._skeleton.mode:
             for stage, own in enumerate(held):
                 program = trace.program(stage, own.held_names, self.device)
                 tensors = [self._skeleton.like(own.held_tensor(name)) for name in program.tensors]
-                taken = [_arrived(values[name]) for name in program.takes]
+                taken = [values[name] for name in program.takes]
                 given = program(self.device, taken, inputs, tensors)
                 values.update(zip(program.gives, given, strict=False))
-            return values | {"output": trace.exported.rebuild(given)}
+            with collect_losses() as added:
+                values["output"] = trace.exported.output(given)
+        losses = [term.value for term in added]
+        sure = surely_reached(_edges(values), flatten(values["output"])[0], losses)
+        return values, frozenset(sure)
 
     def _follow(
         self, trace: Trace, call: ValueSpec, unknowns: Unknowns, held: Sequence[Held]
@@ -198,18 +213,19 @@ class Traces:
         with unknowns.within(self._skeleton.mode) as inputs:
             for tensor, spec in zip(inputs, call.tensors, strict=True):
                 tensor.requires_grad_(spec.requires_grad)
-            return found_of(*flatten(self._values(trace, inputs, held)))
+            values, sure = self._values(trace, inputs, held)
+            tensors, structure = flatten(values)
+            return found_of(tensors, (structure, sure))
 
 
-def _new_family() -> Family[ValueSpec]:
-    return Family(lambda one, other: one.digest() == other.digest())
+def _new_family() -> Family[Travelling]:
+    return Family(lambda one, other: one[0].digest() == other[0].digest() and one[1] == other[1])
 
 
-def _arrived(value: Any) -> Any:
-    """A value as another stage gets it: without the graph behind it."""
-    tensors, structure = flatten(value)
-    fresh = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-    return unflatten(structure, fresh)
+def _edges(values: Mapping[str, Any]) -> dict[tuple[str, int], GradientEdge]:
+    """Where the gradients of the tensors in values arrive."""
+    tensors = {(n, i): t for n, value in values.items() for i, t in enumerate(flatten(value)[0])}
+    return {key: get_gradient_edge(t) for key, t in tensors.items() if t.requires_grad}
 
 
 def _with_policy(exported: Exported, policy: Policy) -> Exported:
