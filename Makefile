@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Arguments for `make run`, such as ARGS="--steps 50 --schedule ZB-H1"
 ARGS ?=
 
-.PHONY: run test check bench clean
+.PHONY: run test check bench fuzz clean
 
 run: $(VENV)/.installed
 	$(BIN)/penstock train $(ARGS)
@@ -23,6 +23,10 @@ check: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Such as ARGS="--seconds 3600 --seed 7", or ARGS="--case 7:123" to repeat one; see docs/fuzzing.md.
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python -m penstock.testing.fuzz $(ARGS)
 
 # torch first and alone: resolving it together with the rest may fetch a larger build.
 $(VENV)/.installed: pyproject.toml

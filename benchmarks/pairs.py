@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, process_time
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,40 @@ class Ratios:
             f"medians {1e3 * statistics.median(self.ours):.2f} ms "
             f"and {1e3 * statistics.median(self.peers):.2f} ms)"
         )
+
+
+@dataclass(frozen=True)
+class Times:
+    """What each repeat of something took, round by round, in seconds.
+
+    Args:
+        elapsed: by the clock.
+        cpu: of this process's CPU, all threads.
+    """
+
+    elapsed: Sequence[float]
+    cpu: Sequence[float]
+
+
+def take_turns(
+    ways: Mapping[str, Callable[[], object]], rounds: int, repeats: int
+) -> dict[str, Times]:
+    """Time several things in turn, each round in another order.
+
+    Args:
+        ways: each runs one repeat.
+        rounds: how many times of each.
+        repeats: how many repeats make one time.
+    """
+    names = list(ways)
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
+    for index in range(rounds):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            before = process_time()
+            found[name][0].append(_time(ways[name], repeats))
+            found[name][1].append((process_time() - before) / repeats)
+    return {name: Times(*times) for name, times in found.items()}
 
 
 def alternate(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage as PeerStage
 from torch.distributed.pipelining import Schedule1F1B as Peer1F1B
+from torch.distributed.pipelining import ScheduleInterleaved1F1B as PeerInterleaved
 from torch.distributed.pipelining import ScheduleZBVZeroBubble as PeerZBV
 
 from penstock import Pipeline, PipelineStage
@@ -71,7 +72,7 @@ def tiny(stages: int, microbatches: int = 64) -> Work:
 
 
 WORKS: dict[str, Callable[..., Work]] = {"gpt": gpt, "tiny": tiny}
-SCHEDULES = {"1F1B": RANKS, "ZB-V": 2 * RANKS}
+SCHEDULES = {"1F1B": RANKS, "Interleaved1F1B": 2 * RANKS, "ZB-V": 2 * RANKS}
 """The schedules that both have, and how many stages each takes."""
 
 
@@ -110,7 +111,8 @@ class Peer:
         if schedule == "1F1B":
             self._schedule: Any = Peer1F1B(self.stages[0], work.microbatches, work.loss)
         else:
-            self._schedule = PeerZBV(self.stages, work.microbatches, work.loss)
+            kind = PeerZBV if schedule == "ZB-V" else PeerInterleaved
+            self._schedule = kind(self.stages, work.microbatches, work.loss)
 
     def step(self) -> None:
         """Forward and backward of the batch."""

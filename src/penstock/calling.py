@@ -147,7 +147,7 @@ class Caller:
             loss = self._training_loss()
             return self._order(
                 self._batch(given), loss, trains=True, outputs=False, draw=draw, whole_batch=whole_batch,
-                scale=loss.scale(None, None, 1.0), finite=True,
+                scale=loss.scale(None, None, 1.0), finite=True, noted=True,
             )  # fmt: skip
 
         order = self._prepared(made, trains=True)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.draws import Generators
-from penstock.errors import PoisonedError
+from penstock.errors import PoisonedError, UsageError
 from penstock.runtime import (
     Order,
     Rank,
@@ -22,7 +22,9 @@ from penstock.runtime import (
     channels,
     drive,
     engine_for,
+    explain,
     reports_of,
+    table,
 )
 from penstock.schedule import Action, Schedule, Span, Timeline, parse_action, replay
 from penstock.schedule.base import flat
@@ -185,6 +187,25 @@ class Crew:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+    def explain(self) -> str:
+        """The program of the last call, as it ran on each rank here, as a table.
+
+        Raises:
+            UsageError: there was no call yet.
+        """
+        found = [rank.bound for rank in self.ranks]
+        told = [
+            f"rank {rank.number}, schedule {bound.program.schedule.name}\n{table(explain(bound))}"
+            for rank, bound in zip(self.ranks, found, strict=True)
+            if bound is not None
+        ]
+        if not told:
+            raise UsageError(
+                "there is nothing to explain yet: a program is bound in the first call; call step(), "
+                "eval() or predict() before"
+            )
+        return "\n\n".join(told)
 
     def patient(self, seconds: float = LONG) -> AbstractContextManager[None]:
         """Have this process take longer than a step may, without being called silent."""

@@ -352,6 +352,17 @@ class Pipeline(WeightHolder):
         given = Given(args, kwargs, target)
         return self._caller.find_nonfinite(given, draw, whole_batch=self._statistics == "batch")
 
+    def explain(self) -> str:
+        """What the ranks of this process did in the last call, action by action, as a table.
+
+        Each line is a position in the rank's list, the action, what it reads and writes, and for a message
+        its channel and bytes. ``take`` is where what arrived is taken, just before the action that needs it.
+
+        Raises:
+            UsageError: there was no call yet.
+        """
+        return self._crew.explain()
+
     def on(
         self,
         which: Which,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -13,17 +13,22 @@ from penstock.errors import SpecError
 from penstock.specs import flatten, paths, unflatten
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-_Kind = tuple[bool, bool, tuple[torch.Size, ...]]
+_Kind: TypeAlias = tuple[Any, ...]
 _REMEMBERED = 1024
 
 
-@dataclass
-class Entered:
+class Entered(NamedTuple):
     """The arguments of one call of a stage.
 
-    Args:
+    Attributes:
         call: what the module is called with.
         leaves: for each of its tensors the leaf below it, where gradients arrive; or the tensor itself.
+        structure: of the arguments, around their tensors.
+        tensors: that the module gets.
+        versions: how often each had been changed before.
+        copied: which of them are copies; None where that is all, to learn which it changes.
+        kind: the shapes, and what else it may depend on which the module changes.
+        learning: whether gradients are enabled.
     """
 
     call: Call
@@ -31,8 +36,9 @@ class Entered:
     structure: Any
     tensors: list[Tensor]
     versions: list[int]
-    copied: frozenset[int]
+    copied: frozenset[int] | None
     kind: _Kind
+    learning: bool
 
 
 class Entrance:
@@ -50,7 +56,7 @@ class Entrance:
         self._stage = stage
         self._changes: dict[_Kind, frozenset[int]] = {}
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Entered:
+    def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> Entered:
         """Make the arguments that the module gets.
 
         Args:
@@ -58,24 +64,31 @@ class Entrance:
             kwargs: by name.
             training: whether the module is in training, where it may do other things.
         """
-        tensors, structure = flatten((args, kwargs) if kwargs else args)
+        tensors, structure = flatten((args, dict(kwargs)) if kwargs else args)
         learning = torch.is_grad_enabled()
-        kind = (training, learning, tuple([tensor.shape for tensor in tensors]))
-        known = self._changes.get(kind)
-        copied = frozenset(range(len(tensors))) if known is None else known
+        kind = (training, learning, *[tensor.shape for tensor in tensors])
+        copied = self._changes.get(kind)
         leaves: list[Tensor] = []
         entered: list[Tensor] = []
         for index, tensor in enumerate(tensors):
+            changes = copied is None or index in copied
             # Nobody counts the changes of a tensor that was made in inference mode.
-            own = _copy(tensor) if index in copied or tensor.is_inference() else tensor
-            leaf, inner = _fresh(own, learning=learning)
-            leaves.append(leaf)
-            entered.append(inner)
+            own = _copy(tensor) if changes or tensor.is_inference() else tensor
+            if own.requires_grad and learning:
+                leaf = own.detach().requires_grad_()
+                leaves.append(leaf)
+                # A leaf cannot be changed in place; what nobody changes needs nothing around it.
+                entered.append(cast("Any", _Enter).apply(leaf) if changes else leaf)
+            else:
+                leaves.append(own)
+                # An object of its own: what the module does with it, such as to make it require grad by
+                # writing into it what does, is done to no other.
+                entered.append(own if own.requires_grad else own.detach())
         call = unflatten(structure, entered)
         versions = [_version(tensor) for tensor in entered]
-        return Entered(
-            call if kwargs else (call, {}), leaves, structure, entered, versions, copied, kind
-        )
+        if not kwargs:
+            call = (call, {})
+        return Entered(call, leaves, structure, entered, versions, copied, kind, learning)
 
     def leave(self, entered: Entered) -> Sequence[int]:
         """Look back after the call.
@@ -86,19 +99,38 @@ class Entrance:
         Raises:
             SpecError: it changed one that it had left alone before.
         """
-        pairs = zip(entered.tensors, entered.versions, strict=True)
-        changed = [index for index, (t, before) in enumerate(pairs) if _version(t) != before]
-        if not entered.copied.issuperset(changed):
-            where = list(paths(entered.structure))
-            told = ", ".join(where[index] for index in changed if index not in entered.copied)
-            raise SpecError(
-                f"stage {self._stage} changed {told} of its arguments in place, which it did not do in "
-                "earlier calls of this shape; the memory may be shared with others: use an operation that "
-                "is not in place, or clone the tensor first"
+        changed = [
+            index
+            for index, (tensor, before) in enumerate(
+                zip(entered.tensors, entered.versions, strict=True)
             )
-        if entered.kind not in self._changes:
+            if _version(tensor) != before
+        ]
+        if entered.copied is None:
             self._learn(entered.kind, frozenset(changed))
+        elif new := [index for index in changed if index not in entered.copied]:
+            raise self._unexpected(entered, new)
         return changed
+
+    def check_refused(self, entered: Entered, error: RuntimeError) -> None:
+        """Look at what the call raised.
+
+        Raises:
+            SpecError: the module tried to change an argument in place, which it had left alone before.
+        """
+        if entered.copied is not None and _OF_LEAVES.search(str(error)):
+            frames = {id(tensor) for tensor in entered.leaves}
+            found = [i for i, tensor in enumerate(entered.tensors) if id(tensor) in frames]
+            raise self._unexpected(entered, found) from error
+
+    def _unexpected(self, entered: Entered, changed: Sequence[int]) -> SpecError:
+        where = list(paths(entered.structure))
+        told = ", ".join(where[index] for index in changed)
+        return SpecError(
+            f"stage {self._stage} changed {told} of its arguments in place, which it did not do in "
+            "earlier calls of this shape; the memory may be shared with others: use an operation that "
+            "is not in place, or clone the tensor first"
+        )
 
     def _learn(self, kind: _Kind, changed: frozenset[int]) -> None:
         if len(self._changes) >= _REMEMBERED:
@@ -106,20 +138,12 @@ class Entrance:
         self._changes[kind] = changed
 
 
+_OF_LEAVES = re.compile("leaf Variable that requires grad .*in-place")
+"""What torch says of an operation in place on a leaf, or on a view of one."""
+
+
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _fresh(tensor: Tensor, *, learning: bool) -> tuple[Tensor, Tensor]:
-    """A leaf over a tensor's data, and what the module gets: a non-leaf over that, without hooks."""
-    if tensor.requires_grad and learning:
-        leaf = tensor.detach().requires_grad_()
-        return leaf, cast("Any", _Enter).apply(leaf)
-    if tensor.requires_grad:
-        return tensor, tensor
-    # An object of its own: what the module does with it, such as to make it require grad by writing into it
-    # what does, is done to no other.
-    return tensor, tensor.detach()
 
 
 class _Enter(torch.autograd.Function):

@@ -39,6 +39,16 @@ class Losses:
         self.differentiable = torch.is_grad_enabled()
         self._terms: list[Term] = []
 
+    def __enter__(self) -> Losses:
+        """Begin anew to collect what :func:`add_loss` is given."""
+        self.differentiable = torch.is_grad_enabled()
+        self._terms = []
+        self._token = _collected.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _collected.reset(self._token)
+
     def add(self, term: Term) -> None:
         """Note a term."""
         self._terms.append(term)
@@ -81,8 +91,7 @@ def losses_heard(listener: Listener) -> Iterator[None]:
         _listener.reset(token)
 
 
-@contextmanager
-def collect_losses() -> Iterator[Losses]:
+def collect_losses() -> Losses:
     """Collect what :func:`add_loss` is given inside.
 
     ::
@@ -91,11 +100,7 @@ def collect_losses() -> Iterator[Losses]:
             output = model(x)
         (loss_fn(output, target) + losses.total()).backward()
     """
-    token = _collected.set(found := Losses())
-    try:
-        yield found
-    finally:
-        _collected.reset(token)
+    return Losses()
 
 
 def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.backward import ENGINES, Apart, BackwardEngine
+from penstock.backward import ENGINES, Apart, BackwardEngine, backward_from
 from penstock.entrance import Entrance
 from penstock.errors import UsageError
 from penstock.specs import flatten
@@ -156,15 +156,16 @@ class PipelineStage:
         Returns:
             The module's output.
         """
-        entered = self._entrance.enter(
-            tuple(args), dict(kwargs or {}), training=self.module.training
-        )
+        entered = self._entrance.enter(tuple(args), kwargs or {}, training=self.module.training)
         args, kwargs = entered.call
-
-        output = self.module(*args, **kwargs, **(aside or {}))
+        try:
+            output = self.module(*args, **kwargs, **(aside or {}))
+        except RuntimeError as error:
+            self._entrance.check_refused(entered, error)
+            raise
         self.changed = self._entrance.leave(entered)
         root = output if loss is None else loss(output)
-        if torch.is_grad_enabled():
+        if entered.learning:
             self._forwards[microbatch] = _Forward(entered.leaves, flatten(root)[0])
         return output
 
@@ -190,6 +191,8 @@ class PipelineStage:
         """
         done = self._taken(self._forwards, microbatch, "forward")
         with self._apart:
+            if self._engine.is_plain:
+                return backward_from(done.roots, output_grads, done.leaves)
             found = self._engine.full(done.roots, output_grads, done.leaves)
             self._finish(self._engine)
         return found

@@ -228,10 +228,10 @@ def test_what_the_stages_cannot_follow_is_said(
         of_pipe(made(kind), change, "1F1B")
 
 
-def refusal(group: Any, kind: str, change: str, is_tied: bool) -> str:
+def refusal(group: Any, kind: str, change: str, is_tied: bool, schedule: str) -> str:
     """A worker's task: what a rank says to a change."""
     try:
-        of_pipe(made(globals()[kind], tied=is_tied), globals()[change], "1F1B", group=group)
+        of_pipe(made(globals()[kind], tied=is_tied), globals()[change], schedule, group=group)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -242,12 +242,12 @@ def refusal(group: Any, kind: str, change: str, is_tied: bool) -> str:
     ("change", "is_tied", "said"),
     [("tied", False, "have become one weight"), ("untied", True, "are no longer one weight")],
 )
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
 def test_ranks_cannot_tie_and_untie_later(
-    workers: WorkerPool, kind: str, change: str, is_tied: bool, said: str
+    workers: WorkerPool, kind: str, change: str, is_tied: bool, said: str, schedule: str
 ) -> None:
-    for answer in workers.run(
-        f"{__name__}:refusal", 2, 60.0, kind=kind, change=change, is_tied=is_tied
-    ):
+    given = {"kind": kind, "change": change, "is_tied": is_tied, "schedule": schedule}
+    for answer in workers.run(f"{__name__}:refusal", 2, 60.0, **given):
         assert said in answer
 
 

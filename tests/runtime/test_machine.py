@@ -14,11 +14,18 @@ from torch import Tensor, nn
 from penstock import PipelineStage
 from penstock.errors import MessageError, SpecError
 from penstock.microbatch import split
-from penstock.runtime import Machine, RankProgram, Work, channels, drive, reports_of
-from penstock.runtime.roots import Roots
+from penstock.runtime import (
+    BoundProgram,
+    RankProgram,
+    StepData,
+    Wanted,
+    channels,
+    drive,
+    reports_of,
+)
 from penstock.schedule import Placement, Schedule, add_communication, build, parse_action
 from penstock.specs import ValueSpec
-from penstock.step import Loss, Weights
+from penstock.step import Loss, Tally, Weights
 from penstock.transport import in_process
 from tests.runtime.graphs import BATCH, GRAPHS, make_ranks, order_of, schedule_of, square_loss
 
@@ -43,23 +50,26 @@ def run(
     modules: Sequence[nn.Module] | None = None,
     specs: dict[str, ValueSpec] = SPECS,
     grad: bool = True,
-) -> list[Work]:
+) -> list[StepData]:
     """Run both ranks' programs; what the step left there."""
     modules = modules or [nn.Linear(3, 3), nn.Linear(3, 3)]
-    parts = split((torch.ones(2, 3),), {}, schedule.microbatches)
-    works, machines = [], []
+    many = schedule.microbatches
+    parts = split((torch.ones(2, 3),), {}, many)
+    steps, tasks = [], []
     for end, module in zip(in_process(2), modules, strict=True):
         end.open(channels(schedule))
         stages = {end.rank: PipelineStage(module, end.rank, 2)}
         loss = Loss(lambda output, _: output.sum()) if grad else None
-        many = schedule.microbatches
         weights = Weights([1.0] * many, [1.0] * many, [1.0] * many)
-        roots = Roots(loss, weights, [None] * many)
-        works.append(Work(parts, [specs] * many, roots, not grad))
-        machines.append(Machine(RankProgram(schedule, end.rank), stages, end, works[-1]))
+        step = StepData(parts, loss, [None] * many, weights, Tally(weights, {}))
+        wanted = Wanted(with_loss=grad, outputs=not grad)
+        program = RankProgram(schedule, end.rank)
+        bound = BoundProgram(program, stages, end, [specs] * many, wanted)
+        steps.append(step)
+        tasks.append(bound.run(step))
     with torch.set_grad_enabled(grad):
-        drive([machine.run() for machine in machines])
-    return works
+        drive(tasks)
+    return steps
 
 
 # ---- what it leaves where
@@ -67,8 +77,8 @@ def run(
 
 def test_the_last_rank_has_the_losses() -> None:
     first, last = run(STEP)
-    assert not first.roots.tally.sums().totals
-    assert list(last.roots.tally.sums().totals) == [("main", "")]
+    assert not first.tally.sums().totals
+    assert list(last.tally.sums().totals) == [("main", "")]
 
 
 def test_the_last_rank_keeps_outputs_where_asked() -> None:
@@ -84,7 +94,7 @@ OTHER_OPS = programs(
 
 
 def test_ops_that_ask_nothing_of_a_plain_stage() -> None:
-    assert list(run(OTHER_OPS)[1].roots.tally.sums().totals) == [("main", "")]
+    assert list(run(OTHER_OPS)[1].tally.sums().totals) == [("main", "")]
 
 
 # ---- what it refuses

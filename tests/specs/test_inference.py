@@ -201,6 +201,10 @@ def learns(module: nn.Module, args: Any, output: Any) -> None:
     output.requires_grad_(True)
 
 
+def noted(value: Any, times: int = 1) -> None:
+    return noted(value, times - 1) if times else NOTED.append(value)
+
+
 class Recorder:
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -210,6 +214,9 @@ class Recorder:
 
     def method(self, module: nn.Module, args: Any) -> None:
         self.calls.append(args)
+
+
+RECORDER = Recorder()
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -237,6 +244,25 @@ def test_hooks_that_change_something_do(copyable: bool) -> None:
     assert [str(tensor) for tensor in found.tensors] == ["float64[4, 3], requires grad"] * 2
     assert NOTED == []
     assert len(module._forward_hooks) == 3
+
+
+def test_hooks_that_note_something_through_a_function_note_nothing() -> None:
+    module, mine, recorder = nn.Linear(3, 3), list[Any](), Recorder()
+
+    def note(value: Any) -> None:
+        mine.append(value)
+
+    module.register_forward_hook(lambda module, args, output: noted(output))
+    module.register_forward_hook(lambda module, args, output: note(output))
+    module.register_forward_hook(lambda module, args, output: recorder(module, args, output))
+    module.register_forward_hook(lambda module, args, output: RECORDER(module, args, output))
+    module.register_forward_hook(lambda module, args, output: next(map(noted, output)))
+    infer(module, torch.zeros(1, 3))
+    assert (NOTED, mine, recorder.calls, RECORDER.calls) == ([], [], [], [])
+    module(torch.zeros(1, 3))
+    assert (len(NOTED), len(mine), len(recorder.calls), len(RECORDER.calls)) == (2, 1, 1, 1)
+    NOTED.clear()
+    RECORDER.calls.clear()
 
 
 def test_a_hook_that_cannot_be_copied_is_not_called() -> None:

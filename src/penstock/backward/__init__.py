@@ -6,7 +6,7 @@ The halves work on any autograd graph and need nothing but its outputs, inputs a
 from penstock.backward.apart import Apart
 from penstock.backward.deferred import DeferredBackward
 from penstock.backward.engines import ENGINES, BackwardEngine
-from penstock.backward.full import stage_backward
+from penstock.backward.full import backward_from, stage_backward
 from penstock.backward.function import SplitFunction
 from penstock.backward.graph import (
     ParamGroup,
@@ -29,6 +29,7 @@ __all__ = [
     "WeightGradStore",
     "_get_grad_fn_or_grad_acc",
     "_null_coalesce_accumulate",
+    "backward_from",
     "construct_reverse_graph",
     "get_param_groups",
     "reverse_closure",

@@ -64,9 +64,14 @@ class DeferredBackward:
         self._whole: bool | None = None
         self._told = ""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is put off in a full backward pass."""
+        return not self._fused and self._joined == 1
+
     def full(self, outputs: Any, output_grads: Any, inputs: Sequence[Any]) -> Gradients:
         """Runs both halves; arguments and result as of `input_half`."""
-        if not self._fused and self._joined == 1:
+        if self.is_plain:
             return stage_backward(outputs, output_grads, inputs)
         found, store = self.input_half(outputs, output_grads, inputs)
         self.weight_half(store)

@@ -19,6 +19,10 @@ class BackwardEngine(Protocol):
     ``outputs`` and ``output_grads`` are as for `stage_backward`.
     """
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether `full` is a backward pass as autograd's own."""
+
     def full(self, outputs: Any, output_grads: Any, inputs: Sequence[Any]) -> Gradients:
         """Returns the inputs' gradients and adds the weights' to their ``.grad``."""
 
@@ -36,6 +40,8 @@ class BackwardEngine(Protocol):
 
 class Unsplit:
     """No split: everything is done in the inputs' half."""
+
+    is_plain = True
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -53,6 +53,38 @@ def stage_backward(
         return backward_through(pairs, input_values)
 
 
+def backward_from(
+    outputs: list[Tensor], grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
+) -> Gradients:
+    """Does `stage_backward` for outputs that are a row of tensors, and inputs with no ``.grad`` yet.
+
+    It is what a pipeline's stage calls for each microbatch; nothing is asked twice.
+    """
+    seeds: list[Tensor | None]
+    if grads is None:
+        grads = [None] * len(outputs)
+        roots = [output for output in outputs if output.requires_grad]
+        seeds = [None] * len(roots)
+    else:
+        found = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=False)
+            if grad is not None and output.requires_grad
+        ]
+        roots = [output for output, _ in found]
+        seeds = [grad for _, grad in found]
+    try:
+        if len(grads) != len(outputs):
+            _check_length(outputs, grads, "output")
+        if roots:
+            torch.autograd.backward(roots, seeds)
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise _told("stage_backward", {"output": outputs, "gradient": grads}, error) from error
+    return tuple([tensor.grad if tensor.requires_grad else None for tensor in inputs])
+
+
 def backward_through(
     pairs: Sequence[Pair], input_values: Sequence[Any], ends: Sequence[GradientEdge] = ()
 ) -> Gradients:
@@ -169,8 +201,12 @@ class _Explained:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, PenstockError):
-            shown = ", ".join(f"{name}={describe(value)}" for name, value in self._values.items())
-            raise StageError(f"{self._call} failed for {shown}: {error}") from error
+            raise _told(self._call, self._values, error) from error
+
+
+def _told(call: str, values: Mapping[str, Any], error: Exception) -> StageError:
+    shown = ", ".join(f"{name}={describe(value)}" for name, value in values.items())
+    return StageError(f"{call} failed for {shown}: {error}")
 
 
 def _pair_tensor(output: Tensor, gradient: Any, path: str) -> Iterator[Pair]:

@@ -1,6 +1,6 @@
 """A fault on one rank is a named error on all: heartbeats, a failure channel, a watch, and a report."""
 
-from penstock.faults.activity import Activity, add_probe
+from penstock.faults.activity import Activity, add_probe, has_probes
 from penstock.faults.failure import (
     Failure,
     failing_module,
@@ -24,6 +24,7 @@ __all__ = [
     "Watch",
     "add_probe",
     "failing_module",
+    "has_probes",
     "status_of",
     "versions",
     "without_own_frames",

@@ -22,6 +22,11 @@ def add_probe(probe: Probe) -> Callable[[], None]:
     return lambda: _PROBES.remove(probe) if probe in _PROBES else None
 
 
+def has_probes() -> bool:
+    """Whether there is such a function."""
+    return bool(_PROBES)
+
+
 class Waiting(NamedTuple):
     """What a rank waits for, and from which ranks; None says from all that do not wait alike."""
 

@@ -175,7 +175,8 @@ class Watched:
         model = self._model() if self._model is not None else None
         if model is None:
             return
-        held = {name for module in self._here.values() for name, _ in named_tensors(module)}
+        stages = [{name for name, _ in named_tensors(module)} for module in self._here.values()]
+        held = set().union(*stages)
         known = {name: one for one in table for name in one.names}
         named = {name: tensor for name, tensor in named_tensors(model) if _is_filled(tensor)}
         for one in (one for one in table if len(one.stages) > 1):
@@ -188,14 +189,15 @@ class Watched:
             together.setdefault(id(tensor), []).append(name)
         for names in together.values():
             apart = len({id(known.get(name, name)) for name in names}) > 1
-            if apart and not held.isdisjoint(names) and not held.issuperset(names):
+            in_one = any(stage.issuperset(names) for stage in stages)
+            if apart and not held.isdisjoint(names) and not in_one:
                 raise UsageError(_changed("have become one weight", names))
 
 
 def _changed(how: str, names: Sequence[str]) -> str:
     listed = " and ".join(map(repr, names))
     return (
-        f"{listed} {how} since the Pipeline was made, and stages of several processes have them; "
+        f"{listed} {how} since the Pipeline was made, and several stages have them; "
         "make a new Pipeline"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -97,11 +97,13 @@ class Page:
         call: what the model is called with.
         specs: for each microbatch, of its values.
         schedule: the one that carries it out.
+        bound: the rank's program for it, by what else calls want.
     """
 
     call: ModelCall
     specs: tuple[Specs, ...]
     schedule: Schedule
+    bound: dict[Any, Any] = field(default_factory=dict, compare=False)
 
 
 _REMEMBERED = 1024

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from time import perf_counter
 
 import torch
@@ -29,12 +28,15 @@ class Recorder:
             _nothing if device.type == "cpu" else torch.accelerator.synchronize
         )
         self._origin = self._now()
+        self._start = 0.0
 
-    @contextmanager
-    def timed(self, action: Action) -> Iterator[None]:
-        """Note an action; its pieces, where it has several one after the other, are one span."""
-        start = self._now() - self._origin
-        yield
+    def start(self) -> None:
+        """An action begins, or a piece of one."""
+        self._start = self._now() - self._origin
+
+    def stop(self, action: Action) -> None:
+        """It ends; the pieces of an action, where it has several one after the other, are one span."""
+        start = self._start
         if self.spans and self.spans[-1].action == action:
             start = self.spans.pop().start
         self.spans.append(Span(self._rank, action, start, self._now() - self._origin))

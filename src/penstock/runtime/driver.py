@@ -68,19 +68,18 @@ def _run_alone(task: Task[T], activity: Activity) -> T:
 
 def _run_in_turn(tasks: Sequence[Task[T]]) -> list[T]:
     results: dict[int, T] = {}
-    waits: dict[int, Wait] = {}
-    open_ = set(range(len(tasks)))
-    while open_:
-        ready = [i for i in sorted(open_) if i not in waits or waits[i].ticket.ready()]
-        if not ready:
-            raise MessageError(
-                "no rank can go on: " + "; ".join(str(waits[i]) for i in sorted(waits))
-            )
-        for index in ready:
-            waits.pop(index, None)
+    waits: dict[int, Wait | None] = dict.fromkeys(range(len(tasks)))
+    while waits:
+        moved = False
+        for index, wait in tuple(waits.items()):
+            if wait is not None and not wait.ticket.ready():
+                continue
+            moved = True
             try:
                 waits[index] = next(tasks[index])
             except StopIteration as done:
                 results[index] = done.value
-                open_.discard(index)
+                del waits[index]
+        if not moved:
+            raise MessageError("no rank can go on: " + "; ".join(map(str, waits.values())))
     return [results[index] for index in range(len(tasks))]

@@ -1,20 +1,23 @@
-"""What a rank passes on in a step: values to the stages that use them, gradients to those that made them.
+"""What passes between the stages of a step: values to those that use them, gradients to those that made them.
 
-Stages of one rank hand over directly; for the others there are messages, checked before they are sent.
+Everything here is made once for a rank's bound program and used in every step of it. A value that this rank
+holds lies in a slot, one for each value and microbatch; so do the gradients that each user owes for it. The
+program is known, so it is known who reads a slot last, and that read empties it. Stages of one rank hand over
+through slots alone; for the others there are messages, whose values are checked before they are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.errors import SpecError
+from penstock.errors import InternalError, SpecError
 from penstock.runtime.arguments import chosen
 from penstock.runtime.program import RankProgram
-from penstock.runtime.values import GradientSums, Held, Values
 from penstock.schedule import Action, Edge, Op
 from penstock.schedule.action import RECV_OPS
 from penstock.specs import TensorSpec, ValueSpec, flatten, paths
@@ -23,9 +26,20 @@ from penstock.transport import Ticket, Transport
 Specs = Mapping[str, ValueSpec]
 """The spec of each value that travels, by name."""
 
+Gradients = Sequence[Tensor | None]
+
+
+class Held(NamedTuple):
+    """A value, and the tensors in it."""
+
+    value: Any
+    tensors: Sequence[Tensor]
+
 
 class Exchange:
-    """The values and gradients of one rank in one step.
+    """The slots and channels of one rank's bound program.
+
+    The methods give functions of a microbatch, which the program calls in its steps.
 
     Args:
         program: what the rank does.
@@ -45,21 +59,77 @@ class Exchange:
         self._transport = transport
         self._specs = specs
         self._devices = devices
-        self._values = Values()
-        self._gradients = GradientSums()
+        self._count = len(specs)
+        self._values: dict[str, list[Held | None]] = {}
+        self._owed: dict[tuple[str, int], list[Gradients | None]] = {}
         self._posted: dict[Action, Ticket] = {}
+
+    def clear(self) -> None:
+        """Empty all slots, after a step that was interrupted."""
+        for held in self._values.values():
+            held[:] = [None] * self._count
+        for owed in self._owed.values():
+            owed[:] = [None] * self._count
+        self._posted.clear()
 
     @property
     def untaken(self) -> list[Action]:
         """The receives whose messages nobody has used."""
         return [action for action in self._posted if action.op in RECV_OPS]
 
-    # ---- between the stages of this rank
+    # ---- values, forward
 
-    def values(self, stage: int, microbatch: int) -> dict[str, Any]:
-        """The values that a stage uses, by name."""
-        taken = self._program.taken(stage)
-        return {edge.value: self._values.take(edge.value, microbatch).value for edge in taken}
+    def reader(self, stage: int) -> Callable[[int], list[Any]]:
+        """Reads the values that a stage uses, in the order of its edges."""
+        read = [self._read(edge, stage) for edge in self._program.taken(stage)]
+        if len(read) == 1:
+            (only,) = read
+            return lambda microbatch: [only(microbatch).value]
+        return lambda microbatch: [one(microbatch).value for one in read]
+
+    def _read(self, edge: Edge, reader: int | Action) -> Callable[[int], Held]:
+        slots = self._slots(edge.value)
+        last = self._program.last_reads(edge.value, reader)
+
+        def read(microbatch: int) -> Held:
+            held = slots[microbatch]
+            if held is None:
+                raise InternalError(f"value {edge.value!r} of microbatch {microbatch} is not here")
+            if microbatch in last:
+                slots[microbatch] = None
+            return held
+
+        return read
+
+    def _slots(self, value: str) -> list[Held | None]:
+        return self._values.setdefault(value, [None] * self._count)
+
+    def keeper(self, stage: int, *, wired: bool) -> Callable[[int, Any], None]:
+        """Keeps the values that a stage's output holds until they are used and sent.
+
+        What it gives raises SpecError where a value is not what was agreed on; nothing of it is sent then.
+        """
+        given = self._program.given(stage)
+        specs = [[of[edge.value] for edge in given] for of in self._specs]
+        slots = [self._slots(edge.value) for edge in given]
+        read = [bool(self._program.uses_of[edge.value]) for edge in given]
+        if len(given) == 1 and not wired and read[0]:
+            (edge,), (held,) = given, slots
+
+            def keep_one(microbatch: int, output: Any) -> None:
+                tensors = _checked(output, specs[microbatch][0], edge, microbatch)
+                held[microbatch] = Held(output, tensors)
+
+            return keep_one
+
+        def keep(microbatch: int, output: Any) -> None:
+            values = chosen(given, output, wired=wired)
+            for i, value in enumerate(values):
+                tensors = _checked(value, specs[microbatch][i], given[i], microbatch)
+                if read[i]:
+                    slots[i][microbatch] = Held(value, tensors)
+
+        return keep
 
     def check_unchanged(self, stage: int, microbatch: int, changed: Sequence[int]) -> None:
         """Check that no later stage uses what a stage has changed in place.
@@ -77,7 +147,7 @@ class Exchange:
         """
         start = 0
         for edge in self._program.taken(stage):
-            where = list(paths(self._spec(edge, microbatch).structure))
+            where = list(paths(self._specs[microbatch][edge.value].structure))
             found = [where[i - start] for i in changed if start <= i < start + len(where)]
             later = [target for target in edge.targets if target > stage]
             if found and later:
@@ -87,135 +157,218 @@ class Exchange:
                 )
             start += len(where)
 
-    def keep(self, stage: int, microbatch: int, output: Any, *, wired: bool = False) -> None:
-        """Keep the values that a stage's output holds until they are used and sent.
+    # ---- gradients, backward
 
-        Raises:
-            SpecError: one is not what was agreed on; nothing of it is sent.
+    def owed(self, stage: int) -> Callable[[int], list[Tensor | None]]:
+        """Adds up the gradients that came back for a stage's values, one for each of their tensors."""
+        totals = [self._total(edge) for edge in self._program.given(stage)]
+        if len(totals) == 1:
+            return totals[0]
+        return lambda microbatch: [grad for total in totals for grad in total(microbatch)]
+
+    def _total(self, edge: Edge) -> Callable[[int], list[Tensor | None]]:
+        """The sum over a value's users, from the last stage to the first whatever the order they came in."""
+        users = self._program.payers(edge) if edge.gradient else ()
+        owed = [self._debts(edge.value, user) for user in users]
+        lengths = [len(of[edge.value].tensors) for of in self._specs]
+        if len(owed) == 1:
+            (only,) = owed
+
+            def total_of_one(microbatch: int) -> list[Tensor | None]:
+                gradients, only[microbatch] = only[microbatch], None
+                return [None] * lengths[microbatch] if gradients is None else list(gradients)
+
+            return total_of_one
+
+        def total(microbatch: int) -> list[Tensor | None]:
+            found = []
+            for debts in owed:
+                gradients = debts[microbatch]
+                if gradients is not None:
+                    found.append(gradients)
+                    debts[microbatch] = None
+            if len(found) == 1:
+                return list(found[0])
+            if not found:
+                return [None] * lengths[microbatch]
+            return [_add(column) for column in zip(*found, strict=True)]
+
+        return total
+
+    def _debts(self, value: str, user: int) -> list[Gradients | None]:
+        return self._owed.setdefault((value, user), [None] * self._count)
+
+    def handing_back(self, stage: int) -> Callable[[int, Gradients], Gradients]:
+        """Keeps the gradients of a stage's arguments for the stages that made the values.
+
+        What it gives returns the gradients of what was no value but the batch's.
         """
-        given = self._program.given(stage)
-        for edge, value in zip(given, chosen(given, output, wired=wired), strict=True):
-            tensors = _checked(value, self._spec(edge, microbatch), edge, microbatch)
-            uses = self._program.uses_of[edge.value]
-            self._values.put(edge.value, microbatch, Held(value, tensors), uses)
+        taken = self._program.taken(stage)
+        if not taken:
+            return lambda microbatch, grads: grads
+        debts = [self._debts(edge.value, stage) if edge.gradient else None for edge in taken]
+        lengths = [[len(of[edge.value].tensors) for edge in taken] for of in self._specs]
+        only = debts[0]
+        if len(debts) == 1 and only is not None:
 
-    def owed(self, stage: int, microbatch: int) -> list[Tensor | None]:
-        """The gradients that came back for a stage's values, one for each of their tensors."""
-        given = self._program.given(stage)
-        return [grad for edge in given for grad in self._total(edge, microbatch)]
+            def hand_back_one(microbatch: int, grads: Gradients) -> Gradients:
+                (length,) = lengths[microbatch]
+                only[microbatch] = grads[:length]
+                return grads[length:]
 
-    def hand_back(
-        self, stage: int, microbatch: int, grads: Sequence[Tensor | None]
-    ) -> Sequence[Tensor | None]:
-        """Keep the gradients of a stage's arguments for the stages that made the values.
+            return hand_back_one
 
-        Returns:
-            The gradients of what was no value but the batch's.
-        """
-        start = 0
-        for edge in self._program.taken(stage):
-            stop = start + len(self._spec(edge, microbatch).tensors)
-            if edge.gradient:
-                self._gradients.put(edge.value, microbatch, stage, grads[start:stop])
-            start = stop
-        return grads[start:]
+        def hand_back(microbatch: int, grads: Gradients) -> Gradients:
+            start = 0
+            for slot, length in zip(debts, lengths[microbatch], strict=True):
+                if slot is not None:
+                    slot[microbatch] = grads[start : start + length]
+                start += length
+            return grads[start:]
 
-    def _total(self, edge: Edge, microbatch: int) -> list[Tensor | None]:
-        found = self._gradients.take(edge.value, microbatch)
-        return found or [None] * len(self._spec(edge, microbatch).tensors)
-
-    def _spec(self, edge: Edge, microbatch: int) -> ValueSpec:
-        return self._specs[microbatch][edge.value]
+        return hand_back
 
     # ---- messages
 
-    def values_to_send(self, action: Action) -> list[Tensor]:
-        """The tensors of a SEND_F."""
-        wire, microbatch = self._program.wire(action), microbatch_of(action)
-        tensors: list[Tensor] = []
-        for edge in wire.edges:
-            found = self._values.take(edge.value, microbatch).tensors
-            tensors += _packed(self._spec(edge, microbatch).tensors, found)
-        return tensors
+    def packer(self, action: Action) -> Callable[[int], list[Tensor]]:
+        """Makes the tensors of a SEND_F or SEND_B."""
+        edges = self._program.wire(action).edges
+        if action.op is Op.SEND_F:
+            return self._value_packer(edges, action)
+        return self._gradient_packer(edges, self._devices[action.stage])
 
-    def gradients_to_send(self, action: Action) -> list[Tensor]:
-        """The tensors of a SEND_B: for each that travelled a gradient, zeros where it has none.
+    def _value_packer(self, edges: Sequence[Edge], action: Action) -> Callable[[int], list[Tensor]]:
+        read = [self._read(edge, action) for edge in edges]
+        packs = [[[t.pack for t in of[edge.value].tensors] for edge in edges] for of in self._specs]
+
+        def pack(microbatch: int) -> list[Tensor]:
+            return [
+                one(tensor)
+                for value, of in zip(read, packs[microbatch], strict=True)
+                for one, tensor in zip(of, value(microbatch).tensors, strict=True)
+            ]
+
+        return pack
+
+    def _gradient_packer(
+        self, edges: Sequence[Edge], device: torch.device
+    ) -> Callable[[int], list[Tensor]]:
+        """For each tensor that travelled a gradient, zeros where it has none.
 
         Where a gradient may be missing, the last tensor says which are there.
         """
-        wire, microbatch = self._program.wire(action), microbatch_of(action)
-        device = self._devices[action.stage]
-        tensors: list[Tensor] = []
-        there: list[bool] = []
-        for edge in wire.edges:
-            specs = self._spec(edge, microbatch).tensors
-            for spec, total in zip(specs, self._total(edge, microbatch), strict=True):
+        totals = [self._total(edge) for edge in edges]
+        specs = [[spec for edge in edges for spec in of[edge.value].tensors] for of in self._specs]
+
+        def pack(microbatch: int) -> list[Tensor]:
+            tensors: list[Tensor] = []
+            there: list[bool] = []
+            found = [grad for total in totals for grad in total(microbatch)]
+            for spec, grad in zip(specs[microbatch], found, strict=True):
                 if spec.requires_grad:
-                    tensors.append(spec.packed.zeros(device) if total is None else spec.pack(total))
+                    tensors.append(spec.packed.zeros(device) if grad is None else spec.pack(grad))
                 if spec.optional:
-                    there.append(total is not None)
-        if there:
-            tensors.append(torch.tensor(there, dtype=torch.uint8, device=device))
-        return tensors
+                    there.append(grad is not None)
+            if there:
+                tensors.append(torch.tensor(there, dtype=torch.uint8, device=device))
+            return tensors
 
-    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        """Start a SEND_F or SEND_B."""
-        channel = self._program.wire(action).channel
-        self._posted[action] = self._transport.post_send(channel, tensors)
+        return pack
 
-    def post(self, action: Action) -> None:
-        """Start a RECV_F or RECV_B."""
-        wire, microbatch = self._program.wire(action), microbatch_of(action)
-        specs: list[TensorSpec] = []
-        for edge in wire.edges:
-            spec = self._spec(edge, microbatch)
-            tensors = spec.tensors if action.op is Op.RECV_F else spec.differentiable
-            specs += [tensor.packed for tensor in tensors]
-        if action.op is Op.RECV_B and (optional := self._optional(wire.edges, microbatch)):
-            specs.append(TensorSpec((optional,), "uint8", False))
-        self._posted[action] = self._transport.post_receive(
-            wire.channel, specs, self._devices[action.stage]
-        )
+    def sender(self, action: Action) -> Callable[[Sequence[Tensor]], None]:
+        """Starts a SEND_F or SEND_B."""
+        channel, posted = self._program.wire(action).channel, self._posted
+        post_send = self._transport.post_send
+        # A send that the program waits for is found by its action; the others the transport keeps.
+        if action not in self._program.awaited:
+            return lambda tensors: (post_send(channel, tensors), None)[1]
+
+        def send(tensors: Sequence[Tensor]) -> None:
+            posted[action] = post_send(channel, tensors)
+
+        return send
+
+    def poster(self, action: Action) -> Callable[[int], None]:
+        """Starts a RECV_F or RECV_B."""
+        wire, device = self._program.wire(action), self._devices[action.stage]
+        specs = self._receive_specs(action, wire.edges)
+        channel, posted, post = wire.channel, self._posted, self._transport.post_receive
+
+        def receive(_: int) -> None:
+            posted[action] = post(channel, specs, device)
+
+        return receive
+
+    def _receive_specs(self, action: Action, edges: Sequence[Edge]) -> list[TensorSpec]:
+        of = self._specs[microbatch_of(action)]
+        if action.op is Op.RECV_F:
+            return [tensor.packed for edge in edges for tensor in of[edge.value].tensors]
+        specs = [t.packed for edge in edges for t in of[edge.value].differentiable]
+        optional = _optional(of, edges)
+        return [*specs, TensorSpec((optional,), "uint8", False)] if optional else specs
 
     def pending(self, message: Action) -> Ticket | None:
         """The ticket of what was posted; of several stages that use a message, the first takes it for all."""
         return self._posted.get(message)
 
-    def settle(self, message: Action) -> Sequence[Tensor]:
-        """Let go of what was sent, or take what arrived: the tensors."""
-        tensors: Sequence[Tensor] = self._posted.pop(message).take()
-        if message.op in RECV_OPS:
-            self._accept(message, tensors)
-        return tensors
+    def settler(self, message: Action) -> Callable[[int], Sequence[Tensor]]:
+        """Lets go of what was sent, or takes what arrived: the tensors."""
+        posted = self._posted
+        accept = self._accepter(message) if message.op in RECV_OPS else None
 
-    def _accept(self, receive: Action, tensors: Sequence[Tensor]) -> None:
-        """Take a message apart: values for their users here, or gradients for their maker."""
-        wire, microbatch = self._program.wire(receive), microbatch_of(receive)
+        def settle(_: int) -> Sequence[Tensor]:
+            tensors: Sequence[Tensor] = posted.pop(message).take()
+            if accept is not None:
+                accept(tensors)
+            return tensors
+
+        return settle
+
+    def _accepter(self, receive: Action) -> Callable[[Sequence[Tensor]], None]:
+        """Takes a message apart: values for their users here, or gradients for their maker."""
+        edges, microbatch = self._program.wire(receive).edges, microbatch_of(receive)
         if receive.op is Op.RECV_B:
-            self._accept_gradients(wire.edges, receive.peer_stage, microbatch, tensors)
-            return
-        arrived = iter(tensors)
-        for edge in wire.edges:
-            spec = self._spec(edge, microbatch)
-            given = [t.unpack(next(arrived)).requires_grad_(t.requires_grad) for t in spec.tensors]
-            uses = self._program.uses_of[edge.value]
-            self._values.put(edge.value, microbatch, Held(spec.fill(given), given), uses)
+            return self._gradient_accepter(edges, receive.peer_stage, microbatch)
+        rows = [(self._slots(e.value), self._specs[microbatch][e.value]) for e in edges]
 
-    def _accept_gradients(
-        self, edges: Sequence[Edge], user: int, microbatch: int, tensors: Sequence[Tensor]
-    ) -> None:
-        there = iter(tensors[-1].tolist() if self._optional(edges, microbatch) else ())
-        arrived = iter(tensors)
-        for edge in edges:
-            grads: list[Tensor | None] = []
-            for spec in self._spec(edge, microbatch).tensors:
-                gradient = spec.unpack(next(arrived)) if spec.requires_grad else None
-                grads.append(gradient if not spec.optional or next(there) else None)
-            self._gradients.put(edge.value, microbatch, user, grads)
+        def accept(tensors: Sequence[Tensor]) -> None:
+            arrived = iter(tensors)
+            for slots, spec in rows:
+                given = [
+                    t.unpack(next(arrived)).requires_grad_(t.requires_grad) for t in spec.tensors
+                ]
+                slots[microbatch] = Held(spec.fill(given), given)
 
-    def _optional(self, edges: Sequence[Edge], microbatch: int) -> int:
-        """For how many tensors of these values a gradient may be missing."""
-        return sum(t.optional for edge in edges for t in self._spec(edge, microbatch).tensors)
+        return accept
+
+    def _gradient_accepter(
+        self, edges: Sequence[Edge], user: int, microbatch: int
+    ) -> Callable[[Sequence[Tensor]], None]:
+        of = self._specs[microbatch]
+        rows = [(self._debts(edge.value, user), of[edge.value].tensors) for edge in edges]
+        optional = bool(_optional(of, edges))
+
+        def accept(tensors: Sequence[Tensor]) -> None:
+            there = iter(tensors[-1].tolist() if optional else ())
+            arrived = iter(tensors)
+            for debts, specs in rows:
+                grads: list[Tensor | None] = []
+                for spec in specs:
+                    gradient = spec.unpack(next(arrived)) if spec.requires_grad else None
+                    grads.append(gradient if not spec.optional or next(there) else None)
+                debts[microbatch] = grads
+
+        return accept
+
+
+def _optional(specs: Specs, edges: Sequence[Edge]) -> int:
+    """For how many tensors of these values a gradient may be missing."""
+    return sum(tensor.optional for edge in edges for tensor in specs[edge.value].tensors)
+
+
+def _add(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    present = [gradient for gradient in gradients if gradient is not None]
+    return reduce(torch.add, present) if present else None
 
 
 def _checked(value: Any, spec: ValueSpec, edge: Edge, microbatch: int) -> list[Tensor]:
@@ -233,10 +386,6 @@ def _checked(value: Any, spec: ValueSpec, edge: Edge, microbatch: int) -> list[T
         f"{gap}; what a stage gives may depend on the shapes and types of what it is called with, not on "
         "the numbers in it"
     )
-
-
-def _packed(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [spec.pack(tensor) for spec, tensor in zip(specs, tensors, strict=True)]
 
 
 def microbatch_of(action: Action) -> int:

@@ -11,9 +11,9 @@ from torch import Tensor
 from penstock.draws import Draw
 from penstock.errors import PenstockError
 from penstock.microbatch import Batch
+from penstock.runtime.bind import Replacement
 from penstock.runtime.health import Trouble
 from penstock.runtime.hooks import Hooks
-from penstock.runtime.machine import Replacement
 from penstock.schedule import Edge, Schedule, Span
 from penstock.specs import autocast_types
 from penstock.step import Loss, Numbers, Scale
@@ -40,6 +40,7 @@ class Order:
         whole_batch: whether batch norms update their statistics once, as the whole batch would.
         scale: what else the gradients are scaled by.
         finite: whether to look whether the loss and the gradients are finite.
+        noted: whether somebody in this process asks what the ranks do right now.
         refused: what is wrong with what this process was given; the ranks tell each other, and none begins.
     """
 
@@ -56,6 +57,7 @@ class Order:
     whole_batch: bool = False
     scale: Scale | None = None
     finite: bool = False
+    noted: bool = False
     refused: PenstockError | None = None
 
     @property

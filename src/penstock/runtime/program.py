@@ -112,6 +112,64 @@ class RankProgram:
             uses[edge.value] = ranks.count(self.rank) + away
         return uses
 
+    def payers(self, edge: Edge) -> list[int]:
+        """By which stages the gradients of a value come to this rank, the last first.
+
+        Those that use it here pay for themselves; for all users on another rank the stage that its message
+        names pays, which need not be one of them where a message carries several values.
+        """
+        rank_of = self.schedule.placement.rank_of
+        here = {target for target in edge.targets if rank_of[target] == self.rank}
+        return sorted(here | self._carriers.get(edge.value, set()), reverse=True)
+
+    @cached_property
+    def _carriers(self) -> dict[str, set[int]]:
+        """For each value the stages that messages with its gradients come from."""
+        found: dict[str, set[int]] = {}
+        for action, _ in self.instructions:
+            if action.op is Op.RECV_B:
+                for edge in self.wire(action).edges:
+                    found.setdefault(edge.value, set()).add(action.peer_stage)
+        return found
+
+    def last_reads(self, value: str, reader: int | Action) -> frozenset[int]:
+        """The microbatches for which a reader of a value is the last on this rank.
+
+        Args:
+            value: which one.
+            reader: a stage that uses it, or a SEND_F that carries it, of whichever microbatch.
+        """
+        return self._last_reads.get((value, _reader(reader)), frozenset())
+
+    @cached_property
+    def _last_reads(self) -> dict[tuple[str, _Reader], frozenset[int]]:
+        last: dict[tuple[str, int | None], _Reader] = {}
+        for action, _ in self.instructions:
+            if action.op is Op.F:
+                read, reader = self.taken(action.stage), _reader(action.stage)
+            elif action.op is Op.SEND_F:
+                read, reader = self.wire(action).edges, _reader(action)
+            else:
+                continue
+            last |= {(edge.value, action.microbatch): reader for edge in read}
+        found: dict[tuple[str, _Reader], set[int]] = {}
+        for (value, microbatch), reader in last.items():
+            found.setdefault((value, reader), set()).add(microbatch or 0)
+        return {key: frozenset(microbatches) for key, microbatches in found.items()}
+
+    @cached_property
+    def awaited(self) -> frozenset[Action]:
+        """The messages that some action of this rank waits for."""
+        return frozenset(message for _, messages in self.instructions for message in messages)
+
+
+_Reader = tuple[int, int | None]
+"""A stage that uses a value; with a peer stage, its messages there."""
+
+
+def _reader(reader: int | Action) -> _Reader:
+    return (reader, None) if isinstance(reader, int) else (reader.stage, reader.peer_stage)
+
 
 def _messages(rule: Dependencies, action: Action) -> list[Action]:
     """The receives that an action needs; for a WAIT_SEND the send."""

@@ -12,12 +12,14 @@ import torch
 
 from penstock.draws import Generators, Streams
 from penstock.errors import AgreementError, PenstockError, SpecError, StageError, UsageError
+from penstock.faults import has_probes
 from penstock.parallel import Adapter, adapter_of, let_cross
 from penstock.runtime.agreement import Book, Page, agree_call, look_up
 from penstock.runtime.arguments import Inputs
+from penstock.runtime.bind import BoundProgram, Wanted
 from penstock.runtime.calls import Brought, ModelCall
 from penstock.runtime.clock import Recorder
-from penstock.runtime.companions import Companion, Companions
+from penstock.runtime.companions import Companion
 from penstock.runtime.describing import (
     Describe,
     describe_by_stage,
@@ -27,16 +29,15 @@ from penstock.runtime.describing import (
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.runtime.health import Health, Spot, Trouble, has_finite_gradients
-from penstock.runtime.machine import Machine, Work
 from penstock.runtime.numbers import Names, agree_weights, own_counts, share_numbers
 from penstock.runtime.orders import Order, Refusal, Report
 from penstock.runtime.outputs import check_outputs, share_outputs
 from penstock.runtime.program import RankProgram, channels
-from penstock.runtime.roots import Roots
+from penstock.runtime.work import StepData
 from penstock.schedule import Edge, Schedule
 from penstock.specs import ValueSpec, named_arguments
 from penstock.stage import PipelineStage
-from penstock.step import WholeBatch
+from penstock.step import Tally, Weights, WholeBatch
 from penstock.transport import Transport
 
 
@@ -66,6 +67,7 @@ class Rank:
         self._describe = describe
         self._programs: dict[int, tuple[Schedule, RankProgram]] = {}
         self._book = Book()
+        self.bound: BoundProgram | None = None
         self._inputs: Inputs | None = None
         self._names: Names = ()
         self._streams = {stage.index: _streams_of(stage) for stage in stages}
@@ -98,42 +100,86 @@ class Rank:
         let_cross(stage.module for stage in self.stages.values())
         inputs = self._inputs or (yield from self._introduce())
         try:
-            page, roots = yield from self._agree(order, inputs)
+            page, data = yield from self._agree(order, inputs)
         except (UsageError, SpecError, StageError, AgreementError) as error:
             return Refusal(error)
-        work = self._work(order, page, inputs, roots)
-        count = page.call.count
-        with self._accompanied(order) as companions, self._adapted(order, count) as adapters:
-            along = replace(work, companions=companions, adapters=adapters)
-            program = self._program(page.schedule)
-            yield from Machine(program, self.stages, self.transport, along, self.activity).run()
-        elapsed = work.recorder.elapsed() if work.recorder else 0.0
+        with self._accompanied(order) as companions, self._adapted(order, page) as adapters:
+            bound = self._bound(order, page, inputs, companions, adapters)
+            yield from bound.run(data)
+        elapsed = data.recorder.elapsed() if data.recorder else 0.0
         self.activity.wait("waits until what it sent has left", None)
         self.transport.finish()
         self.activity.over()
-        return (yield from self._report(order, page, work, elapsed))
+        return (yield from self._report(order, page, data, elapsed))
 
-    def _work(self, order: Order, page: Page, inputs: Inputs, roots: Roots) -> Work:
+    def _data(self, order: Order, page: Page, counts: Sequence[float] | None) -> Task[StepData]:
         """What the step brings to this rank."""
+        loss, targets = order.loss, order.batch.targets
+        weights = Weights()
+        if loss is not None:
+            weights = yield from agree_weights(self.transport, loss, page.call, counts, order.scale)
         device = next(iter(self.stages.values())).device
-        return Work(
+        return StepData(
             page.call.completed(self.number, order.batch.parts),
-            page.specs,
-            roots,
-            keep_outputs=order.outputs or order.keep,
+            loss,
+            targets or [None] * page.call.count,
+            weights,
+            Tally(weights, loss.metrics if loss else {}),
             recorder=Recorder(self.number, device) if order.record else None,
-            inputs=self._for_call(inputs, page.call, page.schedule),
-            replaced=order.replaced,
-            hooks=order.hooks,
             health=Health(self.number, page.schedule.stages) if order.finite else None,
         )
 
-    def _report(self, order: Order, page: Page, work: Work, elapsed: float) -> Task[Report]:
+    def _bound(
+        self,
+        order: Order,
+        page: Page,
+        inputs: Inputs,
+        companions: Mapping[int, tuple[Companion, ...]],
+        adapters: Mapping[int, Adapter],
+    ) -> BoundProgram:
+        """The program bound for a call like this; made once, unless something of this call's own is in it."""
+        wanted = Wanted(
+            with_loss=order.loss is not None,
+            outputs=order.outputs or order.keep,
+            finite=order.finite,
+            recorded=order.record,
+            inputs=self._for_call(inputs, page.call, page.schedule),
+            companions={
+                index: (*found, *(adapters[i] for i in adapters if i == index))
+                for index, found in companions.items()
+            },
+            adapters=adapters,
+            replaced=order.replaced,
+            hooks=order.hooks,
+            noted=order.noted or self.transport.separate or has_probes(),
+        )
+        key = (
+            wanted.with_loss,
+            wanted.outputs,
+            wanted.finite,
+            wanted.recorded,
+            wanted.noted,
+            order.hooks is None,
+            order.draw is None,
+        )
+        own = bool(adapters or order.replaced or order.whole_batch)
+        found: BoundProgram | None = None if own else page.bound.get(key)
+        if found is None:
+            program = self._program(page.schedule)
+            found = BoundProgram(
+                program, self.stages, self.transport, page.specs, wanted, self.activity
+            )
+            if not own:
+                page.bound[key] = found
+        self.bound = found
+        return found
+
+    def _report(self, order: Order, page: Page, data: StepData, elapsed: float) -> Task[Report]:
         """What all ranks made of the call together, and what this one has to give back."""
-        tally, health = work.roots.tally, work.health
+        tally, health = data.tally, data.health
         ill = health is not None and not has_finite_gradients(self.stages.values())
         numbers, self._names, ill = yield from share_numbers(
-            self.transport, order.loss, tally.sums(), work.roots.weights, self._names, ill=ill
+            self.transport, order.loss, tally.sums(), data.weights, self._names, ill=ill
         )
         trouble = None
         if health is not None and ill:
@@ -142,13 +188,13 @@ class Rank:
         return Report(
             page.schedule,
             numbers,
-            (yield from self._outputs(page, work)) if order.outputs else [],
-            work.recorder.spans if work.recorder else [],
+            (yield from self._outputs(page, data)) if order.outputs else [],
+            data.recorder.spans if data.recorder else [],
             elapsed,
-            work.owed,
+            data.owed,
             page.call.ready,
             tally.mains(),
-            [work.outputs[index] for index in sorted(work.outputs)] if order.keep else [],
+            [data.outputs[index] for index in sorted(data.outputs)] if order.keep else [],
             trouble,
         )
 
@@ -158,15 +204,8 @@ class Rank:
         found = [Spot(*spot) for spot in told if spot is not None]
         return Trouble(loss, min(found, default=None))
 
-    def _roots(self, order: Order, call: ModelCall, counts: Sequence[float] | None) -> Task[Roots]:
-        loss, targets = order.loss, order.batch.targets
-        if loss is None:
-            return Roots()
-        weights = yield from agree_weights(self.transport, loss, call, counts, order.scale)
-        return Roots(loss, weights, targets or [None] * call.count)
-
     @contextmanager
-    def _accompanied(self, order: Order) -> Iterator[Companions]:
+    def _accompanied(self, order: Order) -> Iterator[Mapping[int, tuple[Companion, ...]]]:
         """What goes along with the stages' microbatches in this call."""
         found: list[tuple[int, Companion]] = []
         with ExitStack() as stack:
@@ -182,14 +221,14 @@ class Rank:
             yield {i: tuple(c for at, c in found if at == i) for i in self.stages}
 
     @contextmanager
-    def _adapted(self, order: Order, microbatches: int) -> Iterator[Mapping[int, Adapter]]:
+    def _adapted(self, order: Order, page: Page) -> Iterator[Mapping[int, Adapter]]:
         """What replicated and sharded stages need around a training step; reduced when it ends."""
         found = {index: adapter_of(stage.module) for index, stage in self.stages.items()}
         adapters = {i: found for i, found in found.items() if order.trains and found is not None}
         for index, adapter in adapters.items():
             if adapter.whole_backward:
                 self.stages[index].prefer_engine("none")
-            adapter.begin(microbatches)
+            adapter.begin(page.call.count)
         try:
             yield adapters
             for adapter in adapters.values():
@@ -219,8 +258,8 @@ class Rank:
         self._inputs = Inputs({index: names for rank in told for index, names in rank})
         return self._inputs
 
-    def _agree(self, order: Order, inputs: Inputs) -> Task[tuple[Page, Roots]]:
-        """The page of the book for what all ranks bring, written where there is none; and the loss."""
+    def _agree(self, order: Order, inputs: Inputs) -> Task[tuple[Page, StepData]]:
+        """The page of the book for what all ranks bring, written where there is none; and the data."""
         refused, counts = order.refused, None
         try:
             counts = own_counts(order.loss, order.batch)
@@ -235,7 +274,7 @@ class Rank:
             self._book.write(key, page)
         if order.outputs:
             check_outputs(page.specs)
-        return page, (yield from self._roots(order, page.call, counts))
+        return page, (yield from self._data(order, page, counts))
 
     def _page(self, order: Order, call: ModelCall, inputs: Inputs) -> Task[Page]:
         described = self._book.described
@@ -300,10 +339,10 @@ class Rank:
             self._programs[id(schedule)] = (schedule, RankProgram(schedule, self.number))
         return self._programs[id(schedule)][1]
 
-    def _outputs(self, page: Page, work: Work) -> Task[list[Any]]:
+    def _outputs(self, page: Page, data: StepData) -> Task[list[Any]]:
         source = page.schedule.placement.rank_of[-1]
         device = next(iter(self.stages.values())).device
-        return (yield from share_outputs(self.transport, source, work.outputs, page.specs, device))
+        return (yield from share_outputs(self.transport, source, data.outputs, page.specs, device))
 
     def exchange(self, value: Any) -> Task[list[Any]]:
         """Give every rank's JSON value to all."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dis
+import sys
 import types
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks")
-_CONTAINERS = (dict, list, set, deque)
+_LIBRARIES = {*sys.stdlib_module_names, "numpy", "penstock", "torch"} - {"__main__"}
 Memo = dict[int, Any]
 
 
@@ -42,7 +42,12 @@ def _isolated(hook: Any, memo: Memo) -> Callable[..., Any] | None:
         return None
     if not isinstance(hook, types.FunctionType):
         return hook  # type: ignore[no-any-return] # whatever a user registers
-    return _function(hook, memo) if _may_change(hook.__code__) else None
+    if not _may_change(hook.__code__):
+        return None
+    try:
+        return _function(hook, memo)
+    except Exception:  # whatever cannot be copied: rather not called than twice
+        return None
 
 
 def _may_change(code: types.CodeType) -> bool:
@@ -65,24 +70,35 @@ def _loads_none(step: dis.Instruction | None) -> bool:
     return step is not None and step.opname == "LOAD_CONST" and step.argval is None
 
 
-def _function(function: types.FunctionType, memo: Memo) -> Callable[..., Any] | None:
-    """The same code over copies of its closure and of the containers that it names."""
-    named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    try:
-        shared = {n: copy.deepcopy(v, memo) for n, v in named.items() if isinstance(v, _CONTAINERS)}
-        cells = tuple(_cell(cell, memo) for cell in function.__closure__ or ())
-    except Exception:  # whatever cannot be copied: rather not called than twice
-        return None
+def _function(function: types.FunctionType, memo: Memo) -> Callable[..., Any]:
+    """The same code over copies of its closure and of what it names, also in functions that it calls."""
+    if id(function) in memo:
+        return memo[id(function)]  # type: ignore[no-any-return]
+    names = dict(function.__globals__)
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
     made = types.FunctionType(
-        function.__code__,
-        function.__globals__ | shared,
-        function.__name__,
-        function.__defaults__,
-        cells,
+        function.__code__, names, function.__name__, function.__defaults__, cells
     )
     made.__kwdefaults__ = function.__kwdefaults__
+    memo[id(function)] = made  # before what it names, which may name it again
+    for name in _named(function.__code__) & set(names):
+        names[name] = _own(names[name], memo)
+    for cell, theirs in zip(cells, function.__closure__ or (), strict=True):
+        cell.cell_contents = _own(theirs.cell_contents, memo)
     return made
 
 
-def _cell(cell: types.CellType, memo: Memo) -> types.CellType:
-    return types.CellType(copy.deepcopy(cell.cell_contents, memo))
+def _named(code: types.CodeType) -> set[str]:
+    inside = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return set(code.co_names).union(*map(_named, inside))
+
+
+def _own(value: Any, memo: Memo) -> Any:
+    """A copy of what a call could change; modules, classes and the functions of libraries stay."""
+    if isinstance(value, types.FunctionType) and not _is_of_library(value):
+        return _function(value, memo)
+    return value if isinstance(value, types.ModuleType | type) else copy.deepcopy(value, memo)
+
+
+def _is_of_library(function: types.FunctionType) -> bool:
+    return function.__module__.partition(".")[0] in _LIBRARIES

@@ -57,8 +57,7 @@ class Tally:
     def add_main(self, microbatch: int, stage: int, loss: Tensor) -> None:
         """Note the loss of a microbatch."""
         share = self._weights.shares[microbatch]
-        # A copy: the scalar that a loss function gives may lie in memory as large as the output.
-        self._enter(("main", ""), _Entry(microbatch, stage, loss.detach().clone(), share))
+        self._enter(("main", ""), _Entry(microbatch, stage, _own(loss), share))
 
     def add_losses(self, microbatch: int, stage: int, losses: Losses) -> None:
         """Note what a stage added to it."""
@@ -66,11 +65,13 @@ class Tally:
         for name, value in losses.named().items():
             self._enter(("loss", name), _Entry(microbatch, stage, value, share))
         for term in losses:
-            entry = _Entry(microbatch, stage, term.value.detach().clone(), share * term.weight)
+            entry = _Entry(microbatch, stage, _own(term.value), share * term.weight)
             self._enter(("added", ""), entry)
 
     def measure(self, microbatch: int, stage: int, output: Any, target: Any) -> None:
         """Evaluate the metrics of a microbatch."""
+        if not self._metrics:
+            return
         with torch.no_grad():
             for name, metric in self._metrics.items():
                 found = metric(output, target)
@@ -95,6 +96,11 @@ class Tally:
             for row, found in rows.items()
         }
         return Sums(totals, tuple(self._metrics))
+
+
+def _own(loss: Tensor) -> Tensor:
+    """A copy: the scalar that a loss function gives may lie in memory as large as the output."""
+    return loss.detach().clone()
 
 
 def _on_cpu(values: Sequence[Number]) -> list[float]:

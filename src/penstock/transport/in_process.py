@@ -21,7 +21,7 @@ from penstock.transport.base import Channel, Ticket, Transport
 class _Box:
     """A channel: messages that nobody has received yet, and receives that wait for one."""
 
-    letters: deque[list[Tensor]] = field(default_factory=deque)
+    letters: deque[Sequence[Tensor]] = field(default_factory=deque)
     waiting: deque[_Message] = field(default_factory=deque)
     sent: int = 0
     asked: int = 0
@@ -51,9 +51,10 @@ class InProcessTransport(Transport):
 
     def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> Ticket:
         """Put the tensors themselves into the channel."""
-        _check_end(channel, channel.source, self.rank)
+        if channel.source != self.rank:
+            raise _wrong_end(channel, self.rank)
         box = self._mail[channel]
-        box.letters.append([t.detach() for t in tensors])
+        box.letters.append(tensors)
         box.sent += 1
         return _Sent(channel, box, box.sent)
 
@@ -61,7 +62,8 @@ class InProcessTransport(Transport):
         self, channel: Channel, specs: Sequence[TensorSpec], device: torch.device
     ) -> Ticket:
         """Queue for the channel's next message."""
-        _check_end(channel, channel.target, self.rank)
+        if channel.target != self.rank:
+            raise _wrong_end(channel, self.rank)
         box = self._mail[channel]
         ticket = _Message(channel, specs, device, box)
         box.waiting.append(ticket)
@@ -105,9 +107,8 @@ def in_process(ranks: int) -> list[InProcessTransport]:
     return [InProcessTransport(rank, ranks, mail, rounds) for rank in range(ranks)]
 
 
-def _check_end(channel: Channel, end: int, rank: int) -> None:
-    if end != rank:
-        raise InternalError(f"rank {rank} used the {channel}, whose end it does not hold")
+def _wrong_end(channel: Channel, rank: int) -> InternalError:
+    return InternalError(f"rank {rank} used the {channel}, whose end it does not hold")
 
 
 def _add_in_order(values: list[Tensor]) -> Tensor:
@@ -135,17 +136,23 @@ class _Message(Ticket):
 
     def ready(self) -> bool:
         box = self._box
-        while box.letters and box.waiting and self._tensors is None:
+        while self._tensors is None and box.letters:
+            # Whoever asked first gets the first, also where another asks now.
             box.waiting.popleft().arrive(box.letters.popleft())
         return self._tensors is not None
 
-    def arrive(self, tensors: list[Tensor]) -> None:
+    def arrive(self, tensors: Sequence[Tensor]) -> None:
         """Accept the message, if it is what was agreed."""
-        found = [(tuple(t.shape), t.dtype) for t in tensors]
-        expected = [(spec.shape, spec.torch_dtype) for spec in self._specs]
-        if found != expected:
+        fits = len(tensors) == len(self._specs) and all(
+            tensor.shape == spec.shape and tensor.dtype is spec.torch_dtype
+            for tensor, spec in zip(tensors, self._specs, strict=True)
+        )
+        if not fits:
+            found = [(tuple(t.shape), t.dtype) for t in tensors]
+            expected = [(s.shape, s.torch_dtype) for s in self._specs]
             raise SpecError(f"{self._channel}: expected {expected}, found {found}")
-        self._tensors = [t.to(self._device) for t in tensors]
+        # Each its own object, whose requires_grad is nobody else's, over the same memory.
+        self._tensors = [tensor.detach().to(self._device) for tensor in tensors]
 
     def wait(self) -> None:
         if not self.ready():

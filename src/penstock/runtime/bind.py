@@ -1,0 +1,443 @@
+"""Bind a rank's program: make of each action plain functions, with everything that they need looked up.
+
+What can be known of a call before it runs is decided here and kept for later calls of its kind: what each
+action works with, which messages it waits for, which of several ways applies, and what the call does not
+need, for which then nothing stands in the program. :meth:`BoundProgram.run` is a loop over that list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+from penstock.errors import MessageError, PenstockError, StageError
+from penstock.faults import Activity, failing_module
+from penstock.parallel import Adapter
+from penstock.runtime.arguments import Inputs
+from penstock.runtime.companions import Companion
+from penstock.runtime.driver import Task, Wait
+from penstock.runtime.exchange import Exchange, Specs, microbatch_of
+from penstock.runtime.hooks import ActionEvent, Hooks
+from penstock.runtime.program import RankProgram, parts
+from penstock.runtime.turns import Turns
+from penstock.runtime.work import Desk, Part, StageWork, StepData
+from penstock.schedule import Action, Op
+from penstock.schedule.action import MESSAGE_OPS, OVERLAPPED, RECV_OPS, Entry
+from penstock.stage import PipelineStage
+from penstock.transport import Transport
+
+Perform = Callable[[Action], Any]
+"""Does an action as it would be done; a forward gives its output."""
+Replacement = Callable[[Entry, Perform], None]
+"""Does an action, or an overlapped pair, in its own way."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a call wants of a rank besides its program; a program is bound for just that.
+
+    Args:
+        with_loss: whether there is a loss.
+        outputs: whether to keep the last stage's outputs.
+        finite: whether to note what is not finite.
+        recorded: whether to note when each action ran.
+        inputs: which of the model's arguments each stage is given.
+        companions: what goes along with each stage's microbatches.
+        adapters: of the stages that are replicated or sharded.
+        replaced: by kind of work, what does it instead.
+        hooks: what to call before and after actions; None where nobody asked for any.
+        noted: whether anybody looks at what the rank does right now.
+    """
+
+    with_loss: bool = False
+    outputs: bool = False
+    finite: bool = False
+    recorded: bool = False
+    inputs: Inputs = field(default_factory=lambda: Inputs({}))
+    companions: Mapping[int, Sequence[Companion]] = field(default_factory=dict)
+    adapters: Mapping[int, Adapter] = field(default_factory=dict)
+    replaced: Mapping[str, Replacement] = field(default_factory=dict)
+    hooks: Hooks | None = None
+    noted: bool = True
+
+
+class Lack(NamedTuple):
+    """What an action waits for; put into words only where somebody asks.
+
+    Attributes:
+        entry: the action, or an overlapped pair.
+        message: the receive, or the send that must have left.
+        peers: the rank at its other end.
+    """
+
+    entry: Entry
+    message: Action
+    peers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"waits in {self.entry} for {self.message}"
+
+
+class BoundAction(NamedTuple):
+    """An action, ready to run; or the taking of a message that must be complete before one.
+
+    Attributes:
+        action: which names it in messages; of an overlapped pair that something does as one the first.
+        lack: of a message: who waits for it.
+        row: what is done, function by function.
+        microbatch: what the functions are called with.
+    """
+
+    action: Action
+    lack: Lack | None
+    row: tuple[Part, ...]
+    microbatch: int
+
+
+class BoundProgram:
+    """One rank's program, bound for one kind of call; runs one step at a time, as often as wanted.
+
+    Args:
+        program: what to do.
+        stages: the rank's stages by index.
+        transport: the rank's end.
+        specs: for each microbatch, what was agreed about its values.
+        wanted: by the call.
+        activity: where it is noted what the rank does.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        stages: Mapping[int, PipelineStage],
+        transport: Transport,
+        specs: Sequence[Specs],
+        wanted: Wanted,
+        activity: Activity | None = None,
+    ) -> None:
+        self.program = program
+        self.specs = specs
+        self._rank = program.rank
+        self._activity = activity or Activity(program.rank)
+        devices = {index: stage.device for index, stage in stages.items()}
+        self._exchange = Exchange(program, transport, specs, devices)
+        self._work = {
+            index: StageWork(
+                stage,
+                program,
+                self._exchange,
+                wanted.inputs,
+                wanted.companions.get(index, ()),
+                with_loss=wanted.with_loss,
+            )
+            for index, stage in stages.items()
+        }
+        binder = _Binder(program, self._work, self._exchange, wanted, self._activity)
+        self.actions = binder.actions()
+
+    def run(self, data: StepData) -> Task[None]:
+        """Run a step, as a task, see :func:`penstock.runtime.driver.drive`.
+
+        Raises:
+            StageError: the code of a stage, of the loss or of a hook raised.
+            MessageError: a message could not be carried.
+        """
+        for work in self._work.values():
+            work.data = data
+        try:
+            yield from self._run()
+            if self._exchange.untaken:
+                left = ", ".join(map(str, self._exchange.untaken))
+                raise MessageError(f"rank {self._rank}: nobody used what came with {left}")
+        finally:
+            self._exchange.clear()
+            for work in self._work.values():
+                work.clear()
+
+    def _run(self) -> Task[None]:
+        pending = self._exchange.pending
+        for action, lack, row, microbatch in self.actions:  # noqa: PLR1702 - a call less per action
+            try:
+                if lack is not None:
+                    ticket = pending(action)
+                    if ticket is None:
+                        # An earlier action has taken the message.
+                        continue
+                    if not ticket.ready():
+                        yield Wait(ticket, self._rank, lack, lack.peers)
+                for part in row:
+                    part(microbatch)
+            except Exception as error:
+                self._raise_named(error, action)
+
+    def _raise_named(self, error: Exception, action: Action) -> NoReturn:
+        """Tell with an error where it happened."""
+        if isinstance(error, StageError):
+            raise self._failed(action, str(error)) from error.__cause__
+        if isinstance(error, PenstockError):
+            error.add_note(f"on rank {self._rank}, in {action}")
+            raise error
+        if action.op in MESSAGE_OPS and isinstance(error, RuntimeError):
+            # What a process group raises for a peer that is gone.
+            raise MessageError(f"rank {self._rank}, {action}: {error}") from error
+        module = failing_module(error)
+        what = f"{type(error).__name__}: {error}"
+        raise self._failed(action, what, f", module {module}" if module else "") from error
+
+    def _failed(self, action: Action, what: str, module: str = "") -> StageError:
+        return StageError(
+            f"rank {self._rank}, stage {action.stage}, microbatch {action.microbatch}, "
+            f"action {action}{module}: {what}"
+        )
+
+
+class _Binder:
+    """Makes the rows of a program's actions."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        work: Mapping[int, StageWork],
+        exchange: Exchange,
+        wanted: Wanted,
+        activity: Activity,
+    ) -> None:
+        self._program = program
+        self._work = work
+        self._exchange = exchange
+        self._wanted = wanted
+        self._activity = activity
+        self._turns = {index: Turns() for index in work}
+
+    def actions(self) -> list[BoundAction]:
+        """All of the program, in order, each message just before the action that needs it."""
+        if OVERLAPPED in self._wanted.replaced:
+            entries: Iterable[tuple[Entry, tuple[Action, ...]]] = self._program.paired
+        else:
+            entries = self._program.instructions
+        found: list[BoundAction] = []
+        for entry, messages in entries:
+            found += [self._message(entry, message) for message in messages]
+            found.append(self._action(entry))
+        return [action for action in found if action.row]
+
+    def _action(self, entry: Entry) -> BoundAction:
+        actions = parts(entry)
+        first = actions[0]
+        if self._wanted.replaced:
+            row: tuple[Part, ...] = (self._replaced(entry),)
+        else:
+            row = tuple(part for action in actions for part in self._row(action))
+        if self._wanted.noted:
+            at = self._activity.at
+            row = (lambda _: at(first), *row)
+        return BoundAction(first, None, row, first.microbatch or 0)
+
+    def _row(self, action: Action) -> tuple[Part, ...]:
+        return tuple(_ROWS[action.op](self, action))
+
+    def _message(self, entry: Entry, message: Action) -> BoundAction:
+        source, target, _ = self._program.wire(message).channel
+        settle: Part = self._exchange.settler(message)
+        hooks = self._wanted.hooks
+        if hooks is not None and message.op in RECV_OPS:
+            settle = self._with_hooks(settle, message, hooks)
+        lack = Lack(entry, message, (target if source == self._program.rank else source,))
+        return BoundAction(message, lack, (settle,), message.microbatch or 0)
+
+    def _with_hooks(self, settle: Part, message: Action, hooks: Hooks) -> Part:
+        """A receive is over when its message is taken."""
+
+        def settle_and_call(microbatch: int) -> None:
+            arrived = settle(microbatch)
+            self._activity.at(message)
+            hooks.after(self._event(message, outputs=arrived))
+
+        return settle_and_call
+
+    def _replaced(self, entry: Entry) -> Part:
+        """One function that does an action, or lets the caller do it in its own way.
+
+        The caller may do anything in it, such as both halves of backward, or what belongs to other actions.
+        So it is only known while the step runs whose turn it is, and what is done is bound just then.
+        """
+        actions = parts(entry)
+
+        def perform(action: Action) -> Any:
+            output = None
+            for part in self._row(action):
+                part(action.microbatch or 0)
+                # The last part clears the desk.
+                found = self._work[action.stage].desk.output
+                output = output if found is None else found
+            return output
+
+        def perform_all(_: int) -> None:
+            for action in actions:
+                perform(action)
+
+        own = self._wanted.replaced.get(OVERLAPPED if len(actions) > 1 else actions[0].op.value)
+        return perform_all if own is None else lambda _: own(entry, perform)
+
+    # ---- rows
+
+    def _forward(self, action: Action) -> Iterator[Part]:
+        work, wanted = self._work[action.stage], self._wanted
+        yield work.gather
+        yield from self._hook("before", action, lambda desk: (desk.call, None))
+        yield from self._timed(action, [*work.told("forward"), work.compute])
+        if wanted.finite and not work.stage.is_last:
+            yield work.note_output
+        yield work.keep
+        if wanted.outputs and work.stage.is_last:
+            yield work.keep_output
+        yield from self._hook("after", action, lambda desk: (desk.call, desk.output))
+        yield work.end_forward
+        yield from self._worked(action)
+
+    def _backward(self, action: Action) -> Iterator[Part]:
+        """Both halves at once, or the weights' half later where another microbatch is due before."""
+        work, turns = self._work[action.stage], self._turns[action.stage]
+        microbatch = microbatch_of(action)
+        if turns.is_next(microbatch):
+            yield from self._gradients(action, work.backward)
+            yield from work.told("done")
+            late = turns.passed()
+        else:
+            yield from self._gradients(action, work.backward_input)
+            late = turns.arrived(microbatch)
+        yield from self._weights(action, late)
+        yield from self._end_backward(action)
+
+    def _backward_input(self, action: Action) -> Iterator[Part]:
+        yield from self._gradients(action, self._work[action.stage].backward_input)
+        yield from self._end_backward(action)
+
+    def _gradients(self, action: Action, half: Part) -> Iterator[Part]:
+        work = self._work[action.stage]
+        yield work.owed
+        yield from self._hook("before", action, lambda desk: (desk.grads, None))
+        yield from self._timed(action, [*work.told("backward"), half])
+        if self._wanted.finite:
+            yield work.note_gradients
+        yield work.hand_back
+
+    def _end_backward(self, action: Action) -> Iterator[Part]:
+        yield from self._hook("after", action, lambda desk: (desk.grads, desk.found))
+        yield self._work[action.stage].end_backward
+        yield from self._worked(action)
+
+    def _backward_weight(self, action: Action) -> Iterator[Part]:
+        yield from self._hook("before", action)
+        due = self._turns[action.stage].arrived(microbatch_of(action))
+        yield from self._weights(action, due)
+        yield from self._hook("after", action)
+        yield from self._worked(action)
+
+    def _weights(self, action: Action, due: Sequence[int]) -> Iterator[Part]:
+        """The weights' half of what is due, in the order of the microbatches whatever the schedule's."""
+        work = self._work[action.stage]
+        row = (*work.told("backward"), work.stage.backward_weight, *work.told("done"))
+        found = [_for(microbatch, part) for microbatch in due for part in row]
+        if found:
+            yield from self._timed(action, found)
+
+    def _send(self, action: Action) -> Iterator[Part]:
+        pack, send = self._exchange.packer(action), self._exchange.sender(action)
+        if self._wanted.hooks is None:
+            yield lambda microbatch: send(pack(microbatch))
+            return
+        desk = self._work[action.stage].desk
+
+        def lay(microbatch: int) -> None:
+            desk.output = pack(microbatch)
+
+        yield lay
+        yield from self._hook("before", action, lambda desk: (desk.output, None))
+        yield lambda _: send(desk.output)
+        yield from self._hook("after", action, lambda desk: (desk.output, None))
+        yield self._work[action.stage].end_forward
+
+    def _receive(self, action: Action) -> Iterator[Part]:
+        # What comes after it is called when the message has arrived.
+        yield from self._hook("before", action)
+        yield self._exchange.poster(action)
+
+    def _nothing(self, action: Action) -> Iterator[Part]:
+        """Some ops ask nothing of a stage; the wait itself, as for every message, comes before the action."""
+        yield from self._hook("before", action)
+        yield from self._hook("after", action)
+
+    def _on_parameters(self, action: Action) -> Iterator[Part]:
+        """Gather, free or reduce what belongs to a sharded or replicated stage."""
+        yield from self._hook("before", action)
+        adapter = self._wanted.adapters.get(action.stage)
+        if adapter is not None:
+            do = _ADAPTED[action.op]
+            yield lambda _: do(adapter)
+        yield from self._hook("after", action)
+
+    # ---- what goes around
+
+    def _timed(self, action: Action, row: Sequence[Part]) -> Iterator[Part]:
+        if not self._wanted.recorded:
+            yield from row
+            return
+        work = self._work[action.stage]
+        yield lambda _: work.recorder.start()
+        yield from row
+        yield lambda _: work.recorder.stop(action)
+
+    def _worked(self, action: Action) -> Iterator[Part]:
+        if self._wanted.noted:
+            worked, stage = self._activity.worked, action.stage
+            yield lambda _: worked(stage)
+
+    def _hook(
+        self, when: str, action: Action, shown: Callable[[Desk], tuple[Any, Any]] | None = None
+    ) -> Iterator[Part]:
+        """Call the user's hooks, where there are any."""
+        hooks = self._wanted.hooks
+        if hooks is None:
+            return
+        call = hooks.before if when == "before" else hooks.after
+        desk = self._work[action.stage].desk
+
+        def call_hooks(_: int) -> None:
+            inputs, outputs = shown(desk) if shown else (None, None)
+            call(self._event(action, inputs, outputs))
+
+        yield call_hooks
+
+    def _event(self, action: Action, inputs: Any = None, outputs: Any = None) -> ActionEvent:
+        module = self._work[action.stage].stage.module
+        return ActionEvent(action, self._program.rank, module, inputs, outputs)
+
+
+_ROWS: dict[Op, Callable[[_Binder, Action], Iterator[Part]]] = {
+    Op.F: _Binder._forward,
+    Op.B: _Binder._backward,
+    Op.I: _Binder._backward_input,
+    Op.W: _Binder._backward_weight,
+    Op.SEND_F: _Binder._send,
+    Op.RECV_F: _Binder._receive,
+    Op.SEND_B: _Binder._send,
+    Op.RECV_B: _Binder._receive,
+    Op.WAIT_SEND_F: _Binder._nothing,
+    Op.WAIT_SEND_B: _Binder._nothing,
+    Op.UNSHARD: _Binder._on_parameters,
+    Op.RESHARD: _Binder._on_parameters,
+    Op.REDUCE_GRAD: _Binder._on_parameters,
+}
+
+_ADAPTED: dict[Op, Callable[[Adapter], None]] = {
+    Op.UNSHARD: lambda adapter: adapter.unshard(),
+    Op.RESHARD: lambda adapter: adapter.reshard(),
+    Op.REDUCE_GRAD: lambda adapter: adapter.reduce(),
+}
+
+
+def _for(microbatch: int, part: Part) -> Part:
+    """A part of another microbatch than the action's."""
+    return lambda _: part(microbatch)

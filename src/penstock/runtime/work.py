@@ -1,0 +1,313 @@
+"""What a stage does in each of its compute actions, as rows of plain functions of a microbatch.
+
+A row is made once, when a program is bound, and holds only what the call needs: nothing is asked again for
+each microbatch. Its functions hand on what they work with over the stage's :class:`Desk`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.losses import Losses
+from penstock.microbatch import Microbatch
+from penstock.runtime.arguments import Call, Inputs, chosen
+from penstock.runtime.clock import Recorder
+from penstock.runtime.companions import Companion
+from penstock.runtime.exchange import Exchange, Gradients
+from penstock.runtime.health import Health
+from penstock.runtime.program import RankProgram
+from penstock.specs import flatten
+from penstock.stage import PipelineStage
+from penstock.step import Loss, Tally, Weights, nothing
+from penstock.trees import mapped, tensors_of
+
+Part = Callable[[int], Any]
+"""A part of an action, as a function of its microbatch."""
+
+
+@dataclass
+class StepData:
+    """What one step brings to a rank, and what the rank leaves there.
+
+    Args:
+        parts: the microbatches of the batch.
+        loss: what computes the loss, where there is one.
+        targets: for each microbatch, what the loss compares with.
+        weights: how much each counts.
+        tally: where losses and metrics are noted.
+        recorder: notes when each action ran, where asked.
+        health: notes whether what leaves the stages is finite, where asked.
+        outputs: of the last stage for each microbatch, where asked.
+        owed: arguments of the call and their gradients.
+    """
+
+    parts: Sequence[Microbatch] = ()
+    loss: Loss | None = None
+    targets: Sequence[Any] = ()
+    weights: Weights = field(default_factory=Weights)
+    tally: Tally = field(default_factory=lambda: Tally(Weights(), {}))
+    recorder: Recorder | None = None
+    health: Health | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+    owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+class Desk:
+    """What lies before a stage while one of its actions runs; empty between actions."""
+
+    __slots__ = ("call", "found", "grads", "microbatch", "output")
+
+    def __init__(self) -> None:
+        self.microbatch = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.call: Call = ((), {})
+        self.output: Any = None
+        self.grads: Gradients = ()
+        self.found: Gradients = ()
+
+
+class StageWork:
+    """The functions that rows are made of, for one stage.
+
+    Args:
+        stage: whose.
+        program: of its rank.
+        exchange: of its rank.
+        inputs: which of the model's arguments each stage is given.
+        companions: what goes along with the stage's microbatches.
+        with_loss: whether the call computes a loss.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        program: RankProgram,
+        exchange: Exchange,
+        inputs: Inputs,
+        companions: Sequence[Companion],
+        *,
+        with_loss: bool,
+    ) -> None:
+        self.desk = Desk()
+        self.data = StepData()
+        self.stage = stage
+        self._given = program.given(stage.index)
+        self._taken = program.taken(stage.index)
+        self._exchange = exchange
+        self._inputs = inputs
+        self._companions = tuple(companions)
+        self._added = Losses()
+        self._seeds: dict[int, Tensor] = {}
+        self._made: dict[Any, Tensor] = {}
+        self._roots = self._roots_with_loss() if with_loss else self._roots_of_values()
+        self.gather = self._gather()
+        self.compute = self._compute()
+        self.keep = self._keep()
+        self.owed = self._owed()
+        self.backward = self._running(stage.backward)
+        self.backward_input = self._running(stage.backward_input)
+        self.hand_back = self._handing_back()
+
+    @property
+    def recorder(self) -> Any:
+        """Of the step that runs, which is timed."""
+        return self.data.recorder
+
+    def clear(self) -> None:
+        """Let go of the step, also where it was interrupted."""
+        self.data = StepData()
+        self.desk.clear()
+        self._seeds.clear()
+
+    # ---- forward
+
+    def _gather(self) -> Part:
+        """Lays the arguments of the stage's module on the desk."""
+        desk, stage, taken = self.desk, self.stage, self._taken
+        read, inputs = self._exchange.reader(stage.index), self._inputs
+        names = [edge.value for edge in taken]
+
+        def gather(microbatch: int) -> None:
+            values = dict(zip(names, read(microbatch), strict=True))
+            desk.call = inputs.arguments(stage, taken, values, self.data.parts[microbatch])
+
+        def gather_one(microbatch: int) -> None:
+            """The common case, in which nothing is to be chosen: one value and no arguments by name."""
+            if self.data.parts[microbatch].kwargs:
+                gather(microbatch)
+                return
+            (value,) = read(microbatch)
+            desk.call = (tuple(value) if type(value) in spreads else (value,)), {}
+
+        spreads = stage.spreads
+        return gather_one if len(taken) == 1 and not stage.wired else gather
+
+    def _compute(self) -> Part:
+        """Runs the stage's module, and the loss where it is computed here."""
+        desk, run, roots, added = self.desk, self.stage.forward, self._roots, self._added
+
+        def compute(microbatch: int) -> None:
+            args, kwargs = desk.call
+            desk.microbatch = microbatch
+            with added:
+                desk.output = run(
+                    microbatch, args, kwargs, roots, self.data.parts[microbatch].aside
+                )
+
+        return compute
+
+    def _keep(self) -> Part:
+        """Keeps what others need of the output."""
+        desk, stage, check = self.desk, self.stage, self._exchange.check_unchanged
+        keep = self._exchange.keeper(stage.index, wired=stage.wired) if self._given else None
+
+        def keep_values(microbatch: int) -> None:
+            if stage.changed:
+                check(stage.index, microbatch, stage.changed)
+            if keep is not None:
+                keep(microbatch, desk.output)
+
+        return keep_values
+
+    def keep_output(self, microbatch: int) -> None:
+        """Keeps the whole output for whoever asked for it."""
+        self.data.outputs[microbatch] = self.desk.output
+
+    def end_forward(self, microbatch: int) -> None:
+        """Clears the desk; the tensors live on only where somebody needs them."""
+        self.desk.call = _NO_CALL
+        self.desk.output = None
+
+    # ---- what backward starts from
+
+    def _roots_of_values(self) -> Callable[[Any], tuple[Any, ...]]:
+        given, wired = self._given, self.stage.wired
+        return lambda output: tuple(chosen(given, output, wired=wired))
+
+    def _roots_with_loss(self) -> Callable[[Any], tuple[Any, ...]]:
+        """The values that others use, and the stage's part in the loss.
+
+        A loss that a stage in the middle added is a root beside the values that the stage gives; on the last
+        stage it is part of the loss.
+        """
+        given, stage, added = self._given, self.stage, self._added
+        main = self._main if stage.is_last else None
+
+        def roots(output: Any) -> tuple[Any, ...]:
+            values = chosen(given, output, wired=stage.wired)
+            own = None if main is None else main(output)
+            if added:
+                self.data.tally.add_losses(self.desk.microbatch, stage.index, added)
+                own = added.total() if own is None else own + added.total()
+            if own is None:
+                return tuple(values)
+            self._seeds[self.desk.microbatch] = self._seed(own)
+            return (*values, own)
+
+        return roots
+
+    def _main(self, output: Any) -> Tensor:
+        """The loss of a microbatch."""
+        data, microbatch = self.data, self.desk.microbatch
+        for companion in self._companions:
+            companion.loss(microbatch)
+        if data.loss is not None and data.weights.shares[microbatch]:
+            target = _saveable(data.targets[microbatch])
+            found = data.loss.of_microbatch(output, target)
+            data.tally.measure(microbatch, self.stage.index, output, target)
+        else:
+            # A mean over nothing is no number, and its gradient is none either.
+            found = nothing(output)
+        data.tally.add_main(microbatch, self.stage.index, found)
+        return found
+
+    def _seed(self, root: Tensor) -> Tensor:
+        """What backward starts with at the loss; microbatches that count alike share it."""
+        seed = self.data.weights.seeds[self.desk.microbatch]
+        key = (seed, root.dtype, root.device, root.shape)
+        if key not in self._made:
+            self._made[key] = torch.full_like(root.detach(), seed)
+        return self._made[key]
+
+    # ---- backward
+
+    def _owed(self) -> Part:
+        """Lays the gradients of what backward starts from on the desk."""
+        desk, seeds = self.desk, self._seeds
+        total = self._exchange.owed(self.stage.index)
+
+        def owed(microbatch: int) -> None:
+            grads = total(microbatch)
+            if microbatch in seeds:
+                grads.append(seeds.pop(microbatch))
+            desk.grads = grads
+
+        return owed
+
+    def _running(self, half: Callable[[int, Gradients], Gradients]) -> Part:
+        desk = self.desk
+
+        def run(microbatch: int) -> None:
+            desk.found = half(microbatch, desk.grads)
+
+        return run
+
+    def _handing_back(self) -> Part:
+        """Keeps the gradients of the arguments for those that they are owed to."""
+        desk, hand_back = self.desk, self._exchange.handing_back(self.stage.index)
+
+        def hand(microbatch: int) -> None:
+            rest = hand_back(microbatch, desk.found)
+            for gradient in rest:
+                if gradient is not None:
+                    self._owe(microbatch, rest)
+                    break
+
+        return hand
+
+    def _owe(self, microbatch: int, gradients: Gradients) -> None:
+        """Notes the gradients of the batch's own tensors, where they require some."""
+        part = self.data.parts[microbatch]
+        tensors, _ = flatten(self._inputs.batch_part(self.stage, self._taken, part))
+        pairs = zip(tensors, gradients, strict=True)
+        self.data.owed.extend((tensor, found) for tensor, found in pairs if found is not None)
+
+    def end_backward(self, microbatch: int) -> None:
+        """Clears the desk."""
+        self.desk.grads = self.desk.found = ()
+
+    # ---- what goes along
+
+    def told(self, name: str) -> list[Part]:
+        """The companions' own functions of one name, of those that have something to do."""
+        return [getattr(companion, name) for companion in self._companions]
+
+    # ---- health
+
+    def note_output(self, microbatch: int) -> None:
+        """Notes whether the output is finite."""
+        if self.data.health is not None:
+            self.data.health.forward(self.stage.index, microbatch, self.desk.output)
+
+    def note_gradients(self, microbatch: int) -> None:
+        """Notes whether the gradients of the arguments are."""
+        if self.data.health is not None:
+            self.data.health.backward(self.stage.index, microbatch, self.desk.found)
+
+
+_NO_CALL: Call = ((), {})
+
+
+def _saveable(target: Any) -> Any:
+    """A target that autograd can keep for backward, as it cannot what was made in inference mode."""
+    if torch.is_grad_enabled() and any(tensor.is_inference() for _, tensor in tensors_of(target)):
+        return mapped(target, torch.clone)
+    return target
