@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import PartitionError, UsageError
 from penstock.partition import cut_chain, partition, stage_costs
@@ -68,3 +69,33 @@ def test_without_data_only_traces_are_measured() -> None:
     with pytest.raises(PartitionError, match=r"runs the model, which has no data: .* how=.traced."):
         partition(model, 2, how="calls", example=(args, kwargs), balance="flops")
     assert len(partition(model, 2, how="calls", example=(args, kwargs)).modules) == 2
+
+
+class Counts(nn.Linear):
+    """Counts its calls in an attribute, a list and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls, self.sizes = 0, list[int]()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.sizes.append(len(x))
+        self.steps += 1
+        return super().forward(x) * random.random()
+
+
+@pytest.mark.parametrize("how", ["calls", "chain"])
+def test_measuring_leaves_no_trace(how: Literal["calls", "chain"]) -> None:
+    model, heard = nn.Sequential(Counts(), Counts()), list[Any]()
+    for hooked in (model[0].register_forward_hook, model[1].register_full_backward_hook):
+        hooked(lambda module, args, output: heard.append(args))
+    model[1].register_forward_hook(lambda module, args, output: heard.append(args) or output + 1)
+    state = random.getstate()
+    partition(model, 2, how=how, example=((torch.ones(3, 4),), {}), balance="time")
+    assert [(m.calls, m.sizes, float(m.steps)) for m in model] == [(0, [], 0.0)] * 2
+    assert heard == []
+    assert random.getstate() == state
+    model(torch.ones(3, 4)).sum().backward()
+    assert len(heard) == 3
