@@ -114,6 +114,11 @@ class PipelineStage:
         return getattr(self.module, "describe", None) if self.wired else None
 
     @property
+    def traits(self) -> Any:
+        """What a module that tells what travels may tell otherwise, when it changes."""
+        return getattr(self.module, "traits", None) if self.wired else None
+
+    @property
     def spreads(self) -> tuple[type, ...]:
         """The types of which a value that another stage gives becomes several arguments of the module."""
         return self.spread if getattr(self.module, "spreads", True) else ()

@@ -78,6 +78,7 @@ class Counts(nn.Linear):
         super().__init__(4, 4)
         self.calls, self.sizes = 0, list[int]()
         self.register_buffer("steps", torch.zeros(()))
+        self.steps: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -88,13 +89,14 @@ class Counts(nn.Linear):
 
 @pytest.mark.parametrize("how", ["calls", "chain"])
 def test_measuring_leaves_no_trace(how: Literal["calls", "chain"]) -> None:
-    model, heard = nn.Sequential(Counts(), Counts()), list[Any]()
+    counts, heard = [Counts(), Counts()], list[Any]()
+    model = nn.Sequential(*counts)
     for hooked in (model[0].register_forward_hook, model[1].register_full_backward_hook):
         hooked(lambda module, args, output: heard.append(args))
-    model[1].register_forward_hook(lambda module, args, output: heard.append(args) or output + 1)
+    model[1].register_forward_hook(lambda module, args, output: heard.extend([args]))
     state = random.getstate()
     partition(model, 2, how=how, example=((torch.ones(3, 4),), {}), balance="time")
-    assert [(m.calls, m.sizes, float(m.steps)) for m in model] == [(0, [], 0.0)] * 2
+    assert [(m.calls, m.sizes, float(m.steps)) for m in counts] == [(0, list[int](), 0.0)] * 2
     assert heard == []
     assert random.getstate() == state
     model(torch.ones(3, 4)).sum().backward()

@@ -8,8 +8,6 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-import torch
-
 from penstock.draws import Generators, Streams
 from penstock.errors import AgreementError, PenstockError, SpecError, StageError, UsageError
 from penstock.faults import has_probes
@@ -363,12 +361,11 @@ def _streams_of(stage: PipelineStage) -> Streams:
     return Streams(stage.module, Generators([stage.device]), part)
 
 
-def _traits(stages: Iterable[PipelineStage]) -> tuple[tuple[torch.dtype, bool], ...]:
-    """Of each parameter its type and whether it is trained."""
+def _traits(stages: Iterable[PipelineStage]) -> tuple[Any, ...]:
+    """Of each parameter its type and whether it is trained, and what else changes what travels."""
     return tuple(
-        (parameter.dtype, parameter.requires_grad)
+        (stage.traits, [(p.dtype, p.requires_grad) for p in stage.module.parameters()])
         for stage in stages
-        for parameter in stage.module.parameters()
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -156,14 +157,14 @@ def views_of_weights_without_a_gradient(m: Model, x: Tensor) -> Tensor:
     with torch.no_grad():
         row, turned = m.scale[None], m.l[1].weight.T
     h = m.l[1](m.l[0](x * m.scale[None])) * row @ turned
-    return through(m, h, 2) * row * m.scale[None]
+    return through(m, h, 2) * (row * m.scale[None])
 
 
 @program()
 def views_made_at_once_of_what_changes(m: Model, x: Tensor) -> Tensor:
     h = m.l[0](x)
     _column, *_ = h.unbind(1)
-    y = h.relu_()
+    y: Tensor = h.relu_()
     return through(m, h.clone(), 1) + y
 
 
@@ -361,18 +362,20 @@ def made(name: str) -> Model:
     return Model(*BODIES[name]).double()
 
 
-def plain_loop(model: Model) -> float:
+def plain_loop(model: nn.Module, step: int = 0) -> float:
     total = 0.0
-    for x, target in zip(*(t.chunk(PARTS) for t in batch()), strict=True):
-        with penstock.collect_losses() as added:
-            output = model(x.clone())
-        loss = (loss_fn(output, target) + added.total()) / PARTS
-        loss.backward()
+    for index, (x, target) in enumerate(zip(*(t.chunk(PARTS) for t in batch()), strict=True)):
+        with (
+            penstock.randomness(model, seed=1, step=step, microbatch=index),
+            penstock.collect_losses() as added,
+        ):
+            loss = (loss_fn(model(x.clone()), target) + added.total()) / PARTS
+            loss.backward()
         total += float(loss.detach())
     return total
 
 
-def differences(model: Model, plain: Model) -> Iterator[str]:
+def differences(model: nn.Module, plain: nn.Module) -> Iterator[str]:
     for (name, mine), (_, theirs) in zip(
         model.named_parameters(), plain.named_parameters(), strict=True
     ):
@@ -458,3 +461,66 @@ def test_backward_hooks_of_a_module_in_parts() -> None:
         pytest.raises(PartitionError, match="0 has backward hooks, and its parts are placed by"),
     ):
         pipe.step(x, target=target)
+
+
+class Hooked(nn.Module):
+    """Calls modules without weights between its others, some of them several times, one for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.act, self.drop, self.early = nn.Tanh(), nn.Dropout(), nn.Flatten()
+        self.pair = nn.Sequential(nn.ReLU(inplace=True), nn.Sigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = early = self.early(x)
+        for unit in self.l:
+            h = self.drop(self.act(unit(h)))
+        found: Tensor = self.pair(h * 1) + self.act(h) + early + self.pair[1](early)
+        return found
+
+    def listen(self, heard: list[Any]) -> None:
+        """Set all kinds of hooks; they note what they hear of it."""
+
+        def hear(name: str) -> Callable[..., None]:
+            return lambda *given: heard.append((name, [t.sum().item() for t in tensors(given[-1])]))
+
+        def tensors(value: Any) -> list[Tensor]:
+            return [t for t in (value if isinstance(value, tuple) else [value]) if t is not None]
+
+        def weaken(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            if output.requires_grad:
+                output.register_hook(lambda grad: heard.append(("gradient", grad.sum().item())))
+            return output * 0.9
+
+        for name in ("act", "drop", "early", "pair", "pair.1"):
+            module = self.get_submodule(name)
+            module.register_forward_pre_hook(hear(f"{name} comes"))
+            module.register_forward_hook(hear(f"{name} goes"))
+        for name in ("act", "drop"):
+            module = self.get_submodule(name)
+            module.register_full_backward_pre_hook(hear(f"{name} comes back"))
+            module.register_full_backward_hook(hear(f"{name} goes back"))
+        self.act.register_forward_hook(weaken)
+
+
+@pytest.mark.parametrize("since", [0, 1])
+def test_hooks_of_modules_without_weights(since: int) -> None:
+    """Each hears once what it hears in the plain loop, also if it was set between two steps."""
+    torch.manual_seed(0)
+    plain = Hooked().double()
+    model, heard, expected = copy.deepcopy(plain), list[Any](), list[Any]()
+    x, target = batch()
+    with penstock.Pipeline(
+        model, stages=["l.1", "l.3"], ranks=3, loss_fn=loss_fn, microbatches=PARTS, seed=1
+    ) as pipe:
+        for step in range(2):
+            if step == since:
+                plain.listen(expected)
+                model.listen(heard)
+            plain_loop(plain, step)
+            pipe.step(x, target=target)
+    assert list(differences(model, plain)) == []
+    assert sorted(name for name, _ in heard) == sorted(name for name, _ in expected)
+    for mine, theirs in zip(sorted(heard), sorted(expected), strict=True):
+        assert mine[1] == pytest.approx(theirs[1], abs=1e-12)

@@ -76,6 +76,10 @@ class Cutting:
         known = self._latest.get((_digest(call), training, self._outline.modes()))
         return known or self._route(call, training)
 
+    def hooked(self) -> dict[nn.Module, str]:
+        """The modules that are no units, but are called as a whole for their hooks."""
+        return self._outline.hooked()
+
     def _check_hooks(self) -> None:
         """Refuse hooks that need both ends of a module whose parts are placed, not it as a whole."""
         for path, module in self._opened.items():
@@ -157,7 +161,7 @@ def analysed(
 
 def _recorded(outline: Outline, units: Sequence[str], call: Any, training: bool) -> Tape:
     args, kwargs = call
-    paths = paths_of(outline.model, units)
+    paths = paths_of(outline.model, units) | outline.hooked(copies=True)
     families = outline.families(training=training)
     recorder = Recorder(paths, outline.mode, outline.named_tensors(), families)
     with (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from penstock.errors import PartitionError
+from penstock.partition.calls.tape import Loose
 from penstock.specs import Family, Found, autocast_types, isolate_hooks
 
 
@@ -37,6 +38,7 @@ class Outline:
         self._form = _form_of(model)
         self.model = self._copied(model, units)
         self._pairs = list(zip(model.modules(), self.model.modules(), strict=True))
+        self._loose = self._find_loose(model, units)
         self._families: dict[Any, dict[Any, Family[Found | None]]] = {}
         # By name: what other processes hold is let go, see `CallStage.release`.
         self._named = [
@@ -68,6 +70,18 @@ class Outline:
                 "values between its stages are found; use how='traced'"
             ) from error
 
+    def _find_loose(
+        self, model: nn.Module, units: Sequence[str]
+    ) -> list[tuple[Loose, nn.Module, nn.Module]]:
+        """The modules that neither are in a unit nor hold one."""
+        inside = {part for path in units for part in model.get_submodule(path).modules()}
+        pairs = zip(model.named_modules(), self.model.modules(), strict=True)
+        return [
+            (Loose(path), module, mine)
+            for (path, module), mine in pairs
+            if inside.isdisjoint(module.modules())
+        ]
+
     def _fake(self, tensor: Tensor) -> Tensor:
         with self.mode:
             return torch.empty_strided(
@@ -91,9 +105,17 @@ class Outline:
         """Whether the model has other modules or parameters by now, as where some were parametrised."""
         return self._form != _form_of(self._original)
 
-    def modes(self) -> tuple[bool, ...]:
-        """Which of the model's modules are in training."""
-        return tuple(module.training for module, _ in self._pairs)
+    def modes(self) -> tuple[Any, ...]:
+        """Which of the model's modules are in training, and which loose ones have hooks."""
+        hooked = tuple(path for path, *_ in self._hooked())
+        return tuple(module.training for module, _ in self._pairs), hooked
+
+    def hooked(self, *, copies: bool = False) -> dict[nn.Module, str]:
+        """The loose modules that have hooks by now, or hold some that have; or what stands for them here."""
+        return {mine if copies else module: path for path, module, mine in self._hooked()}
+
+    def _hooked(self) -> Iterator[tuple[Loose, nn.Module, nn.Module]]:
+        return (one for one in self._loose if any(map(_has_hooks, one[1].modules())))
 
     def traits(self) -> tuple[Any, ...]:
         """What of the model's state values may depend on."""
@@ -121,6 +143,17 @@ class Outline:
         for buffer in self.model.buffers():
             # An earlier analysis may have written into it what depends on parameters.
             buffer.detach_()
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody else than this library has set hooks."""
+    found = (
+        *module._forward_pre_hooks.values(),
+        *module._forward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+    )
+    return any(not str(getattr(hook, "__module__", "")).startswith("penstock.") for hook in found)
 
 
 def _form_of(model: nn.Module) -> list[tuple[int, tuple[str, ...]]]:

@@ -26,6 +26,7 @@ from penstock.partition.calls.numbering import Numbering
 from penstock.partition.calls.tape import (
     NO_VALUE,
     Event,
+    Loose,
     Origin,
     Region,
     Slot,
@@ -83,6 +84,8 @@ class Recorder(Numbering):
         self._draws.clear()
         with self._inference.standing_for(given):
             result = self._run_unit(module, run, args, kwargs)
+        if isinstance(path, Loose) and self._inference.borrowed:
+            raise PartitionError(_hidden(next(iter(self._inference.borrowed))))
         self.tape.hidden.update({(maker, path): None for maker in self._inference.borrowed})
         return self._note(path, list(leaves((args, kwargs))), result, self._inference.used)
 
@@ -312,11 +315,7 @@ class Recorder(Numbering):
         hidden = [t for t in given if isinstance(t, FakeTensor) and self.number_of(t) is None]
         makers = [maker for t in hidden if (maker := self._inference.maker(t)) is not None]
         if makers:
-            raise PartitionError(
-                f"between its modules the model uses a tensor that was made inside {makers[0]} and did not "
-                "leave it as a result; other stages cannot see it. Place the module that contains that "
-                "code as a whole by naming it in stages="
-            )
+            raise PartitionError(_hidden(makers[0]))
 
     def _find_parameter(self, tensor: Tensor) -> None:
         """A parameter that is used between the units is a value of the stage that holds it."""
@@ -380,6 +379,14 @@ def depends_on_data(error: BaseException) -> bool:
     """Whether an error says that a result depends on numbers that are not there."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return bool(kinds & {"DataDependentOutputException", "DynamicOutputShapeException"})
+
+
+def _hidden(maker: str) -> str:
+    return (
+        f"between its modules the model uses a tensor that was made inside {maker} and did not leave it as a "
+        "result; other stages cannot see it. Place the module that contains that code as a whole by naming "
+        "it in stages="
+    )
 
 
 def _left_inside(unit: str | None) -> str:

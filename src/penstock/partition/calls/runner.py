@@ -299,7 +299,7 @@ class Runner(Watch):
 
     def _pass(self, event: Event, given: list[Any]) -> Any:
         """What an event of another stage returns here."""
-        if not event.is_call:
+        if not isinstance(event.what, str):
             Streams.not_drawn(event.draws)
         changed: dict[int, Tensor] = {}
         for change in event.changes:

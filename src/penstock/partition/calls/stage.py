@@ -123,6 +123,12 @@ class CallStage(Holder):
             holder for holder in self.modules() if isinstance(holder, Holder)
         ]
 
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """The modules that have become events by their hooks."""
+        cutting: Cutting = self.__dict__["_cutting"]
+        return tuple(cutting.hooked().values())
+
     def follow(self) -> None:
         """Take over what the user has put into the model."""
         for holder in self.__dict__["_lenders"]:
@@ -137,14 +143,15 @@ class CallStage(Holder):
             return {}
         device = self._device(args, kwargs)
         args, kwargs, absent = _present(args, kwargs, device)
-        runner = Runner(route.tape, part, cutting.paths, values, device)
+        watched = cutting.paths | cutting.hooked()
+        runner = Runner(route.tape, part, watched, values, device)
         output = None
         with contextlib.ExitStack() as stack:
             for holder in self.__dict__["_lenders"]:
                 if holder._parameters or holder._buffers:
                     stack.enter_context(holder.lent())
             runner.enter(cutting.tensor)
-            stack.enter_context(runner.watching(list(cutting.paths)))
+            stack.enter_context(runner.watching(list(watched)))
             try:
                 output = cutting.model(*args, **kwargs)
             except Left:

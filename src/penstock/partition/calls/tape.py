@@ -84,12 +84,22 @@ class Change:
     base: bool = False
 
 
+class Loose(str):
+    """The path of a module that holds no weights and is no unit, but has hooks.
+
+    Unlike the functions that others of its kind call it is called as a whole, by one stage, or its hooks
+    would be heard in several. Where that is its inputs tell, as for a function.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Event:
     """A call of a unit, or of a function between the units.
 
     Args:
-        what: the function, the class of a custom one, or the unit's path.
+        what: the function, the class of a custom one, or the path of the unit or of a loose module.
         inputs: the numbers of the values that it uses.
         result: what it returns, with a :class:`Slot` for each tensor.
         changes: what it changes in place.
@@ -116,7 +126,7 @@ class Event:
     @property
     def is_call(self) -> bool:
         """Whether a unit is called."""
-        return isinstance(self.what, str)
+        return isinstance(self.what, str) and not isinstance(self.what, Loose)
 
     @property
     def slots(self) -> list[Slot]:
