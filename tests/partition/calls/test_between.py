@@ -29,6 +29,8 @@ class Model(nn.Module):
         super().__init__()
         self.l = nn.ModuleList(unit(index) for index in range(4))
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.mean: Tensor
         self.body = body
         self.called: Counter[str] = Counter()
 
@@ -426,11 +428,28 @@ REFUSALS: dict[str, tuple[Body, str]] = {
         lambda m, x: m.l[1](checkpoint(lambda t: t.mul_(2), m.l[0](x), use_reentrant=True)),
         "changes in place what it is given",
     ),
+    "a buffer that is changed": (
+        lambda m, x: m.l[1](m.l[0](x) + m.mean.mul_(0.9).add_(m.l[0](x).detach().mean(0))),
+        r"changes its buffers \(mean\)",
+    ),
+    "a buffer that is changed by arguments": (
+        lambda m, x: m.l[1](m.l[0](x) + m.mean.add_(x.mean(0)).clone()),
+        r"changes its buffers \(mean\)",
+    ),
+    "another buffer in its place": (
+        lambda m, x: m.l[1](keep_mean(m, m.l[0](x))) + m.mean,
+        r"changes its buffers \(mean\)",
+    ),
 }
 
 
 def keep_hook(h: Tensor) -> Tensor:
     h.register_hook(lambda grad: grad)
+    return h
+
+
+def keep_mean(m: Model, h: Tensor) -> Tensor:
+    m.mean = m.mean * 0.9 + h.detach().mean(0)
     return h
 
 

@@ -17,7 +17,7 @@ from penstock.partition.calls.outline import Outline
 from penstock.partition.calls.recorder import Recorder, chance_kept
 from penstock.partition.calls.routing import Homes, Route, routed
 from penstock.partition.calls.tape import Tape, paths_of
-from penstock.specs import ValueSpec, autocast_types, flatten
+from penstock.specs import ValueSpec, attributes_kept, autocast_types, flatten
 
 _REMEMBERED = 256
 """So many calls; of those that always differ the oldest go first."""
@@ -114,6 +114,8 @@ class Cutting:
             tape = analysed(
                 self._outline, self.units, call, training=training, example=self._tensors(call)
             )
+            if tape.written and self.stages > 1:
+                raise PartitionError(_changes_buffers(tape.written))
             self._routes[key] = routed(tape, self._homes, self.stages, _spec_of(tape.output))
         found = self._latest[digest, training, self._outline.modes()] = self._routes[key]
         for memory in (self._routes, self._latest):
@@ -164,7 +166,9 @@ def _recorded(outline: Outline, units: Sequence[str], call: Any, training: bool)
     paths = paths_of(outline.model, units) | outline.hooked(copies=True)
     families = outline.families(training=training)
     recorder = Recorder(paths, outline.mode, outline.named_tensors(), families)
+    before = outline.real_buffers()
     with (
+        attributes_kept(outline.model),
         quiet(),
         chance_kept(outline.device),
         torch.set_grad_enabled(training),
@@ -173,7 +177,16 @@ def _recorded(outline: Outline, units: Sequence[str], call: Any, training: bool)
         # What it warns of comes again when it runs.
         with noticed(recorder.drew), recorder.watching(list(paths)):
             output = outline.model(*args, **kwargs)
+        recorder.tape.written = outline.written(before, recorder.has_become_a_value)
         return recorder.finish(output)
+
+
+def _changes_buffers(names: Sequence[str]) -> str:
+    return (
+        f"between its modules the model changes its buffers ({', '.join(names)}): other stages, which use "
+        "them too, would not see it, or would do it again. Put the buffer and the code that changes it "
+        "into a module of their own, or place the module that holds both as a whole by naming it in stages="
+    )
 
 
 def _filled(spec: Any, number: int, device: torch.device) -> torch.Tensor:

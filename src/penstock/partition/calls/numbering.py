@@ -161,6 +161,10 @@ class Numbering(Watch, ABC):
                 "stages cannot follow. Write into the tensor itself, or use torch.no_grad()"
             )
 
+    def has_become_a_value(self, tensor: Tensor) -> bool:
+        """Whether what modules give was written into a tensor that every stage had."""
+        return memory_of(tensor) in self._taken
+
     def view_again(self, view: Tensor, old: Tensor, new: Tensor) -> Tensor:
         """A view of what has become a value is one too."""
         made = view_like(view, old, new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +98,34 @@ class Outline:
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         parameters = {id(p) for p in self.model.parameters()}
         return {t: name for name, t in named if id(t) in parameters or isinstance(t, FakeTensor)}
+
+    # ---- the buffers that every stage has
+
+    def real_buffers(self) -> dict[str, tuple[Tensor, int]]:
+        """The buffers outside of the units, with how often they were written into."""
+        named = self.model.named_buffers()
+        return {n: (b, b._version) for n, b in named if not isinstance(b, FakeTensor)}
+
+    def written(
+        self, before: dict[str, tuple[Tensor, int]], is_value: Callable[[Tensor], bool]
+    ) -> tuple[str, ...]:
+        """Those of them that would not be after a call what they are after one of the unsplit model.
+
+        What is made of the arguments alone each stage writes into its own; but of those that are saved there
+        is one for all.
+
+        Args:
+            before: as they were before a call.
+            is_value: tells of which it wrote into them what units gave.
+        """
+        after, saved = dict(self.model.named_buffers()), self.model.state_dict(keep_vars=True)
+        return tuple(
+            name
+            for name, (buffer, version) in before.items()
+            if is_value(buffer)
+            or isinstance(after.get(name), FakeTensor)
+            or (name in saved and buffer._version != version)
+        )
 
     # ---- what the model may have become since
 

@@ -170,6 +170,7 @@ class Tape:
         output: the model's output, without data.
         output_tensors: how many tensors that holds.
         kept: the classes of objects in it that units fill; they are left out.
+        written: the buffers that are changed between the units, by name.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -181,6 +182,7 @@ class Tape:
     output: Any = None
     output_tensors: int = 0
     kept: tuple[type, ...] = ()
+    written: tuple[str, ...] = ()
 
 
 def paths_of(model: nn.Module, units: Sequence[str]) -> dict[nn.Module, str]:
