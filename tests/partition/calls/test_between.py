@@ -411,6 +411,26 @@ def test_as_the_plain_loop(name: str, cuts: list[str]) -> None:
         torch.testing.assert_close(output, whole, rtol=0, atol=1e-12)
 
 
+def counting(m: Any, x: Tensor) -> Tensor:
+    m.count += 1
+    h = through(m, x, 0, 3)
+    return m.l[3](h * m.count)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("cuts", [["l.2"], ["l.1", "l.2", "l.3"]])
+def test_an_attribute_that_counts(cuts: list[str]) -> None:
+    torch.manual_seed(0)
+    plain: Any = Model(counting, linear).double()
+    plain.count = 0
+    model, (x, target) = copy.deepcopy(plain), batch()
+    with penstock.Pipeline(model, stages=cuts, loss_fn=loss_fn, microbatches=PARTS) as pipe:
+        for change in (0, 0, -7):
+            model.count, plain.count = model.count + change, plain.count + change
+            assert abs(pipe.step(x, target=target).loss - plain_loop(plain)) < 1e-12
+            assert model.count == plain.count
+    assert list(differences(model, plain)) == []
+
+
 REFUSALS: dict[str, tuple[Body, str]] = {
     "gradients": (
         lambda m, x: m.l[1](torch.autograd.grad(m.l[0](x).sum(), m.scale)[0]),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,63 @@ from penstock.specs import ValueSpec, attributes_kept, autocast_types, flatten
 
 _REMEMBERED = 256
 """So many calls; of those that always differ the oldest go first."""
+
+
+_REGISTRIES = frozenset(vars(nn.Module()))
+
+
+class Attributes:
+    """What the author's code leaves in attributes between the units, such as counters, by stage.
+
+    Every stage runs that code, and each shall find what it has left itself. In the modules stands what was
+    left last; what their user puts there is every stage's.
+
+    Args:
+        modules: those whose forward is not run by one stage.
+        stages: how many there are.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], stages: int) -> None:
+        # Those of torch leave nothing.
+        self._modules = [m for m in modules if not type(m).__module__.startswith("torch.nn.")]
+        self._shown: list[dict[str, Any]] = [{} for _ in self._modules]
+        self._own: list[list[dict[str, Any]]] = [[{} for _ in self._modules] for _ in range(stages)]
+
+    @contextlib.contextmanager
+    def of(self, stage: int) -> Iterator[None]:
+        """A stage's own stand in the modules for as long as the context lasts."""
+        own = self._own[stage]
+        for index, module in enumerate(self._modules):
+            shown = _plain(module)
+            for each in self._own:
+                _carry_over(self._shown[index], shown, each[index])
+            self._shown[index] = shown
+            _show(module, own[index])
+        try:
+            yield
+        finally:
+            for index, module in enumerate(self._modules):
+                before, own[index] = own[index], _plain(module)
+                _carry_over(before, own[index], self._shown[index])
+                _show(module, self._shown[index])
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _REGISTRIES}
+
+
+def _carry_over(before: dict[str, Any], after: dict[str, Any], to: dict[str, Any]) -> None:
+    """What has become of some attributes becomes of others."""
+    for name in before.keys() - after.keys():
+        to.pop(name, None)
+    to.update({n: v for n, v in after.items() if n not in before or before[n] is not v})
+
+
+def _show(module: nn.Module, attributes: dict[str, Any]) -> None:
+    state = vars(module)
+    for name in state.keys() - _REGISTRIES - attributes.keys():
+        del state[name]
+    state.update(attributes)
 
 
 class Cutting:
@@ -54,6 +112,8 @@ class Cutting:
             for path, module in model.named_modules()
             if module not in self.paths and any(inner in self.paths for inner in module.modules())
         }
+        inside = {part for unit in self.paths for part in unit.modules()}
+        self.attributes = Attributes([m for m in model.modules() if m not in inside], stages)
         self._outline = outline or Outline(model, units)
         self._example = None if example is None else flatten(example)
         self._routes: dict[Any, Route] = {}

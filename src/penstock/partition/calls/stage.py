@@ -150,6 +150,7 @@ class CallStage(Holder):
             for holder in self.__dict__["_lenders"]:
                 if holder._parameters or holder._buffers:
                     stack.enter_context(holder.lent())
+            stack.enter_context(cutting.attributes.of(self.index))
             runner.enter(cutting.tensor)
             stack.enter_context(runner.watching(list(watched)))
             try:
