@@ -273,8 +273,8 @@ def _fresh(value: Any, device: torch.device | None) -> tuple[list[Tensor], Any]:
         .requires_grad_(tensor.requires_grad)
         for tensor in tensors
     ]
-    # What is changed in place must be no leaf.
-    entered = [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]
+    # What is changed in place must be no leaf, and not the caller's.
+    entered = [leaf.clone() for leaf in leaves]
     return leaves, unflatten(structure, entered)
 
 

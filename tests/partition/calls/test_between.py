@@ -431,6 +431,23 @@ def test_an_attribute_that_counts(cuts: list[str]) -> None:
     assert list(differences(model, plain)) == []
 
 
+def doubling(m: Model, x: Tensor) -> Tensor:
+    x.mul_(2)
+    return through(m, x.clone(), 0) + x[..., 1:2].add_(1)
+
+
+@pytest.mark.parametrize("balance", ["parameters", "flops"])
+def test_an_example_stays_as_it_was(balance: Any) -> None:
+    torch.manual_seed(0)
+    plain = Model(doubling, linear).double()
+    model, (x, target) = copy.deepcopy(plain), batch()
+    part = x[:PARTS]
+    cut = partition(model, 2, how="calls", example=((part,), {}), balance=balance)
+    with penstock.Pipeline(model, stages=cut, loss_fn=loss_fn, microbatches=PARTS) as pipe:
+        assert abs(pipe.step(x, target=target).loss - plain_loop(plain)) < 1e-12
+    assert torch.equal(x, batch()[0])
+
+
 REFUSALS: dict[str, tuple[Body, str]] = {
     "gradients": (
         lambda m, x: m.l[1](torch.autograd.grad(m.l[0](x).sum(), m.scale)[0]),

@@ -204,7 +204,9 @@ def analysed(
     """
     outline.follow(training=training)
     if example is not None:
-        return _recorded(outline, units, call.fill(list(example)), training)
+        # Copies: a model may change its input in place. And what it gets is no view of something else.
+        made = [_entered(tensor.detach().clone(), tensor) for tensor in example]
+        return _recorded(outline, units, call.fill(made), training)
     errors: list[Exception] = []
     for number in (1, 0, 2):
         made = [_filled(spec, number, outline.device) for spec in call.tensors]
@@ -250,9 +252,12 @@ def _changes_buffers(names: Sequence[str]) -> str:
 
 
 def _filled(spec: Any, number: int, device: torch.device) -> torch.Tensor:
-    made = torch.full(spec.shape, number, dtype=spec.torch_dtype, device=device)
-    # A view: a model may change its input in place, which a leaf that requires grad would refuse.
-    return made.requires_grad_() * 1 if spec.requires_grad else made
+    return _entered(torch.full(spec.shape, number, dtype=spec.torch_dtype, device=device), spec)
+
+
+def _entered(made: torch.Tensor, like: Any) -> torch.Tensor:
+    # No leaf: a model may change its input in place, which a leaf that requires grad would refuse.
+    return made.requires_grad_() * 1 if like.requires_grad else made
 
 
 def _digest(call: ValueSpec) -> str:
