@@ -1,4 +1,4 @@
-"""What a search finds, beside the library's schedules and what none can beat: ``python -m benchmarks search``."""
+"""What a search finds, beside the library and what none can beat: ``python -m benchmarks search``."""
 
 from __future__ import annotations
 
