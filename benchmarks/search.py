@@ -70,7 +70,7 @@ def _drawn(ranks: int, microbatches: int, number: int, random: Random) -> dict[s
 def _searched(
     costs: ps.Costs, placement: ps.Placement, microbatches: int, memory: float
 ) -> dict[str, float]:
-    step = {
+    step: dict[str, Any] = {
         "ranks": placement.ranks,
         "microbatches": microbatches,
         "memory": memory,

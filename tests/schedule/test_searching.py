@@ -292,7 +292,7 @@ def test_ranks_have_memory_of_their_own() -> None:
 def test_a_backward_stays_whole_where_halves_do_not_fit() -> None:
     costs = Costs(activation=1, stash=3)
     found = search(costs, ranks=3, microbatches=4, memory=2, moves=FEW)
-    assert {action.op for program in found.programs for action in program} == {Op.F, Op.B}
+    assert {each.op for rank in range(3) for each in found.actions(rank)} == {Op.F, Op.B}
     assert peaks_fit(found, costs, 2)
 
 

@@ -20,11 +20,9 @@ from penstock.schedule.placement import (
     v_shaped,
     whole_number,
 )
-from penstock.schedule.searching.anneal import Annealer
 from penstock.schedule.searching.bounds import PRECISION, Bound
-from penstock.schedule.searching.dispatch import Dispatcher, Rule, rules, varied
-from penstock.schedule.searching.draft import Draft, draft_of
-from penstock.schedule.searching.problem import SLACK, Problem
+from penstock.schedule.searching.drafting import Annealer, Dispatcher, Rule, rules, varied
+from penstock.schedule.searching.problem import SLACK, Draft, Problem, draft_of
 from penstock.schedule.simulation import Costs, simulate
 
 Memory = float | Sequence[float]
