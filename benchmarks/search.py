@@ -57,7 +57,7 @@ def _drawn(ranks: int, microbatches: int, number: int, random: Random) -> dict[s
     placement = (ps.looped(ranks), ps.v_shaped(ranks))[number % 2]
     stages = placement.stages
     kinds = ("forward", "input", "weight", "activation")
-    drawn = {kind: [random.uniform(1, 3) for _ in range(stages)] for kind in kinds}
+    drawn: dict[str, Any] = {kind: [random.uniform(1, 3) for _ in range(stages)] for kind in kinds}
     costs = ps.Costs(**drawn, stash=[held / 2 for held in drawn["activation"]], latency=0.1)
     held = max(
         sum(drawn["activation"][stage] for stage in placement.stages_on(rank))
