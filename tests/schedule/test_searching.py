@@ -40,8 +40,8 @@ from penstock.schedule import (
     validate,
 )
 
-FEW = 3000
-"""Moves that take a few tenths of a second."""
+FEW = 0.03
+"""Effort that takes a tenth of a second."""
 
 Counts = tuple[tuple[int, int, int], ...]
 """For each stage how many F and how many I or B are done, and how many Ws are owed."""
@@ -179,7 +179,7 @@ def test_small_steps_take_no_longer_than_the_optimum(
         ranks=placement.ranks, microbatches=microbatches, memory=memory, placement=placement
     )
     optimum = Exact(costs, placement, microbatches, memory).makespan()
-    found = search(costs, **step, moves=4 * FEW)
+    found = search(costs, **step, effort=4 * FEW)
     assert simulate(found, costs).makespan == pytest.approx(optimum)
     assert lower_bound(costs, **step) <= optimum * (1 + 1e-9)
     assert validate(found).ok
@@ -221,7 +221,7 @@ def test_never_longer_than_the_library_in_the_same_memory(
     for memory in {each.peak_memory for each in ran}:
         known = [each.makespan for each in ran if fits(each, memory)]
         step = Step(ranks=placement.ranks, microbatches=6, memory=memory, placement=placement)
-        found = search(costs, **step, moves=100)
+        found = search(costs, **step, effort=0.001)
         assert simulate(found, costs).makespan <= min(known) * (1 + 1e-9)
         assert fits(simulate(found, costs), memory)
         assert validate(found).ok
@@ -235,7 +235,7 @@ def test_equal_costs_take_no_longer_than_the_schedule_made_for_them(name: str, l
     memory = max(simulate(known).peak_memory)
     step = Step(ranks=4, microbatches=8, memory=memory, placement=known.placement)
     assert simulate(known).makespan == least
-    assert simulate(search(Costs(), **step, moves=FEW)).makespan == least
+    assert simulate(search(Costs(), **step, effort=FEW)).makespan == least
     assert lower_bound(Costs(), **step) == pytest.approx(least, rel=0.02)
 
 
@@ -253,7 +253,7 @@ def test_stages_of_unequal_cost_are_scheduled_better_than_by_the_library() -> No
 def test_same_arguments_same_schedule() -> None:
     step = Step(ranks=3, microbatches=6, memory=25.0, placement=looped(3))
     costs = some_costs(Random(1), 3)
-    assert search(costs, **step, moves=FEW, seed=7) == search(costs, **step, moves=FEW, seed=7)
+    assert search(costs, **step, effort=FEW, seed=7) == search(costs, **step, effort=FEW, seed=7)
 
 
 def test_the_time_ends_it() -> None:
@@ -261,7 +261,7 @@ def test_the_time_ends_it() -> None:
     step = Step(ranks=8, microbatches=16, memory=60.0, placement=v_shaped(8))
     for seconds in (0.0, 0.3):
         start = monotonic()
-        found = search(costs, **step, seconds=seconds, moves=10**9)
+        found = search(costs, **step, seconds=seconds, effort=1000)
         assert monotonic() - start < seconds + 3
         assert validate(found).ok
         assert peaks_fit(found, costs, 60)
@@ -271,19 +271,19 @@ def test_skips_are_waited_for() -> None:
     edges = [Edge("a", 0, (1, 3)), Edge("b", 1, (2,)), Edge("mask", 1, (3,), gradient=False)]
     edges.append(Edge("c", 2, (3,)))
     costs = some_costs(Random(4), 4, message={"a": 6.0, "b": 1.0}, bandwidth=2.0)
-    found = search(costs, ranks=2, microbatches=4, memory=40, edges=edges, moves=FEW)
+    found = search(costs, ranks=2, microbatches=4, memory=40, edges=edges, effort=FEW)
     assert found.edges == tuple(edges)
     assert validate(found).ok
     assert validate(add_communication(found)).ok
     bound = lower_bound(costs, ranks=2, microbatches=4, memory=40, edges=edges)
-    chained = search(costs, ranks=2, microbatches=4, memory=40, moves=FEW)
+    chained = search(costs, ranks=2, microbatches=4, memory=40, effort=FEW)
     assert bound <= simulate(found, costs).makespan * (1 + 1e-9)
     assert bound >= lower_bound(costs, ranks=2, microbatches=4, memory=40)
     assert chained.edges == chain(4)
 
 
 def test_ranks_have_memory_of_their_own() -> None:
-    found = search(Costs(), ranks=3, microbatches=6, memory=[3, 1, 2], moves=FEW)
+    found = search(Costs(), ranks=3, microbatches=6, memory=[3, 1, 2], effort=FEW)
     assert fits(simulate(found), [3, 1, 2])
     less = lower_bound(Costs(), ranks=3, microbatches=6, memory=[3, 1, 2])
     assert less > lower_bound(Costs(), ranks=3, microbatches=6)
@@ -291,14 +291,14 @@ def test_ranks_have_memory_of_their_own() -> None:
 
 def test_a_backward_stays_whole_where_halves_do_not_fit() -> None:
     costs = Costs(activation=1, stash=3)
-    found = search(costs, ranks=3, microbatches=4, memory=2, moves=FEW)
+    found = search(costs, ranks=3, microbatches=4, memory=2, effort=FEW)
     assert {each.op for rank in range(3) for each in found.actions(rank)} == {Op.F, Op.B}
     assert peaks_fit(found, costs, 2)
 
 
 def test_of_loops_and_a_v_only_what_fits_is_searched() -> None:
     costs = Costs(forward=1, activation=[3, 1, 1, 3])  # A V has both of the large ones on one rank.
-    assert search(costs, ranks=2, microbatches=3, memory=4, moves=FEW).placement == looped(2, 2)
+    assert search(costs, ranks=2, microbatches=3, memory=4, effort=FEW).placement == looped(2, 2)
     assert lower_bound(costs, ranks=2, microbatches=3, memory=4) > 0
     with pytest.raises(ScheduleError, match=r"hold \[4.0, 4.0\]: .* or 4 to all"):
         search(costs, ranks=2, microbatches=3, memory=3.9)
@@ -315,7 +315,7 @@ def test_of_loops_and_a_v_only_what_fits_is_searched() -> None:
     ],
 )
 def test_what_takes_nothing_is_scheduled_too(costs: Costs) -> None:
-    found = search(costs, ranks=2, microbatches=3, memory=1, moves=FEW)
+    found = search(costs, ranks=2, microbatches=3, memory=1, effort=FEW)
     assert validate(found).ok
     bound = lower_bound(costs, ranks=2, microbatches=3, memory=1)
     assert bound <= simulate(found, costs).makespan * (1 + 1e-9)
@@ -323,7 +323,7 @@ def test_what_takes_nothing_is_scheduled_too(costs: Costs) -> None:
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 5), (4, 1), (5, 2)])
 def test_few_ranks_and_microbatches(ranks: int, microbatches: int) -> None:
-    found = search(Costs(), ranks=ranks, microbatches=microbatches, memory=1, moves=FEW)
+    found = search(Costs(), ranks=ranks, microbatches=microbatches, memory=1, effort=FEW)
     bound = lower_bound(Costs(), ranks=ranks, microbatches=microbatches, memory=1)
     assert validate(found).ok
     assert simulate(found).makespan == pytest.approx(bound, rel=0.02)
@@ -373,7 +373,7 @@ def test_numbers_that_do_not_go_together_are_refused(case: str, call: Any) -> No
         call(arguments.pop("costs"), **arguments)
 
 
-@pytest.mark.parametrize("change", [{"seconds": math.nan}, {"seconds": -1}, {"moves": -1}])
+@pytest.mark.parametrize("change", [{"seconds": math.nan}, {"seconds": -1}, {"effort": -1}])
 def test_limits_that_are_none_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="must be"):
         search(Costs(), ranks=2, microbatches=2, **change)
@@ -383,7 +383,7 @@ def test_limits_that_are_none_are_refused(change: dict[str, Any]) -> None:
 def test_what_is_found_is_saved_and_trains(placement: Placement, tmp_path: Path) -> None:
     costs = some_costs(Random(6), placement.stages)
     step = Step(ranks=placement.ranks, microbatches=4, memory=40.0, placement=placement)
-    found = search(costs, **step, moves=FEW)
+    found = search(costs, **step, effort=FEW)
     assert found.name == "searched"
     for file in ("found.json", "found.csv"):
         save(add_communication(found), tmp_path / file)

@@ -29,8 +29,10 @@ FUSING = 0.1
 """The share of moves that make a backward a B or take one apart, where that can be better."""
 REACH = 4.0
 """How far a move goes on average."""
-HOT, COLD = 0.4, 0.02
-"""The first and the last temperature, in durations of a mean action."""
+TIMING = 1 / 8
+"""What it costs to time a draft, for each of its actions, beside a move that is not timed."""
+COLD = 0.02
+"""The last temperature, in durations of a mean action."""
 
 
 class Rule(NamedTuple):
@@ -245,25 +247,27 @@ class Annealer:
         for rank in range(len(draft.programs)):
             self._index(rank)
         self._critical: Numbers = []
+        self._spent = 0.0
 
-    def run(self, moves: int, until: float, target: float) -> None:
+    def run(self, effort: float, hot: float, until: float, target: float) -> None:
         """Try moves while it cools down.
 
         Args:
-            moves: how many.
+            effort: how much to try: 1 for each move, and more for each that is timed.
+            hot: the first temperature, in durations of a mean action.
             until: when to stop early, on the monotonic clock.
             target: a makespan that cannot be bettered.
         """
         mean = sum(self._draft.duration) / len(self._draft.duration)
-        for tried in range(moves):
-            if tried % 64 == 0:
-                heat = mean * HOT * exp(log(COLD / HOT) * tried / moves)
-                if self.best.makespan <= target or monotonic() > until:
-                    return
-            self._try(self._draft.makespan - heat * log(1 - self._random()))
+        self._spent = 0.0
+        while self._spent < effort and self.best.makespan > target and monotonic() <= until:
+            heat = mean * hot * exp(log(COLD / hot) * self._spent / effort)
+            for _ in range(64):
+                self._try(self._draft.makespan - heat * log(1 - self._random()))
 
     def _try(self, bound: float) -> None:
         """Make one move if the makespan stays within a bound."""
+        self._spent += 1
         random = self._random
         if self._problem.fusible and random() < FUSING:
             self._fuse(bound)
@@ -419,7 +423,7 @@ class Annealer:
         place = stage * m + int(self._random() * m)
         rank = self._problem.rank[3 * stage]
         draft.set_fused(place, not draft.fused[place])
-        if draft.fits(rank) and draft.accept(bound):
+        if draft.fits(rank) and self._timed(bound):
             self._note(rank)
         else:
             draft.set_fused(place, not draft.fused[place])
@@ -428,10 +432,15 @@ class Annealer:
         """Take a changed program if it fits, completes and keeps to the bound."""
         draft = self._draft
         before, draft.programs[rank] = draft.programs[rank], changed
-        if (not self._problem.fusible or draft.fits(rank)) and draft.accept(bound):
+        if (not self._problem.fusible or draft.fits(rank)) and self._timed(bound):
             self._note(rank)
         else:
             draft.programs[rank] = before
+
+    def _timed(self, bound: float) -> bool:
+        """Time the draft as it is now; whether it completes within a bound."""
+        self._spent += TIMING * len(self._draft.duration)
+        return self._draft.accept(bound)
 
     def _note(self, rank: int) -> None:
         self._index(rank)

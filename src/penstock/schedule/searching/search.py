@@ -18,7 +18,6 @@ from penstock.schedule.placement import (
     check_at_least_one,
     looped,
     v_shaped,
-    whole_number,
 )
 from penstock.schedule.searching.bounds import PRECISION, Bound
 from penstock.schedule.searching.drafting import Annealer, Dispatcher, Rule, rules, varied
@@ -29,10 +28,10 @@ Memory = float | Sequence[float]
 """What a rank may hold: one number for all, or one for each."""
 VARIATIONS = 40
 """How many rules are tried beside the portfolio, each a variation of one of the best so far."""
-EFFORT = 40_000_000
-"""Moves by default, times the actions to be timed and what a move costs beside: a few seconds of work."""
-ROUNDS = ((8, 1 / 16), (4, 1 / 16), (2, 1 / 8))
-"""How many drafts are improved, and with which share of the moves each."""
+EFFORT = 1_000_000
+"""Moves by default, as the annealer counts them: a few seconds of work."""
+ROUNDS = ((4, 1 / 32, 0.4), (2, 1 / 16, 0.4), (1, 1 / 4, 1.2), (1, 1 / 2, 0.4))
+"""How many drafts are improved, with which share of the effort each, and how hot it is at first."""
 
 
 def search(  # noqa: PLR0913 - the whole problem, by name
@@ -45,7 +44,7 @@ def search(  # noqa: PLR0913 - the whole problem, by name
     edges: Iterable[Edge] = (),
     seed: int = 0,
     seconds: float = 10.0,
-    moves: int | None = None,
+    effort: float = 1.0,
 ) -> Schedule:
     """Make a schedule for stages of unequal cost under a memory limit.
 
@@ -59,7 +58,7 @@ def search(  # noqa: PLR0913 - the whole problem, by name
 
     The result is the shortest of the library's schedules for this placement that keep to the memory, those of
     a list scheduler with a portfolio of rules, and those that simulated annealing makes of the best of them;
-    so it is never longer than the best of the library. The search ends when its moves are used up, when the
+    so it is never longer than the best of the library. The search ends when its effort is used up, when the
     result is proven to be within 0.01 % of the best possible, or when the time is over. Unless the time
     ends it, the same arguments give the same schedule.
 
@@ -74,7 +73,7 @@ def search(  # noqa: PLR0913 - the whole problem, by name
         edges: the values that travel between stages; by default the chain.
         seed: of the random moves.
         seconds: when to stop with the best so far, at the earliest once the library's schedules are timed.
-        moves: how many changes of a schedule to try; by default as many as take a few seconds.
+        effort: how much to try; 1 takes a few seconds, 10 ten times as long.
 
     Returns:
         A schedule without messages, which :func:`penstock.schedule.validate` passes.
@@ -91,10 +90,9 @@ def search(  # noqa: PLR0913 - the whole problem, by name
         >>> simulate(found, costs).makespan
         51.0
     """
-    if not seconds >= 0:
-        raise UsageError(f"seconds={seconds}: must be a number, at least 0")
-    if (whole_number("moves", moves) or 0) < 0:
-        raise UsageError(f"moves={moves}: must be at least 0")
+    for name, number in (("seconds", seconds), ("effort", effort)):
+        if not number >= 0:
+            raise UsageError(f"{name}={number}: must be a number, at least 0")
     random = Random(seed)
     until = monotonic() + seconds
     problems = _problems(costs, ranks, microbatches, memory, placement, edges)
@@ -102,7 +100,7 @@ def search(  # noqa: PLR0913 - the whole problem, by name
     drafts = [draft_of(problem, schedule) for _, schedule, problem in library]
     for problem in problems:
         drafts += _dispatched(problem, random, until)
-    best = _improved(drafts, [Bound(problem, until) for problem in problems], random, until, moves)
+    best = _improved(drafts, [Bound(problem, until) for problem in problems], random, until, effort)
     found = best.schedule()
     shortest, known = min(
         ((makespan, schedule) for makespan, schedule, _ in library),
@@ -254,19 +252,17 @@ def _improved(
     bounds: Sequence[Bound],
     random: Random,
     until: float,
-    moves: int | None,
+    effort: float,
 ) -> Draft:
     """The best draft after rounds of annealing, each with fewer drafts than the one before."""
     pool = _distinct(drafts)
-    if moves is None:
-        moves = EFFORT // (len(pool[0].duration) + 100)
     target = min(bound.least for bound in bounds)
-    for count, share in ROUNDS:
+    for count, share, heat in ROUNDS:
         if _proven(pool[0].makespan, bounds):
             break
         for draft in pool[:count]:
             annealer = Annealer(draft.copy(), random)
-            annealer.run(int(moves * share), until, target)
+            annealer.run(EFFORT * effort * share, heat, until, target)
             pool.append(annealer.best)
         pool = _distinct(pool)
     return pool[0]
