@@ -31,8 +31,8 @@ REACH = 4.0
 """How far a move goes on average."""
 TIMING = 1 / 8
 """What it costs to time a draft, for each of its actions, beside a move that is not timed."""
-COLD = 0.02
-"""The last temperature, in durations of a mean action."""
+HOT, COLD = 0.8, 0.02
+"""The first and the last temperature, in durations of a mean action."""
 
 
 class Rule(NamedTuple):
@@ -249,19 +249,18 @@ class Annealer:
         self._critical: Numbers = []
         self._spent = 0.0
 
-    def run(self, effort: float, hot: float, until: float, target: float) -> None:
+    def run(self, effort: float, until: float, target: float) -> None:
         """Try moves while it cools down.
 
         Args:
             effort: how much to try: 1 for each move, and more for each that is timed.
-            hot: the first temperature, in durations of a mean action.
             until: when to stop early, on the monotonic clock.
             target: a makespan that cannot be bettered.
         """
         mean = sum(self._draft.duration) / len(self._draft.duration)
         self._spent = 0.0
         while self._spent < effort and self.best.makespan > target and monotonic() <= until:
-            heat = mean * hot * exp(log(COLD / hot) * self._spent / effort)
+            heat = mean * HOT * exp(log(COLD / HOT) * self._spent / effort)
             for _ in range(64):
                 self._try(self._draft.makespan - heat * log(1 - self._random()))
 

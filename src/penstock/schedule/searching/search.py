@@ -30,8 +30,8 @@ VARIATIONS = 40
 """How many rules are tried beside the portfolio, each a variation of one of the best so far."""
 EFFORT = 1_000_000
 """Moves by default, as the annealer counts them: a few seconds of work."""
-ROUNDS = ((4, 1 / 32, 0.4), (2, 1 / 16, 0.4), (1, 1 / 4, 1.2), (1, 1 / 2, 0.4))
-"""How many drafts are improved, with which share of the effort each, and how hot it is at first."""
+ROUNDS = ((4, 1 / 32), (2, 1 / 16), (1, 3 / 4))
+"""How many drafts are improved, and with which share of the effort each."""
 
 
 def search(  # noqa: PLR0913 - the whole problem, by name
@@ -257,12 +257,12 @@ def _improved(
     """The best draft after rounds of annealing, each with fewer drafts than the one before."""
     pool = _distinct(drafts)
     target = min(bound.least for bound in bounds)
-    for count, share, heat in ROUNDS:
+    for count, share in ROUNDS:
         if _proven(pool[0].makespan, bounds):
             break
         for draft in pool[:count]:
             annealer = Annealer(draft.copy(), random)
-            annealer.run(EFFORT * effort * share, heat, until, target)
+            annealer.run(EFFORT * effort * share, until, target)
             pool.append(annealer.best)
         pool = _distinct(pool)
     return pool[0]
