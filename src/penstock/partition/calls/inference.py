@@ -323,7 +323,8 @@ class Sizes:
         if not all(_is_plain(t) and self._inference.maker(t) == unit for t in own):
             return None
         memories = {memory_of(tensor) for tensor in own}
-        if len(memories) < len(own) or not memories.isdisjoint(map(memory_of, given)):
+        inputs = [t if isinstance(t, FakeTensor) else self._mode.from_tensor(t) for t in given]
+        if len(memories) < len(own) or not memories.isdisjoint(map(memory_of, inputs)):
             return None
         if not all(isinstance(f, (Tensor, *_NUMBERS)) or type(f) in _PLAIN for f in found):
             return None
