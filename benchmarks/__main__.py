@@ -21,6 +21,7 @@ from benchmarks import (
     loading,
     predictions,
     schedules,
+    search,
     steps,
 )
 
@@ -31,6 +32,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "buffers": buffers.compare,
     "checks": checks.compare,
     "schedules": schedules.compare,
+    "search": search.compare,
     "backward": backward.compare,
     "loading": loading.compare,
     "cutting": cutting.compare,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock import Pipeline, PipelineStage
@@ -54,8 +55,9 @@ def made() -> Top:
     return model
 
 
-def plain() -> dict[str, str]:
-    model, (x, y) = made(), batch()
+def plain(model: Top) -> dict[str, str]:
+    x, y = batch()
+    penstock.init_weights(model, 0)
     pairs = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
     for index, (part, target) in enumerate(pairs):
         with penstock.randomness(model, seed=SEED, microbatch=index):
@@ -63,7 +65,7 @@ def plain() -> dict[str, str]:
     return bits(model.named_parameters())
 
 
-CUTS = [
+CUTS: list[tuple[Any, str, int]] = [
     (1, "GPipe", 1),
     (2, "1F1B", 2),
     (4, "ZB-V", 2),
@@ -78,12 +80,54 @@ def test_cut_by_calls(stages: Any, schedule: str, ranks: int) -> None:
     cut = partition(model, stages, how="calls", example=((x[:2],), {}))
     with Pipeline(model, schedule=schedule, ranks=ranks, stages=cut, **OPTIONS) as pipe:
         pipe.step(x, target=y)
-        assert bits(pipe.named_parameters()) == plain()
+        assert bits(pipe.named_parameters()) == plain(Top())
         whole = copy.deepcopy(made())
         penstock.init_weights(whole, 1)
         penstock.init_weights(pipe, 1)
         found = pipe.state_dict()
         assert all(torch.equal(found[name], value) for name, value in whole.state_dict().items())
+
+
+class Checkpointed(Top):
+    """Computes again what draws, in parts and as a whole, wherever it is cut."""
+
+    def __init__(self, outer: bool, inner: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.outer, self.inner = outer, inner
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        blocks = self.model.blocks
+        x = functional.dropout(blocks[index](x), 0.2) * torch.rand_like(x)
+        return self.model.drop(blocks[index + 1](x))  # type: ignore[no-any-return]
+
+    def all(self, x: Tensor) -> Tensor:
+        noise = torch.rand(WIDTH)
+        for index in (0, 2):
+            x = functional.dropout(x, 0.1)
+            x = checkpoint(self.part, x, index, use_reentrant=self.inner) + noise
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(checkpoint(self.all, self.stem(x), use_reentrant=self.outer))
+        found: Tensor = self.head(x)
+        return found
+
+
+# Torch says so of the inner one of two that are both reentrant, in the plain model too.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("outer", [True, False])
+def test_checkpoints_around_a_cut_draw_what_they_do_uncut(outer: bool, inner: bool) -> None:
+    model, (x, y) = Checkpointed(outer, inner), batch()
+    expected = plain(model)
+    for stages, schedule, ranks in CUTS[1:3]:
+        model = Checkpointed(outer, inner)
+        penstock.init_weights(model, 0)
+        cut = partition(model, stages, how="calls", example=((x[:2],), {}))
+        with Pipeline(model, schedule=schedule, ranks=ranks, stages=cut, **OPTIONS) as pipe:
+            pipe.step(x, target=y)
+            assert bits(pipe.named_parameters()) == expected
 
 
 # ---- every way to draw between modules
@@ -108,6 +152,10 @@ def into_views(x: Tensor) -> Tensor:
     noise[0].normal_()
     noise[1].uniform_()
     return x + noise.sum(0)
+
+
+def into_views_like_a_value(x: Tensor) -> Tensor:
+    return x @ nn.init.orthogonal_(torch.empty(WIDTH, WIDTH))
 
 
 def written_by_init(x: Tensor) -> Tensor:
@@ -153,6 +201,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": attention,
     "fused attention": fused_attention,
     "views": into_views,
+    "views like a value": into_views_like_a_value,
     "init": written_by_init,
     "distributions": by_distributions,
     "forked": forked,
@@ -171,7 +220,8 @@ class Noisy(nn.Module):
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        noise, mask, dropped = torch.randn(WIDTH), torch.rand_like(x), functional.dropout(x, 0.3)
+        noise, mask, idle = torch.randn(WIDTH), torch.rand_like(x), functional.dropout(x, 0.0)
+        dropped = functional.dropout(idle, 0.3)
         for index, block in enumerate(self.blocks):
             x = block(x)
             for way in self.ways[index :: len(self.blocks)]:

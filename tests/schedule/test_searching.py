@@ -3,32 +3,59 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from time import monotonic
+from typing import Any, NamedTuple, TypedDict
 
 import pytest
+import torch
+from torch import nn
 
+from penstock import Pipeline
+from penstock.errors import PenstockError, ScheduleError, UsageError
 from penstock.schedule import (
     Costs,
+    Edge,
+    Op,
     Placement,
     Schedule,
+    Simulation,
+    add_communication,
+    build,
+    chain,
+    load,
     looped,
     lower_bound,
+    names,
+    save,
     search,
     simulate,
     v_shaped,
     validate,
 )
 
-FEW = 3000
-"""Moves that take a few tenths of a second."""
+FEW = 0.03
+"""Effort that takes a tenth of a second."""
 
 Counts = tuple[tuple[int, int, int], ...]
 """For each stage how many F and how many I or B are done, and how many Ws are owed."""
 Queues = tuple[tuple[float, ...], ...]
 """For each stage when those of its values are there that the next one has not used."""
+
+
+class Step(TypedDict):
+    """What is to be scheduled, but for its costs."""
+
+    ranks: int
+    microbatches: int
+    memory: float | Sequence[float]
+    placement: Placement
 
 
 class Way(NamedTuple):
@@ -115,8 +142,12 @@ def some_costs(random: Random, stages: int, **more: Any) -> Costs:
     return Costs(**{**drawn, "stash": stash, "latency": random.choice((0.0, 2.0)), **more})
 
 
+def fits(ran: Simulation, memory: Sequence[float]) -> bool:
+    return all(a <= b * (1 + 1e-9) for a, b in zip(ran.peak_memory, memory, strict=True))
+
+
 def peaks_fit(schedule: Schedule, costs: Costs, memory: float) -> bool:
-    return max(simulate(schedule, costs).peak_memory) <= memory * (1 + 1e-9)
+    return fits(simulate(schedule, costs), [memory] * schedule.ranks)
 
 
 SMALL = [
@@ -144,15 +175,225 @@ def test_small_steps_take_no_longer_than_the_optimum(
     held = costs.per_stage("activation", placement.stages)
     ranks = range(placement.ranks)
     memory = room * max(sum(held[s] for s in placement.stages_on(rank)) for rank in ranks)
-    problem: dict[str, Any] = {
-        "ranks": placement.ranks,
-        "microbatches": microbatches,
-        "memory": memory,
-        "placement": placement,
-    }
+    step = Step(
+        ranks=placement.ranks, microbatches=microbatches, memory=memory, placement=placement
+    )
     optimum = Exact(costs, placement, microbatches, memory).makespan()
-    found = search(costs, **problem, moves=4 * FEW)
+    found = search(costs, **step, effort=4 * FEW)
     assert simulate(found, costs).makespan == pytest.approx(optimum)
-    assert lower_bound(costs, **problem) <= optimum * (1 + 1e-9)
+    assert lower_bound(costs, **step) <= optimum * (1 + 1e-9)
     assert validate(found).ok
     assert peaks_fit(found, costs, memory)
+
+
+KINDS = {
+    "equal": Costs(),
+    "slow messages": Costs(forward=2, input=3, latency=1.5),
+    "cheap weights": Costs(weight=0.25, stash=0.5),
+    "overlap": Costs(overlap=1),
+    "whole backwards": Costs(backward=1.5),
+}
+
+
+def library(placement: Placement, microbatches: int) -> list[Schedule]:
+    """Every schedule of the library that trains over a placement."""
+    per_rank = len(placement.stages_on(0))
+    found = []
+    for name in names():
+        with suppress(ScheduleError):
+            found.append(
+                build(
+                    name, ranks=placement.ranks, microbatches=microbatches, stages_per_rank=per_rank
+                )
+            )
+    return [known for known in found if known.placement == placement and known.trains]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *range(3)])
+@pytest.mark.parametrize("placement", [looped(4), looped(2, 2), v_shaped(3)])
+def test_never_longer_than_the_library_in_the_same_memory(
+    kind: str | int, placement: Placement
+) -> None:
+    random = Random(f"{kind}{placement}")
+    costs = KINDS[kind] if isinstance(kind, str) else some_costs(random, placement.stages)
+    ran = [simulate(known, costs) for known in library(placement, 6)]
+    assert len(ran) >= 3
+    for memory in {each.peak_memory for each in ran}:
+        known = [each.makespan for each in ran if fits(each, memory)]
+        step = Step(ranks=placement.ranks, microbatches=6, memory=memory, placement=placement)
+        found = search(costs, **step, effort=0.001)
+        assert simulate(found, costs).makespan <= min(known) * (1 + 1e-9)
+        assert fits(simulate(found, costs), memory)
+        assert validate(found).ok
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("ZB-H1", 27), ("ZB-H2", 27), ("ZB-V", 51), ("V-Half", 53), ("V-Min", 59)]
+)
+def test_equal_costs_take_no_longer_than_the_schedule_made_for_them(name: str, least: int) -> None:
+    known = build(name, ranks=4, microbatches=8)
+    memory = max(simulate(known).peak_memory)
+    step = Step(ranks=4, microbatches=8, memory=memory, placement=known.placement)
+    assert simulate(known).makespan == least
+    assert simulate(search(Costs(), **step, effort=FEW)).makespan == least
+    assert lower_bound(Costs(), **step) == pytest.approx(least, rel=0.02)
+
+
+def test_stages_of_unequal_cost_are_scheduled_better_than_by_the_library() -> None:
+    share = [1, 1, 1, 2]
+    costs = Costs(forward=share, input=share, weight=share, activation=share, stash=share)
+    ran = [simulate(known, costs) for known in library(looped(4), 8)]
+    assert min(known.makespan for known in ran if fits(known, [4] * 4)) == 57
+    found = search(costs, ranks=4, microbatches=8, memory=4)
+    assert peaks_fit(found, costs, 4)
+    assert simulate(found, costs).makespan == 51
+    assert lower_bound(costs, ranks=4, microbatches=8, memory=4) == pytest.approx(51)
+
+
+def test_same_arguments_same_schedule() -> None:
+    step = Step(ranks=3, microbatches=6, memory=25.0, placement=looped(3))
+    costs = some_costs(Random(1), 3)
+    assert search(costs, **step, effort=FEW, seed=7) == search(costs, **step, effort=FEW, seed=7)
+
+
+def test_the_time_ends_it() -> None:
+    costs = some_costs(Random(3), 16)
+    step = Step(ranks=8, microbatches=16, memory=60.0, placement=v_shaped(8))
+    for seconds in (0.0, 0.3):
+        start = monotonic()
+        found = search(costs, **step, seconds=seconds, effort=1000)
+        assert monotonic() - start < seconds + 3
+        assert validate(found).ok
+        assert peaks_fit(found, costs, 60)
+
+
+def test_skips_are_waited_for() -> None:
+    edges = [Edge("a", 0, (1, 3)), Edge("b", 1, (2,)), Edge("mask", 1, (3,), gradient=False)]
+    edges.append(Edge("c", 2, (3,)))
+    costs = some_costs(Random(4), 4, message={"a": 6.0, "b": 1.0}, bandwidth=2.0)
+    found = search(costs, ranks=2, microbatches=4, memory=40, edges=edges, effort=FEW)
+    assert found.edges == tuple(edges)
+    assert validate(found).ok
+    assert validate(add_communication(found)).ok
+    bound = lower_bound(costs, ranks=2, microbatches=4, memory=40, edges=edges)
+    chained = search(costs, ranks=2, microbatches=4, memory=40, effort=FEW)
+    assert bound <= simulate(found, costs).makespan * (1 + 1e-9)
+    assert bound >= lower_bound(costs, ranks=2, microbatches=4, memory=40)
+    assert chained.edges == chain(4)
+
+
+def test_ranks_have_memory_of_their_own() -> None:
+    found = search(Costs(), ranks=3, microbatches=6, memory=[3, 1, 2], effort=FEW)
+    assert fits(simulate(found), [3, 1, 2])
+    less = lower_bound(Costs(), ranks=3, microbatches=6, memory=[3, 1, 2])
+    assert less > lower_bound(Costs(), ranks=3, microbatches=6)
+
+
+def test_a_backward_stays_whole_where_halves_do_not_fit() -> None:
+    costs = Costs(activation=1, stash=3)
+    found = search(costs, ranks=3, microbatches=4, memory=2, effort=FEW)
+    assert {each.op for rank in range(3) for each in found.actions(rank)} == {Op.F, Op.B}
+    assert peaks_fit(found, costs, 2)
+
+
+def test_of_loops_and_a_v_only_what_fits_is_searched() -> None:
+    costs = Costs(forward=1, activation=[3, 1, 1, 3])  # A V has both of the large ones on one rank.
+    assert search(costs, ranks=2, microbatches=3, memory=4, effort=FEW).placement == looped(2, 2)
+    assert lower_bound(costs, ranks=2, microbatches=3, memory=4) > 0
+    with pytest.raises(ScheduleError, match=r"hold \[4.0, 4.0\]: .* or 4 to all"):
+        search(costs, ranks=2, microbatches=3, memory=3.9)
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        Costs(forward=0, input=0, weight=0),
+        Costs(activation=0, stash=0),
+        Costs(weight=0),
+        Costs(stash=0),
+        Costs(forward=[0, 5], activation=[0, 1]),
+    ],
+)
+def test_what_takes_nothing_is_scheduled_too(costs: Costs) -> None:
+    found = search(costs, ranks=2, microbatches=3, memory=1, effort=FEW)
+    assert validate(found).ok
+    bound = lower_bound(costs, ranks=2, microbatches=3, memory=1)
+    assert bound <= simulate(found, costs).makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 5), (4, 1), (5, 2)])
+def test_few_ranks_and_microbatches(ranks: int, microbatches: int) -> None:
+    found = search(Costs(), ranks=ranks, microbatches=microbatches, memory=1, effort=FEW)
+    bound = lower_bound(Costs(), ranks=ranks, microbatches=microbatches, memory=1)
+    assert validate(found).ok
+    assert simulate(found).makespan == pytest.approx(bound, rel=0.02)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[PenstockError], str]] = {
+    "no rank": ({"ranks": 0}, ScheduleError, "ranks=0: must be at least 1"),
+    "half a rank": ({"ranks": 1.5}, UsageError, "ranks=1.5: must be a whole number"),
+    "no microbatch": ({"microbatches": 0}, ScheduleError, "microbatches=0: must be at least 1"),
+    "little memory": (
+        {"memory": 2},
+        ScheduleError,
+        r"memory=2 is too little .* hold \[1.0, 3.0\]: .* or 3 to all, make microbatches smaller",
+    ),
+    "little on one": ({"memory": [1, 2]}, ScheduleError, r"memory=\[1, 2\] is too little"),
+    "no number": ({"memory": math.nan}, UsageError, "memory=nan: must be a number, at least 0"),
+    "negative": ({"memory": [1, -3]}, UsageError, "memory=-3: must be a number"),
+    "text": ({"memory": "80"}, UsageError, "memory='8': must be a number"),
+    "memory of more": ({"memory": [3, 3, 3]}, ScheduleError, "3 numbers for 2 ranks: give one"),
+    "other placement": (
+        {"placement": looped(3)},
+        ScheduleError,
+        "ranks=2, but the placement has 3",
+    ),
+    "stages of the placement": (
+        {"placement": looped(2, 2)},
+        UsageError,
+        "activation has 2 numbers for 4 stages",
+    ),
+    "stages per rank": ({"costs": Costs(forward=[1, 2, 3])}, ScheduleError, "no multiple of ranks"),
+    "no stages": ({"costs": Costs(forward=[])}, ScheduleError, "costs list 0 stages"),
+    "lists that differ": (
+        {"costs": Costs(forward=[1, 2], input=[1, 2, 3])},
+        UsageError,
+        r"costs list \[2, 3\] stages: give one number for each",
+    ),
+    "edge": ({"edges": [Edge("x", 0, (5,))]}, ScheduleError, "stages beyond the last"),
+}
+
+
+@pytest.mark.parametrize("call", [search, lower_bound])
+@pytest.mark.parametrize("case", REFUSED)
+def test_numbers_that_do_not_go_together_are_refused(case: str, call: Any) -> None:
+    change, error, text = REFUSED[case]
+    arguments = {"costs": Costs(activation=[1, 3]), "ranks": 2, "microbatches": 2, **change}
+    with pytest.raises(error, match=text):
+        call(arguments.pop("costs"), **arguments)
+
+
+@pytest.mark.parametrize("change", [{"seconds": math.nan}, {"seconds": -1}, {"effort": -1}])
+def test_limits_that_are_none_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="must be"):
+        search(Costs(), ranks=2, microbatches=2, **change)
+
+
+@pytest.mark.parametrize("placement", [looped(3), v_shaped(2)])
+def test_what_is_found_is_saved_and_trains(placement: Placement, tmp_path: Path) -> None:
+    costs = some_costs(Random(6), placement.stages)
+    step = Step(ranks=placement.ranks, microbatches=4, memory=40.0, placement=placement)
+    found = search(costs, **step, effort=FEW)
+    assert found.name == "searched"
+    for file in ("found.json", "found.csv"):
+        save(add_communication(found), tmp_path / file)
+    assert load(tmp_path / "found.json") == load(tmp_path / "found.csv") == add_communication(found)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(placement.stages)])
+    batch, target = torch.randn(8, 3), torch.randn(8, 3)
+    expected = nn.functional.mse_loss(model(batch), target)
+    pipe = Pipeline(deepcopy(model), schedule=found, microbatches=4, loss_fn=nn.functional.mse_loss)
+    torch.testing.assert_close(torch.tensor(pipe.step(batch, target=target).loss), expected)
+    expected.backward()
+    for got, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad)

@@ -215,6 +215,18 @@ def writes_through_temporary_views(m: Model, x: Tensor) -> Tensor:
     return m.l[3](m.l[2](h.clone())) + h  # type: ignore[no-any-return]
 
 
+@program()
+def writes_into_views_like_a_value(m: Model, x: Tensor) -> Tensor:
+    h = m.l[0](x)
+    kept, ones = torch.zeros(WIDTH), torch.ones(WIDTH, dtype=x.dtype)
+    shown = kept.view_as(h[0])[1:]
+    shown.add_(h[0, 1:])
+    rows, wide = torch.broadcast_tensors(ones, h)
+    h = m.l[1](wide * rows) + kept + ones.expand_as(h)
+    shown.mul_(2)
+    return m.l[3](m.l[2](h)) + kept * rows  # type: ignore[no-any-return]
+
+
 @program(lambda index: Part())
 def writes_of_one_value_into_another(m: Model, x: Tensor) -> Tensor:
     w, v = m.l[0](x), m.l[1](x)
@@ -448,7 +460,24 @@ def test_an_example_stays_as_it_was(balance: Any) -> None:
     assert torch.equal(x, batch()[0])
 
 
+class Both(nn.Linear):
+    """Gives a view of what it is given too."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x[:, 1:]
+
+
+def write_into_second(x: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
+    result, shown = given
+    shown.zero_()
+    return result + shown.sum() + x
+
+
 REFUSALS: dict[str, tuple[Body, str]] = {
+    "what a module was given": (
+        lambda m, x: m.l[1](write_into_second(x, m.l[0](x))),
+        "or as what a module was given",
+    ),
     "gradients": (
         lambda m, x: m.l[1](torch.autograd.grad(m.l[0](x).sum(), m.scale)[0]),
         "after l.0 asks for gradients",
@@ -500,8 +529,11 @@ def keep_written(x: Tensor, h: Tensor) -> Tensor:
 def test_refusals(name: str) -> None:
     body, text = REFUSALS[name]
     x, target = batch()
+    model = Model(body, linear)
+    if name == "what a module was given":
+        model.l[0] = Both(WIDTH, WIDTH)
     with (
-        penstock.Pipeline(Model(body, linear).double(), stages=["l.1"], loss_fn=loss_fn) as pipe,
+        penstock.Pipeline(model.double(), stages=["l.1"], loss_fn=loss_fn) as pipe,
         pytest.raises(StageError, match=text),
     ):
         pipe.step(x, target=target)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+import penstock
 from penstock.partition import Partition, partition
 from tests.partition.calls.driving import check_equal, describe
 
@@ -75,6 +76,12 @@ def asking(unit: Unit, x: Tensor) -> Any:
     return {"main": unit.linear(x) * float(x.detach().sum() > 0)}
 
 
+def losing(unit: Unit, x: Tensor) -> Any:
+    main = unit.linear(x)
+    penstock.add_loss("size", main.square().mean())
+    return {"main": main}
+
+
 def lengths_looked_at(does: Callable[[Unit, Tensor], Any]) -> list[int]:
     """How many units ran without data for each length; what travels is what it is where all do."""
     cut, counts = partition(Model(does), 2, how="calls"), []
@@ -88,7 +95,8 @@ def lengths_looked_at(does: Callable[[Unit, Tensor], Any]) -> list[int]:
 
 def told(cut: Partition, length: int) -> str:
     edges, specs = describe(cut, (torch.zeros(2, length, 4),), {})
-    return f"{edges} {[(name, spec.digest()) for name, spec in specs.items()]}"
+    sure = {name: [not tensor.optional for tensor in spec.tensors] for name, spec in specs.items()}
+    return f"{edges} {[(name, spec.digest()) for name, spec in specs.items()]} {sure}"
 
 
 def test_from_the_third_length_on_no_unit_runs() -> None:
@@ -99,7 +107,7 @@ def test_another_way_through_a_unit_is_followed_too() -> None:
     assert lengths_looked_at(branching) == [2, 2, 2, 2, 0, 0]
 
 
-@pytest.mark.parametrize("does", [remembering, changing, viewing, asking])
+@pytest.mark.parametrize("does", [remembering, changing, viewing, asking, losing])
 def test_a_unit_that_does_more_is_looked_at_each_time(does: Callable[[Unit, Tensor], Any]) -> None:
     assert all(count >= 2 for count in lengths_looked_at(does))
 

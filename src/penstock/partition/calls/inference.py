@@ -86,6 +86,7 @@ class Inference(TorchDispatchMode):
         self.used: dict[int, None] = {}
         self.borrowed: dict[str, None] = {}
         self.written: set[int] = set()
+        self._standing: list[tuple[Tensor, Tensor]] = []
         self.fresh: list[weakref.ref[Tensor]] = []
         self._may_run = True
         self._ran = 0
@@ -127,7 +128,8 @@ class Inference(TorchDispatchMode):
         Such views show the memory of a tensor without data, which must be the same one for all of them.
         """
         real = [tensor for tensor in given if not isinstance(tensor, FakeTensor)]
-        held = [(tensor, self._mode.from_tensor(tensor)) for tensor in real]
+        # Held until the next unit: whoever asks meanwhile gets the same one.
+        held = self._standing = [(tensor, self._mode.from_tensor(tensor)) for tensor in real]
         yield
         self.written.update(memory_of(t) for t, fake in held if memory_of(fake) in self.written)
 
@@ -334,7 +336,8 @@ class Sizes:
         if not all(_is_plain(t) and self._inference.maker(t) == unit for t in own):
             return None
         memories = {memory_of(tensor) for tensor in own}
-        if len(memories) < len(own) or not memories.isdisjoint(map(memory_of, given)):
+        inputs = [t if isinstance(t, FakeTensor) else self._mode.from_tensor(t) for t in given]
+        if len(memories) < len(own) or not memories.isdisjoint(map(memory_of, inputs)):
             return None
         if not all(isinstance(f, (Tensor, *_NUMBERS)) or type(f) in _PLAIN for f in found):
             return None

@@ -56,6 +56,7 @@ class Numbering(Watch, ABC):
         self._mode = mode
         self._memories: dict[int, _Memory] = {}
         self._taken: dict[int, Tensor] = {}
+        self._shown: dict[int, Tensor] = {}
         self._names: dict[str, int] = {}
 
     def number(
@@ -116,6 +117,9 @@ class Numbering(Watch, ABC):
             written & self._memories.keys(), key=lambda key: self._memories[key].number
         ):
             memory = self._memories[key]
+            shown = self._shown.get(key, memory.first)
+            if not isinstance(shown, FakeTensor):
+                self._taken[memory_of(shown)] = shown
             views = [view for found in memory.views if (view := found()) is not None]
             for tensor in (memory.first, *views):
                 yield self.renewed(event, label, given, tensor)
@@ -152,18 +156,34 @@ class Numbering(Watch, ABC):
     def check_taken(self, given: Iterable[Tensor]) -> None:
         """Refuse what shows memory that has become a value, but cannot be told to."""
         if self._taken and any(
-            memory_of(tensor) in self._taken and not isinstance(tensor, FakeTensor)
-            for tensor in given
+            memory_of(tensor) in self._taken for tensor in self.everywhere(given)
         ):
             raise PartitionError(
                 "between its modules the model writes what a module gave into a tensor, and reads it through "
-                "another that shows the same memory by detach() or under torch.inference_mode(), which other "
-                "stages cannot follow. Write into the tensor itself, or use torch.no_grad()"
+                "another that shows the same memory by detach(), under torch.inference_mode() or as what a "
+                "module was given, which other stages cannot follow. Write into the tensor itself, into a "
+                "clone of it, or use torch.no_grad()"
             )
 
     def has_become_a_value(self, tensor: Tensor) -> bool:
         """Whether what modules give was written into a tensor that every stage had."""
         return memory_of(tensor) in self._taken
+
+    def everywhere(self, given: Iterable[Any]) -> list[Tensor]:
+        """Of what is given the tensors that every stage has."""
+        return [
+            found
+            for found in given
+            if isinstance(found, Tensor)
+            and not isinstance(found, FakeTensor)
+            and self.number_of(found) is None
+        ]
+
+    def shows(self, results: Iterable[Tensor], given: Iterable[Any]) -> None:
+        """Note which results of a unit are views of what every stage has."""
+        memories = {memory_of(self._mode.from_tensor(t)): t for t in self.everywhere(given)}
+        found = {memory_of(tensor) for tensor in results}
+        self._shown |= {key: t for key, t in memories.items() if key in found}
 
     def view_again(self, view: Tensor, old: Tensor, new: Tensor) -> Tensor:
         """A view of what has become a value is one too."""

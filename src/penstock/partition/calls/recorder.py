@@ -41,6 +41,12 @@ ANSWERS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"} | {
 }
 """Functions whose results depend on the numbers in a tensor."""
 
+_ABOUT = {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point),
+    *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim")),
+}
+"""Functions that look at no data."""
+
 _BACKWARD = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
@@ -68,6 +74,7 @@ class Recorder(Numbering):
         self._losses: list[Tensor] = []
         self._drawn: set[int] = set()
         self._draws: list[torch.Generator | None] = []
+        self._idle: list[Any] = []
         self._generators: dict[int, torch.Generator] = {}
         self._sizes = Sizes(self._inference, mode, families, self._draws, self._losses)
 
@@ -145,7 +152,8 @@ class Recorder(Numbering):
             )
         if super().concerns(what, args, kwargs):
             return True
-        self.check_taken(given)
+        if what not in _ABOUT:
+            self.check_taken(given)
         if what in HOOKS and given and given[0].requires_grad:
             raise PartitionError(
                 f"the model calls {name_of(what)} on a tensor that it has made of its arguments alone: each "
@@ -161,6 +169,7 @@ class Recorder(Numbering):
         before = [None if t.is_inference() else t._version for t in given]
         result = run(*args, **kwargs)
         if not self._draws:
+            self._idle.append(what)
             return result
         written = [t for t, v in zip(given, before, strict=True) if v not in (None, t._version)]
         if not written and not tensors_in(result):
@@ -196,7 +205,7 @@ class Recorder(Numbering):
         result = what(*args, **kwargs)
         if tensors_in(result) or not isinstance(result, bool | int | float):
             raise refusal
-        self.tape.events.append(Event(what, tuple(dict.fromkeys(inputs)), result, answers=True))
+        self._append(Event(what, tuple(dict.fromkeys(inputs)), result, answers=True))
         return result
 
     def _cannot(self, what: Any, why: str) -> str:
@@ -250,7 +259,11 @@ class Recorder(Numbering):
     # ---- notes
 
     def _note_effect(self, what: Any, on: int | None) -> None:
-        self.tape.events.append(Event(what, (), None, effect=True, on=on))
+        self._append(Event(what, (), None, effect=True, on=on))
+
+    def _append(self, event: Event) -> None:
+        self.tape.events.append(event)
+        self._idle.clear()
 
     def _note(
         self,
@@ -276,12 +289,14 @@ class Recorder(Numbering):
             *self.changed(event, label, given, written, real=by_chance),
             *(self.renewed(event, label, given, tensor) for tensor in renewed),
         )
+        if isinstance(what, str):
+            self.shows(tensors_in(result), given)
         slots: dict[int, Slot] = {}
         for index, tensor in enumerate(tensors_in(result)):
             slots[id(tensor)] = self._slot(event, what, f"{label}[{index}]", tensor, given)
         recorded = replaced(result, lambda leaf: slots.get(id(leaf), leaf))
         random_source = by_chance and not inputs
-        self.tape.events.append(
+        self._append(
             Event(
                 what,
                 tuple(inputs),
@@ -290,6 +305,7 @@ class Recorder(Numbering):
                 random=random_source,
                 draws=draws,
                 generators=tuple(generators),
+                idle=self._idle.count(what) if random_source else 0,
             )
         )
         if by_chance:
@@ -300,12 +316,20 @@ class Recorder(Numbering):
     def _slot(self, event: int, what: Any, name: str, tensor: Tensor, given: Sequence[Any]) -> Slot:
         same = next((i for i, argument in enumerate(given) if argument is tensor), None)
         number = self.number_of(tensor)
-        if number is None and same is not None:
+        if number is None and (same is not None or self._is_view(what, tensor, given)):
             return Slot(NO_VALUE, same)
         if same is None or number is None:
             origin = Origin.UNIT if isinstance(what, str | type) else Origin.VIEW
             number = self.number(tensor, name, event, origin=origin)
         return Slot(number, same)
+
+    def _is_view(self, what: Any, tensor: Tensor, given: Sequence[Any]) -> bool:
+        """Whether a function has made a view of what every stage has; of the rest it takes the sizes."""
+        return (
+            not isinstance(what, str | type)
+            and not isinstance(tensor, FakeTensor)
+            and any(memory_of(t) == memory_of(tensor) for t in self.everywhere(given))
+        )
 
     def _operation_label(self, what: Any) -> str:
         last = next((e.label for e in reversed(self.tape.events) if e.is_call), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -60,6 +61,7 @@ class Runner(Watch):
         self._regions = iter(zip(tape.regions, part.regions, strict=True))
         self._repeating: Mapping[str, Any] | None = None
         self._at = 0
+        self._idle: Counter[int] = Counter()
 
     def enter(self, tensor_named: Callable[[str], Tensor]) -> None:
         """Follow the parameters that are used between the units."""
@@ -146,7 +148,10 @@ class Runner(Watch):
         if super().concerns(what, args, kwargs):
             return True
         event = self._event_of(what)
-        return event is not None and event.random
+        if event is None or not event.random:
+            return False
+        self._idle[self._at] += 1
+        return self._idle[self._at] > event.idle
 
     def region(
         self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
@@ -287,7 +292,8 @@ class Runner(Watch):
         """What a function of another stage returns here: of what is changed here a view is made anew."""
         given = list(leaves((args, kwargs)))
         if self._at not in self._part.views:
-            return self._pass(event, given)
+            shown = self._shown(event, run, args, kwargs) if event.shows else {}
+            return self._pass(event, given, shown)
 
         def again(index: int) -> Tensor:
             return tensors_in(run(*self.current(args), **self.current(kwargs)))[index]
@@ -297,7 +303,20 @@ class Runner(Watch):
             return self._pass(event, given)
         return self._made(event, given, run(*args, **kwargs))
 
-    def _pass(self, event: Event, given: list[Any]) -> Any:
+    def _shown(
+        self, event: Event, run: Run, args: tuple[Any, ...], kwargs: Any
+    ) -> dict[int, Tensor]:
+        """The views of what every stage has, for which the sizes of the other arguments do."""
+
+        def sizes(leaf: Any) -> Any:
+            return Form.of(leaf).without_data() if isinstance(leaf, Placeholder) else leaf
+
+        found = tensors_in(run(*replaced(args, sizes), **replaced(kwargs, sizes)))
+        return {id(slot): made for slot, made in zip(event.slots, found, strict=True)}
+
+    def _pass(
+        self, event: Event, given: list[Any], shown: Mapping[int, Tensor] | None = None
+    ) -> Any:
         """What an event of another stage returns here."""
         if not isinstance(event.what, str):
             Streams.not_drawn(event.draws)
@@ -311,7 +330,7 @@ class Runner(Watch):
                 self.put_instead(old, new)
                 changed[change.new] = old
         self._at += 1
-        return replaced(event.result, lambda leaf: self._filled(leaf, given, changed))
+        return replaced(event.result, lambda leaf: self._filled(leaf, given, changed, shown or {}))
 
     def _renewed(self, change: Change) -> Tensor:
         """What a changed tensor is here: a view again, where what it is a view of has arrived."""
@@ -324,11 +343,17 @@ class Runner(Watch):
                 return made
         return self._stand_in(change.new)
 
-    def _filled(self, leaf: Any, given: list[Any], changed: Mapping[int, Tensor]) -> Any:
+    def _filled(
+        self,
+        leaf: Any,
+        given: list[Any],
+        changed: Mapping[int, Tensor],
+        shown: Mapping[int, Tensor],
+    ) -> Any:
         if not isinstance(leaf, Slot):
             return leaf
         if leaf.same_as is None:
-            return self._stand_in(leaf.value)
+            return shown[id(leaf)] if leaf.value == NO_VALUE else self._stand_in(leaf.value)
         # The author's code keeps its own, for which something else may be used now.
         known = [one for one in given if self.number_of(one) == leaf.value]
         return changed.get(leaf.value, known[0] if known else given[leaf.same_as])

@@ -58,7 +58,7 @@ class Slot:
     """Stands in a recorded result where a tensor stood.
 
     Args:
-        value: the tensor's number.
+        value: the tensor's number; :data:`NO_VALUE` where every stage has it, or can make it.
         same_as: if the result is one of the arguments itself, which of the leaves among them.
     """
 
@@ -110,6 +110,7 @@ class Event:
         on: that value; ``None`` where it is one of the call's own arguments, or made of them alone.
         draws: how often it draws from torch's own generators; of no account for a unit.
         generators: the others that it draws from, by identity.
+        idle: how often the function was called just before without drawing, where it uses no value.
     """
 
     what: Any
@@ -122,6 +123,7 @@ class Event:
     on: int | None = None
     draws: int = 0
     generators: tuple[int, ...] = ()
+    idle: int = 0
 
     @property
     def is_call(self) -> bool:
@@ -132,6 +134,11 @@ class Event:
     def slots(self) -> list[Slot]:
         """Where tensors stand in the result."""
         return [leaf for leaf in leaves(self.result) if isinstance(leaf, Slot)]
+
+    @property
+    def shows(self) -> bool:
+        """Whether some of its results are views of what every stage has."""
+        return any(slot.value == NO_VALUE and slot.same_as is None for slot in self.slots)
 
     @property
     def label(self) -> str:

@@ -278,7 +278,7 @@ class _Rank:
         count = np.arange(m + 1)[:, None]
         forwards = np.maximum(least[3 * stage], count)
         excess = activation * forwards - (activation - stash) * count - room
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
             weights = np.where(excess > 0, np.ceil(excess / stash), 0.0)
         does = count <= most[3 * stage + GRADIENT]
         does &= weights <= np.minimum(most[3 * stage + WEIGHT], count)

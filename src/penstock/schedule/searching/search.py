@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 from operator import itemgetter
 from random import Random
 from time import monotonic
@@ -12,22 +13,25 @@ from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.base import Schedule
 from penstock.schedule.edges import Edge
 from penstock.schedule.library import RECIPES
-from penstock.schedule.placement import Placement, check_at_least_one, looped, v_shaped
-from penstock.schedule.searching.anneal import Annealer
+from penstock.schedule.placement import (
+    Placement,
+    check_at_least_one,
+    looped,
+    v_shaped,
+)
 from penstock.schedule.searching.bounds import PRECISION, Bound
-from penstock.schedule.searching.dispatch import Dispatcher, Rule, rules, varied
-from penstock.schedule.searching.draft import Draft, draft_of
-from penstock.schedule.searching.problem import SLACK, Problem
+from penstock.schedule.searching.drafting import Annealer, Dispatcher, Rule, rules, varied
+from penstock.schedule.searching.problem import SLACK, Draft, Problem, draft_of
 from penstock.schedule.simulation import Costs, simulate
 
 Memory = float | Sequence[float]
-"""What a rank may hold: one number for all, or one a rank."""
+"""What a rank may hold: one number for all, or one for each."""
 VARIATIONS = 40
 """How many rules are tried beside the portfolio, each a variation of one of the best so far."""
-EFFORT = 40_000_000
-"""Moves by default, times the actions to be timed and what a move costs beside: a few seconds of work."""
-ROUNDS = ((8, 1 / 16), (4, 1 / 16), (2, 1 / 8))
-"""How many drafts are improved, and with which share of the moves each."""
+EFFORT = 1_000_000
+"""Moves by default, as the annealer counts them: a few seconds of work."""
+ROUNDS = ((4, 1 / 32), (2, 1 / 16), (1, 3 / 4))
+"""How many drafts are improved, and with which share of the effort each."""
 
 
 def search(  # noqa: PLR0913 - the whole problem, by name
@@ -40,7 +44,7 @@ def search(  # noqa: PLR0913 - the whole problem, by name
     edges: Iterable[Edge] = (),
     seed: int = 0,
     seconds: float = 10.0,
-    moves: int | None = None,
+    effort: float = 1.0,
 ) -> Schedule:
     """Make a schedule for stages of unequal cost under a memory limit.
 
@@ -54,7 +58,7 @@ def search(  # noqa: PLR0913 - the whole problem, by name
 
     The result is the shortest of the library's schedules for this placement that keep to the memory, those of
     a list scheduler with a portfolio of rules, and those that simulated annealing makes of the best of them;
-    so it is never longer than the best of the library. The search ends when its moves are used up, when the
+    so it is never longer than the best of the library. The search ends when its effort is used up, when the
     result is proven to be within 0.01 % of the best possible, or when the time is over. Unless the time
     ends it, the same arguments give the same schedule.
 
@@ -63,28 +67,32 @@ def search(  # noqa: PLR0913 - the whole problem, by name
         ranks: how many ranks share the model.
         microbatches: into how many parts the batch is split.
         memory: the most that a rank may hold, in the units of ``costs.activation`` and ``costs.stash``: one
-            number for all, or one a rank. By default there is no limit.
+            number for all ranks, or one for each. By default there is no limit.
         placement: which rank holds which stages. By default as many stages as ``costs`` lists, in laps over
-            the ranks and, where that makes two a rank, also in a V; one stage a rank where it lists none.
+            the ranks and, where that makes two per rank, also in a V; one stage per rank where it lists none.
         edges: the values that travel between stages; by default the chain.
         seed: of the random moves.
-        seconds: when to stop with the best so far.
-        moves: how many changes of a schedule to try; by default as many as take a few seconds.
+        seconds: when to stop with the best so far, at the earliest once the library's schedules are timed.
+        effort: how much to try; 1 takes a few seconds, 10 ten times as long.
 
     Returns:
         A schedule without messages, which :func:`penstock.schedule.validate` passes.
 
     Raises:
         ScheduleError: numbers that do not go together, or too little memory for one microbatch.
-        UsageError: costs that list different numbers of stages.
+        UsageError: costs that list different numbers of stages, or an argument that is no such number.
 
     Example:
         >>> from penstock.schedule import Costs, search, simulate
-        >>> costs = Costs(forward=[1, 1, 1, 2], input=[1, 1, 1, 2], weight=[1, 1, 1, 2])
+        >>> share = [1, 1, 1, 2]
+        >>> costs = Costs(forward=share, input=share, weight=share, activation=share, stash=share)
         >>> found = search(costs, ranks=4, microbatches=8, memory=4)
         >>> simulate(found, costs).makespan
         51.0
     """
+    for name, number in (("seconds", seconds), ("effort", effort)):
+        if not number >= 0:
+            raise UsageError(f"{name}={number}: must be a number, at least 0")
     random = Random(seed)
     until = monotonic() + seconds
     problems = _problems(costs, ranks, microbatches, memory, placement, edges)
@@ -92,7 +100,7 @@ def search(  # noqa: PLR0913 - the whole problem, by name
     drafts = [draft_of(problem, schedule) for _, schedule, problem in library]
     for problem in problems:
         drafts += _dispatched(problem, random, until)
-    best = _improved(drafts, [Bound(problem, until) for problem in problems], random, until, moves)
+    best = _improved(drafts, [Bound(problem, until) for problem in problems], random, until, effort)
     found = best.schedule()
     shortest, known = min(
         ((makespan, schedule) for makespan, schedule, _ in library),
@@ -148,25 +156,33 @@ def _problems(
         raise ScheduleError(f"ranks={ranks}, but the placement has {placements[0].ranks}")
     table = tuple(edges)
     problems = [Problem(placed, table, microbatches, costs, limits) for placed in placements]
-    for problem in problems:
-        for rank, limit in enumerate(problem.limit):
-            least = problem.held_by_one(rank)
-            if limit < least:
-                raise ScheduleError(
-                    f"memory: rank {rank} may hold {limits[rank]:g}, and one microbatch takes {least:g} "
-                    f"on its stages {list(problem.empty.placement.stages_on(rank))}: give it more, "
-                    "make microbatches smaller, or recompute activations"
-                )
-    return problems
+    fitting = [problem for problem in problems if not _too_small(problem)]
+    if not fitting:
+        least = min(([*map(problem.held_by_one, range(ranks))] for problem in problems), key=max)
+        raise ScheduleError(
+            f"memory={memory} is too little for one microbatch, of which the stages of the ranks hold "
+            f"{least}: give each rank as much, or {max(least):g} to all, make microbatches smaller, "
+            "or recompute activations"
+        )
+    return fitting
+
+
+def _too_small(problem: Problem) -> bool:
+    """Whether some rank has too little memory for one microbatch."""
+    return any(most < problem.held_by_one(rank) for rank, most in enumerate(problem.limit))
 
 
 def _limits(memory: Memory | None, ranks: int) -> list[float]:
+    """The most that each rank may hold."""
     if memory is None:
         return [math.inf] * ranks
     limits = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
+    for limit in limits:
+        if not isinstance(limit, Real) or not limit >= 0:
+            raise UsageError(f"memory={limit!r}: must be a number, at least 0")
     if len(limits) != ranks:
         raise ScheduleError(
-            f"memory has {len(limits)} numbers for {ranks} ranks: give one a rank, or one"
+            f"memory has {len(limits)} numbers for {ranks} ranks: give one for each rank, or one for all"
         )
     return limits
 
@@ -184,7 +200,7 @@ def _placements(costs: Costs, ranks: int) -> list[Placement]:
     counts = {len(cost) for cost in kinds if isinstance(cost, Sequence)} or {ranks}
     if len(counts) > 1:
         raise UsageError(
-            f"costs list {sorted(counts)} stages: give one number a stage, or one for all"
+            f"costs list {sorted(counts)} stages: give one number for each stage, or one for all"
         )
     (stages,) = counts
     if stages % ranks or not stages:
@@ -236,19 +252,17 @@ def _improved(
     bounds: Sequence[Bound],
     random: Random,
     until: float,
-    moves: int | None,
+    effort: float,
 ) -> Draft:
     """The best draft after rounds of annealing, each with fewer drafts than the one before."""
     pool = _distinct(drafts)
-    if moves is None:
-        moves = EFFORT // (len(pool[0].duration) + 100)
     target = min(bound.least for bound in bounds)
     for count, share in ROUNDS:
         if _proven(pool[0].makespan, bounds):
             break
         for draft in pool[:count]:
             annealer = Annealer(draft.copy(), random)
-            annealer.run(int(moves * share), until, target)
+            annealer.run(EFFORT * effort * share, until, target)
             pool.append(annealer.best)
         pool = _distinct(pool)
     return pool[0]
