@@ -9,9 +9,9 @@ from unittest.mock import patch
 from benchmarks.pairs import Ratios, alternate
 from benchmarks.work import RANKS, SCHEDULES, ours, tiny
 from penstock import Pipeline
-from penstock.crew import Crew
-from penstock.specs import ValueSpec
+from penstock.pipeline.ranks import LocalRanks
 from penstock.testing import WorkerPool
+from penstock.values import ValueSpec
 
 REPEATS = 5
 AIM = 1.02
@@ -23,7 +23,7 @@ IDLE = 3.0
 def measure(group: Any, schedule: str, rounds: int) -> dict[str, Any]:
     """A worker's task: paired times in seconds per step, and the watch's share of a core."""
     work = tiny(SCHEDULES[schedule])
-    with patch.object(Crew, "_keep_watch", lambda *_: None):
+    with patch.object(LocalRanks, "_keep_watch", lambda *_: None):
         bare = ours(work, schedule, group)
     whole = ours(work, schedule, group)
 

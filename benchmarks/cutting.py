@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition import Partition, partition
-from penstock.specs import ValueSpec
+from penstock.values import ValueSpec
 
 BLOCKS, WIDTH, STAGES = 48, 64, 4
 

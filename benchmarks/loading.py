@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from penstock.partition import load_partition, parameters_on_meta
 from penstock.partition.traced import Cuts, Point, cut_traced
+from penstock.weights import load_partition, parameters_on_meta
 
 STAGES = 4
 

@@ -20,9 +20,9 @@ from benchmarks.work import RANKS, Work, gpt, ours, placement
 from penstock import Pipeline, PipelineStage
 from penstock.runtime import engine_for
 from penstock.schedule import Costs, Schedule, add_communication, build, release_sends, simulate
-from penstock.specs import TensorSpec
 from penstock.testing import WorkerPool
 from penstock.transport import FORWARD, Channel, connect
+from penstock.values import TensorSpec
 
 NAMES = ("GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "InterleavedZeroBubble", "ZB-V", "DualPipeV")
 OPS = {"F": "forward", "I": "input", "W": "weight", "B": "backward"}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 import penstock
-from penstock import engine
+from penstock import pipeline
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "penstock"
@@ -178,12 +178,12 @@ def test_importing_penstock_imports_nothing_else() -> None:
     python(
         "import sys, penstock\n"
         "assert 'Pipeline' in dir(penstock)\n"
-        "assert 'torch' not in sys.modules and 'penstock.engine' not in sys.modules"
+        "assert 'torch' not in sys.modules and 'penstock.pipeline.pipeline' not in sys.modules"
     )
 
 
 def test_the_front_door_gives_every_name() -> None:
-    assert penstock.Pipeline is engine.Pipeline
+    assert penstock.Pipeline is pipeline.Pipeline
     assert all(getattr(penstock, name) for name in penstock.__all__)
     assert set(penstock.__all__) <= set(dir(penstock))
 

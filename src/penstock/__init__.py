@@ -9,34 +9,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.draws import randomness
-    from penstock.engine import Pipeline
-    from penstock.initial import init_weights
-    from penstock.losses import add_loss, collect_losses
-    from penstock.microbatch import REPLICATE, Microbatches, Split
-    from penstock.partition import Partition, read_weights
+    from penstock.partition import Partition
+    from penstock.pipeline import Pipeline
+    from penstock.rng import randomness
     from penstock.runtime import ActionEvent
     from penstock.stage import PipelineStage
     from penstock.step import LossScaler, Replicas, StepResult
+    from penstock.step.losses import add_loss, collect_losses
+    from penstock.values import REPLICATE, Microbatches, Split
+    from penstock.weights import init_weights, read_weights
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ActionEvent": "penstock.runtime",
     "LossScaler": "penstock.step",
-    "Microbatches": "penstock.microbatch",
+    "Microbatches": "penstock.values",
     "Partition": "penstock.partition",
-    "Pipeline": "penstock.engine",
+    "Pipeline": "penstock.pipeline",
     "PipelineStage": "penstock.stage",
-    "REPLICATE": "penstock.microbatch",
+    "REPLICATE": "penstock.values",
     "Replicas": "penstock.step",
-    "Split": "penstock.microbatch",
+    "Split": "penstock.values",
     "StepResult": "penstock.step",
-    "add_loss": "penstock.losses",
-    "collect_losses": "penstock.losses",
-    "init_weights": "penstock.initial",
-    "randomness": "penstock.draws",
-    "read_weights": "penstock.partition",
+    "add_loss": "penstock.step.losses",
+    "collect_losses": "penstock.step.losses",
+    "init_weights": "penstock.weights",
+    "randomness": "penstock.rng",
+    "read_weights": "penstock.weights",
 }
 
 __all__ = [

@@ -17,7 +17,7 @@ from penstock.partition import (
     find_shared,
     find_shared_between,
 )
-from penstock.plan import cut
+from penstock.pipeline.plan import cut
 
 
 class Rotary(nn.Module):

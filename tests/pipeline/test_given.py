@@ -14,8 +14,8 @@ from penstock import LossScaler, Pipeline, PipelineStage
 from penstock.errors import PenstockError
 from penstock.partition import Description, Partition
 from penstock.schedule import Edge
-from penstock.specs import ValueSpec
 from penstock.testing import WorkerPool
+from penstock.values import ValueSpec
 
 WIDTH = 3
 X = torch.linspace(-1, 1, 7 * WIDTH, dtype=torch.float64).reshape(7, WIDTH)

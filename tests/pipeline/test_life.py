@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import Pipeline
-from penstock.engine import Pipeline as Engine
 from penstock.errors import PeerFailed, StageError
+from penstock.pipeline.pipeline import Pipeline as Engine
 from penstock.testing import WorkerPool
 from tests.pipeline.models import X, Y, chain, gradients, make, mean_loss
 

@@ -21,8 +21,8 @@ from penstock import (
     collect_losses,
 )
 from penstock.errors import StageError, UsageError
-from penstock.microbatch import MISSING
 from penstock.testing import Case, WorkerPool, compare
+from penstock.values import MISSING
 from tests.pipeline.models import assert_same, gradients
 
 SCHEDULES = {"1F1B": 2, "Interleaved1F1B": 4, "ZB-V": 4, "DualPipeV": 4, "GPipe": 2}

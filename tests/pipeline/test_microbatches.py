@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from penstock import REPLICATE, Microbatches, Pipeline, Split
 from penstock.errors import MicrobatchError
-from penstock.microbatch import MISSING, Rules
 from penstock.testing import Case, WorkerPool, compare
+from penstock.values import MISSING, Rules
 from tests.pipeline.models import assert_same, gradients
 
 SCHEDULES = {"1F1B": 2, "Interleaved1F1B": 4, "ZB-V": 4, "DualPipeV": 4, "GPipe": 2}

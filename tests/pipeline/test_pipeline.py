@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import REPLICATE, Pipeline, PipelineStage, Split
-from penstock.microbatch import Rules
 from penstock.partition import cut_chain
 from penstock.schedule import Action, Op, Placement, Schedule, build, register
 from penstock.schedule.library import registry
 from penstock.testing import Case, compare
+from penstock.values import Rules
 from tests.pipeline.models import (
     STAGES,
     WIDTH,

@@ -24,8 +24,8 @@ from penstock.errors import (
     UnknownArgumentError,
     UsageError,
 )
-from penstock.hosting import placed_on
 from penstock.partition import cut_sequential
+from penstock.pipeline.setup import placed_on
 from penstock.schedule import Action, Op, Placement, Schedule, build
 from penstock.testing import WorkerPool
 from tests.pipeline.models import STAGES, X, Y, chain, gradients, make, mean_loss, named

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock import Pipeline, read_weights
-from penstock.partition import save_index, save_stage
+from penstock.weights import save_index, save_stage
 from tests.pipeline.models import assert_same
 
 transformers: Any = pytest.importorskip("transformers")

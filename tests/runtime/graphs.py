@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PipelineStage
-from penstock.microbatch import Batch, split
-from penstock.plan import prove
+from penstock.pipeline.plan import prove
 from penstock.runtime import Order, Rank, channels, drive, reports_of
 from penstock.schedule import Action, Edge, Op, Placement, Schedule
 from penstock.step import Loss
 from penstock.transport import Transport, connect, in_process
+from penstock.values import Batch, split
 
 WIDTH = 3
 

@@ -28,7 +28,7 @@ def test_before_the_first_call_there_is_nothing_to_explain() -> None:
 def test_each_action_tells_what_it_reads_and_writes() -> None:
     pipe = pipeline("ZB-H1")
     pipe.step(X, target=X)
-    bound = pipe._crew.ranks[1].bound
+    bound = pipe._local.ranks[1].bound
     assert bound is not None
     rows = {row.action: row for row in explain(bound)}
     # Two samples of five float32 numbers.
@@ -52,14 +52,14 @@ def test_the_table_is_of_the_last_call() -> None:
 def test_what_a_call_does_not_need_is_not_in_its_program() -> None:
     pipe = pipeline("1F1B")
     pipe.step(X, target=X)
-    bound = pipe._crew.ranks[0].bound
+    bound = pipe._local.ranks[0].bound
     assert bound is not None
     plain = sum(len(action.row) for action in bound.actions)
     with pipe.on("0F0", before=lambda event: None):
         pipe.step(X, target=X, record=True)
-    hooked = pipe._crew.ranks[0].bound
+    hooked = pipe._local.ranks[0].bound
     assert hooked is not None
     assert hooked is not bound
     assert sum(len(action.row) for action in hooked.actions) > plain
     pipe.step(X, target=X)
-    assert pipe._crew.ranks[0].bound is bound
+    assert pipe._local.ranks[0].bound is bound

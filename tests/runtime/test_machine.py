@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from penstock import PipelineStage
 from penstock.errors import MessageError, SpecError
-from penstock.microbatch import split
 from penstock.runtime import (
     BoundProgram,
     RankProgram,
@@ -24,9 +23,9 @@ from penstock.runtime import (
     reports_of,
 )
 from penstock.schedule import Placement, Schedule, add_communication, build, parse_action
-from penstock.specs import ValueSpec
 from penstock.step import Loss, Tally, Weights
 from penstock.transport import in_process
+from penstock.values import ValueSpec, split
 from tests.runtime.graphs import BATCH, GRAPHS, make_ranks, order_of, schedule_of, square_loss
 
 HIDDEN = ValueSpec.of(torch.zeros(2, 3, requires_grad=True))

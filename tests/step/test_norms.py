@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import NonFiniteError, UsageError
-from penstock.step import gradient_norms, scale_gradients, total_norm
+from penstock.weights import gradient_norms, scale_gradients, total_norm
 
 ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf, -math.inf, 0.0)
 

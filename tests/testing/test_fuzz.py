@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine import Pipeline
+from penstock.pipeline import Pipeline
 from penstock.schedule import Placement, Schedule, add_communication, parse_action, validate
 from penstock.testing import WorkerError, WorkerPool
 from penstock.testing.fuzz import __main__ as command

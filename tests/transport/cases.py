@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.runtime import Task, Wait, drive
-from penstock.specs import TensorSpec
 from penstock.transport import BACKWARD, FORWARD, SHARED, Channel, Ticket, Transport, connect
+from penstock.values import TensorSpec
 
 CPU = torch.device("cpu")
 THERE = Channel(0, 1, FORWARD)

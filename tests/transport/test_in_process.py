@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from penstock.errors import InternalError, MessageError, SpecError
-from penstock.specs import TensorSpec
 from penstock.transport import FORWARD, Channel, InProcessTransport, Ticket, in_process
+from penstock.values import TensorSpec
 
 THERE = Channel(0, 1, FORWARD)
 CPU = torch.device("cpu")

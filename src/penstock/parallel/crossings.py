@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from penstock.errors import SpecError
-from penstock.specs import register_type
+from penstock.values import register_type
 
 _Names = tuple[str, ...]
 _MESHES: dict[_Names, DeviceMesh] = {}

@@ -5,9 +5,6 @@ from penstock.partition.base import Describe, Description, Partition, Shared, na
 from penstock.partition.chain import cut_chain, cut_sequential
 from penstock.partition.costs import StageCost, stage_costs
 from penstock.partition.entry import Example, partition
-from penstock.partition.export import save_index, save_stage
-from penstock.partition.loading import load_partition, load_stage, load_stages, parameters_on_meta
-from penstock.partition.reading import WeightFiles, read_weights
 from penstock.partition.shared import Watched, find_shared, find_shared_between
 from penstock.partition.table import Table, table
 from penstock.partition.traced import cut_into, cut_traced, weigh_blocks
@@ -21,7 +18,6 @@ __all__ = [
     "StageCost",
     "Table",
     "Watched",
-    "WeightFiles",
     "choose_cuts",
     "cut_chain",
     "cut_into",
@@ -29,15 +25,8 @@ __all__ = [
     "cut_traced",
     "find_shared",
     "find_shared_between",
-    "load_partition",
-    "load_stage",
-    "load_stages",
     "named_tensors",
-    "parameters_on_meta",
     "partition",
-    "read_weights",
-    "save_index",
-    "save_stage",
     "stage_costs",
     "table",
     "weigh_blocks",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.schedule import Edge
-from penstock.specs import ValueSpec
+from penstock.values import ValueSpec
 
 
 class Description(NamedTuple):

@@ -16,7 +16,7 @@ from penstock.partition.base import Partition
 from penstock.partition.costs import weigh_units
 from penstock.partition.shared import find_shared
 from penstock.schedule import Placement
-from penstock.specs import named_arguments
+from penstock.values import named_arguments
 
 
 class ChainStage(nn.Module):

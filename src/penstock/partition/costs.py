@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.base import Partition
-from penstock.specs import attributes_kept, flatten, isolate_hooks, randomness_kept, unflatten
+from penstock.values import attributes_kept, flatten, isolate_hooks, randomness_kept, unflatten
 
 Measure = Literal["time", "flops", "parameters", "memory"]
 _REPEATS = 3

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from penstock.draws import is_compiled
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.balance import choose_cuts
 from penstock.partition.base import Partition
@@ -16,6 +15,7 @@ from penstock.partition.calls import cut_calls, cut_points
 from penstock.partition.chain import cut_chain, cut_sequential
 from penstock.partition.shared import find_shared
 from penstock.partition.traced import Cuts, Point, cut_into, cut_traced
+from penstock.rng import is_compiled
 from penstock.schedule import Placement
 
 Where = int | Sequence[str] | Sequence[Sequence[str]]

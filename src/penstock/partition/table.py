@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.partition.base import Partition
 from penstock.partition.costs import StageCost, stage_costs
-from penstock.specs import ValueSpec, spec_of_arguments
+from penstock.values import ValueSpec, spec_of_arguments
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What tensors are, told and compared under torch's names: for tests and tools.
 
-The engine itself goes by ``penstock.specs`` and needs none of this.
+The engine itself goes by ``penstock.values`` and needs none of this.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from penstock.pipelining.stages.base import Perform, StageBase
 from penstock.pipelining.stages.by_hand import ByHand
 from penstock.pipelining.stages.weighing import Build, HeldStage, OwnWeights
 from penstock.pipelining.stages.wires import P2POp, Wires
-from penstock.specs import flatten
 from penstock.stage import PipelineStage as OwnStage
+from penstock.values import flatten
 
 
 class PipelineStage(StageBase):

@@ -22,8 +22,8 @@ from penstock.runtime.calls import REFUSED, Brought, ModelCall, merge_calls
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.schedule import Schedule
-from penstock.specs import Family, Inferred, ValueSpec, autocast_types, new_family
 from penstock.transport import Transport
+from penstock.values import Family, Inferred, ValueSpec, autocast_types, new_family
 
 
 def agree_plan(

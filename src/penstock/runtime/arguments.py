@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import SpecError
-from penstock.microbatch import Microbatch
 from penstock.schedule import Edge
 from penstock.stage import PipelineStage
+from penstock.values import Microbatch
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -10,8 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from penstock.errors import AgreementError, PenstockError, UsageError
-from penstock.microbatch import Batch, Microbatch
-from penstock.specs import ValueSpec, spec_of_arguments
+from penstock.values import Batch, Microbatch, ValueSpec, spec_of_arguments
 
 Key = int | str
 """An argument, by position or name."""

@@ -15,23 +15,23 @@ from torch import nn
 
 from penstock.errors import AgreementError, MessageError, SpecError, StageError
 from penstock.faults import failing_module, without_own_frames
-from penstock.microbatch import Microbatch
 from penstock.runtime.arguments import Inputs, as_values
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.runtime.program import RankProgram
 from penstock.runtime.reach import Links, mark_optional, name_links, positions_in
 from penstock.schedule import Edge
-from penstock.specs import (
+from penstock.stage import PipelineStage
+from penstock.transport import Transport
+from penstock.values import (
     Family,
     Inferred,
+    Microbatch,
     ValueSpec,
     infer,
     infer_output,
     spec_of_arguments,
 )
-from penstock.stage import PipelineStage
-from penstock.transport import Transport
 
 T = TypeVar("T")
 log = logging.getLogger("penstock")

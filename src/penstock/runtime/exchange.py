@@ -20,8 +20,8 @@ from penstock.runtime.arguments import chosen
 from penstock.runtime.program import RankProgram
 from penstock.schedule import Action, Edge, Op
 from penstock.schedule.action import RECV_OPS
-from penstock.specs import TensorSpec, ValueSpec, flatten, paths
 from penstock.transport import Ticket, Transport
+from penstock.values import TensorSpec, ValueSpec, flatten, paths
 
 Specs = Mapping[str, ValueSpec]
 """The spec of each value that travels, by name."""

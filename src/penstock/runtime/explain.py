@@ -10,7 +10,7 @@ from penstock.runtime.exchange import Specs
 from penstock.runtime.program import RankProgram
 from penstock.schedule import Edge, Op
 from penstock.schedule.action import MESSAGE_OPS, RECV_OPS, SEND_OPS, WAIT_SEND_OPS
-from penstock.specs import TensorSpec
+from penstock.values import TensorSpec
 
 
 class Row(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.specs import flatten
 from penstock.stage import PipelineStage
+from penstock.values import flatten
 
 OUTPUT, LOSS, GRADIENT, WEIGHTS = range(4)
 """What can be not finite, in the order in which a step makes it."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import AgreementError, PenstockError, StageError, UsageError
-from penstock.microbatch import Batch
 from penstock.runtime.calls import ModelCall
 from penstock.runtime.driver import Task, Wait
 from penstock.step import Loss, Numbers, Scale, Sums, Weights
 from penstock.transport import Transport
+from penstock.values import Batch
 
 Names = tuple[str, ...]
 """Of losses that stages added in some step, sorted; the same on every rank."""

@@ -8,15 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.draws import Draw
 from penstock.errors import PenstockError
-from penstock.microbatch import Batch
+from penstock.rng import Draw
 from penstock.runtime.bind import Replacement
 from penstock.runtime.health import Trouble
 from penstock.runtime.hooks import Hooks
 from penstock.schedule import Edge, Schedule, Span
-from penstock.specs import autocast_types
 from penstock.step import Loss, Numbers, Scale
+from penstock.values import Batch, autocast_types
 
 Schedules = Callable[[int, tuple[Edge, ...] | None], Schedule]
 """The proven schedule for so many microbatches, and for these edges where they depend on the call."""

@@ -12,8 +12,8 @@ from penstock.errors import SpecError
 from penstock.runtime.describing import OUTPUT
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
-from penstock.specs import ValueSpec, flatten
 from penstock.transport import Transport
+from penstock.values import ValueSpec, flatten
 
 
 def check_outputs(specs: Sequence[Specs]) -> None:

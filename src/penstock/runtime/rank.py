@@ -8,10 +8,10 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from penstock.draws import Generators, Streams
 from penstock.errors import AgreementError, PenstockError, SpecError, StageError, UsageError
 from penstock.faults import has_probes
 from penstock.parallel import Adapter, adapter_of, let_cross
+from penstock.rng import Generators, Streams
 from penstock.runtime.agreement import Book, Page, agree_call, look_up
 from penstock.runtime.arguments import Inputs
 from penstock.runtime.bind import BoundProgram, Wanted
@@ -33,10 +33,10 @@ from penstock.runtime.outputs import check_outputs, share_outputs
 from penstock.runtime.program import RankProgram, channels
 from penstock.runtime.work import StepData
 from penstock.schedule import Edge, Schedule
-from penstock.specs import ValueSpec, named_arguments
 from penstock.stage import PipelineStage
 from penstock.step import Tally, Weights, WholeBatch
 from penstock.transport import Transport
+from penstock.values import ValueSpec, named_arguments
 
 
 class Rank:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.schedule import Edge
-from penstock.specs import ValueSpec, flatten
+from penstock.values import ValueSpec, flatten
 
 Links = dict[str, list[list[list[str | int]] | None]]
 """For each value of a stage, and each tensor in it, the tensors ``[value, index]`` that it was made of, or

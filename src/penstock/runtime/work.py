@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.losses import Losses
-from penstock.microbatch import Microbatch
 from penstock.runtime.arguments import Call, Inputs, chosen
 from penstock.runtime.clock import Recorder
 from penstock.runtime.companions import Companion
 from penstock.runtime.exchange import Exchange, Gradients
 from penstock.runtime.health import Health
 from penstock.runtime.program import RankProgram
-from penstock.specs import flatten
 from penstock.stage import PipelineStage
 from penstock.step import Loss, Tally, Weights, nothing
-from penstock.trees import mapped, tensors_of
+from penstock.step.losses import Losses
+from penstock.values import Microbatch, flatten
+from penstock.values.trees import mapped, tensors_of
 
 Part = Callable[[int], Any]
 """A part of an action, as a function of its microbatch."""

@@ -2,7 +2,6 @@
 
 from penstock.step.loss import Loss, LossFunction, LossOptions, NonFinite, Reduction, nothing
 from penstock.step.metrics import Metric
-from penstock.step.norms import gradient_norms, scale_gradients, total_norm
 from penstock.step.result import StepResult, TimelineKind
 from penstock.step.scaler import LossScaler
 from penstock.step.statistics import BatchStatistics, WholeBatch, check_statistics
@@ -29,8 +28,5 @@ __all__ = [
     "Weights",
     "WholeBatch",
     "check_statistics",
-    "gradient_norms",
     "nothing",
-    "scale_gradients",
-    "total_norm",
 ]

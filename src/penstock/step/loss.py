@@ -22,7 +22,7 @@ from penstock.step.weights import (
     count,
     weigh,
 )
-from penstock.trees import tensors_of
+from penstock.values.trees import tensors_of
 
 Reduction = Literal["mean", "sum"]
 LossFunction = Callable[[Any, Any], Tensor]

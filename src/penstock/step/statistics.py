@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from penstock.draws import OwnHook, in_backward, visible
 from penstock.errors import UsageError
+from penstock.rng import OwnHook, in_backward, visible
 
 BatchStatistics = Literal["microbatch", "batch"]
 """Of what batch norms update their running statistics: of each microbatch, or once of the whole batch."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.losses import MAIN, Losses
+from penstock.step.losses import MAIN, Losses
 from penstock.step.metrics import Metric, Number, measured
 from penstock.step.weights import Weights
 

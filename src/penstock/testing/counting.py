@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine import Pipeline
-from penstock.specs import TensorSpec
+from penstock.pipeline import Pipeline
 from penstock.transport import Channel, Relay, Ticket, Transport
+from penstock.values import TensorSpec
 
 
 @dataclass

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine import Pipeline
-from penstock.losses import collect_losses
-from penstock.microbatch import Rules
-from penstock.plan import Stages
+from penstock.pipeline import Pipeline
+from penstock.pipeline.plan import Stages
 from penstock.schedule import Schedule
 from penstock.step import LossFunction, LossWeight, Reduction
+from penstock.step.losses import collect_losses
+from penstock.values import Rules
 
 
 @dataclass(frozen=True)

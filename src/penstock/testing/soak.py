@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine import Pipeline
 from penstock.faults import status_of
+from penstock.pipeline import Pipeline
 from penstock.testing.faults import fail_at
 
 RANKS, STEPS, MICROBATCHES = 3, 6, 4
@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["penstock.engine", "penstock.testing"]
+        ["penstock.pipeline.pipeline", "penstock.testing"]
     )
     draw, heard, bad = random.Random(options.seed), dict[str, list[float]](), 0
     kinds: Counter[str] = Counter()

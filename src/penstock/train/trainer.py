@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from penstock.engine import Pipeline
 from penstock.errors import NonFiniteError, UsageError
+from penstock.pipeline import Pipeline
 from penstock.schedule import Timeline
 from penstock.train import corpus as texts
 from penstock.train import runfolder

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.faults import Activity, Watch
-from penstock.specs import TensorSpec
+from penstock.values import TensorSpec
 
 FORWARD = "F"
 BACKWARD = "B"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.errors import InternalError, MessageError, SpecError
 from penstock.faults import Activity
-from penstock.specs import TensorSpec
 from penstock.transport.base import Channel, Ticket, Transport
+from penstock.values import TensorSpec
 
 
 @dataclass

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import MessageError
-from penstock.specs import TensorSpec
 from penstock.transport.base import Ticket
+from penstock.values import TensorSpec
 
 NOBODY = 0x4F
 """The tag of a message that nobody sends, see :func:`break_off`."""

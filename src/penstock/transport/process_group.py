@@ -25,9 +25,9 @@ from torch import Tensor
 
 from penstock.errors import UsageError
 from penstock.faults import SLACK, Activity, Patience, Rendezvous, Watch
-from penstock.specs import TensorSpec
 from penstock.transport.base import KINDS, Channel, Ticket, Transport
 from penstock.transport.messages import Departure, Wire, break_off, connect_all, settled
+from penstock.values import TensorSpec
 
 _TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=0x50)}
 """Tags of messages; away from 0, the default of other code on the same group."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.specs import TensorSpec
 from penstock.transport.base import Channel, Ticket, Transport
+from penstock.values import TensorSpec
 
 
 class Relay(Transport):

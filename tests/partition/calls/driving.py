@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition import Description, Partition, named_tensors
-from penstock.specs import ValueSpec
+from penstock.values import ValueSpec
 
 Score = Callable[[Any], Tensor]
 

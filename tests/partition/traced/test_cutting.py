@@ -16,7 +16,7 @@ from penstock import Pipeline
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.traced import Cuts, Point, SplitPoint, cut_traced, traces
 from penstock.partition.traced.program import Program
-from penstock.specs import spec_of_arguments
+from penstock.values import spec_of_arguments
 
 MICROBATCHES = 4
 X = torch.linspace(-1, 1, 8 * 4, dtype=torch.float64).view(8, 4)

@@ -22,7 +22,7 @@ from penstock.partition.calls.units import find_units, parts, walk, worthy
 from penstock.partition.costs import weigh_units
 from penstock.partition.shared import find_shared
 from penstock.schedule import Placement
-from penstock.specs import ValueSpec, flatten
+from penstock.values import ValueSpec, flatten
 
 Example = tuple[Sequence[Any], Mapping[str, Any]]
 

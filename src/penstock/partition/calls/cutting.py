@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.draws import noticed
 from penstock.errors import PartitionError, SpecError
 from penstock.partition.base import Description
 from penstock.partition.calls.inference import quiet
@@ -18,7 +17,8 @@ from penstock.partition.calls.outline import Outline
 from penstock.partition.calls.recorder import Recorder, chance_kept
 from penstock.partition.calls.routing import Homes, Route, routed
 from penstock.partition.calls.tape import Tape, paths_of
-from penstock.specs import ValueSpec, attributes_kept, autocast_types, flatten
+from penstock.rng import noticed
+from penstock.values import ValueSpec, attributes_kept, autocast_types, flatten
 
 _REMEMBERED = 256
 """So many calls; of those that always differ the oldest go first."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import PartitionError
 from penstock.partition.calls.trees import leaves, replaced, skeleton, tensors_in
-from penstock.specs import (
+from penstock.values import (
     Family,
     Form,
     Found,
@@ -30,7 +30,7 @@ from penstock.specs import (
     autocast_types,
     surely_reached,
 )
-from penstock.specs.trial import check_types
+from penstock.values.trial import check_types
 
 _PATIENCE = 250
 """So many operations run on ones before one runs on zeros."""
@@ -245,7 +245,7 @@ class UnitCall:
 class Sizes:
     """Runs units, and tells what they give for other sizes where that is certain.
 
-    See ``penstock.specs.Family``. It needs a unit that is given tensors and plain values, gives such that it
+    See ``penstock.values.Family``. It needs a unit that is given tensors and plain values, gives such that it
     has made, and does nothing else that could be seen: it changes none of its arguments, and leaves no
     tensor anywhere, and no loss.
 

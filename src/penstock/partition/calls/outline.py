@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from penstock.errors import PartitionError
 from penstock.partition.calls.tape import Loose
-from penstock.specs import Family, Found, autocast_types, isolate_hooks
+from penstock.values import Family, Found, autocast_types, isolate_hooks
 
 
 def home_of(model: nn.Module) -> torch.device:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from penstock.draws import Generators, identity
 from penstock.errors import PartitionError
-from penstock.losses import add_loss
 from penstock.partition.calls.inference import (
     Inference,
     Sizes,
@@ -34,7 +32,9 @@ from penstock.partition.calls.tape import (
 )
 from penstock.partition.calls.trees import leaves, replaced, tensors_deep_in, tensors_in, without
 from penstock.partition.faces import EFFECTS, HOOKS, REQUIRES_GRAD, SET_DATA, Run, uncheckpointed
-from penstock.specs import Family, Found, randomness_kept, surely_reached
+from penstock.rng import Generators, identity
+from penstock.step.losses import add_loss
+from penstock.values import Family, Found, randomness_kept, surely_reached
 
 ANSWERS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"} | {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero")
@@ -79,7 +79,7 @@ class Recorder(Numbering):
         self._sizes = Sizes(self._inference, mode, families, self._draws, self._losses)
 
     def drew(self, generator: torch.Generator | None) -> None:
-        """An operation has drawn random numbers, see :func:`penstock.draws.noticed`."""
+        """An operation has drawn random numbers, see :func:`penstock.rng.noticed`."""
         self._draws.append(generator)
 
     # ---- events

@@ -16,7 +16,7 @@ from penstock.partition.calls.placing import Placing
 from penstock.partition.calls.tape import NO_VALUE, Event, Origin, Region, Tape, Value
 from penstock.partition.faces import HOOKS
 from penstock.schedule import Edge
-from penstock.specs import ValueSpec
+from penstock.values import ValueSpec
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
-from penstock.draws import Streams
 from penstock.errors import PartitionError
-from penstock.losses import add_loss
 from penstock.partition.calls.inference import view_like
 from penstock.partition.calls.placeholder import Form, Placeholder
 from penstock.partition.calls.routing import Part
@@ -22,6 +20,8 @@ from penstock.partition.calls.tape import NO_VALUE, Change, Event, Origin, Regio
 from penstock.partition.calls.trees import leaves, replaced, tensors_in, without
 from penstock.partition.calls.watch import Watch
 from penstock.partition.faces import Run, uncheckpointed
+from penstock.rng import Streams
+from penstock.step.losses import add_loss
 
 PLAIN = (bool, int, float, str)
 

@@ -18,7 +18,7 @@ from penstock.partition.traced.marks import Point
 from penstock.partition.traced.skeleton import Skeleton
 from penstock.partition.traced.traces import Cuts, Traces
 from penstock.schedule import Placement
-from penstock.specs import spec_of_arguments
+from penstock.values import spec_of_arguments
 
 Balance = Measure | Sequence[float]
 """What is to be balanced: something that is measured, or a weight for each block."""

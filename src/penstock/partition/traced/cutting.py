@@ -16,7 +16,7 @@ from penstock.partition.traced.ownership import share_out
 from penstock.partition.traced.skeleton import Skeleton
 from penstock.partition.traced.stage import TracedStage
 from penstock.partition.traced.traces import Cuts, Traces
-from penstock.specs import spec_of_arguments
+from penstock.values import spec_of_arguments
 
 
 @dataclass(frozen=True)

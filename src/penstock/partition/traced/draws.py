@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.draws import Place, Streams, can_draw, has_drawn, noticed
 from penstock.errors import PartitionError
+from penstock.rng import Place, Streams, can_draw, has_drawn, noticed
 
 torch.library.define("penstock::draw", "(str address, bool after, int draws) -> ()")
 

@@ -13,9 +13,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction, Function
 from torch.overrides import TorchFunctionMode
 
-from penstock.draws import called_to_draw
 from penstock.errors import PartitionError
-from penstock.losses import Term, add_loss, collect_losses
 from penstock.partition.faces import (
     EFFECTS,
     GET_DATA,
@@ -27,7 +25,9 @@ from penstock.partition.faces import (
 from penstock.partition.traced.draws import place_seeds, seeded
 from penstock.partition.traced.marks import marked
 from penstock.partition.traced.skeleton import Skeleton
-from penstock.specs import Structure, TensorSpec, ValueSpec, flatten, unflatten
+from penstock.rng import called_to_draw
+from penstock.step.losses import Term, add_loss, collect_losses
+from penstock.values import Structure, TensorSpec, ValueSpec, flatten, unflatten
 
 ROOT = "model."
 """What stands before the model's own names in the graph."""

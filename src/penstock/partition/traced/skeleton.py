@@ -11,7 +11,7 @@ from torch import Tensor, nn
 # The documented home of fake tensors; torch has no public name for them. Seen in torch 2.13.
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.specs import TensorSpec
+from penstock.values import TensorSpec
 
 
 class Skeleton:

@@ -15,7 +15,7 @@ from penstock.partition.traced.program import Program
 from penstock.partition.traced.trace import Trace
 from penstock.partition.traced.traces import Traces
 from penstock.partition.traced.wiring import argument_in
-from penstock.specs import TensorSpec, ValueSpec, flatten
+from penstock.values import TensorSpec, ValueSpec, flatten
 
 
 class TracedStage(nn.Module):

@@ -13,7 +13,7 @@ from penstock.partition.traced.export import ROOT, Exported
 from penstock.partition.traced.layout import Layout, Wanted, stages_of
 from penstock.partition.traced.program import Program
 from penstock.partition.traced.wiring import wire
-from penstock.specs import Family, ValueSpec
+from penstock.values import Family, ValueSpec
 
 Sure = frozenset[tuple[str, int]]
 """Tensors for which a gradient surely comes back: the value's name, and which of its tensors."""

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.losses import collect_losses
 from penstock.partition.base import Description
 from penstock.partition.traced.export import Exported, export, undisturbed
 from penstock.partition.traced.layout import check_met, lay_out
 from penstock.partition.traced.marks import Point
 from penstock.partition.traced.skeleton import Skeleton
 from penstock.partition.traced.trace import Sure, Trace, Travelling
-from penstock.specs import (
+from penstock.step.losses import collect_losses
+from penstock.values import (
     Family,
     Found,
     Unknowns,

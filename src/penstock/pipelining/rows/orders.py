@@ -7,9 +7,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from penstock.errors import InputFileError, ScheduleError, UsageError
+from penstock.pipeline.plan import prove
 from penstock.pipelining.refusals import PlacementError, RowsError
 from penstock.pipelining.rows.actions import ActionTuple, to_entry, to_order
-from penstock.plan import prove
 from penstock.schedule import (
     Action,
     Limits,

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from penstock.errors import PenstockError, UsageError
+from penstock.pipeline.plan import prove
 from penstock.pipelining.microbatch import TensorChunkSpec, split_tensor
 from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.pipelining.rows.actions import ActionTuple, ComputationType, to_order
@@ -28,7 +29,6 @@ from penstock.pipelining.running.context import Arrived, PipelineContext
 from penstock.pipelining.running.loops import LoopParts, check_losses
 from penstock.pipelining.running.runner import CUSTOM_OPS, Chunks, Custom, Runner
 from penstock.pipelining.stages.base import StageBase
-from penstock.plan import prove
 from penstock.schedule import (
     Op,
     Schedule,

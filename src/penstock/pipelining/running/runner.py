@@ -8,22 +8,21 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.crew import Crew
 from penstock.errors import PenstockError, SpecError
 from penstock.faults import FIRST_STEP, Patience
-from penstock.holding import WeightHolder
-from penstock.hosting import being_made, connect_if_launched, ends_of, ranks_of
-from penstock.microbatch import Batch, Microbatch
+from penstock.pipeline.plan import Plan
+from penstock.pipeline.ranks import LocalRanks
+from penstock.pipeline.setup import being_made, connect_if_launched, ends_of, ranks_of
+from penstock.pipeline.weights import WeightHolder
 from penstock.pipelining.rows.actions import ActionTuple, to_entry, to_tuple
 from penstock.pipelining.stages.base import StageBase
-from penstock.plan import Plan
 from penstock.runtime import Order, Report
 from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.action import OVERLAPPED, Entry
-from penstock.specs import flatten
 from penstock.stage import PipelineStage as OwnStage
 from penstock.step import Loss
-from penstock.trees import mapped, tensors_of
+from penstock.values import Batch, Microbatch, flatten
+from penstock.values.trees import mapped, tensors_of
 
 Custom = Callable[[ActionTuple, Any], None]
 
@@ -65,10 +64,10 @@ class Runner(WeightHolder):
         found = connect_if_launched(self._held[0].device, stages[0].group, patience)
         with being_made(found):
             ends = ends_of(self._plan, found)
-            crew = Crew(ranks_of(self._plan, ends, self._held, describe, by_hand=True))
-            crew.assemble(training)
+            local = LocalRanks(ranks_of(self._plan, ends, self._held, describe, by_hand=True))
+            local.assemble(training)
             shared = next((stage.shared for stage in stages if stage.shared), ())
-            self._take_up(crew, shared, training.placement.rank_of)
+            self._take_up(local, shared, training.placement.rank_of)
 
     def serves(self, schedule: Schedule, stages: Sequence[StageBase]) -> bool:
         """Whether this is still the runner for a schedule and the modules of its stages."""
@@ -95,7 +94,7 @@ class Runner(WeightHolder):
         replaced = {name: self._replacing(function, context) for name, function in custom.items()}
         order = Order(schedules, batch, loss, trains=trains, keep=True, replaced=replaced)
         with self._training() if trains else nullcontext():
-            reports: list[Report] = self._crew.carry_out(order)
+            reports: list[Report] = self._local.carry_out(order)
         return Outcome(
             [found for report in reports for found in report.losses],
             # Backward has used up the graph that they came from.
@@ -108,7 +107,7 @@ class Runner(WeightHolder):
         Raises:
             PenstockError: that, on every rank.
         """
-        self._crew.carry_out(
+        self._local.carry_out(
             Order(lambda *_: self._plan.training, Batch(), trains=trains, refused=error)
         )
 

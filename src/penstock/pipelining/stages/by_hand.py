@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.parallel import adapter_of
 from penstock.pipelining.refusals import CallError, PipeliningMetadataError
 from penstock.pipelining.stages.wires import P2POp, Wires
-from penstock.specs import TensorSpec, ValueSpec, flatten, infer_output
 from penstock.stage import PipelineStage as OwnStage
+from penstock.values import TensorSpec, ValueSpec, flatten, infer_output
 
 Gradients = tuple[Tensor | None, ...]
 

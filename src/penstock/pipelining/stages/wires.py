@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp
 
-from penstock.specs import ValueSpec
+from penstock.values import ValueSpec
 
 __all__ = ["P2POp", "Wires", "start", "start_by_peer", "wait_all"]
 

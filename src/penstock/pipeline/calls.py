@@ -1,0 +1,270 @@
+"""Carries out the calls of a pipeline: training steps, evaluations, predictions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
+from penstock.faults import without_own_frames
+from penstock.pipeline.nonfinite import NonFiniteFinding, seek
+from penstock.pipeline.plan import Plan
+from penstock.pipeline.ranks import LocalRanks
+from penstock.rng import Draw, Randomness
+from penstock.runtime import Hooks, Order, Report
+from penstock.runtime.health import Trouble
+from penstock.schedule import Schedule
+from penstock.schedule.edges import Edges
+from penstock.schedule.placement import whole_number
+from penstock.step import Loss, LossScaler, LossWeight, NonFinite, StepResult
+from penstock.values import MISSING, Batch, Rules, merge, output_dim, split_batch
+
+logger = logging.getLogger("penstock")
+
+
+_OPTIONS = (
+    "target",
+    "microbatches",
+    "loss_weight",
+    "total_weight",
+    "accumulate",
+    "scaler",
+    "outputs",
+    "record",
+)
+"""Of a step; any other argument by name is the model's."""
+
+
+class Given(NamedTuple):
+    """What the user gives to a call: the model's arguments, those by name, the target."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    target: Any
+
+
+class Caller:
+    """From what the user gives to what comes back.
+
+    Args:
+        plan: which schedules there are.
+        local: the ranks of this process.
+        loss: what the Pipeline was told about its loss.
+        rules: how batches are split.
+        hooks: the user's, of actions.
+        training: goes around every training step.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        local: LocalRanks,
+        loss: Loss | None,
+        rules: Rules | None,
+        hooks: Hooks,
+        training: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._plan = plan
+        self._local = local
+        self._loss = loss
+        self._rules = rules
+        self._hooks = hooks
+        self._training = training
+
+    def step(  # noqa: PLR0913 - as Pipeline.step
+        self,
+        given: Given,
+        randomness: Randomness,
+        *,
+        whole_batch: bool,
+        microbatches: int | None,
+        loss_weight: LossWeight | None,
+        total_weight: float | None,
+        accumulate: int | None,
+        scaler: LossScaler | None,
+        outputs: bool,
+        record: bool,
+    ) -> StepResult:
+        """A training step, see :meth:`penstock.Pipeline.step`."""
+
+        def made() -> Order:
+            loss = self._training_loss().weighed(loss_weight)
+            scale = loss.scale(accumulate, total_weight, _attached(scaler, self._is_anywhere))
+            batch = self._batch(given, microbatches)
+            self._plan.check_trains(batch.count)
+            return self._order(
+                batch,
+                loss,
+                trains=True,
+                scale=scale,
+                outputs=outputs,
+                record=record,
+                draw=randomness.next,
+                whole_batch=whole_batch,
+                # A scaler makes gradients infinite on purpose, and looks at them itself.
+                finite=scaler is None,
+            )
+
+        order = self._prepared(made, trains=True)
+        with self._training():
+            reports = self._carried_out(order, given)
+        randomness.advance()
+        result, trouble = self._result(order, reports), reports[0].trouble
+        if trouble is None or order.loss is None:
+            return result
+        self._meet(trouble, order.loss.nonfinite)
+        return replace(result, finite=False)
+
+    def _meet(self, trouble: Trouble, nonfinite: NonFinite) -> None:
+        """Stop, skip or warn where something is not finite; on every rank alike."""
+        step = self._local.steps
+        if nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {step}: {trouble}; the optimizer should not step: find_nonfinite of this batch "
+                'tells which module made it; nonfinite="skip" drops the gradients of such steps, "warn" '
+                "only tells"
+            )
+        if self._local.leads:
+            skipped = ", its gradients are dropped" if nonfinite == "skip" else ""
+            logger.warning("penstock: step %d is not finite%s: %s", step, skipped, trouble)
+        if nonfinite == "skip":
+            for stage in self._local.stages:
+                for parameter in stage.module.parameters():
+                    parameter.grad = None
+
+    def find_nonfinite(
+        self, given: Given, draw: Draw | None, *, whole_batch: bool
+    ) -> NonFiniteFinding | None:
+        """What is first not finite, see :meth:`penstock.Pipeline.find_nonfinite`."""
+
+        def made() -> Order:
+            loss = self._training_loss()
+            return self._order(
+                self._batch(given), loss, trains=True, outputs=False, draw=draw, whole_batch=whole_batch,
+                scale=loss.scale(None, None, 1.0), finite=True, noted=True,
+            )  # fmt: skip
+
+        order = self._prepared(made, trains=True)
+        with self._training():
+            return seek(self._local, lambda: self._carried_out(order, given))
+
+    def _training_loss(self) -> Loss:
+        if self._loss is None:
+            raise UsageError("step needs a loss; give the Pipeline a loss_fn")
+        if not self._plan.training.trains:
+            raise UsageError(
+                f"the schedule {self._plan.training.name!r} has no backward; eval does without"
+            )
+        if torch.is_inference_mode_enabled():
+            raise UsageError(
+                "step under torch.inference_mode() has no gradients; call it outside, or use eval"
+            )
+        return self._loss
+
+    def evaluate(self, given: Given, *, outputs: bool) -> StepResult:
+        """An evaluation, see :meth:`penstock.Pipeline.eval`."""
+
+        def made() -> Order:
+            if self._loss is None:
+                raise UsageError("eval needs a loss; give the Pipeline a loss_fn, or use predict")
+            return self._order(self._batch(given), self._loss, trains=False, outputs=outputs)
+
+        return self._without_gradients(made, given)
+
+    def predict(self, given: Given) -> Any:
+        """The model's output, see :meth:`penstock.Pipeline.predict`."""
+
+        def made() -> Order:
+            return self._order(self._batch(given), None, trains=False, outputs=True)
+
+        return self._without_gradients(made, given).outputs
+
+    def _without_gradients(self, made: Callable[[], Order], given: Given) -> StepResult:
+        order = self._prepared(made, trains=False)
+        with self._local.evaluating():
+            return self._result(order, self._carried_out(order, given))
+
+    def _prepared(self, made: Callable[[], Order], *, trains: bool) -> Order:
+        """The order of a call; or one that says what is wrong, which all ranks are to hear."""
+        refused: PenstockError
+        try:
+            return made()
+        except PenstockError as error:
+            refused = error
+        except Exception as error:
+            # Functions of the user's split batches and weigh them.
+            refused = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
+            refused.__cause__ = error.with_traceback(without_own_frames(error))
+        return replace(self._order(Batch(), None, trains=trains, outputs=False), refused=refused)
+
+    def _carried_out(self, order: Order, given: Given) -> list[Report]:
+        """Carry it out on all ranks; where the model refuses what was not meant for it, say so."""
+        try:
+            return self._local.carry_out(order)
+        except StageError as error:
+            for name in given.kwargs:
+                near = get_close_matches(name, _OPTIONS, n=1)
+                if near and f"unexpected keyword argument {name!r}" in str(error):
+                    error.args = (f"{error}; did you mean {near[0]}=?",)
+            if order.loss and given.target is MISSING and " positional argument" in str(error):
+                error.args = (f"{error}; the target is given by name, as target=",)
+            raise
+
+    def _batch(self, given: Given, microbatches: int | None = None) -> Batch:
+        asked = whole_number("microbatches", microbatches)
+        count = self._plan.microbatches if asked is None else asked
+        args, kwargs, target = given
+        return split_batch(args, kwargs, target, self._rules, count, fewer=True)
+
+    def _order(
+        self, batch: Batch, loss: Loss | None, *, trains: bool, outputs: bool, **more: Any
+    ) -> Order:
+        if outputs:
+            output_dim(self._rules)
+
+        def schedules(count: int, edges: Edges | None) -> Schedule:
+            return self._plan.proven(count, edges, trains=trains)
+
+        hooks = self._hooks if self._hooks else None
+        return Order(schedules, batch, loss, trains=trains, outputs=outputs, hooks=hooks, **more)
+
+    def _is_anywhere(self, found: bool) -> bool:
+        """Whether something was found on any rank, here or in a replica."""
+        told: list[Any] = self._local.each(lambda rank: rank.exchange(found))
+        here = torch.tensor([float(any(told))], dtype=torch.float64)
+        return bool((self._loss.replicas.added(here) if self._loss else here).any())
+
+    def _result(self, order: Order, reports: Sequence[Report]) -> StepResult:
+        report = reports[0]
+        found = report.outputs if order.outputs else None
+        if found and not report.ready:
+            found = merge(found, output_dim(self._rules))
+        result = StepResult(**vars(report.numbers), outputs=found)
+        if not order.record:
+            return result
+        timeline, kind = self._local.timeline(reports)
+        return replace(result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble)
+
+
+def _attached(scaler: Any, agree: Callable[[bool], bool]) -> float:
+    """By what a scaler scales the loss; from now on it decides together with the other ranks.
+
+    Raises:
+        UsageError: it is no scaler, or one that decides alone.
+    """
+    if scaler is None:
+        return 1.0
+    if not isinstance(scaler, LossScaler):
+        raise UsageError(
+            f"scaler={type(scaler).__name__}: must be a penstock.LossScaler, which is used like "
+            "torch.amp.GradScaler, takes its arguments and loads its state_dict, and decides for all ranks "
+            "together whether to skip a step, as no other scaler does"
+        )
+    scaler.attach(agree)
+    return scaler.get_scale()

@@ -1,0 +1,236 @@
+"""The ranks of a pipeline that live in this process, and how they run together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from time import monotonic
+from typing import Any, TypeVar
+
+import torch
+
+from penstock.errors import PoisonedError, UsageError
+from penstock.rng import Generators
+from penstock.runtime import (
+    Order,
+    Rank,
+    Refusal,
+    Report,
+    Task,
+    agree_plan,
+    channels,
+    drive,
+    engine_for,
+    explain,
+    reports_of,
+    table,
+)
+from penstock.schedule import Action, Schedule, Span, Timeline, parse_action, replay
+from penstock.schedule.base import flat
+from penstock.stage import PipelineStage
+from penstock.step import TimelineKind
+
+LONG = 300.0
+"""Seconds that a rank may take to read or write its weights while others wait."""
+
+T = TypeVar("T")
+
+
+class LocalRanks:
+    """All ranks where one process runs the pipeline, or the one rank of this process.
+
+    Args:
+        ranks: those that live here.
+        told: what must be the same on every rank, besides the schedule and the versions.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], told: Mapping[str, str] | None = None) -> None:
+        self.ranks = tuple(ranks)
+        self._told = told
+        self._failure: BaseException | None = None
+        self._generators = Generators(stage.device for stage in self.stages)
+        self._watch = self.ranks[0].transport.watch
+
+    @property
+    def leads(self) -> bool:
+        """Whether rank 0 lives in this process: the one that prints and writes for all."""
+        return any(rank.number == 0 for rank in self.ranks)
+
+    @property
+    def steps(self) -> int:
+        """How many training steps there were, the one that runs included."""
+        return self.ranks[0].activity.step
+
+    @property
+    def stages(self) -> tuple[PipelineStage, ...]:
+        """The stages that live in this process, in order."""
+        held = {index: stage for rank in self.ranks for index, stage in rank.stages.items()}
+        return tuple(held[index] for index in sorted(held))
+
+    def assemble(self, schedule: Schedule) -> None:
+        """Choose the stages' engines, check that all ranks were given one plan, and open their channels.
+
+        Raises:
+            AgreementError: they were not.
+        """
+        for stage in self.stages:
+            stage.prefer_engine(engine_for(schedule, stage.index))
+        self.run([agree_plan(rank.transport, schedule, self._told) for rank in self.ranks])
+        for rank in self.ranks:
+            rank.transport.open(channels(schedule))
+
+    def run(self, tasks: Sequence[Task[T]], *, training: bool = False) -> list[T]:
+        """Run a task of each rank until all are done.
+
+        Raises:
+            PoisonedError: an earlier run failed.
+            PeerFailed: another rank failed, died or is silent.
+        """
+        if self._failure is not None:
+            raise PoisonedError(
+                f"an earlier call failed ({type(self._failure).__name__}: {self._failure}); "
+                "build a new Pipeline"
+            ) from self._failure
+        for rank in self.ranks:
+            rank.activity.begin(training=training)
+        try:
+            return self._driven(tasks)
+        finally:
+            for rank in self.ranks:
+                rank.activity.end()
+
+    def _driven(self, tasks: Sequence[Task[T]]) -> list[T]:
+        try:
+            if self._watch is not None:
+                self._watch.check()
+            return drive(tasks, self.ranks[0].activity)
+        except BaseException as error:
+            self._failure = self._cause(error)
+            for rank in self.ranks:
+                rank.clear()
+            if self._failure is error:
+                raise
+            raise self._failure from None
+
+    def _cause(self, error: BaseException) -> BaseException:
+        return error if self._watch is None else self._watch.failed(error)
+
+    def each(self, task: Callable[[Rank], Task[T]]) -> T:
+        """Run a task that gives the same on every rank."""
+        return self.run([task(rank) for rank in self.ranks])[0]
+
+    def carry_out(self, order: Order) -> list[Report]:
+        """Run a call of the pipeline; gradients of the batch's tensors go to where they come from.
+
+        Raises:
+            PenstockError: the call was refused: nothing was sent or changed, and the next one can be made.
+        """
+        # A step's random numbers are its own: those of its caller go on as if it had drawn none.
+        kept = nullcontext() if order.draw is None else self._generators.kept()
+        with torch.set_grad_enabled(order.trains), kept:
+            started = monotonic()
+            found = self.run([rank.run(order) for rank in self.ranks], training=order.trains)
+            if any(isinstance(one, Refusal) for one in found):
+                for rank in self.ranks:
+                    rank.activity.take_back(training=order.trains)
+            reports = reports_of(found)
+            if self._watch is not None:
+                self._watch.patience.learn(monotonic() - started)
+        owed = [pair for report in reports for pair in report.owed]
+        if owed:
+            # All at once: what made the tensors may serve several of them, and is freed by a backward.
+            tensors, gradients = zip(*owed, strict=True)
+            torch.autograd.backward(tensors, gradients)
+        return reports
+
+    def timeline(self, reports: Sequence[Report]) -> tuple[Timeline, TimelineKind]:
+        """Who did what when, and whether it was measured or replayed."""
+        schedule = reports[0].schedule
+        if len(reports) == schedule.ranks > 1:
+            return replay(schedule, _durations(reports)), "replayed"
+        return self._gather(schedule, reports[0]), "measured"
+
+    def _gather(self, schedule: Schedule, report: Report) -> Timeline:
+        """All ranks' spans, each on its own clock from the moment its program began."""
+        mine = [[str(span.action), span.start, span.end] for span in report.spans]
+        rows: list[Any] = self.each(lambda rank: rank.exchange(mine))
+        spans = (
+            Span(rank, action, start, end)
+            for rank, row in enumerate(rows)
+            for text, start, end in row
+            for action in flat((parse_action(text),))
+        )
+        return Timeline(tuple(spans), schedule.ranks)
+
+    def leading(self, value: T) -> T:
+        """The value that rank 0 has, a JSON one."""
+        values: list[T] = self.each(lambda rank: rank.exchange(value))
+        return values[0]
+
+    def tell_stages_apart(self) -> None:
+        """Stages made by hand may call their modules alike, which must not draw alike for that."""
+        gathered: list[list[str]] = self.each(lambda rank: rank.exchange(rank.drawing_names))
+        names = [name for rank in gathered for name in rank]
+        if len(set(names)) < len(names):
+            for rank in self.ranks:
+                rank.tell_stages_apart()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode, with each module's own mode restored afterwards."""
+        modes = [(m, m.training) for stage in self.stages for m in stage.module.modules()]
+        for stage in self.stages:
+            stage.module.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def explain(self) -> str:
+        """The program of the last call, as it ran on each rank here, as a table.
+
+        Raises:
+            UsageError: there was no call yet.
+        """
+        found = [rank.bound for rank in self.ranks]
+        told = [
+            f"rank {rank.number}, schedule {bound.program.schedule.name}\n{table(explain(bound))}"
+            for rank, bound in zip(self.ranks, found, strict=True)
+            if bound is not None
+        ]
+        if not told:
+            raise UsageError(
+                "there is nothing to explain yet: a program is bound in the first call; call step(), "
+                "eval() or predict() before"
+            )
+        return "\n\n".join(told)
+
+    def patient(self, seconds: float = LONG) -> AbstractContextManager[None]:
+        """Have this process take longer than a step may, without being called silent."""
+        return nullcontext() if self._watch is None else self._watch.patient(seconds)
+
+    def report_failures_to(self, folder: Path) -> None:
+        """Where the story of a failure is written."""
+        if self._watch is not None:
+            self._watch.keep_in(folder)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Give back what the ranks' transports hold.
+
+        Args:
+            error: why, if it is for an error; the other ranks are told.
+        """
+        if self._watch is not None and error is not None and self._failure is None:
+            self._failure = self._watch.failed(error)
+        for rank in self.ranks:
+            rank.transport.close()
+
+
+def _durations(reports: Sequence[Report]) -> dict[Action, float]:
+    found: dict[Action, float] = {}
+    for report in reports:
+        for span in report.spans:
+            found[span.action] = found.get(span.action, 0.0) + span.duration
+    return found

@@ -1,0 +1,236 @@
+"""Which ranks live in this process, where they reach the others, and which stages they hold."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import UnknownArgumentError, UsageError
+from penstock.faults import Patience
+from penstock.pipeline.plan import Plan
+from penstock.runtime import Rank, check_stages
+from penstock.runtime.describing import Describe
+from penstock.schedule import Schedule
+from penstock.stage import PipelineStage, home_of
+from penstock.step import (
+    Loss,
+    LossFunction,
+    LossOptions,
+    LossWeight,
+    Metric,
+    NonFinite,
+    Reduction,
+    Replicas,
+)
+from penstock.transport import Transport, connect, in_process, launched, sum_over
+
+
+def placed_on(device: torch.device | str | None) -> torch.device | None:
+    """The device that is meant: ``"cuda"`` is the one of ``LOCAL_RANK``, as torchrun numbers them."""
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        said = str(error).partition(" at start of")[0]
+        raise UsageError(f"device={device!r}: {said}") from None
+    if found.type != "cpu" and found.index is None:
+        found = torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+    _check_there(found, device)
+    return found
+
+
+def _check_there(device: torch.device, asked: torch.device | str) -> None:
+    """Check that this machine has a device.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if device.type in ("cpu", "meta"):
+        return
+    kind = torch.get_device_module(device.type)
+    count = kind.device_count() if kind.is_available() else 0
+    if not count:
+        raise UsageError(
+            f"device={str(asked)!r}: torch.{device.type}.is_available() is False in this process; use "
+            "device='cpu', or a torch and a driver for it"
+        )
+    if device.index is not None and device.index >= count:
+        numbered = "" if torch.device(asked).index is not None else ", by LOCAL_RANK"
+        raise UsageError(
+            f"device={str(asked)!r}: this process would take number {device.index}{numbered}, but there are "
+            f"{count}; start at most {count} processes on this machine, or say which device each takes"
+        )
+
+
+def home_for(
+    model: nn.Module, device: torch.device | str | None, *, filled: bool
+) -> torch.device | None:
+    """The device that is meant; the CPU for a model without data that is about to be filled."""
+    found = placed_on(device)
+    if found is None and filled and home_of(model).type == "meta":
+        return torch.device("cpu")
+    return found
+
+
+def check_given(stages: Sequence[PipelineStage]) -> None:
+    """Check that what was given are stages.
+
+    Raises:
+        UsageError: there are none, or they are something else.
+    """
+    if not stages:
+        raise UsageError("no stages were given; give this rank's stages")
+    others = [type(stage).__name__ for stage in stages if not isinstance(stage, PipelineStage)]
+    if others:
+        raise UsageError(
+            f"from_stages was given {', '.join(others)}; "
+            "make a stage of each module with PipelineStage(module, index, count)"
+        )
+
+
+def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Check that what was given by name besides a function's own arguments says something of the loss.
+
+    Raises:
+        UnknownArgumentError: there is no such argument; the message names the nearest.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    own = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    known = [*own, *LossOptions.__annotations__]
+    for name in options.keys() - LossOptions.__annotations__.keys():
+        near = get_close_matches(name, known, n=1)
+        hint = _INSTEAD.get(name) or (f"did you mean {near[0]}=?" if near else "there are")
+        listed = "" if name in _INSTEAD or near else f" {', '.join(f'{of}=' for of in known)}"
+        raise UnknownArgumentError(f"there is no argument {name}=; {hint}{listed}")
+
+
+_CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
+_INSTEAD = {
+    **{name: _CUT.format(name) for name in ("balance", "placement", "how")},
+    "chunks": "did you mean microbatches=?",
+    "loss": "did you mean loss_fn=?",
+    "criterion": "did you mean loss_fn=?",
+    "num_stages": "did you mean stages=?",
+    "world_size": "did you mean ranks=?",
+}
+"""What others call an argument, where the name alone does not tell."""
+
+
+def loss_of(  # noqa: PLR0913 - as LossOptions
+    function: LossFunction | None,
+    *,
+    reduction: Reduction = "mean",
+    loss_weight: LossWeight | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    accumulate: int = 1,
+    replicas: Any = None,
+    nonfinite: NonFinite = "stop",
+) -> Loss | None:
+    """The loss that a Pipeline was told, see :class:`penstock.step.LossOptions`.
+
+    Raises:
+        UsageError: an unknown reduction, or a number that is none.
+    """
+    if function is None:
+        return None
+    others = replicas_of(replicas)
+    given = {} if metrics is None else metrics
+    return Loss(function, reduction, loss_weight, given, accumulate, others, nonfinite)
+
+
+def replicas_of(replicas: Any) -> Replicas:
+    """The other pipelines, from a process group of the ranks at this place in each."""
+    if replicas is None or isinstance(replicas, Replicas):
+        return replicas or Replicas()
+    if not callable(getattr(replicas, "allgather", None)):
+        raise UsageError(
+            f"replicas={replicas!r}: must be a process group of the ranks at this place in each pipeline, or "
+            "penstock.Replicas"
+        )
+    return Replicas(*sum_over(replicas))
+
+
+def connect_if_launched(device: torch.device, group: Any, patience: Patience) -> list[Transport]:
+    """This process's end where each rank is a process; else nothing."""
+    if group is None and not launched():
+        return []
+    return [connect(device, group, patience)]
+
+
+@contextmanager
+def being_made(ends: Sequence[Transport]) -> Iterator[Callable[[str], None]]:
+    """What makes a pipeline of these ends: an error in it is told to the other ranks and ends them.
+
+    Gives a function that takes what is being done, for the others to know.
+    """
+    watch = ends[0].watch if ends else None
+    try:
+        yield watch.activity.make if watch is not None else _told_to_nobody
+    except BaseException as error:
+        cause = error if watch is None else watch.failed(error)
+        for end in ends:
+            end.close()
+        if cause is error:
+            raise
+        raise cause from None
+    if watch is not None:
+        watch.made()
+
+
+def _told_to_nobody(doing: str) -> None:
+    """All ranks live in this process."""
+
+
+def world_of(ends: Sequence[Transport]) -> int | None:
+    """How many ranks there are, where each is a process."""
+    return ends[0].ranks if ends else None
+
+
+def ends_of(plan: Plan, found: Sequence[Transport]) -> Sequence[Transport]:
+    """The ends that are there, or those of all ranks in this process.
+
+    Raises:
+        UsageError: there are more or fewer processes than ranks.
+    """
+    if found and found[0].ranks != plan.ranks:
+        raise UsageError(
+            f"{found[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process per rank"
+        )
+    return found or in_process(plan.ranks)
+
+
+def ranks_of(
+    plan: Plan,
+    ends: Sequence[Transport],
+    stages: Sequence[PipelineStage],
+    describe: Describe | None = None,
+    *,
+    by_hand: bool = False,
+) -> list[Rank]:
+    """The ranks that live here, each at its end with its stages."""
+    return [
+        Rank(end, _held_by(plan.training, end, stages, len(ends)), describe, by_hand=by_hand)
+        for end in ends
+    ]
+
+
+def _held_by(
+    schedule: Schedule, end: Transport, stages: Sequence[PipelineStage], ends: int
+) -> list[PipelineStage]:
+    """The stages of a rank. In one process there are those of other ranks to leave out.
+
+    Raises:
+        UsageError: the rank was not given exactly its stages.
+    """
+    expected = schedule.placement.stages_on(end.rank)
+    held = [stage for stage in stages if stage.index in expected or ends == 1]
+    check_stages(schedule, end.rank, held)
+    return held

@@ -1,0 +1,290 @@
+"""What a Pipeline does with its weights: list them, save and load them, measure and clip their gradients."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import AgreementError, UsageError
+from penstock.parallel import whole
+from penstock.partition import Shared, Watched
+from penstock.pipeline.ranks import LocalRanks
+from penstock.runtime import Rank, Task
+from penstock.weights import (
+    Init,
+    initialise,
+    read_weights,
+    save_index,
+    save_stage,
+    scale_gradients,
+    total_norm,
+)
+from penstock.weights.sharing import Sharing
+from penstock.weights.states import (
+    Contents,
+    LoadResult,
+    Names,
+    Weights,
+    all_norms,
+    check_contents,
+    check_fits,
+    compare_state,
+    describe_state,
+    gather_state,
+)
+
+
+class WeightHolder:
+    """The part of a Pipeline that has to do with weights."""
+
+    def _take_up(
+        self,
+        local: LocalRanks,
+        shared: Sequence[Shared],
+        rank_of: Sequence[int],
+        model: nn.Module | None = None,
+        parts: Sequence[nn.Module] = (),
+    ) -> None:
+        """Start with the weights of a local.
+
+        Args:
+            local: the ranks of this process.
+            shared: what stages share.
+            rank_of: the rank of each stage.
+            model: what was cut, if that is known.
+            parts: all its stages.
+
+        Raises:
+            AgreementError: what ranks share has another shape or type on one of them.
+        """
+        self._local = local
+        self._rank_of = rank_of
+        self._stage_count = len(rank_of)
+        self._share(shared)
+        here = {stage.index: stage.module for stage in local.stages}
+        self._watched = Watched(model, parts or list(here.values()), here)
+        self._by_identity = self._watched.table()
+        for rank in local.ranks:
+            rank.transport.open(self._sharing.channels)
+        self._counts = self._introduce()
+        self._align()
+
+    def _share(self, shared: Sequence[Shared]) -> None:
+        self._shared = tuple(shared)
+        self._names = Names(shared)
+        self._sharing = Sharing(self._local.stages, shared, self._rank_of)
+
+    def _follow(self) -> None:
+        """Take over what the user has changed in the model since the last call.
+
+        Raises:
+            UsageError: it cannot be taken over.
+        """
+        self._watched.check_modules()
+        if not self._watched.is_changed():
+            return
+        if len(self._local.stages) < self._stage_count:
+            self._watched.check_ties(self._shared)
+            return
+        self._sharing.tie_filled()
+        before, self._by_identity = self._by_identity, self._watched.table()
+        if self._by_identity != before:
+            told = [one for one in self._shared if one not in before]
+            self._share([*self._by_identity, *told])
+            self._counts = self._introduce()
+
+    def _introduce(self) -> dict[int, int]:
+        """Check that all ranks have the same table of what they share; how many parameters each stage has."""
+        counted = {stage: len(found) for stage, found in self._weights.counted().items()}
+        mine = [self._sharing.table, list(counted.items())]
+        told = self._local.each(lambda rank: rank.exchange(mine))
+        if any(table != told[0][0] for table, _ in told):
+            raise AgreementError(
+                f"ranks were told to share different weights, by rank: {[table for table, _ in told]}; "
+                "give all of them the same shared="
+            )
+        return {stage: count for _, counts in told for stage, count in counts}
+
+    def _align(self, level: int = logging.WARNING) -> None:
+        self._local.run([self._sharing.align(rank.transport, level) for rank in self._local.ranks])
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Goes around a training step: then weights that stages share have the gradient of all of them."""
+        self._sharing.prepare()
+        before = self._watched.foreign_gradients()
+        yield
+        self._check_foreign(before)
+        if self._sharing.idle:
+            return
+        self._sharing.collect()
+        self._local.run([self._sharing.exchange(rank.transport) for rank in self._local.ranks])
+        self._sharing.add_up()
+
+    def _check_foreign(self, before: Mapping[nn.Parameter, Tensor]) -> None:
+        """Check that a step gave nothing to weights that stages of other processes have."""
+        found = self._watched.foreign_gradients()
+        names = self._watched.names_of([p for p, g in found.items() if g is not before.get(p)])
+        if names:
+            raise UsageError(
+                f"the loss uses {', '.join(map(repr, names[:5]))}, which stages of other processes have: "
+                "what this process has under these names does not train. Use a weight in the model, where "
+                "several stages may have it, or in the loss if the last stage has it"
+            )
+
+    @property
+    def _weights(self) -> Weights:
+        self._follow()
+        return Weights(self._local.stages, self._names)
+
+    # ---- parameters
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that live in this process, each once, under their names in the unsplit model."""
+        return self._weights.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that live in this process, each once."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the parameters that live in this process."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def grad_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
+        """The norm of all gradients of the whole model, the same on every rank.
+
+        A weight that several stages share counts once, and of a DTensor the whole.
+
+        Args:
+            norm_type: which norm; ``float("inf")`` is the largest absolute value.
+            error_if_nonfinite: whether a norm that is infinite or no number is an error.
+
+        Raises:
+            NonFiniteError: it is.
+        """
+        order = float(norm_type)
+        norms = self._local.each(lambda rank: self._norms(rank, order))
+        return total_norm(
+            norms, order, error_if_nonfinite=error_if_nonfinite, steps=self._local.steps
+        )
+
+    def _norms(self, rank: Rank, order: float) -> Task[Tensor]:
+        counted = Weights(list(rank.stages.values()), self._names).counted()
+        return all_norms(rank.transport, counted, self._counts, order)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> float:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: as for :meth:`grad_norm`.
+            error_if_nonfinite: as for :meth:`grad_norm`; no gradient is scaled then.
+
+        Returns:
+            The norm before, the same on every rank.
+        """
+        norm = self.grad_norm(norm_type, error_if_nonfinite=error_if_nonfinite)
+        scale_gradients(self.parameters(), norm, max_norm)
+        return norm
+
+    def init_weights(self, seed: int, init: Init | None = None) -> None:
+        """Give all weights their first values, as :func:`penstock.init_weights` does. Every rank calls it."""
+        initialise([(stage.module, stage.device) for stage in self._local.stages], seed, init)
+        # Each process may have filled a weight that it shares in its own way.
+        self._align(logging.DEBUG)
+
+    # ---- state dicts
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        """Parameters and buffers under their names in the unsplit model.
+
+        Args:
+            full: whether to give rank 0 those of all stages, as copies on the CPU, and the other ranks an
+                empty dict; every rank calls it then. By default those that live in this process.
+
+        Raises:
+            UsageError: different stages have different weights of one name.
+        """
+        if not full:
+            return self._weights.state_dict()
+        contents = self._checked_contents()
+        return self._local.each(lambda rank: gather_state(rank, self._names, contents))
+
+    def _checked_contents(self) -> list[Contents]:
+        contents = self._local.each(lambda rank: describe_state(rank, self._names))
+        check_contents(contents)
+        return contents
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
+        """Load the unsplit model's weights: each process picks those of its stages.
+
+        Every rank calls it.
+
+        Args:
+            state_dict: as the unsplit model gives it.
+            strict: whether what is missing or unexpected is an error. A name is unexpected where no stage of
+                any rank has it.
+
+        Returns:
+            The names that were missing and unexpected, over all ranks.
+
+        Raises:
+            StateDictError: something is missing, unexpected or of another size; nothing is changed then.
+        """
+        return self._load(state_dict, strict=strict, any_name=False)
+
+    def _load(self, state: Mapping[str, Any], *, strict: bool, any_name: bool) -> LoadResult:
+        self._weights.check_filled()
+        result, sizes = self._local.each(
+            lambda rank: compare_state(rank, self._names, state, any_name=any_name)
+        )
+        check_fits(result, sizes, strict=strict)
+        self._weights.load(state)
+        self._align()
+        return result
+
+    # ---- files
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the weights as safetensors, a file a stage and an index, under the model's names.
+
+        A weight that has several names or stages is written once. :func:`penstock.read_weights` gives it
+        under all its names, so that the unsplit model loads it.
+        """
+        self._checked_contents()
+        path, count = Path(folder), self._stage_count
+
+        def write(rank: Rank) -> list[Any]:
+            files = Weights(list(rank.stages.values()), self._names).files()
+            whole_ones = {i: {n: whole(t) for n, t in held.items()} for i, held in files.items()}
+            return [[i, save_stage(held, path, i, count)] for i, held in whole_ones.items()]
+
+        with self._local.patient():
+            gathered: list[Any] = self._local.each(lambda rank: rank.exchange(write(rank)))
+        sizes = {index: found for of in gathered for index, found in of}
+        if self._local.leads:
+            save_index(path, sizes, self._names.tied)
+
+    def load(self, folder: str | os.PathLike[str], strict: bool = True) -> LoadResult:
+        """Load weights from safetensors files; each process reads only those of its stages.
+
+        Args:
+            folder: one that :meth:`save` wrote, with however many stages, or one of transformers.
+            strict: as for :meth:`load_state_dict`; of a weight's names one is enough.
+
+        Raises:
+            InputFileError: there are no such files.
+            StateDictError: they hold another model.
+        """
+        with self._local.patient():
+            return self._load(read_weights(folder), strict=strict, any_name=True)

@@ -1,0 +1,287 @@
+"""Take a nested value apart into its tensors and a description of the rest, and put it together again.
+
+The description is plain JSON data, so that it can be sent and compared without pickle.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import SpecError
+from penstock.values.classes import SPREAD, Record, record_named, record_of
+from penstock.values.constants import BUILD, DESCRIBE, Structure, describe_enum
+
+# ``{"tensor": 0}``, ``{"int": 3}``, ``{"tuple": [...]}``, ``{"dict": [[key, ...]]}`` and
+# ``{"record": [class, [[field, ...]]]}``: one kind, and what it holds.
+
+_TENSOR: Structure = {"tensor": 0}
+_ROWS = [{"tuple": [{"tensor": index} for index in range(length)]} for length in range(17)]
+"""The structures of short tuples of tensors."""
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Structure]:
+    """Take a value apart.
+
+    Args:
+        value: tensors and plain values (``None``, bools, numbers, strings, enums, slices, dtypes …), alone
+            or in tuples, lists, dicts, named tuples and dataclasses.
+
+    Returns:
+        The tensors in order, and the structure that :func:`unflatten` takes. It is shared: not to be changed.
+
+    Raises:
+        SpecError: something of another type; the message says where it stands.
+    """
+    if isinstance(value, Tensor) and type(value) not in SPREAD:
+        return [value], _TENSOR
+    if type(value) is tuple and len(value) < len(_ROWS):
+        for item in value:
+            if not isinstance(item, Tensor) or type(item) in SPREAD:
+                break
+        else:
+            return list(value), _ROWS[len(value)]
+    tensors: list[Tensor] = []
+    try:
+        return tensors, _describe(value, tensors)
+    except _Refusal as refusal:
+        raise SpecError(refusal.told()) from None
+    except RecursionError:
+        raise SpecError(f"a {type(value).__name__} contains itself, or is too deep") from None
+
+
+class _Refusal(Exception):
+    """What cannot travel; each level that it passes adds its step to the path."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.why = why
+        self.path = ""
+
+    def inside(self, step: str) -> _Refusal:
+        self.path = step + self.path
+        return self
+
+    def told(self) -> str:
+        where = f"stands at {self.path}" if self.path else "cannot travel between ranks"
+        return f"{self.what} {where}; {self.why}"
+
+
+def _describe(value: Any, tensors: list[Tensor]) -> Structure:
+    kind = type(value)
+    if kind in DESCRIBE:
+        return DESCRIBE[kind](value)
+    if isinstance(value, Tensor) and kind not in SPREAD:
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if kind is tuple or kind is list:
+        return {kind.__name__: _items(value, tensors)}
+    if kind is dict or kind is OrderedDict:
+        return {kind.__name__: _pairs(value.items(), tensors)}
+    return _describe_rare(value, tensors)
+
+
+def _describe_rare(value: Any, tensors: list[Tensor]) -> Structure:
+    if type(value) is defaultdict:
+        return {"defaultdict": [_factory(value), _pairs(value.items(), tensors)]}
+    if type(value) is slice:
+        return {"slice": _items((value.start, value.stop, value.step), tensors)}
+    try:
+        if isinstance(value, Enum):
+            return describe_enum(value)
+        record = record_of(type(value))
+    except SpecError as error:
+        raise _Refusal(f"a {type(value).__name__}", str(error)) from None
+    if record is None:
+        raise _Refusal(f"a value of type {type(value).__name__}", _remedy(value))
+    return {"record": [record.name, _fields(record, value, tensors)]}
+
+
+def _items(items: Sequence[Any], tensors: list[Tensor]) -> list[Structure]:
+    found: list[Structure] = []
+    for item in items:
+        try:
+            found.append(_describe(item, tensors))
+        except _Refusal as refusal:
+            raise refusal.inside(f"[{len(found)}]") from None
+    return found
+
+
+def _pairs(items: Any, tensors: list[Tensor]) -> list[list[Any]]:
+    found: list[list[Any]] = []
+    for key, item in items:
+        # A string or an int stands for itself; a bool, which is an int too, does not.
+        named = key if type(key) in (str, int) else _key(key)
+        try:
+            found.append([named, _describe(item, tensors)])
+        except _Refusal as refusal:
+            raise refusal.inside(f"[{key!r}]") from None
+    return found
+
+
+def _key(key: Any) -> Structure:
+    tensors: list[Tensor] = []
+    try:
+        found = _describe(key, tensors)
+    except _Refusal:
+        tensors = [Tensor()]
+    if tensors:
+        raise _Refusal(f"the key {key!r}", "keys are strings, numbers and other plain values")
+    return found
+
+
+def _fields(record: Record, value: Any, tensors: list[Tensor]) -> list[list[Any]]:
+    found: list[list[Any]] = []
+    for name, item in record.take(value):
+        try:
+            found.append([name, _describe(item, tensors)])
+        except _Refusal as refusal:
+            raise refusal.inside(f".{name}") from None
+    return found
+
+
+_FACTORIES: dict[str, Any] = {
+    kind.__name__: kind for kind in (list, dict, tuple, str, bool, int, float, complex)
+} | {"": None}
+
+
+def _factory(value: defaultdict[Any, Any]) -> str:
+    for name, factory in _FACTORIES.items():
+        if value.default_factory is factory:
+            return name
+    raise _Refusal(
+        f"a defaultdict of {value.default_factory}",
+        "its factory can be list, dict, tuple, str, bool, int, float, complex or None; or give a dict",
+    )
+
+
+def _remedy(value: Any) -> str:
+    if isinstance(value, set | frozenset):
+        return "a set has no order that all ranks share; give a sorted tuple or list"
+    if type(value).__module__ == "numpy":
+        return "make a tensor of it with torch.as_tensor, or a plain number with .item()"
+    return (
+        "between stages travel tensors, None, numbers, strings, enums, slices, torch's dtypes and devices, "
+        "and tuples, lists, dicts, named tuples and dataclasses of them; teach it other types with "
+        "penstock.values.register_type"
+    )
+
+
+# ---- and back
+
+
+def unflatten(structure: Structure, tensors: Sequence[Any]) -> Any:
+    """Put a value together from its structure and what stands for its tensors.
+
+    Raises:
+        SpecError: it names a class that this program does not have.
+    """
+    ((kind, content),) = structure.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind in BUILD:
+        return BUILD[kind](content)
+    return _NEST[kind](content, tensors)
+
+
+def _build_pairs(content: list[list[Any]], tensors: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    for key, item in content:
+        named = unflatten(key, ()) if isinstance(key, dict) else key
+        yield named, unflatten(item, tensors)
+
+
+def _build_record(content: list[Any], tensors: Sequence[Any]) -> Any:
+    name, fields = content
+    return record_named(name).make(list(_build_pairs(fields, tensors)))
+
+
+_NEST: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
+    "tuple": lambda content, tensors: tuple([unflatten(item, tensors) for item in content]),
+    "list": lambda content, tensors: [unflatten(item, tensors) for item in content],
+    "slice": lambda content, tensors: slice(*(unflatten(item, tensors) for item in content)),
+    "dict": lambda content, tensors: dict(_build_pairs(content, tensors)),
+    "OrderedDict": lambda content, tensors: OrderedDict(_build_pairs(content, tensors)),
+    "defaultdict": lambda content, tensors: defaultdict(
+        _FACTORIES[content[0]], _build_pairs(content[1], tensors)
+    ),
+    "record": _build_record,
+}
+
+
+# ---- what stands where
+
+
+def leaves(structure: Structure, path: str = "") -> Iterator[tuple[str, Structure]]:
+    """Each tensor and plain value with where it stands, such as ``[0]['mask']``, in order."""
+    inner = _children(structure)
+    if inner is None:
+        yield path, structure
+    for step, item in inner or ():
+        yield from leaves(item, path + step)
+
+
+def _children(structure: Structure) -> Iterator[tuple[str, Structure]] | None:
+    """What a container holds, and by which step it is reached; ``None`` for a leaf."""
+    ((kind, content),) = structure.items()
+    if kind in ("tuple", "list", "slice"):
+        return ((f"[{index}]", item) for index, item in enumerate(content))
+    if kind in ("dict", "OrderedDict", "defaultdict"):
+        pairs = content[1] if kind == "defaultdict" else content
+        return ((f"[{_shown(key)}]", item) for key, item in pairs)
+    if kind == "record":
+        return ((f".{name}", item) for name, item in content[1])
+    return None
+
+
+def _shown(key: Any) -> str:
+    return repr(unflatten(key, ()) if isinstance(key, dict) else key)
+
+
+def paths(structure: Structure) -> Iterator[str]:
+    """Where each tensor stands, in the order of the tensors."""
+    return (path or "the tensor" for path, leaf in leaves(structure) if "tensor" in leaf)
+
+
+def check(structure: Structure, tensors: int) -> None:
+    """Check that a structure from elsewhere can be put together here, without doing it.
+
+    Raises:
+        SpecError: it names a class that this program does not have.
+        LookupError, TypeError, ValueError: it is no structure, or has other tensors.
+    """
+    ((kind, content),) = structure.items()
+    inner = _children(structure)
+    if kind == "record":
+        record_named(content[0])
+    if kind == "defaultdict":
+        _ = _FACTORIES[content[0]]
+    if kind == "tensor":
+        _ = range(tensors)[content]
+    elif inner is None:
+        BUILD[kind](content)
+    for _, item in inner or ():
+        check(item, tensors)
+
+
+def difference(expected: Structure, found: Structure) -> str | None:
+    """How one structure differs from another, in words, or ``None``."""
+    if expected == found:
+        return None
+    ours, theirs = dict(leaves(expected)), dict(leaves(found))
+    for path in [*ours, *(path for path in theirs if path not in ours)]:
+        wanted, there = ours.get(path), theirs.get(path)
+        if _told(wanted) != _told(there):
+            return f"{path or 'the value'}: expected {_told(wanted)}, found {_told(there)}"
+    return f"expected the structure {expected}, found {found}"
+
+
+def _told(leaf: Structure | None) -> str:
+    if leaf is None:
+        return "nothing there"
+    ((kind, content),) = leaf.items()
+    return "a tensor" if kind == "tensor" else repr(BUILD[kind](content))

@@ -1,0 +1,27 @@
+"""Weights: their first values, files, names, norms, and those that several stages share."""
+
+from __future__ import annotations
+
+from penstock.weights.export import save_index, save_stage
+from penstock.weights.initialise import Init, initialise
+from penstock.weights.loading import load_partition, load_stage, load_stages, parameters_on_meta
+from penstock.weights.norms import gradient_norms, scale_gradients, total_norm
+from penstock.weights.reading import WeightFiles, read_weights
+from penstock.weights.target import init_weights
+
+__all__ = [
+    "Init",
+    "WeightFiles",
+    "gradient_norms",
+    "init_weights",
+    "initialise",
+    "load_partition",
+    "load_stage",
+    "load_stages",
+    "parameters_on_meta",
+    "read_weights",
+    "save_index",
+    "save_stage",
+    "scale_gradients",
+    "total_norm",
+]

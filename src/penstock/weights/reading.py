@@ -1,0 +1,137 @@
+"""Read weights from safetensors files, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.errors import InputFileError
+from penstock.weights.export import INDEX
+
+
+class WeightFiles(Mapping[str, Tensor]):
+    """The tensors of a folder by name, each read when it is asked for.
+
+    Args:
+        files: by the name of each tensor the file that holds it.
+        tied: further names, each with the one under which the tensor is in a file.
+    """
+
+    def __init__(self, files: Mapping[str, Path], tied: Mapping[str, str]) -> None:
+        self._files = dict(files)
+        self._tied = {name: first for name, first in tied.items() if first in files}
+        self._open: dict[Path, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        first = name if name in self._files else self._tied[name]
+        path = self._files[first]
+        if path not in self._open:
+            self._open[path] = _opened(path)
+        found: Tensor = self._open[path].get_tensor(first)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._files
+        yield from (name for name in self._tied if name not in self._files)
+
+    def __len__(self) -> int:
+        return len(self._files.keys() | self._tied.keys())
+
+
+def read_weights(folder: str | os.PathLike[str]) -> Mapping[str, Tensor]:
+    """The weights in a folder of safetensors files, under all their names.
+
+    ``model.load_state_dict(penstock.read_weights(folder))`` fills the unsplit model.
+
+    Args:
+        folder: one that :meth:`penstock.Pipeline.save` or transformers wrote, or a single file.
+
+    Raises:
+        InputFileError: it holds no such files, or they cannot be read.
+    """
+    path = Path(folder)
+    if path.is_file():
+        return _of_file(path)
+    if (path / INDEX).is_file():
+        return _of_index(path)
+    if (path / "model.safetensors").is_file():
+        return _of_file(path / "model.safetensors")
+    raise _nothing_in(path)
+
+
+def weight_files(path: Path) -> dict[Path, set[str] | None]:
+    """The files of a folder, or the single file, each with the names wanted of it; ``None`` for all.
+
+    Raises:
+        InputFileError: there are none, or the index leads elsewhere.
+    """
+    if path.is_file():
+        return {path: None}
+    if (path / INDEX).is_file():
+        found: dict[Path, set[str] | None] = {}
+        for name, file in _read_index(path)[0].items():
+            found[file] = {*(found.get(file) or ()), name}
+        return found
+    if (path / "model.safetensors").is_file():
+        return {path / "model.safetensors": None}
+    raise _nothing_in(path)
+
+
+def _nothing_in(path: Path) -> InputFileError:
+    return InputFileError(
+        f"{path}: there is neither {INDEX} nor model.safetensors; give a folder that Pipeline.save or "
+        "transformers wrote"
+    )
+
+
+def _of_file(path: Path) -> WeightFiles:
+    return WeightFiles(dict.fromkeys(_opened(path).keys(), path), {})
+
+
+def _of_index(folder: Path) -> WeightFiles:
+    return WeightFiles(*_read_index(folder))
+
+
+def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """The file of each tensor, and further names with the one in a file."""
+    try:
+        index = json.loads((folder / INDEX).read_text())
+        files = {
+            str(name): folder / _inside(folder, file) for name, file in index["weight_map"].items()
+        }
+        tied = dict(index.get("metadata", {}).get("tied", {}))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, InputFileError):
+            raise
+        raise InputFileError(
+            f"{folder / INDEX}: no index of weights ({type(error).__name__}: {error}); write it anew"
+        ) from error
+    lacking = sorted({path.name for path in files.values() if not path.is_file()})
+    if lacking:
+        raise InputFileError(
+            f"{folder}: the index names {', '.join(lacking)}, not there; copy the whole folder"
+        )
+    return files, tied
+
+
+def _inside(folder: Path, file: str) -> Path:
+    """A path that an index names, which must stay in its folder."""
+    path = Path(file)
+    if path.is_absolute() or ".." in path.parts:
+        raise InputFileError(
+            f"{folder / INDEX}: it names {file!r}, outside of its folder; do not use it"
+        )
+    return path
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise InputFileError(f"{path}: no safetensors file ({error})") from error

@@ -1,0 +1,369 @@
+"""The weights of a pipeline, under the names that they have in the unsplit model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import StateDictError, UsageError
+from penstock.parallel import is_sharded, spread, whole
+from penstock.partition import Shared, named_tensors
+from penstock.runtime import Rank, Task, Wait
+from penstock.stage import PipelineStage
+from penstock.transport import SHARED, Channel, Transport
+from penstock.values import TensorSpec
+from penstock.weights import gradient_norms
+
+
+class Names:
+    """Which weights have several names, and which stage counts and saves them.
+
+    Args:
+        table: what stages share.
+    """
+
+    def __init__(self, table: Sequence[Shared]) -> None:
+        self._first: dict[str, str] = {}
+        self._all: dict[str, tuple[str, ...]] = {}
+        self._owner: dict[str, int] = {}
+        for one in table:
+            for name in {*one.names, *(name for _, name in one.holders)}:
+                self._first[name] = one.names[0]
+                self._all[name] = one.names
+                self._owner[name] = one.stages[0] if one.stages else 0
+
+    def first(self, name: str) -> str:
+        """The name under which a weight is counted and saved."""
+        return self._first.get(name, name)
+
+    def all(self, name: str) -> tuple[str, ...]:
+        """All names of a weight in the model's order."""
+        return self._all.get(name, (name,))
+
+    def owns(self, stage: int, name: str) -> bool:
+        """Whether it is this of the stages that use a weight which counts and saves it."""
+        return self._owner.get(name, stage) == stage
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Further names of weights, each with the first."""
+        return {name: first for name, first in self._first.items() if name != first}
+
+
+class Weights:
+    """Parameters and buffers of some stages.
+
+    Args:
+        stages: in order.
+        names: what is shared.
+    """
+
+    def __init__(self, stages: Sequence[PipelineStage], names: Names) -> None:
+        self._stages = tuple(stages)
+        self._names = names
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter once, under its first name."""
+        seen: set[int] = set()
+        for stage in self._stages:
+            for name, parameter in stage.module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield self._names.first(name), parameter
+
+    def counted(self) -> dict[int, list[nn.Parameter]]:
+        """For each stage the parameters that count there, so that each counts once over all stages."""
+        return {
+            stage.index: [
+                parameter
+                for name, parameter in stage.module.named_parameters()
+                if self._names.owns(stage.index, name)
+            ]
+            for stage in self._stages
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the stages' modules have to save, under every name that it has in the model.
+
+        Raises:
+            UsageError: stages have different things under one name.
+        """
+        found: dict[str, Any] = {}
+        for stage in self._stages:
+            for name, value in stage.module.state_dict().items():
+                if name in found and not _same(found[name], value):
+                    check_apart([name, name])
+                found |= dict.fromkeys(self._names_of(name, value), value)
+        return found
+
+    def _names_of(self, name: str, value: Any) -> tuple[str, ...]:
+        return self._names.all(name) if isinstance(value, Tensor) else (name,)
+
+    def files(self) -> dict[int, dict[str, Any]]:
+        """For each stage what it saves: each weight in the first stage that uses it, under its first name."""
+        return {
+            stage.index: {
+                self._names.first(name): value
+                for name, value in stage.module.state_dict().items()
+                if self._names.owns(stage.index, name)
+            }
+            for stage in self._stages
+        }
+
+    def owned(self) -> list[tuple[str, Any]]:
+        """What these stages save, see :meth:`files`; by names that may be those of several stages."""
+        return [pair for held in self.files().values() for pair in held.items()]
+
+    def keys(self) -> list[str]:
+        """The names of what lives here, under every name that it has."""
+        found = (
+            other
+            for stage in self._stages
+            for name, value in stage.module.state_dict().items()
+            for other in self._names_of(name, value)
+        )
+        return list(dict.fromkeys(found))
+
+    def check_filled(self) -> None:
+        """Check that these stages have memory to copy into.
+
+        Raises:
+            UsageError: something is on the meta device.
+        """
+        tensors = (pair for stage in self._stages for pair in named_tensors(stage.module))
+        empty = [name for name, tensor in tensors if tensor.is_meta]
+        if empty:
+            raise UsageError(
+                f"{', '.join(empty[:5])} are on the meta device, where nothing can be copied to; give the "
+                "stages memory with penstock.init_weights(pipe, seed), which also fills what no file holds"
+            )
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Copy from ``state`` what it has of these stages' weights."""
+        for stage in self._stages:
+            own = stage.module.state_dict()
+            picked = {name: self._pick(state, name, own[name]) for name in own}
+            found = {name: value for name, value in picked.items() if value is not None}
+            stage.module.load_state_dict(found, strict=False)
+
+    def _pick(self, state: Mapping[str, Any], name: str, own: Any) -> Any:
+        # As the unsplit model would: it copies under one name after the other.
+        given = [other for other in self._names.all(name) if other in state]
+        if not given:
+            return None
+        value = state[given[-1]]
+        return spread(own, value) if isinstance(own, Tensor) and is_sharded(own) else value
+
+    def compare(self, state: Mapping[str, Any], *, any_name: bool) -> dict[str, list[str]]:
+        """What stands against loading ``state``: names that are missing, and sizes that differ.
+
+        Args:
+            state: what to load.
+            any_name: whether one of a weight's names is enough.
+        """
+        missing, sizes = [], []
+        for name, own in self.state_dict().items():
+            names = self._names.all(name) if any_name else (name,)
+            given = [other for other in names if other in state]
+            if not given:
+                missing.append(name)
+            elif isinstance(own, Tensor) and tuple(state[given[-1]].shape) != tuple(own.shape):
+                sizes.append(_size_error(name, state[given[-1]], own))
+        return {"own": list(self.state_dict()), "missing": missing, "sizes": sizes}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+    return one is other
+
+
+def _size_error(name: str, given: Any, own: Tensor) -> str:
+    return (
+        f"size mismatch for {name}: {list(given.shape)} was given, the model has {list(own.shape)}"
+    )
+
+
+# ---- what all ranks do together
+
+
+class LoadResult(NamedTuple):
+    """What did not fit when weights were loaded.
+
+    Attributes:
+        missing_keys: weights of the model that were not given.
+        unexpected_keys: what was given and no stage has.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def compare_state(
+    rank: Rank, names: Names, state: Mapping[str, Any], *, any_name: bool = False
+) -> Task[tuple[LoadResult, list[str]]]:
+    """What does not fit when each rank loads its part of a state dict, over all stages of all ranks.
+
+    Args:
+        rank: this one.
+        names: what is shared.
+        state: what to load.
+        any_name: whether one of a weight's names is enough.
+
+    Returns:
+        The names that do not fit, and what is of another size.
+    """
+    mine = Weights(list(rank.stages.values()), names).compare(state, any_name=any_name)
+    told = yield from rank.exchange(mine)
+    known = {name for one in told for name in one["own"]} | names.tied.keys()
+    unexpected = yield from rank.exchange([name for name in state if name not in known])
+    result = LoadResult(_union(one["missing"] for one in told), _union(unexpected))
+    return result, _union(one["sizes"] for one in told)
+
+
+def check_fits(result: LoadResult, sizes: Sequence[str], *, strict: bool) -> None:
+    """Check that a state dict can be loaded.
+
+    Raises:
+        StateDictError: it cannot; the message lists everything.
+    """
+    problems = list(sizes)
+    if strict:
+        problems = [*_listed("Missing", result.missing_keys), *problems]
+        problems = [*_listed("Unexpected", result.unexpected_keys), *problems]
+    if problems:
+        raise StateDictError(
+            "the weights do not fit, and none were loaded:\n\t" + "\n\t".join(problems)
+        )
+
+
+def _union(lists: Any) -> list[str]:
+    return list(dict.fromkeys(name for one in lists for name in one))
+
+
+def _listed(what: str, names: Sequence[str]) -> list[str]:
+    shown = ", ".join(f'"{name}"' for name in names)
+    return [f"{what} key(s) in state_dict: {shown}."] if names else []
+
+
+class Contents(NamedTuple):
+    """What a rank has to save, as JSON data.
+
+    Attributes:
+        tensors: name, shape and type of each, those that count here.
+        others: the names of what is no tensor.
+        keys: all names of what lives there.
+    """
+
+    tensors: list[list[Any]]
+    others: list[str]
+    keys: list[str]
+
+
+def describe_state(rank: Rank, names: Names) -> Task[list[Contents]]:
+    """What each rank has to save."""
+    weights = Weights(list(rank.stages.values()), names)
+    mine = weights.owned()
+    tensors = [[n, list(t.shape), TensorSpec.of(t).dtype] for n, t in mine if _is_tensor(t)]
+    others = [name for name, value in mine if not _is_tensor(value)]
+    told = yield from rank.exchange([tensors, others, weights.keys()])
+    return [Contents(*one) for one in told]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def check_contents(contents: Sequence[Contents]) -> None:
+    """Check that everything can go into one state dict.
+
+    Raises:
+        UsageError: stages have different weights of one name, or something is no tensor.
+    """
+    check_apart([name for one in contents for name, *_ in one.tensors])
+    others = _union(one.others for one in contents)
+    if others:
+        raise UsageError(
+            f"{', '.join(others[:5])} are no tensors and cannot be gathered or saved; "
+            "use state_dict() without full=True on each rank"
+        )
+
+
+def gather_state(rank: Rank, names: Names, contents: Sequence[Contents]) -> Task[dict[str, Any]]:
+    """The whole state dict on rank 0, as copies on the CPU; empty on the others.
+
+    Args:
+        rank: this one.
+        names: what is shared.
+        contents: what :func:`describe_state` gave.
+    """
+    mine = Weights(list(rank.stages.values()), names).owned()
+    transport = rank.transport
+    transport.open([Channel(other, 0, SHARED) for other in range(1, transport.ranks)])
+    if rank.number:
+        for _, value in mine:
+            transport.post_send(Channel(rank.number, 0, SHARED), [whole(value)])
+        transport.finish()
+        return {}
+    found = {name: whole(value).cpu().clone() for name, value in mine}
+    for other, one in enumerate(contents):
+        if other:
+            yield from _receive(rank, other, one.tensors, found)
+    return {key: found[names.first(key)] for key in _union(one.keys for one in contents)}
+
+
+def check_apart(names: Sequence[str]) -> None:
+    """Check that no name stands there twice.
+
+    Raises:
+        UsageError: one does: different stages have different weights of one name.
+    """
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise UsageError(
+            f"several stages have weights named {', '.join(twice[:5])}; give the stages modules with the "
+            "names of the unsplit model, or save each stage's module by itself"
+        )
+
+
+def _receive(rank: Rank, other: int, sent: Any, found: dict[str, Any]) -> Task[None]:
+    """Take another rank's tensors one by one."""
+    device = next(iter(rank.stages.values())).device
+    for name, shape, dtype in sent:
+        spec = TensorSpec(tuple(shape), dtype, requires_grad=False)
+        ticket = rank.transport.post_receive(Channel(other, 0, SHARED), [spec], device)
+        yield Wait(ticket, rank.number, f"waits for {name!r} from rank {other}")
+        found[name] = ticket.take()[0].cpu().clone()
+
+
+def all_norms(
+    transport: Transport,
+    counted: Mapping[int, Sequence[Tensor]],
+    counts: Mapping[int, int],
+    order: float,
+) -> Task[Tensor]:
+    """The norms of all gradients of the pipeline, stage by stage; see :func:`penstock.step.gradient_norms`.
+
+    Args:
+        transport: this rank's end.
+        counted: the parameters that count, by stage of this rank.
+        counts: how many there are in each stage of the pipeline.
+        order: which norm.
+    """
+    parameters = [parameter for stage in sorted(counted) for parameter in counted[stage]]
+    own = gradient_norms(parameters, order)
+    values = torch.zeros(2, sum(counts.values()), dtype=torch.float64)
+    start = taken = 0
+    for stage in sorted(counts):
+        if stage in counted:
+            values[:, start : start + counts[stage]] = own[:, taken : taken + counts[stage]]
+            taken += counts[stage]
+        start += counts[stage]
+    ticket = transport.sum(values)
+    yield Wait(ticket, transport.rank, "waits for the norm of all gradients")
+    found: Tensor = ticket.take()
+    return found

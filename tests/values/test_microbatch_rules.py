@@ -1,0 +1,331 @@
+"""Rules for splitting: each argument's own, functions of the user's, and batches that are split already."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.errors import MicrobatchError
+from penstock.values import (
+    MISSING,
+    REPLICATE,
+    Microbatches,
+    Rules,
+    Split,
+    merge,
+    split,
+    split_batch,
+)
+
+BATCH, LENGTH = 5, 4
+TOKENS = torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH)
+POSITIONS = torch.arange(3 * BATCH * LENGTH).reshape(3, BATCH, LENGTH)
+
+
+def shapes(parts: Sequence[Any], name: str) -> list[list[int]]:
+    return [list(part.kwargs[name].shape) for part in parts]
+
+
+# ---- the batch size
+
+
+def test_a_tensor_with_another_first_dimension_is_named() -> None:
+    says = (
+        r"the batch has 5 samples \(argument 0 of shape \[5, 4\] has 5 in dimension 0\), but argument "
+        r"'position_ids' of shape \[3, 5, 4\] has 3 in dimension 0; say with rules="
+    )
+    with pytest.raises(MicrobatchError, match=says):
+        split((TOKENS,), {"position_ids": POSITIONS}, 2)
+
+
+def test_most_tensors_are_right_and_not_the_first() -> None:
+    with pytest.raises(MicrobatchError, match="but argument 0 of shape"):
+        split((POSITIONS, TOKENS), {"mask": TOKENS}, 2)
+
+
+def test_a_tensor_that_has_a_rule_is_right() -> None:
+    with pytest.raises(MicrobatchError, match=r"has 3 samples .* but argument 'b' of shape"):
+        split((), {"b": TOKENS, "c": TOKENS, "a": torch.zeros(3)}, 1, {"a": Split()})
+
+
+def test_the_target_counts_too() -> None:
+    with pytest.raises(MicrobatchError, match=r"but the target of shape \[4\] has 4"):
+        split_batch((TOKENS,), {}, torch.zeros(4), None, 2)
+
+
+def test_a_rule_says_along_which_dimension() -> None:
+    parts = split((TOKENS,), {"position_ids": POSITIONS}, 2, {"position_ids": Split(1)})
+    assert shapes(parts, "position_ids") == [[3, 3, 4], [3, 2, 4]]
+    assert torch.equal(torch.cat([p.kwargs["position_ids"] for p in parts], 1), POSITIONS)
+
+
+def test_a_tensor_without_dimensions_goes_to_every_microbatch() -> None:
+    scale = torch.tensor(2.0)
+    parts = split((TOKENS,), {"scale": scale, "more": [scale]}, 2)
+    assert all(part.kwargs["scale"] is scale for part in parts)
+    assert all(part.kwargs["more"][0] is scale for part in parts)
+
+
+def test_fewer_samples_than_microbatches() -> None:
+    found = split_batch((TOKENS[:3],), {}, TOKENS[:3], None, 4, fewer=True)
+    assert (found.count, found.samples) == (3, [1, 1, 1])
+
+
+def test_what_is_not_split_is_one_microbatch() -> None:
+    assert split_batch((5,), {"text": "a"}, MISSING, None, 4, fewer=True).count == 1
+
+
+# ---- what a process was given
+
+
+def test_nothing_is_known_where_nothing_was_given() -> None:
+    found = split_batch((), {}, MISSING, {"mask": REPLICATE}, 4)
+    assert (found.parts, found.targets, found.samples, found.count) == (None, None, None, None)
+
+
+def test_a_target_alone_tells_the_sizes() -> None:
+    found = split_batch((), {}, TOKENS, {0: Split(1)}, 2)
+    assert (found.parts, found.samples, found.count) == (None, [3, 2], 2)
+    assert found.targets is not None
+    assert [len(target) for target in found.targets] == [3, 2]
+
+
+def test_arguments_without_a_target() -> None:
+    found = split_batch((TOKENS,), {}, MISSING, None, 2)
+    assert (found.targets, found.samples) == (None, [3, 2])
+
+
+def test_none_is_a_target() -> None:
+    assert split_batch((TOKENS,), {}, None, None, 2).targets == [None, None]
+
+
+# ---- kinds of batches
+
+
+@dataclass
+class Item:
+    tokens: Tensor
+    mask: Tensor | None = None
+    name: str = "item"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    tokens: Tensor
+
+
+class Point(NamedTuple):
+    tokens: Tensor
+    scale: float = 1.0
+
+
+class Encoding(UserDict[str, Any]):
+    """As the batches of tokenizers are."""
+
+
+def with_default() -> defaultdict[str, Any]:
+    made: defaultdict[str, Any] = defaultdict(list)
+    made["tokens"] = TOKENS
+    return made
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "dataclass": lambda: Item(TOKENS, TOKENS > 2),
+    "frozen dataclass": lambda: Frozen(TOKENS),
+    "named tuple": lambda: Point(TOKENS, 3.0),
+    "ordered dict": lambda: OrderedDict(tokens=TOKENS, scale=torch.tensor(1)),
+    "dict of the user's": lambda: Encoding(tokens=TOKENS),
+    "dict with a default": with_default,
+    "dict that cannot be changed": lambda: MappingProxyType({"tokens": TOKENS}),
+}
+
+
+def tokens_of(value: Any) -> Tensor:
+    found: Tensor = value.tokens if hasattr(value, "tokens") else value["tokens"]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_a_batch_keeps_its_kind(name: str) -> None:
+    value = KINDS[name]()
+    parts = [part.args[0] for part in split((value,), {}, 2)]
+    assert all(type(part) is type(value) for part in parts)
+    assert [len(tokens_of(part)) for part in parts] == [3, 2]
+    assert torch.equal(torch.cat([tokens_of(part) for part in parts]), TOKENS)
+    assert torch.equal(tokens_of(value), TOKENS)
+
+
+@pytest.mark.parametrize("name", sorted(set(KINDS) - {"ordered dict"}))
+def test_merging_undoes_it(name: str) -> None:
+    value = KINDS[name]()
+    merged = merge([part.args[0] for part in split((value,), {}, 2)])
+    assert type(merged) is type(value)
+    assert torch.equal(tokens_of(merged), TOKENS)
+
+
+# ---- rules of items
+
+
+def test_items_have_rules_of_their_own() -> None:
+    batch = {"tokens": TOKENS, "positions": POSITIONS, "table": torch.zeros(7)}
+    rules: Rules = {"batch": {"positions": Split(1), "table": REPLICATE}}
+    parts = [part.kwargs["batch"] for part in split((), {"batch": batch}, 2, rules)]
+    assert [list(part["positions"].shape) for part in parts] == [[3, 3, 4], [3, 2, 4]]
+    assert [len(part["tokens"]) for part in parts] == [3, 2]
+    assert all(part["table"] is batch["table"] for part in parts)
+
+
+def test_so_have_fields_and_positions() -> None:
+    args = (Item(TOKENS, POSITIONS), (TOKENS, POSITIONS))
+    parts = split(args, {}, 2, {0: {"mask": Split(1)}, 1: {1: Split(1)}})
+    assert [list(part.args[0].mask.shape) for part in parts] == [[3, 3, 4], [3, 2, 4]]
+    assert [list(part.args[1][1].shape) for part in parts] == [[3, 3, 4], [3, 2, 4]]
+
+
+def test_a_rule_for_no_item_is_refused() -> None:
+    with pytest.raises(
+        MicrobatchError, match=r"rules for \['mask'\] of argument 0, which has \['a'\]"
+    ):
+        split(({"a": TOKENS},), {}, 2, {0: {"mask": REPLICATE}})
+
+
+def test_a_tensor_has_no_items() -> None:
+    with pytest.raises(MicrobatchError, match="argument 0 is a Tensor without items"):
+        split((TOKENS,), {}, 2, {0: {"mask": REPLICATE}})
+
+
+# ---- functions
+
+
+PATCHES = torch.arange(12.0).reshape(6, 2)
+"""Of five images: 1, 2, 1, 1 and 1 patches."""
+COUNTS = [1, 2, 1, 1, 1]
+
+
+def patches(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    ends = torch.tensor([0, *COUNTS]).cumsum(0)
+    starts = torch.tensor([0, *sizes]).cumsum(0)
+    return [value[ends[a] : ends[b]] for a, b in pairwise(starts)]
+
+
+def test_a_function_splits_an_argument() -> None:
+    parts = split((TOKENS,), {"patches": PATCHES}, 3, {"patches": patches})
+    assert [part.samples for part in parts] == [2, 2, 1]
+    assert shapes(parts, "patches") == [[3, 2], [2, 2], [1, 2]]
+    # They are not alike, though they hold as many samples.
+    assert [part.kind for part in parts] == [None] * 3
+
+
+def test_parts_that_are_alike_say_so() -> None:
+    assert [part.kind for part in split((TOKENS,), {}, 3)] == [2, 2, 1]
+
+
+def test_a_function_must_give_a_part_for_each() -> None:
+    with pytest.raises(MicrobatchError, match="argument 0 gave 1 parts for 2 microbatches"):
+        split((TOKENS,), {}, 2, {0: lambda value, sizes: [value]})
+
+
+def test_a_function_splits_the_target() -> None:
+    found = split_batch((TOKENS,), {}, PATCHES, {"target": patches}, 3)
+    assert found.targets is not None
+    assert [len(target) for target in found.targets] == [3, 2, 1]
+
+
+def by_length(
+    args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, count: int
+) -> Microbatches:
+    """Long rows and short ones apart."""
+    assert kwargs == {}
+    long = args[0][:, -1] > 10
+    return Microbatches([args[0][long], args[0][~long]], targets=[target[long], target[~long]])
+
+
+def test_a_function_splits_the_call() -> None:
+    found = split_batch((TOKENS,), {}, TOKENS + 1, by_length, 4)
+    assert (found.count, found.samples, found.ready) == (2, [3, 2], True)
+    assert found.parts is not None
+    assert found.targets is not None
+    assert torch.equal(found.parts[1].args[0], TOKENS[:2])
+    assert torch.equal(found.targets[1], TOKENS[:2] + 1)
+
+
+@pytest.mark.parametrize(
+    ("gives", "says"),
+    [
+        (lambda *_: [TOKENS], "gave a list; it must give Microbatches"),
+        (lambda *_: Microbatches([1, 2, 3]), "gave 3 microbatches of at most 2"),
+    ],
+)
+def test_a_function_that_splits_a_call_must_give_microbatches(gives: Any, says: str) -> None:
+    with pytest.raises(MicrobatchError, match=says):
+        split_batch((TOKENS,), {}, None, gives, 2)
+
+
+# ---- ready ones
+
+RAGGED = [torch.zeros(2, 3), torch.zeros(1, 5), torch.zeros(2, 1)]
+
+
+def test_ready_microbatches() -> None:
+    found = split_batch((Microbatches(RAGGED),), {}, [1, 2, 3], None, 8)
+    assert (found.count, found.samples, found.targets) == (3, [2, 1, 2], [1, 2, 3])
+    assert found.parts is not None
+    assert [part.args[0] for part in found.parts] == RAGGED
+
+
+def test_arguments_of_ready_microbatches() -> None:
+    calls = [(RAGGED[0], 2), {"x": RAGGED[1], "scale": 3}, RAGGED[2]]
+    parts = Microbatches(calls, samples=[4, 5, 6]).parts
+    assert [len(part.args) for part in parts] == [2, 0, 1]
+    assert parts[1].kwargs == {"x": RAGGED[1], "scale": 3}
+    assert [part.samples for part in parts] == [4, 5, 6]
+
+
+def ready(target: Any = MISSING, **options: Any) -> Any:
+    return split_batch((Microbatches(RAGGED, **options),), {}, target, None, 8).targets
+
+
+def test_targets_of_ready_microbatches() -> None:
+    assert ready() is None
+    assert ready(None) == [None] * 3
+    assert ready(targets="abc") == "abc"
+    assert ready(None, targets="abc") == "abc"
+
+
+REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
+    "none": (lambda: Microbatches([]), "a list of no microbatches"),
+    "too few targets": (
+        lambda: Microbatches(RAGGED, targets=[1]),
+        r"3 microbatches, but \{'targets': 1\}",
+    ),
+    "too many samples": (
+        lambda: Microbatches(RAGGED, samples=[1] * 4),
+        r"3 microbatches, but \{'samples': 4\}",
+    ),
+    "a list too short": (lambda: ready([1, 2]), "3 microbatches, but target=2; give a list"),
+    "one tensor": (lambda: ready(torch.zeros(3)), "but target=Tensor; give a list"),
+    "twice": (lambda: ready([1, 2, 3], targets=[1, 2, 3]), "as target=; give one"),
+    "with others": (
+        lambda: split_batch((Microbatches(RAGGED), 1), {}, None, None, 8),
+        "give nothing beside them",
+    ),
+    "by name": (
+        lambda: split_batch((), {"x": Microbatches(RAGGED)}, None, None, 8),
+        "give nothing beside them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSALS))
+def test_what_is_refused(name: str) -> None:
+    call, says = REFUSALS[name]
+    with pytest.raises(MicrobatchError, match=says):
+        call()

@@ -1,0 +1,212 @@
+"""Stages that are cut without data and filled from files: their own part, exactly, or a clear refusal."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from penstock import Pipeline
+from penstock.errors import InputFileError, StateDictError, UsageError
+from penstock.partition import cut_chain, cut_traced, partition
+from penstock.partition.traced import Cuts, Point, TracedCut
+from penstock.weights import load_partition, load_stage, parameters_on_meta, save_index, save_stage
+from penstock.weights.tensor_file import entries
+from tests.partition.traced.models import EXAMPLES, Words, word_loss
+
+EXAMPLE = EXAMPLES["words"]
+
+
+def empty() -> nn.Module:
+    with parameters_on_meta():
+        return Words().double()
+
+
+def cut(model: nn.Module) -> TracedCut:
+    args, kwargs = EXAMPLE.microbatch()
+    return cut_traced(model, args, kwargs, Cuts(tuple(map(Point, EXAMPLE.cuts))))
+
+
+def saved(folder: Path) -> nn.Module:
+    """A model in the form of transformers: several files and an index, tied weights under one name."""
+    model = EXAMPLE.model()
+    own = {n: t for n, t in model.state_dict().items() if n != "head.weight"}
+    names = sorted(own)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: own[name] for name in held}, folder / file)
+    where = {name: file for file, held in parts.items() for name in held}
+    write_index(folder, where)
+    return model
+
+
+def write_index(folder: Path, where: dict[str, Any]) -> None:
+    text = json.dumps({"metadata": {}, "weight_map": where})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_only_the_parameters_are_without_memory() -> None:
+    model = empty()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    close(dict(model.named_buffers()), dict(EXAMPLE.model().named_buffers()))
+    assert not Words().embed.weight.is_meta
+
+
+def test_a_stage_is_filled_and_the_others_stay_empty(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    parts = cut(empty()).partition
+    load_partition(parts, [1], tmp_path)
+    found = parts.modules[1].state_dict()
+    close(dict(found), {name: model.state_dict()[name] for name in found})
+    assert all(p.is_meta for m in (parts.modules[0], parts.modules[3]) for p in m.parameters())
+
+
+def test_what_is_tied_stays_tied(tmp_path: Path) -> None:
+    saved(tmp_path)
+    parts = cut(empty()).partition
+    load_partition(parts, [0, 3], tmp_path)
+    first, last = (dict(parts.modules[stage].named_parameters()) for stage in (0, 3))
+    assert first["embed.weight"] is last["head.weight"]
+
+
+@pytest.mark.parametrize("how", ["calls", "traced"])
+def test_a_pipeline_fills_its_stages_and_trains(tmp_path: Path, how: str) -> None:
+    expected = saved(tmp_path)
+    model = empty()
+    pipe = Pipeline(
+        model,
+        schedule="1F1B",
+        stages=partition(model, list(EXAMPLE.cuts), how=how, example=EXAMPLE.microbatch()),
+        microbatches=2,
+        loss_fn=word_loss,
+        weights=tmp_path,
+    )
+    loss = pipe.step(*EXAMPLE.args, target=EXAMPLE.target, **EXAMPLE.kwargs).loss
+    whole = word_loss(expected(*EXAMPLE.args, **EXAMPLE.kwargs), EXAMPLE.target)
+    whole.backward()
+    assert loss == pytest.approx(float(whole.detach()), abs=1e-12)
+    wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}
+    found = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_single_file_and_other_types_are_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with parameters_on_meta():
+        other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).bfloat16()
+    parts = cut_chain(other, [["0", "1"], ["2"]])
+    for index, module in enumerate(parts.modules):
+        load_stage(module, tmp_path, shared=parts.shared)
+        assert all(p.dtype is torch.bfloat16 for p in module.parameters()), index
+    close(dict(other[0].state_dict()), dict(model[0].bfloat16().state_dict()))
+
+
+def test_what_penstock_saved_is_read(tmp_path: Path) -> None:
+    model = EXAMPLE.model()
+    modules = cut(model).modules
+    sizes = {i: save_stage(m.state_dict(), tmp_path, i, 4) for i, m in enumerate(modules)}
+    save_index(tmp_path, sizes)
+    filled = cut(empty())
+    load_partition(filled.partition, range(4), tmp_path)
+    for module, own in zip(filled.modules, modules, strict=True):
+        close(dict(module.state_dict()), dict(own.state_dict()))
+
+
+# ---- what is refused
+
+
+def test_all_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+    saved(tmp_path)
+    own = dict(EXAMPLE.model().state_dict())
+    del own["head.weight"], own["norm.bias"]
+    own["norm.weight"] = torch.ones(5, dtype=torch.float64)
+    own["extra"] = torch.ones(1)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file(own, tmp_path / "model.safetensors")
+    parts = cut(empty()).partition
+    with pytest.raises(StateDictError) as caught:
+        load_partition(parts, [0], tmp_path)
+    text = str(caught.value)
+    assert 'not in the files: "norm.bias"' in text
+    assert "norm.weight: [5] in model.safetensors, [12] in the model" in text
+    assert 'in the files but in no stage: "extra"' in text
+    assert all(p.is_meta for m in parts.modules for p in m.parameters())
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "../other.safetensors", "a/../../b.safetensors"])
+def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, file: str) -> None:
+    write_index(tmp_path, {"embed.weight": file})
+    with pytest.raises(InputFileError, match="outside of its folder"):
+        load_stage(nn.Linear(1, 1), tmp_path)
+
+
+def test_values_that_no_file_has_are_asked_for(tmp_path: Path) -> None:
+    saved(tmp_path)
+    # Whether the device as a context reaches linspace depends on what transformers has loaded before.
+    model = empty()
+    model.register_buffer("positions", torch.empty(32, device="meta"), persistent=False)
+    with pytest.raises(UsageError, match=r"positions are saved in no file.*parameters_on_meta"):
+        load_partition(cut(model).partition, [0], tmp_path)
+
+
+def header(about: dict[str, Any], data: bytes = b"") -> bytes:
+    text = json.dumps(about).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+BROKEN = {
+    "empty": b"",
+    "short": b"\x01\x00",
+    "endless header": struct.pack("<Q", 1 << 60) + b"{}",
+    "no json": struct.pack("<Q", 4) + b"nope",
+    "no object": struct.pack("<Q", 2) + b"[]",
+    "cut off": header({"w": F32}, b"1234"),
+    "wrong length": header({"w": {**F32, "shape": [3]}}, b"12345678"),
+    "negative": header({"w": {**F32, "shape": [-2]}}, b"12345678"),
+    "unknown type": header({"w": {**F32, "dtype": "X9"}}, b"12345678"),
+    "no offsets": header({"w": {"dtype": "F32", "shape": [2]}}, b"12345678"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_files_are_refused(tmp_path: Path, what: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(BROKEN[what])
+    with pytest.raises(InputFileError, match=r"model\.safetensors"):
+        load_stage(nn.Linear(1, 1), tmp_path)
+
+
+def test_every_type_is_read_as_it_was_written(tmp_path: Path) -> None:
+    types = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.complex64]
+    tensors: dict[str, Tensor] = {str(t): torch.arange(6).reshape(2, 3).to(t) for t in types}
+    tensors |= {"scalar": torch.tensor(2.5), "none": torch.empty(0, 3)}
+    save_file(tensors, tmp_path / "all.safetensors")
+    found = {name: entry.read() for name, entry in entries(tmp_path / "all.safetensors").items()}
+    close(found, tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory")
+def test_a_rank_needs_the_memory_of_its_share() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.loading", "--layers", "16", "--width", "1024"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=True,
+    )
+    assert json.loads(done.stdout)["peak_over_share"] < 1.1
