@@ -15,7 +15,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from penstock import schedule as ps
 from penstock.errors import ScheduleError
-from penstock.runtime.turns import Turns
+from penstock.runtime.bind import Turns
 from penstock.schedule import Action, Op, Schedule
 from penstock.testing import WorkerPool, compare
 from tests.pipeline.cases import deep_case

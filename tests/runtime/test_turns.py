@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from penstock.runtime.turns import Turns
+from penstock.runtime.bind import Turns
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))

@@ -15,8 +15,7 @@ from penstock.schedule import (
     prefetch,
     reduce_gradients,
 )
-from penstock.schedule.packed import NOWHERE, OPS, Packed
-from penstock.schedule.wiring import Wiring
+from penstock.schedule.packed import NOWHERE, OPS, Packed, Wiring
 
 
 def schedules(name: str) -> list[Schedule]:

@@ -9,7 +9,7 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.step import Replicas, Scale
-from penstock.step.weights import count, weigh
+from penstock.step.loss import count, weigh
 
 TARGETS = [torch.tensor([1, 1, 0]), torch.tensor([1, 0, 0])]
 

@@ -3,9 +3,8 @@
 The halves work on any autograd graph and need nothing but its outputs, inputs and weights.
 """
 
-from penstock.backward.apart import Apart
 from penstock.backward.deferred import DeferredBackward
-from penstock.backward.engines import ENGINES, BackwardEngine
+from penstock.backward.engines import ENGINES, Apart, BackwardEngine
 from penstock.backward.full import backward_from, stage_backward
 from penstock.backward.function import SplitFunction
 from penstock.backward.graph import (

@@ -22,7 +22,7 @@ from penstock.backward.graph import (
     get_param_groups,
     nodes_of,
 )
-from penstock.backward.saved import is_checkpointed, release
+from penstock.backward.store import is_checkpointed, release
 from penstock.errors import InternalError
 
 Capture: TypeAlias = tuple[int, Node, Gradients]

@@ -20,8 +20,7 @@ from penstock.backward.full import Pair
 from penstock.backward.function import SPLIT, FunctionUse, weights_of
 from penstock.backward.graph import construct_reverse_graph, nodes_of
 from penstock.backward.operations import OPERATIONS, PRODUCTS
-from penstock.backward.saved import has_hooks
-from penstock.backward.store import LEAF, NodeUse, Use, WeightGradStore
+from penstock.backward.store import LEAF, NodeUse, Use, WeightGradStore, has_hooks
 
 Edges: TypeAlias = Sequence[tuple[Any, int]]
 

@@ -20,10 +20,9 @@ from penstock.schedule import (
     release_sends,
     validate,
 )
-from penstock.schedule.edges import Edges
+from penstock.schedule.edges import Edges, whole_number
 from penstock.schedule.library.forward_only import forward_only
 from penstock.schedule.library.registry import built
-from penstock.schedule.placement import whole_number
 
 Builder = Callable[[int, int], Schedule]
 """An own schedule for so many ranks and microbatches."""

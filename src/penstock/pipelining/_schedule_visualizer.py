@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
 from penstock.pipelining.refusals import CallError
-from penstock.pipelining.rows.actions import ActionTuple, ComputationType, to_entry
 from penstock.pipelining.rows.orders import (
+    ActionTuple,
+    ComputationType,
     Order,
     Row,
     add_reductions,
@@ -18,6 +19,7 @@ from penstock.pipelining.rows.orders import (
     microbatches_of,
     schedule_of,
     stages_of,
+    to_entry,
 )
 from penstock.pipelining.rows.turns import add_messages, defer_receives
 from penstock.pipelining.running.base import PipelineSchedule

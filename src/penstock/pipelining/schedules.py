@@ -13,9 +13,9 @@ from penstock.pipelining.microbatch import (
     split_tensor,
 )
 from penstock.pipelining.refusals import PlacementError
-from penstock.pipelining.rows.actions import ActionTuple, ComputationType
-from penstock.pipelining.rows.interleaving import interleaved_row, warm_up
 from penstock.pipelining.rows.orders import (
+    ActionTuple,
+    ComputationType,
     add_reductions,
     add_unshards,
     check_computes,
@@ -31,7 +31,9 @@ from penstock.pipelining.rows.turns import (
     completes_weights,
     count_steps,
     defer_receives,
+    interleaved_row,
     span_name,
+    warm_up,
     write_trace,
 )
 from penstock.pipelining.running.base import PipelineSchedule
@@ -45,8 +47,7 @@ from penstock.pipelining.running.single import (
     check_enough,
 )
 from penstock.pipelining.stage import PipelineStage
-from penstock.pipelining.stages.base import StageBase
-from penstock.pipelining.stages.wires import start, start_by_peer, wait_all
+from penstock.pipelining.stages.base import StageBase, start, start_by_peer, wait_all
 
 __all__ = [
     "PipelineScheduleMulti",

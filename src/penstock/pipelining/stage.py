@@ -13,11 +13,17 @@ from penstock.parallel import let_cross
 from penstock.partition import Shared
 from penstock.pipelining.metadata import validate_and_normalize_to_tuple
 from penstock.pipelining.refusals import CallError
-from penstock.pipelining.rows.actions import ActionTuple, ComputationType
-from penstock.pipelining.stages.base import Perform, StageBase
+from penstock.pipelining.rows.orders import ActionTuple, ComputationType
+from penstock.pipelining.stages.base import (
+    Build,
+    HeldStage,
+    OwnWeights,
+    P2POp,
+    Perform,
+    StageBase,
+    Wires,
+)
 from penstock.pipelining.stages.by_hand import ByHand
-from penstock.pipelining.stages.weighing import Build, HeldStage, OwnWeights
-from penstock.pipelining.stages.wires import P2POp, Wires
 from penstock.stage import PipelineStage as OwnStage
 from penstock.values import flatten
 

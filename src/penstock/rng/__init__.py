@@ -1,11 +1,19 @@
 """Where random numbers come from: a stream for each step, microbatch and module call."""
 
-from penstock.rng.drawing import OwnHook, called_to_draw, is_compiled, unwrapped, visible
-from penstock.rng.generators import Generators, devices_of
-from penstock.rng.keys import Draw, Place, seed_of
-from penstock.rng.operations import can_draw, generators_kept, has_drawn, identity, noticed
-from penstock.rng.plain import randomness
-from penstock.rng.state import Randomness, Seed, own_seed
+from penstock.rng.drawing import (
+    OwnHook,
+    called_to_draw,
+    can_draw,
+    generators_kept,
+    has_drawn,
+    identity,
+    is_compiled,
+    noticed,
+    unwrapped,
+    visible,
+)
+from penstock.rng.generators import Draw, Generators, Place, devices_of, seed_of
+from penstock.rng.state import Randomness, Seed, own_seed, randomness
 from penstock.rng.streams import Streams, in_backward
 
 __all__ = [

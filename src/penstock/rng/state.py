@@ -1,14 +1,20 @@
-"""How far a training's random numbers have come."""
+"""The random numbers of a pipeline and of a plain loop: seeds and steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from penstock.errors import UsageError
-from penstock.rng.keys import Draw
+from penstock.rng.generators import Draw, Generators, devices_of
+from penstock.rng.streams import Streams
+
+# ---- how far a training's random numbers have come
+
 
 Seed = int | Literal["off"] | None
 """A seed, ``"off"``, or ``None`` for torch's own."""
@@ -96,3 +102,36 @@ def checked(seed: object) -> int | Literal["off"]:
 def own_seed(seed: Seed) -> int | Literal["off"]:
     """A seed as it can be used, torch's own where none was given."""
     return torch.initial_seed() if seed is None else checked(seed)
+
+
+# ---- the random numbers of a pipeline's step, in a plain loop
+
+
+@contextmanager
+def randomness(
+    model: nn.Module, *, seed: int, step: int = 0, microbatch: int = 0
+) -> Iterator[None]:
+    """Draw what a pipeline would draw for a microbatch: the same dropout masks, bit for bit.
+
+    Forward, loss and backward of the microbatch belong into the context, each once. Afterwards torch's
+    generators are where they were.
+
+    Args:
+        model: the whole model, or a part under the names that it has in the model.
+        seed: of the training, as given to :class:`penstock.Pipeline`.
+        step: the number of the step, from 0.
+        microbatch: its index.
+    """
+    generators = Generators(devices_of(model))
+    streams = Streams(model, generators)
+
+    def leave(*_: Any) -> None:
+        streams.loss(microbatch)
+
+    with generators.kept(), streams.installed(Draw(seed, step)):
+        streams.forward(microbatch)
+        handle = model.register_forward_hook(leave)
+        try:
+            yield
+        finally:
+            handle.remove()

@@ -19,10 +19,8 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Generator, nn
 
-from penstock.rng.drawing import OwnHook, called_to_draw, may_draw, visible
-from penstock.rng.generators import Generators
-from penstock.rng.keys import Draw, Place, Seeds, following
-from penstock.rng.operations import noticed
+from penstock.rng.drawing import OwnHook, called_to_draw, may_draw, noticed, visible
+from penstock.rng.generators import Draw, Generators, Place, Seeds, following
 
 
 class _Record:

@@ -1,9 +1,4 @@
-"""Bind a rank's program: make of each action plain functions, with everything that they need looked up.
-
-What can be known of a call before it runs is decided here and kept for later calls of its kind: what each
-action works with, which messages it waits for, which of several ways applies, and what the call does not
-need, for which then nothing stands in the program. :meth:`BoundProgram.run` is a loop over that list.
-"""
+"""Microbatches in their order, in whatever order they come."""
 
 from __future__ import annotations
 
@@ -15,17 +10,55 @@ from penstock.errors import MessageError, PenstockError, StageError
 from penstock.faults import Activity, failing_module
 from penstock.parallel import Adapter
 from penstock.runtime.arguments import Inputs
-from penstock.runtime.companions import Companion
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Exchange, Specs, microbatch_of
 from penstock.runtime.hooks import ActionEvent, Hooks
 from penstock.runtime.program import RankProgram, parts
-from penstock.runtime.turns import Turns
-from penstock.runtime.work import Desk, Part, StageWork, StepData
+from penstock.runtime.work import Companion, Desk, Part, StageWork, StepData
 from penstock.schedule import Action, Op
 from penstock.schedule.action import MESSAGE_OPS, OVERLAPPED, RECV_OPS, Entry
 from penstock.stage import PipelineStage
 from penstock.transport import Transport
+
+
+class Turns:
+    """Lets microbatches through one after the other, from 0.
+
+    Sums of floating-point numbers depend on their order; one order for all schedules gives all the same bits.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._early: set[int] = set()
+
+    def is_next(self, microbatch: int) -> bool:
+        """Whether it is this one's turn."""
+        return microbatch == self._next
+
+    def arrived(self, microbatch: int) -> list[int]:
+        """Those whose turn it is, now that ``microbatch`` has come: none, or it and those that waited."""
+        self._early.add(microbatch)
+        return self._due()
+
+    def passed(self) -> list[int]:
+        """Those whose turn it is, now that the next one has gone through by itself."""
+        self._next += 1
+        return self._due()
+
+    def _due(self) -> list[int]:
+        due = []
+        while self._next in self._early:
+            self._early.remove(self._next)
+            due.append(self._next)
+            self._next += 1
+        return due
+
+
+# ---- bind a rank's program: make of each action plain functions, with everything that they need looked up
+# What can be known of a call before it runs is decided here and kept for later calls of its kind: what each
+# action works with, which messages it waits for, which of several ways applies, and what the call does not
+# need, for which then nothing stands in the program. :meth:`BoundProgram.run` is a loop over that list.
+
 
 Perform = Callable[[Action], Any]
 """Does an action as it would be done; a forward gives its output."""

@@ -16,8 +16,6 @@ from penstock.runtime.agreement import Book, Page, agree_call, look_up
 from penstock.runtime.arguments import Inputs
 from penstock.runtime.bind import BoundProgram, Wanted
 from penstock.runtime.calls import Brought, ModelCall
-from penstock.runtime.clock import Recorder
-from penstock.runtime.companions import Companion
 from penstock.runtime.describing import (
     Describe,
     describe_by_stage,
@@ -27,11 +25,17 @@ from penstock.runtime.describing import (
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.runtime.health import Health, Spot, Trouble, has_finite_gradients
-from penstock.runtime.numbers import Names, agree_weights, own_counts, share_numbers
 from penstock.runtime.orders import Order, Refusal, Report
-from penstock.runtime.outputs import check_outputs, share_outputs
 from penstock.runtime.program import RankProgram, channels
-from penstock.runtime.work import StepData
+from penstock.runtime.results import (
+    Names,
+    agree_weights,
+    check_outputs,
+    own_counts,
+    share_numbers,
+    share_outputs,
+)
+from penstock.runtime.work import Companion, Recorder, StepData
 from penstock.schedule import Edge, Schedule
 from penstock.stage import PipelineStage
 from penstock.step import Tally, Weights, WholeBatch

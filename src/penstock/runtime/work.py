@@ -1,29 +1,100 @@
-"""What a stage does in each of its compute actions, as rows of plain functions of a microbatch.
-
-A row is made once, when a program is bound, and holds only what the call needs: nothing is asked again for
-each microbatch. Its functions hand on what they work with over the stage's :class:`Desk`.
-"""
+"""What a stage does in each of its compute actions, and what goes along with that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.runtime.arguments import Call, Inputs, chosen
-from penstock.runtime.clock import Recorder
-from penstock.runtime.companions import Companion
 from penstock.runtime.exchange import Exchange, Gradients
 from penstock.runtime.health import Health
 from penstock.runtime.program import RankProgram
+from penstock.schedule import Action, Span
 from penstock.stage import PipelineStage
 from penstock.step import Loss, Tally, Weights, nothing
 from penstock.step.losses import Losses
 from penstock.values import Microbatch, flatten
 from penstock.values.trees import mapped, tensors_of
+
+# ---- when each action of a step ran, on this process's clock
+
+
+class Recorder:
+    """Notes the start and end of actions, in seconds since it was made.
+
+    On an accelerator the device is synchronised before each reading, so that a span holds the work
+    itself and not its launch; this slows a recorded step down.
+
+    Args:
+        rank: whose actions.
+        device: where they run.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.spans: list[Span] = []
+        self._rank = rank
+        self._synchronize: Callable[[], object] = (
+            _nothing if device.type == "cpu" else torch.accelerator.synchronize
+        )
+        self._origin = self._now()
+        self._start = 0.0
+
+    def start(self) -> None:
+        """An action begins, or a piece of one."""
+        self._start = self._now() - self._origin
+
+    def stop(self, action: Action) -> None:
+        """It ends; the pieces of an action, where it has several one after the other, are one span."""
+        start = self._start
+        if self.spans and self.spans[-1].action == action:
+            start = self.spans.pop().start
+        self.spans.append(Span(self._rank, action, start, self._now() - self._origin))
+
+    def elapsed(self) -> float:
+        """Seconds since the recorder was made."""
+        return self._now() - self._origin
+
+    def _now(self) -> float:
+        self._synchronize()
+        return perf_counter()
+
+
+def _nothing() -> None:
+    """The CPU has done what it was told."""
+
+
+# ---- what goes along with a stage's microbatches through a step
+
+
+class Companion(Protocol):
+    """Told of each piece of a stage's work just before it begins."""
+
+    def forward(self, microbatch: int) -> None:
+        """A microbatch's forward begins."""
+
+    def loss(self, microbatch: int) -> None:
+        """Its loss begins, on the last stage."""
+
+    def backward(self, microbatch: int) -> None:
+        """Its backward begins, or a half of it."""
+
+    def done(self, microbatch: int) -> None:
+        """Its backward is over."""
+
+
+Companions = Mapping[int, tuple[Companion, ...]]
+"""Those of each stage."""
+
+
+# ---- what a stage does in each of its compute actions, as rows of plain functions of a microbatch
+# A row is made once, when a program is bound, and holds only what the call needs: nothing is asked again
+# for each microbatch. Its functions hand on what they work with over the stage's :class:`Desk`.
+
 
 Part = Callable[[int], Any]
 """A part of an action, as a function of its microbatch."""

@@ -4,7 +4,7 @@ from penstock.schedule.action import Action, Op, Overlap, parse_action
 from penstock.schedule.base import Schedule
 from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.drawing import draw_svg, draw_text
-from penstock.schedule.edges import Edge, chain
+from penstock.schedule.edges import Edge, Placement, chain, looped, v_shaped
 from penstock.schedule.files import Limits, from_csv, from_json, load, save, to_csv, to_json
 from penstock.schedule.library import build, names, register
 from penstock.schedule.passes import (
@@ -21,7 +21,6 @@ from penstock.schedule.passes import (
     remove_wait_sends,
 )
 from penstock.schedule.patterns import matching
-from penstock.schedule.placement import Placement, looped, v_shaped
 from penstock.schedule.searching import lower_bound, search
 from penstock.schedule.simulation import Costs, Gap, Simulation, replay, simulate
 from penstock.schedule.timeline import Span, Timeline

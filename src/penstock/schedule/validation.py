@@ -1,24 +1,357 @@
-"""Proof that a schedule completes, or every reason why it does not.
-
-The meaning proven: SEND and RECV *post* and return. A message is complete when both ends have posted it and
-the earlier ones on its channel are complete; there is one first-in first-out channel per ordered pair of
-ranks and kind. A compute action waits for what it needs, WAIT_SEND for its message. An overlapped pair
-starts when both its halves may.
-"""
+"""Whether a schedule is right: what is missing or double in it, and whether it can come to its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action
-from penstock.schedule.base import Schedule
-from penstock.schedule.checks import CHECKS, Finding
-from penstock.schedule.collection import paused_collection
-from penstock.schedule.packed import NOWHERE, Packed
-from penstock.schedule.progress import circle, run
-from penstock.schedule.wiring import Wiring
+from penstock.schedule.action import (
+    COMPUTE_OPS,
+    GRADIENT_OPS,
+    MESSAGE_OPS,
+    SEND_OPS,
+    Action,
+    Op,
+)
+from penstock.schedule.base import Schedule, paused_collection
+from penstock.schedule.dependencies import Half, Need, counterpart
+from penstock.schedule.packed import NOWHERE, OPS, Block, Column, Packed, Wiring
+
+# ---- what can be wrong with a schedule, a function a kind. Each yields its findings
+# A finding is the number of an action (or ``NOWHERE`` and the action that is missing), what is wrong with
+# it, and what to change.
+
+
+class Finding(NamedTuple):
+    """Something wrong: with an action that is there, or with one that is not."""
+
+    number: int
+    action: Action | None
+    what: str
+    remedy: str
+
+
+Check = Callable[[Wiring], Iterator[Finding]]
+
+
+def missing(wiring: Wiring) -> Iterator[Finding]:
+    """Each stage runs each microbatch forward, and where the schedule trains, backward once."""
+    packed = wiring.packed
+    schedule = packed.schedule
+    for stage in range(schedule.stages):
+        yield from _absent(packed, Need(stage, Op.F))
+        if schedule.trains:
+            yield from _absent(packed, Need(stage, Half.INPUT))
+            yield from _absent(packed, Need(stage, Half.WEIGHT))
+
+
+def _absent(packed: Packed, need: Need) -> Iterator[Finding]:
+    found = packed.find(need)
+    if need.op is Half.WEIGHT:
+        # Without I and B the input half is missing, which is said already.
+        found = np.where(packed.find(Need(need.stage, Half.INPUT)) == NOWHERE, 0, found)
+    for microbatch in np.flatnonzero(found == NOWHERE).tolist():
+        action = packed.rule.settle(need, microbatch)
+        rank = packed.schedule.placement.rank_of[need.stage]
+        remedy = f"add {action} to the program of rank {rank}"
+        yield Finding(NOWHERE, action, "missing", remedy)
+
+
+def duplicate(wiring: Wiring) -> Iterator[Finding]:
+    """No action occurs twice but UNSHARD and RESHARD; no microbatch has both B and I or W."""
+    packed = wiring.packed
+    first = packed.first
+    again = (first != np.arange(len(first))) & ~packed.having(frozenset({Op.UNSHARD, Op.RESHARD}))
+    for number in np.flatnonzero(again).tolist():
+        there = packed.position(int(first[number]))
+        rank = packed.rank[first[number]]
+        what = f"stands already at position {there} of rank {rank}"
+        yield Finding(number, None, what, "remove one of the two")
+    yield from _both_backwards(packed)
+
+
+def _both_backwards(packed: Packed) -> Iterator[Finding]:
+    if not {Op.B, Op.I} <= packed.schedule.ops and not {Op.B, Op.W} <= packed.schedule.ops:
+        return
+    for stage in range(packed.schedule.stages):
+        full = packed.find(Need(stage, Op.B))
+        for op in (Op.I, Op.W):
+            half = packed.find(Need(stage, op))
+            for number in half[(full != NOWHERE) & (half != NOWHERE)].tolist():
+                what = f"the microbatch has a full backward as well ({Op.B.value} = I and W)"
+                yield Finding(number, None, what, "keep either B, or I and W")
+
+
+def wrong_rank(wiring: Wiring) -> Iterator[Finding]:
+    """Every action stands on the rank that holds its stage."""
+    packed = wiring.packed
+    rank_of = np.array(packed.schedule.placement.rank_of, np.int32)
+    for number in np.flatnonzero(rank_of[packed.stage] != packed.rank).tolist():
+        home = int(rank_of[packed.stage[number]])
+        what = f"stage {packed.stage[number]} is on rank {home}"
+        yield Finding(number, None, what, f"move it to rank {home}")
+
+
+def order(wiring: Wiring) -> Iterator[Finding]:
+    """What an action needs on its own rank stands before it; a message that it needs is posted there."""
+    packed = wiring.packed
+    for block in wiring.blocks:
+        late = wiring.late(block)
+        if late.any():
+            for after, before in zip(
+                block.after[late].tolist(), block.before[late].tolist(), strict=True
+            ):
+                needed = packed.action(before)
+                what = f"needs {needed}, which stands later, at position {packed.position(before)}"
+                yield Finding(after, None, what, f"move {needed} before it")
+        yield from _unmet(packed, block)
+
+
+def _unmet(packed: Packed, block: Block) -> Iterator[Finding]:
+    """Needs that nothing meets, but for computing actions that are reported as missing already."""
+    lacking = np.flatnonzero(block.before == NOWHERE)
+    computes = isinstance(block.need.op, Half) or block.need.op in COMPUTE_OPS
+    if computes and (packed.schedule.trains or block.need.op is Op.F):
+        return
+    for i in lacking.tolist():
+        action = packed.rule.settle(block.need, int(block.microbatch[i]))
+        if block.lane.op in MESSAGE_OPS:
+            what = f"no rank has the {action.op.value} at its other end"
+        else:
+            what = f"needs {action}, which nowhere stands"
+        home = packed.schedule.placement.rank_of[action.stage]
+        yield Finding(int(block.after[i]), None, what, f"add {action} to rank {home}")
+
+
+def unreceived(wiring: Wiring) -> Iterator[Finding]:
+    """Every SEND has its RECV."""
+    packed = wiring.packed
+    lonely = packed.having(SEND_OPS) & (wiring.partner == NOWHERE)
+    for number in np.flatnonzero(lonely).tolist():
+        receive = counterpart(packed.action(number))
+        home = packed.schedule.placement.rank_of[receive.stage]
+        what = f"no rank has the {receive.op.value} at its other end"
+        yield Finding(number, None, what, f"add {receive} to rank {home}, or remove it")
+
+
+def purposeless(wiring: Wiring) -> Iterator[Finding]:
+    """Every message carries a value of the edge table to another rank."""
+    packed = wiring.packed
+    known = _messages(packed)
+    for lane, at in packed.lanes():
+        if lane.op in SEND_OPS and (lane.stage, lane.op, lane.peer) not in known:
+            for number in at[at != NOWHERE].tolist():
+                what = "no edge carries such a message between these stages' ranks"
+                yield Finding(
+                    number, None, what, "remove it and its RECV, or give the schedule the edge"
+                )
+
+
+def _messages(packed: Packed) -> set[tuple[int, Op, int | None]]:
+    sends = (
+        send
+        for stage in range(packed.schedule.stages)
+        for op in (Op.F, *GRADIENT_OPS)
+        for send in packed.rule.sends(Action(stage, op, 0))
+    )
+    return {(send.stage, send.op, send.peer) for send in sends}
+
+
+def channels(wiring: Wiring) -> Iterator[Finding]:
+    """Both ends of a channel have its messages in the same order."""
+    packed = wiring.packed
+    sends = np.flatnonzero(packed.having(SEND_OPS) & (wiring.partner != NOWHERE))
+    received = wiring.partner[sends]
+    key = (
+        packed.rank[sends].astype(np.int64) * packed.schedule.ranks + packed.rank[received]
+    ) * len(OPS)
+    key += packed.op[sends]
+    grouped = np.argsort(key, kind="stable")
+    sends, received, key = sends[grouped], received[grouped], key[grouped]
+    crossed = (key[1:] == key[:-1]) & (received[1:] < received[:-1])
+    for i in np.flatnonzero(crossed).tolist():
+        earlier, later = packed.action(int(received[i])), packed.action(int(received[i + 1]))
+        rank = packed.rank[received[i]]
+        what = (
+            f"is sent after {packed.action(int(sends[i]))}, but rank {rank} posts {later} "
+            f"(position {packed.position(int(received[i + 1]))}) before {earlier} "
+            f"(position {packed.position(int(received[i]))})"
+        )
+        yield Finding(int(sends[i + 1]), None, what, "give both ends of the channel the same order")
+
+
+def shards(wiring: Wiring) -> Iterator[Finding]:
+    """Stages that are gathered and freed are gathered where they compute."""
+    packed = wiring.packed
+    if Op.UNSHARD not in packed.schedule.ops:
+        return
+    by_stage = np.argsort(packed.stage, kind="stable")
+    ends = np.searchsorted(packed.stage[by_stage], np.arange(packed.schedule.stages + 1))
+    for stage in range(packed.schedule.stages):
+        if packed.rule.shards(stage):
+            yield from _shard_states(packed, by_stage[ends[stage] : ends[stage + 1]])
+
+
+def _shard_states(packed: Packed, numbers: NDArray[np.int64]) -> Iterator[Finding]:
+    gathered = False
+    for number in numbers.tolist():
+        op = OPS[packed.op[number]]
+        if op is Op.UNSHARD and gathered:
+            yield Finding(number, None, "the stage is unsharded already", "remove it")
+        needs = op in COMPUTE_OPS or op is Op.RESHARD
+        if needs and not gathered:
+            what = "stands where the stage is not unsharded"
+            yield Finding(number, None, what, f"put {packed.stage[number]}UNSHARD before it")
+        if op in (Op.UNSHARD, Op.RESHARD):
+            gathered = op is Op.UNSHARD
+
+
+CHECKS: tuple[Check, ...] = (
+    missing,
+    duplicate,
+    wrong_rank,
+    order,
+    unreceived,
+    purposeless,
+    channels,
+    shards,
+)
+
+
+# ---- let all programs run as far as they come, and say who waits for whom where they stop
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the ranks came.
+
+    Attributes:
+        reached: for each rank the number of the action it stands at, or one past its last.
+        waits_for: for each rank that stands, the action it waits for.
+        complete: whether all ranks came to their end.
+    """
+
+    reached: list[int]
+    waits_for: dict[int, int]
+    complete: bool
+
+
+@dataclass(frozen=True)
+class _Waits:
+    """One wait a line, by rank and place: ``after[i]`` may start once ``before[i]`` is past."""
+
+    after: list[int]
+    before: list[int]
+    holder: list[int]
+    """The rank of ``before[i]``."""
+    first: list[int]
+    """For each rank its first line, and one past the last rank's last."""
+
+
+def run(wiring: Wiring, *, blocking_sends: bool = False) -> Progress:
+    """Run all programs under the meaning of SEND and RECV, or with sends that wait for their RECV.
+
+    A need that nothing meets counts as met: it is a finding of its own, and others shall still be found.
+    """
+    packed = wiring.packed
+    waits = _waits(wiring, blocking_sends)
+    lines = waits.first[:-1]
+    ends = waits.first[1:]
+    reached = packed.starts[:-1].tolist()
+    last = packed.starts[1:].tolist()
+    sleepers: list[list[tuple[int, int]]] = [[] for _ in reached]
+    stands: dict[int, int] = {}
+    ready = deque(range(len(reached)))
+    while ready:
+        rank = ready.popleft()
+        stands.pop(rank, None)
+        line = _advance(rank, waits, lines[rank], ends[rank], reached)
+        lines[rank] = line
+        reached[rank] = last[rank] if line == ends[rank] else waits.after[line]
+        if line < ends[rank]:
+            stands[rank] = waits.before[line]
+            heappush(sleepers[waits.holder[line]], (waits.before[line], rank))
+        asleep = sleepers[rank]
+        while asleep and asleep[0][0] < reached[rank]:
+            ready.append(heappop(asleep)[1])
+    return Progress(reached, stands, not stands)
+
+
+def _advance(rank: int, waits: _Waits, line: int, end: int, reached: list[int]) -> int:
+    """The first wait of a rank, from ``line`` on, that is not over yet."""
+    before, holder = waits.before, waits.holder
+    while line < end:
+        holds = holder[line]
+        if before[line] >= reached[holds] and (holds != rank or before[line] >= waits.after[line]):
+            break
+        line += 1
+    return line
+
+
+def _waits(wiring: Wiring, blocking_sends: bool) -> _Waits:
+    packed = wiring.packed
+    columns = [*wiring.waits, *([_blocking(packed)] if blocking_sends else [])]
+    after = [np.flatnonzero(column != NOWHERE) for column in columns]
+    before = [column[at] for column, at in zip(columns, after, strict=True)]
+    ends = [_other_end(wiring, numbers) for numbers in before]
+    afters, befores = _concatenate(after), _concatenate(ends)
+    met = befores != NOWHERE
+    afters, befores = afters[met], befores[met]
+    if len(columns) > 1:
+        order = np.argsort(afters, kind="stable")
+        afters, befores = afters[order], befores[order]
+    return _Waits(
+        afters.tolist(),
+        befores.tolist(),
+        packed.rank[befores].tolist(),
+        np.searchsorted(afters, packed.starts).tolist(),
+    )
+
+
+def _concatenate(parts: list[Column] | list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate([*parts, np.empty(0, np.int64)]).astype(np.int64)
+
+
+def _blocking(packed: Packed) -> Column:
+    sends = packed.having(SEND_OPS)
+    return np.where(sends, np.arange(len(packed), dtype=np.int32), np.int32(NOWHERE))
+
+
+def _other_end(wiring: Wiring, numbers: Column) -> Column:
+    """What a wait is for: of a message the end at the other rank, else the action itself."""
+    return np.where(wiring.packed.messages[numbers], wiring.partner[numbers], numbers)
+
+
+def circle(packed: Packed, progress: Progress) -> tuple[int, list[str]]:
+    """A circle of ranks that wait for each other: where its first rank stands, and the way round in words."""
+    rank = next(iter(progress.waits_for))
+    seen: list[int] = []
+    while rank not in seen:
+        seen.append(rank)
+        rank = int(packed.rank[progress.waits_for[rank]])
+    around = seen[seen.index(rank) :]
+    return progress.reached[rank], list(_tell(packed, progress, around))
+
+
+def _tell(packed: Packed, progress: Progress, ranks: list[int]) -> Iterator[str]:
+    for rank in ranks:
+        stands = packed.action(progress.reached[rank])
+        awaited = progress.waits_for[rank]
+        yield f"rank {rank} at {stands} waits for {packed.action(awaited)} of rank {packed.rank[awaited]}"
+
+
+# ---- proof that a schedule completes, or every reason why it does not
+# The meaning proven: SEND and RECV *post* and return. A message is complete when both ends have posted it
+# and the earlier ones on its channel are complete; there is one first-in first-out channel per ordered pair
+# of ranks and kind. A compute action waits for what it needs, WAIT_SEND for its message. An overlapped pair
+# starts when both its halves may.
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,21 @@
 """What a training step adds to running a program: the loss and its weight, norms, results."""
 
-from penstock.step.loss import Loss, LossFunction, LossOptions, NonFinite, Reduction, nothing
-from penstock.step.metrics import Metric
-from penstock.step.result import StepResult, TimelineKind
+from penstock.step.loss import (
+    Loss,
+    LossFunction,
+    LossOptions,
+    LossWeight,
+    Metric,
+    NonFinite,
+    Reduction,
+    Replicas,
+    Scale,
+    Weights,
+    nothing,
+)
 from penstock.step.scaler import LossScaler
 from penstock.step.statistics import BatchStatistics, WholeBatch, check_statistics
-from penstock.step.tally import Numbers, Sums, Tally
-from penstock.step.weights import LossWeight, Replicas, Scale, Weights
+from penstock.step.tally import Numbers, StepResult, Sums, Tally, TimelineKind
 
 __all__ = [
     "BatchStatistics",

@@ -2,8 +2,13 @@
 
 from penstock.transport.base import BACKWARD, FORWARD, SHARED, Channel, Ticket, Transport
 from penstock.transport.in_process import InProcessTransport, in_process
-from penstock.transport.process_group import ProcessGroupTransport, connect, launched, sum_over
-from penstock.transport.relay import Relay
+from penstock.transport.process_group import (
+    ProcessGroupTransport,
+    Relay,
+    connect,
+    launched,
+    sum_over,
+)
 
 __all__ = [
     "BACKWARD",

@@ -1,12 +1,4 @@
-"""One process per rank, over a ``torch.distributed`` process group: gloo on CPU, NCCL on GPU.
-
-The given group only serves to meet: the connections are the pipeline's own, so that what fails in it breaks
-none of the user's, and none of another pipeline on the same group, such as the next one. On gloo all channels
-share one group and have a tag each. On NCCL every channel is a group of its own with its own communicator and
-stream, so that a receive never stands in front of a send; the communicators are made when the channels are
-opened, by all ranks in the same order, since making one waits for the other end.
-The NCCL side is the same code; two GPUs, which its test needs, were not at hand.
-"""
+"""A rank's end between processes: messages over the process group of its pipeline."""
 
 from __future__ import annotations
 
@@ -28,6 +20,76 @@ from penstock.faults import SLACK, Activity, Patience, Rendezvous, Watch
 from penstock.transport.base import KINDS, Channel, Ticket, Transport
 from penstock.transport.messages import Departure, Wire, break_off, connect_all, settled
 from penstock.values import TensorSpec
+
+# ---- A transport that hands everything on to another one: what to build a transport upon that adds someth
+
+
+class Relay(Transport):
+    """Does nothing of its own.
+
+    Args:
+        inner: what it hands on to.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self.rank = inner.rank
+        self.ranks = inner.ranks
+        self.separate = inner.separate
+        self.activity = inner.activity
+        self.watch = inner.watch
+        self.inner = inner
+
+    def open(self, channels: Iterable[Channel]) -> None:
+        """Prepare channels."""
+        self.inner.open(channels)
+
+    def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> Ticket:
+        """Start to send."""
+        return self.inner.post_send(channel, tensors)
+
+    def post_receive(
+        self, channel: Channel, specs: Sequence[TensorSpec], device: torch.device
+    ) -> Ticket:
+        """Start to receive."""
+        return self.inner.post_receive(channel, specs, device)
+
+    def agree(self, value: Any) -> Ticket:
+        """Exchange JSON data."""
+        return self.inner.agree(value)
+
+    def sum(self, values: Tensor) -> Ticket:
+        """Add over all ranks."""
+        return self.inner.sum(values)
+
+    def gather(self, values: Tensor) -> Ticket:
+        """Collect from all ranks."""
+        return self.inner.gather(values)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Ticket:
+        """Give every rank the tensor of one."""
+        return self.inner.broadcast(tensor, source)
+
+    def finish(self) -> None:
+        """Wait for sends."""
+        self.inner.finish()
+
+    def cut(self) -> None:
+        """Break all connections."""
+        self.inner.cut()
+
+    def close(self) -> None:
+        """Give back what the transport holds."""
+        self.inner.close()
+
+
+# ---- one process per rank, over a ``torch.distributed`` process group: gloo on CPU, NCCL on GPU
+# The given group only serves to meet: the connections are the pipeline's own, so that what fails in it
+# breaks none of the user's, and none of another pipeline on the same group, such as the next one. On gloo
+# all channels share one group and have a tag each. On NCCL every channel is a group of its own with its own
+# communicator and stream, so that a receive never stands in front of a send; the communicators are made
+# when the channels are opened, by all ranks in the same order, since making one waits for the other end.
+# The NCCL side is the same code; two GPUs, which its test needs, were not at hand.
+
 
 _TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=0x50)}
 """Tags of messages; away from 0, the default of other code on the same group."""

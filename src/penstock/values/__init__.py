@@ -1,9 +1,25 @@
 """What travels: nested values, their shapes and types, and batches in parts."""
 
-from penstock.values.batch import MISSING, Batch, Microbatch, Microbatches
+from penstock.values.batch import (
+    MISSING,
+    OUTPUT,
+    REPLICATE,
+    TARGET,
+    Batch,
+    CallSplitter,
+    Microbatch,
+    Microbatches,
+    Replicate,
+    Rule,
+    Rules,
+    Split,
+    Splitter,
+    check_rules,
+    merge,
+    output_dim,
+)
 from penstock.values.classes import register_type
 from penstock.values.constants import Structure
-from penstock.values.hooks import isolate_hooks
 from penstock.values.inference import (
     Inferred,
     autocast_types,
@@ -16,26 +32,11 @@ from penstock.values.inference import (
     spec_of_forms,
     surely_reached,
 )
-from penstock.values.merging import merge, output_dim
-from penstock.values.rules import (
-    OUTPUT,
-    REPLICATE,
-    TARGET,
-    CallSplitter,
-    Replicate,
-    Rule,
-    Rules,
-    Split,
-    Splitter,
-    check_rules,
-)
-from penstock.values.signature import named_arguments
 from penstock.values.sizes import Family, Form, Found, NotGeneral, Unknowns
 from penstock.values.splitting import split, split_batch
 from penstock.values.structure import flatten, paths, unflatten
-from penstock.values.tensors import TensorSpec
-from penstock.values.trial import attributes_kept, randomness_kept
-from penstock.values.value import ValueSpec
+from penstock.values.trial import attributes_kept, isolate_hooks, randomness_kept
+from penstock.values.value import TensorSpec, ValueSpec, named_arguments
 
 __all__ = [
     "MISSING",

@@ -17,7 +17,6 @@ from penstock.errors import SpecError
 from penstock.values.constants import Structure
 from penstock.values.sizes import Family, Form, Found, NotGeneral, Unknowns
 from penstock.values.structure import flatten
-from penstock.values.tensors import STRIDED, TensorSpec, layout_of
 from penstock.values.trial import (
     TypesChecked,
     copy_as_fakes,
@@ -26,7 +25,7 @@ from penstock.values.trial import (
     randomness_kept,
     run_itself,
 )
-from penstock.values.value import ValueSpec
+from penstock.values.value import STRIDED, TensorSpec, ValueSpec, layout_of
 
 log = logging.getLogger("penstock")
 Run = Callable[..., Any]

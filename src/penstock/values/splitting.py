@@ -10,8 +10,19 @@ import numpy as np
 from torch import Tensor
 
 from penstock.errors import MicrobatchError
-from penstock.values.batch import MISSING, Batch, Microbatch, Microbatches
-from penstock.values.rules import OUTPUT, REPLICATE, TARGET, Replicate, Rule, Rules, Split
+from penstock.values.batch import (
+    MISSING,
+    OUTPUT,
+    REPLICATE,
+    TARGET,
+    Batch,
+    Microbatch,
+    Microbatches,
+    Replicate,
+    Rule,
+    Rules,
+    Split,
+)
 from penstock.values.trees import opened, tensors_of
 
 _Name = int | str

@@ -1,17 +1,93 @@
-"""Run the initialisers of modules, each under a seed of its own."""
+"""First weights that do not depend on how the model is cut."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import UsageError
 from penstock.rng import Generators, devices_of, seed_of, unwrapped
-from penstock.weights.materialise import Blanks
+
+# ---- give tensors of the meta device memory elsewhere, and find out which of them nobody filled
+
+
+class Blanks:
+    """The tensors that were on the meta device, filled with what no initialiser leaves there.
+
+    Each stays the object it was, so that ties, optimizers and whoever else holds it go on with it.
+
+    Args:
+        modules: whose parameters and buffers get memory, each with where.
+    """
+
+    def __init__(self, modules: Sequence[tuple[nn.Module, torch.device]]) -> None:
+        self._places = [place for module, _ in modules for place in _places(module)]
+        self._blanks: dict[int, tuple[Tensor, int]] = {}
+        for module, device in modules:
+            for tensor in (*module.parameters(), *module.buffers()):
+                if tensor.is_meta:
+                    _give_memory(tensor, device)
+                    self._blanks[id(tensor)] = tensor, tensor._version
+
+    def check_filled(self) -> None:
+        """Check that all have been filled.
+
+        Raises:
+            UsageError: some have not; the message names them and their modules.
+        """
+        left = {
+            path: f"{path} ({type(owner).__name__})"
+            for path, owner, name in self._places
+            if self._is_blank(getattr(owner, name))
+        }
+        if left:
+            raise UsageError(
+                f"nobody gave a value to {', '.join(left.values())}: these were on the meta device, and "
+                "their modules have no reset_parameters() that fills them, nor has the model an "
+                "_init_weights(module) that does; give init= a function of a module that fills them, or "
+                "build these modules on a real device"
+            )
+
+    def _is_blank(self, tensor: Tensor) -> bool:
+        found = self._blanks.get(id(tensor))
+        if found is None or not tensor.numel():
+            return False
+        if tensor.is_floating_point() or tensor.is_complex():
+            return bool(tensor.isnan().any())
+        return tensor._version == found[1] and bool((tensor == _mark(tensor.dtype)).all())
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Of each parameter and buffer the path, the module that holds it and the name there."""
+    for path, owner in module.named_modules():
+        held = [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]
+        for name, _ in held:
+            yield f"{path}.{name}" if path else name, owner, name
+
+
+@torch.no_grad()
+def _give_memory(tensor: Tensor, device: torch.device) -> None:
+    made = torch.empty_like(tensor, device=device, requires_grad=False)
+    made.fill_(_mark(tensor.dtype))
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, made)
+
+
+def _mark(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+# ---- run the initialisers of modules, each under a seed of its own
+
 
 Init = Callable[[nn.Module], object]
 """Fills a module's own parameters and buffers, where it knows how."""
@@ -131,3 +207,71 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
     except TypeError:
         return False
     return True
+
+
+# ---- first weights of a model, of stages, or of a pipeline
+
+
+@runtime_checkable
+class _Pipeline(Protocol):
+    def init_weights(self, seed: int, init: Init | None = None) -> None:
+        """As below."""
+
+
+@runtime_checkable
+class _Stage(Protocol):
+    module: nn.Module
+    device: torch.device
+
+
+def init_weights(
+    target: Any,
+    seed: int,
+    init: Init | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> None:
+    """Give all weights their first values, the same bits however the model is cut.
+
+    Each module's own ``reset_parameters()`` runs, and after it, for each module, ``init`` or the
+    ``_init_weights(module)`` of the model around it, such as transformers'; both under a seed made of
+    ``seed`` and the module's path. What is on the meta device gets memory first. A tied weight is
+    initialised by the module of its first name. What no initialiser knows stays as the constructor left it.
+    Torch's generators are afterwards where they were.
+
+    Args:
+        target: a model, one of its stages (as a module or a ``PipelineStage``), several of them, or a
+            ``Pipeline``, where every rank calls it.
+        seed: of all values.
+        init: called with each module, children first, in place of the model's ``_init_weights``.
+        device: where to put what is on the meta device; by default the CPU, or the stage's.
+
+    Raises:
+        UsageError: something was on the meta device and nobody filled it; the message names it.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise UsageError(f"seed={seed!r}: must be a whole number")
+    if isinstance(target, nn.Module | _Stage):
+        initialise([_home(target, device)], seed, init)
+    elif isinstance(target, _Pipeline):
+        _check_no_device(device)
+        target.init_weights(seed, init)
+    elif isinstance(target, Iterable):
+        initialise([_home(stage, device) for stage in target], seed, init)
+    else:
+        raise UsageError(
+            f"{type(target).__name__} has no weights; give a model, stages, or a Pipeline"
+        )
+
+
+def _check_no_device(device: Any) -> None:
+    if device is not None:
+        raise UsageError("a Pipeline knows where its stages live; leave out device=")
+
+
+def _home(stage: Any, device: torch.device | str | None) -> tuple[nn.Module, torch.device]:
+    if isinstance(stage, nn.Module):
+        return stage, torch.device(device or "cpu")
+    if isinstance(stage, _Stage):
+        return stage.module, torch.device(device or stage.device)
+    raise UsageError(f"{type(stage).__name__} is no stage; give modules or PipelineStages")

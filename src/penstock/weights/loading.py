@@ -14,8 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from penstock.errors import StateDictError, UsageError
 from penstock.partition.base import Partition, Shared, named_tensors
-from penstock.weights.reading import weight_files
-from penstock.weights.tensor_file import Entry, entries
+from penstock.weights.reading import Entry, entries, weight_files
 
 Folder = str | os.PathLike[str]
 

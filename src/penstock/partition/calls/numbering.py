@@ -19,8 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PartitionError
 from penstock.partition.calls.inference import memory_of, view_like
-from penstock.partition.calls.placeholder import Form
-from penstock.partition.calls.tape import Change, Origin, Tape, Value
+from penstock.partition.calls.tape import Change, Form, Origin, Tape, Value
 from penstock.partition.calls.watch import Watch
 
 

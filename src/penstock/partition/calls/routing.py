@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from penstock.errors import PartitionError
 from penstock.partition.base import Description
-from penstock.partition.calls.placing import Placing
 from penstock.partition.calls.tape import NO_VALUE, Event, Origin, Region, Tape, Value
+from penstock.partition.calls.units import Placing
 from penstock.partition.faces import HOOKS
 from penstock.schedule import Edge
 from penstock.values import ValueSpec

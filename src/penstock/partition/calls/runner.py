@@ -14,9 +14,18 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PartitionError
 from penstock.partition.calls.inference import view_like
-from penstock.partition.calls.placeholder import Form, Placeholder
 from penstock.partition.calls.routing import Part
-from penstock.partition.calls.tape import NO_VALUE, Change, Event, Origin, Region, Slot, Tape
+from penstock.partition.calls.tape import (
+    NO_VALUE,
+    Change,
+    Event,
+    Form,
+    Origin,
+    Placeholder,
+    Region,
+    Slot,
+    Tape,
+)
 from penstock.partition.calls.trees import leaves, replaced, tensors_in, without
 from penstock.partition.calls.watch import Watch
 from penstock.partition.faces import Run, uncheckpointed

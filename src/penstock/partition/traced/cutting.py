@@ -11,7 +11,7 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.partition.base import Partition, Shared
 from penstock.partition.shared import find_shared
-from penstock.partition.traced.marks import check_points
+from penstock.partition.traced.layout import check_points
 from penstock.partition.traced.ownership import share_out
 from penstock.partition.traced.skeleton import Skeleton
 from penstock.partition.traced.stage import TracedStage

@@ -23,7 +23,7 @@ from penstock.partition.faces import (
     uncheckpointed,
 )
 from penstock.partition.traced.draws import place_seeds, seeded
-from penstock.partition.traced.marks import marked
+from penstock.partition.traced.layout import marked
 from penstock.partition.traced.skeleton import Skeleton
 from penstock.rng import called_to_draw
 from penstock.step.losses import Term, add_loss, collect_losses

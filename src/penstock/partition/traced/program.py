@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 
 from penstock.errors import UsageError
 from penstock.partition.traced.aliasing import attribute
-from penstock.partition.traced.functions import function_of
 from penstock.partition.traced.layout import is_check, is_size
+from penstock.partition.traced.skeleton import function_of
 from penstock.partition.traced.wiring import Slice
 
 

@@ -12,8 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.partition.base import Description
 from penstock.partition.traced.export import Exported, export, undisturbed
-from penstock.partition.traced.layout import check_met, lay_out
-from penstock.partition.traced.marks import Point
+from penstock.partition.traced.layout import Point, check_met, lay_out
 from penstock.partition.traced.skeleton import Skeleton
 from penstock.partition.traced.trace import Sure, Trace, Travelling
 from penstock.step.losses import collect_losses

@@ -14,14 +14,16 @@ from penstock.errors import PenstockError, UsageError
 from penstock.pipeline.plan import prove
 from penstock.pipelining.microbatch import TensorChunkSpec, split_tensor
 from penstock.pipelining.refusals import CallError, PlacementError
-from penstock.pipelining.rows.actions import ActionTuple, ComputationType, to_order
 from penstock.pipelining.rows.orders import (
+    ActionTuple,
+    ComputationType,
     check_format,
     check_order,
     check_trains,
     proven,
     read_rows,
     schedule_of,
+    to_order,
     without_releases,
 )
 from penstock.pipelining.rows.turns import count_steps

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.pipelining.refusals import CallError
-from penstock.pipelining.running.parts import StepParts
+from penstock.pipelining.running.runner import StepParts
 from penstock.pipelining.stages.base import StageBase
 
 

@@ -1,21 +1,144 @@
-"""What schedules need of a stage."""
+"""What all stages under torch's names have."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import P2POp
 
 from penstock.errors import UsageError
 from penstock.parallel import group_of, seat
 from penstock.partition import Shared
 from penstock.pipelining.refusals import CallError, PlacementError
-from penstock.pipelining.rows.actions import ActionTuple
-from penstock.pipelining.rows.orders import stage_to_rank
-from penstock.pipelining.stages.weighing import Build
+from penstock.pipelining.rows.orders import ActionTuple, stage_to_rank
+from penstock.stage import Gradients, PipelineStage
 from penstock.stage import PipelineStage as OwnStage
+from penstock.values import ValueSpec
+
+# ---- penstock's stage as this face needs it, and one whose weights' half of backward is the user's
+
+
+Build = Callable[[], Callable[[], object]]
+
+
+class HeldStage(PipelineStage):
+    """A list between stages becomes several arguments too."""
+
+    spread = (tuple, list)
+
+
+class OwnWeights(HeldStage):
+    """Autograd does all that it knows in the inputs' half; the rest is the user's.
+
+    Args:
+        args: of the stage.
+        build: is called after each microbatch's backward and gives what does the rest.
+    """
+
+    def __init__(self, *args: Any, build: Build) -> None:
+        super().__init__(*args, engine="none")
+        self._build = build
+        self._put_off: dict[int, Callable[[], object]] = {}
+
+    def backward(self, microbatch: int, output_grads: Sequence[Tensor | None] | None) -> Gradients:
+        """Full backward of a microbatch."""
+        found = super().backward(microbatch, output_grads)
+        self._build()()
+        return found
+
+    def backward_input(
+        self, microbatch: int, output_grads: Sequence[Tensor | None] | None
+    ) -> Gradients:
+        """All but the user's part, which is made and put off."""
+        found = super().backward_input(microbatch, output_grads)
+        self._put_off[microbatch] = self._build()
+        return found
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The user's part."""
+        super().backward_weight(microbatch)
+        self._put_off.pop(microbatch)()
+
+    def clear(self) -> None:
+        """Drop whatever microbatches have left here."""
+        super().clear()
+        self._put_off.clear()
+
+
+# ---- how a stage that is driven by hand reaches the ranks of its neighbours
+
+
+__all__ = ["P2POp", "Wires", "start", "start_by_peer", "wait_all"]
+
+
+class Wires:
+    """The group of a pipeline as one stage sees it.
+
+    Args:
+        group: the process group.
+        rank: this process's place there.
+        rank_of: the rank of a stage.
+        device: where messages lie.
+    """
+
+    def __init__(
+        self, group: Any, rank: int, rank_of: Callable[[int], int], device: torch.device
+    ) -> None:
+        self._group, self._rank, self._rank_of, self._device = group, rank, rank_of, device
+
+    def is_here(self, stage: int) -> bool:
+        """Whether a stage is in this process."""
+        return self._rank_of(stage) == self._rank
+
+    def outgoing(self, tensor: Tensor, stage: int) -> P2POp:
+        """A send to the rank of a stage."""
+        return P2POp(dist.isend, tensor, group=self._group, group_peer=self._rank_of(stage))
+
+    def incoming(self, buffer: Tensor, stage: int) -> P2POp:
+        """A receive from the rank of a stage."""
+        return P2POp(dist.irecv, buffer, group=self._group, group_peer=self._rank_of(stage))
+
+    def tell(self, stage: int, spec: ValueSpec) -> None:
+        """Tell a stage what it will be sent."""
+        text = json.dumps(spec.to_json()).encode()
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
+        size = torch.tensor([len(text)], device=self._device)
+        for message in (size, data):
+            dist.send(message, group=self._group, group_dst=self._rank_of(stage))
+
+    def told(self, stage: int) -> ValueSpec:
+        """What a stage tells that it will send."""
+        size = torch.zeros(1, dtype=torch.int64, device=self._device)
+        dist.recv(size, group=self._group, group_src=self._rank_of(stage))
+        data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        dist.recv(data, group=self._group, group_src=self._rank_of(stage))
+        return ValueSpec.from_json(json.loads(bytes(data.tolist()).decode()))
+
+
+def start(p2p_ops: Sequence[P2POp], desc: str | None = None) -> list[Any]:
+    """Start sends and receives; what to wait for."""
+    return dist.batch_isend_irecv(list(p2p_ops)) if p2p_ops else []
+
+
+def start_by_peer(p2p_ops: Sequence[P2POp], desc: str | None = None) -> dict[int, list[Any]]:
+    """Start them peer by peer, in the order of the peers; what to wait for, by peer."""
+    peers = sorted({operation.peer for operation in p2p_ops})
+    return {peer: start([one for one in p2p_ops if one.peer == peer]) for peer in peers}
+
+
+def wait_all(work: Sequence[Any]) -> None:
+    """Wait for communication."""
+    for item in work:
+        item.wait()
+
+
+# ---- what schedules need of a stage
+
 
 Perform = Callable[[ActionTuple], Any]
 """Carries out an action of the step that runs."""

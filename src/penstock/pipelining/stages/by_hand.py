@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.parallel import adapter_of
 from penstock.pipelining.refusals import CallError, PipeliningMetadataError
-from penstock.pipelining.stages.wires import P2POp, Wires
+from penstock.pipelining.stages.base import P2POp, Wires
 from penstock.stage import PipelineStage as OwnStage
 from penstock.values import TensorSpec, ValueSpec, flatten, infer_output
 

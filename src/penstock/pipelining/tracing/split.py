@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.traced import Cuts, Point, SplitPoint, pipe_split
-from penstock.partition.traced.marks import check_points
+from penstock.partition.traced.layout import check_points
 from penstock.pipelining.refusals import PathError
 from penstock.pipelining.tracing.pipe import Pipe, trace
 

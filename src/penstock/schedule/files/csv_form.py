@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from penstock.errors import InputFileError, ScheduleError
 from penstock.schedule.action import COMPUTE_OPS, Action, Entry, parse_action
 from penstock.schedule.base import Schedule, flat
-from penstock.schedule.edges import chain
+from penstock.schedule.edges import Placement, chain
 from penstock.schedule.files.limits import DEFAULT, Limits, check_counts, check_microbatches
-from penstock.schedule.placement import Placement
 
 _RUNS = ("=", "+", "-", "@", "\t", "\r")
 """What a cell begins with that a spreadsheet takes for a formula."""

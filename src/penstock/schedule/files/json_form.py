@@ -8,9 +8,8 @@ from typing import Any
 from penstock.errors import InputFileError, ScheduleError, printable
 from penstock.schedule.action import Entry, parse_action
 from penstock.schedule.base import Schedule
-from penstock.schedule.edges import Edge
+from penstock.schedule.edges import Edge, Placement
 from penstock.schedule.files.limits import DEFAULT, Limits, check_counts, check_microbatches
-from penstock.schedule.placement import Placement
 
 FORMAT, VERSION = "penstock-schedule", 1
 _KEYS = {

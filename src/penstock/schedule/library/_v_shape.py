@@ -19,7 +19,7 @@ from penstock.errors import InternalError
 from penstock.schedule.action import Action, Op
 from penstock.schedule.base import Schedule
 from penstock.schedule.dependencies import Dependencies, Half
-from penstock.schedule.placement import v_shaped
+from penstock.schedule.edges import v_shaped
 
 PERIOD = 6
 """F, I and W of a rank's two stages."""

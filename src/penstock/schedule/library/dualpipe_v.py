@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Entry
 from penstock.schedule.base import Schedule
+from penstock.schedule.edges import v_shaped
 from penstock.schedule.library._v_writer import VWriter
-from penstock.schedule.placement import v_shaped
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:

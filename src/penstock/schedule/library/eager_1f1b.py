@@ -10,8 +10,8 @@ with latency, 1F1B waits for a round trip at every pair and this one does not.
 from __future__ import annotations
 
 from penstock.schedule.base import Schedule
+from penstock.schedule.edges import looped
 from penstock.schedule.library._patterns import one_forward_one_backward, turns
-from penstock.schedule.placement import looped
 
 
 def eager_1f1b(ranks: int, microbatches: int) -> Schedule:

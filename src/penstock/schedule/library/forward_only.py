@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.base import Schedule
-from penstock.schedule.placement import Placement, looped
+from penstock.schedule.edges import Placement, looped
 
 
 def forward_only(ranks: int, microbatches: int, stages: int | Placement = 1) -> Schedule:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from penstock.schedule.action import Op
 from penstock.schedule.base import Schedule
+from penstock.schedule.edges import looped
 from penstock.schedule.library._patterns import run
-from penstock.schedule.placement import looped
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:

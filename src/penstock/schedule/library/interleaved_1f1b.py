@@ -9,8 +9,8 @@ SC 2021, section 2.2 and figure 4.
 from __future__ import annotations
 
 from penstock.schedule.base import Schedule
+from penstock.schedule.edges import looped
 from penstock.schedule.library._patterns import laps, longest_round, one_forward_one_backward
-from penstock.schedule.placement import looped
 
 
 def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:

@@ -9,8 +9,8 @@ interleaved 1F1B. What is left of the bubble is the start, ``p - 1`` forwards of
 from __future__ import annotations
 
 from penstock.schedule.base import Schedule
+from penstock.schedule.edges import looped
 from penstock.schedule.library._patterns import laps, longest_round, one_forward_one_backward
-from penstock.schedule.placement import looped
 
 
 def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.base import Schedule
-from penstock.schedule.placement import looped
+from penstock.schedule.edges import looped
 
 
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:

@@ -10,8 +10,8 @@ Rank ``r`` of ``p`` holds the activations of at most ``p - r`` microbatches.
 from __future__ import annotations
 
 from penstock.schedule.base import Schedule
+from penstock.schedule.edges import looped
 from penstock.schedule.library._patterns import one_forward_one_backward, turns
-from penstock.schedule.placement import looped
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:

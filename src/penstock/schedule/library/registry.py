@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from penstock.errors import ScheduleError
-from penstock.schedule.base import Schedule
-from penstock.schedule.collection import paused_collection
+from penstock.schedule.base import Schedule, paused_collection
+from penstock.schedule.edges import check_at_least_one
 from penstock.schedule.library.dualpipe_v import dualpipe_v
 from penstock.schedule.library.eager_1f1b import eager_1f1b
 from penstock.schedule.library.forward_only import forward_only
@@ -22,7 +22,6 @@ from penstock.schedule.library.v_min import v_min
 from penstock.schedule.library.zb_h1 import zb_h1
 from penstock.schedule.library.zb_h2 import zb_h2
 from penstock.schedule.library.zb_v import zb_v
-from penstock.schedule.placement import check_at_least_one
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ more than ``p`` microbatches, as in 1F1B, and the bubble is a third of 1F1B's wh
 from __future__ import annotations
 
 from penstock.schedule.base import Schedule
+from penstock.schedule.edges import looped
 from penstock.schedule.library._patterns import one_forward_one_backward, turns
-from penstock.schedule.placement import looped
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:

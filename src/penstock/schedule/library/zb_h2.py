@@ -11,8 +11,8 @@ where this one has not ended.
 from __future__ import annotations
 
 from penstock.schedule.base import Schedule
+from penstock.schedule.edges import looped
 from penstock.schedule.library._patterns import one_forward_one_backward, turns
-from penstock.schedule.placement import looped
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:

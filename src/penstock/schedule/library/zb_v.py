@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from penstock.schedule.action import Action
 from penstock.schedule.base import Schedule
+from penstock.schedule.edges import v_shaped
 from penstock.schedule.library._v_shape import BuildingBlock, v_schedule
 from penstock.schedule.library._v_writer import VWriter
-from penstock.schedule.placement import v_shaped
 
 BLOCK = BuildingBlock(forward=(3, 3), backward=(3, 3))
 

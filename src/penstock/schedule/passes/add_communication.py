@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.action import COMPUTE_OPS, Action, Entry, Op, Overlap, Program
-from penstock.schedule.base import Schedule
-from penstock.schedule.collection import paused_collection
+from penstock.schedule.base import Schedule, paused_collection
 from penstock.schedule.dependencies import Dependencies, counterpart
 
 Channel = deque[Action]

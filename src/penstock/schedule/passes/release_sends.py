@@ -19,14 +19,12 @@ from collections.abc import Iterator
 
 from penstock.errors import UsageError
 from penstock.schedule.action import SEND_OPS, WAIT_SEND_OPS, Action, Entry, Op, Overlap
-from penstock.schedule.base import Schedule
-from penstock.schedule.collection import paused_collection
-from penstock.schedule.packed import NOWHERE
+from penstock.schedule.base import Schedule, paused_collection
+from penstock.schedule.packed import NOWHERE, Wiring
 from penstock.schedule.passes.wait_sends import wait_of
 from penstock.schedule.simulation import Costs
 from penstock.schedule.simulation.clock import run_clocks
 from penstock.schedule.simulation.prices import prices
-from penstock.schedule.wiring import Wiring
 
 WINDOW = 4
 """How many messages of a channel may be under way before a rank waits for the oldest."""

@@ -11,14 +11,14 @@ from time import monotonic
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.base import Schedule
-from penstock.schedule.edges import Edge
-from penstock.schedule.library import RECIPES
-from penstock.schedule.placement import (
+from penstock.schedule.edges import (
+    Edge,
     Placement,
     check_at_least_one,
     looped,
     v_shaped,
 )
+from penstock.schedule.library import RECIPES
 from penstock.schedule.searching.bounds import PRECISION, Bound
 from penstock.schedule.searching.drafting import Annealer, Dispatcher, Rule, rules, varied
 from penstock.schedule.searching.problem import SLACK, Draft, Problem, draft_of

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from penstock.schedule.action import COMPUTE_OPS
-from penstock.schedule.packed import NOWHERE
+from penstock.schedule.packed import NOWHERE, Wiring
 from penstock.schedule.simulation.clock import Times
-from penstock.schedule.wiring import Wiring
 
 
 class Causes:

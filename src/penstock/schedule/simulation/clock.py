@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import SEND_OPS, Op
-from penstock.schedule.packed import NOWHERE, Packed
-from penstock.schedule.wiring import Wiring
+from penstock.schedule.packed import NOWHERE, Packed, Wiring
 
 Numbers = NDArray[np.float64]
 

@@ -6,10 +6,9 @@ import numpy as np
 
 from penstock.schedule.action import COMPUTE_OPS, GRADIENT_OPS, SEND_OPS, Action, Op
 from penstock.schedule.base import Schedule
-from penstock.schedule.packed import CODE, NOWHERE, Packed
+from penstock.schedule.packed import CODE, NOWHERE, Packed, Wiring
 from penstock.schedule.simulation.clock import Numbers, Prices
 from penstock.schedule.simulation.costs import Costs
-from penstock.schedule.wiring import Wiring
 
 _COST_OF = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
 

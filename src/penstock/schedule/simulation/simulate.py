@@ -11,16 +11,14 @@ from numpy.typing import NDArray
 
 from penstock.errors import UsageError
 from penstock.schedule.action import COMPUTE_OPS, MESSAGE_OPS, WAIT_SEND_OPS, Action, Op
-from penstock.schedule.base import Schedule
-from penstock.schedule.collection import paused_collection
-from penstock.schedule.packed import CODE, NOWHERE
+from penstock.schedule.base import Schedule, paused_collection
+from penstock.schedule.packed import CODE, NOWHERE, Wiring
 from penstock.schedule.simulation.causes import Causes
 from penstock.schedule.simulation.clock import Numbers, Prices, Times, run_clocks
 from penstock.schedule.simulation.costs import Costs
 from penstock.schedule.simulation.memory import changes, peaks
 from penstock.schedule.simulation.prices import prices
 from penstock.schedule.timeline import Span, Timeline
-from penstock.schedule.wiring import Wiring
 
 
 class Gap(NamedTuple):
