@@ -13,7 +13,7 @@ run: $(VENV)/.installed
 	$(BIN)/penstock train $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --durations 10 $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
