@@ -23,15 +23,7 @@ from penstock.testing.fuzz.judging import Verdict, alike, judge, loaded, signatu
 from penstock.testing.fuzz.shrinking import shrink
 from penstock.testing.fuzz.sides import program, tolerance
 
-UNMENDED = {
-    "0:19": "hook called too often or too seldom",
-    "0:27": "loss differs",
-    "0:31": "loss differs",
-    "0:33": "gradient zeros instead of None",
-    "0:38": "hook called too often or too seldom",
-    "0:39": "failed error: KeyError: 'stagen'",
-    "0:54": "gradient zeros instead of None",
-}
+UNMENDED: dict[str, str] = {}
 """Fixed cases that are known to fail, and how. One that no longer does must go from here."""
 
 

@@ -156,7 +156,7 @@ def test_tied_weights_of_several_processes(workers: WorkerPool) -> None:
     net = tied()
     penstock.init_weights(net, 1)
     wanted = {name: tensor.tolist() for name, tensor in net.state_dict().items()}
-    answers = workers.run("tests.test_init_weights:tied_weights", 2)
+    answers = workers.run("tests.weights.test_init_weights:tied_weights", 2)
     assert [answer["4.weight"] for answer in answers if "4.weight" in answer] == [
         wanted["4.weight"]
     ]

@@ -40,7 +40,7 @@ class Problem:
 
     Args:
         placement: which rank holds which stages.
-        edges: the values that travel between stages; empty for the chain.
+        edges: the values that travel between stages.
         microbatches: how many.
         costs: of each stage.
         memory: the most that each rank may hold.

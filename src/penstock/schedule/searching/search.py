@@ -14,6 +14,7 @@ from penstock.schedule.base import Schedule
 from penstock.schedule.edges import (
     Edge,
     Placement,
+    chain,
     check_at_least_one,
     looped,
     v_shaped,
@@ -41,7 +42,7 @@ def search(  # noqa: PLR0913 - the whole problem, by name
     microbatches: int,
     memory: Memory | None = None,
     placement: Placement | None = None,
-    edges: Iterable[Edge] = (),
+    edges: Iterable[Edge] | None = None,
     seed: int = 0,
     seconds: float = 10.0,
     effort: float = 1.0,
@@ -117,7 +118,7 @@ def lower_bound(
     microbatches: int,
     memory: Memory | None = None,
     placement: Placement | None = None,
-    edges: Iterable[Edge] = (),
+    edges: Iterable[Edge] | None = None,
 ) -> float:
     """A makespan that no schedule of such a step can beat, whatever its order: proven, not searched.
 
@@ -127,7 +128,7 @@ def lower_bound(
         microbatches: into how many parts the batch is split.
         memory: the most that a rank may hold.
         placement: which rank holds which stages.
-        edges: the values that travel between stages.
+        edges: the values that travel between stages; by default the chain.
 
     Raises:
         ScheduleError: numbers that do not go together, or too little memory for one microbatch.
@@ -146,7 +147,7 @@ def _problems(
     microbatches: int,
     memory: Memory | None,
     placement: Placement | None,
-    edges: Iterable[Edge],
+    edges: Iterable[Edge] | None,
 ) -> list[Problem]:
     """The problem for each placement."""
     check_at_least_one(ranks=ranks, microbatches=microbatches)
@@ -154,8 +155,13 @@ def _problems(
     placements = [placement] if placement else _placements(costs, ranks)
     if placements[0].ranks != ranks:
         raise ScheduleError(f"ranks={ranks}, but the placement has {placements[0].ranks}")
-    table = tuple(edges)
-    problems = [Problem(placed, table, microbatches, costs, limits) for placed in placements]
+    table = None if edges is None else tuple(edges)
+    problems = [
+        Problem(
+            placed, chain(placed.stages) if table is None else table, microbatches, costs, limits
+        )
+        for placed in placements
+    ]
     fitting = [problem for problem in problems if not _too_small(problem)]
     if not fitting:
         least = min(([*map(problem.held_by_one, range(ranks))] for problem in problems), key=max)
