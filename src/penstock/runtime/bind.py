@@ -1,4 +1,9 @@
-"""Microbatches in their order, in whatever order they come."""
+"""Bind a rank's program: make of each action plain functions, with everything that they need looked up.
+
+What can be known of a call before it runs is decided here and kept for later calls of its kind: what each
+action works with, which messages it waits for, which of several ways applies, and what the call does not
+need, for which then nothing stands in the program. :meth:`BoundProgram.run` is a loop over that list.
+"""
 
 from __future__ import annotations
 
@@ -20,45 +25,7 @@ from penstock.schedule.action import MESSAGE_OPS, OVERLAPPED, RECV_OPS, Entry
 from penstock.stage import PipelineStage
 from penstock.transport import Transport
 
-
-class Turns:
-    """Lets microbatches through one after the other, from 0.
-
-    Sums of floating-point numbers depend on their order; one order for all schedules gives all the same bits.
-    """
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._early: set[int] = set()
-
-    def is_next(self, microbatch: int) -> bool:
-        """Whether it is this one's turn."""
-        return microbatch == self._next
-
-    def arrived(self, microbatch: int) -> list[int]:
-        """Those whose turn it is, now that ``microbatch`` has come: none, or it and those that waited."""
-        self._early.add(microbatch)
-        return self._due()
-
-    def passed(self) -> list[int]:
-        """Those whose turn it is, now that the next one has gone through by itself."""
-        self._next += 1
-        return self._due()
-
-    def _due(self) -> list[int]:
-        due = []
-        while self._next in self._early:
-            self._early.remove(self._next)
-            due.append(self._next)
-            self._next += 1
-        return due
-
-
-# ---- bind a rank's program: make of each action plain functions, with everything that they need looked up
-# What can be known of a call before it runs is decided here and kept for later calls of its kind: what each
-# action works with, which messages it waits for, which of several ways applies, and what the call does not
-# need, for which then nothing stands in the program. :meth:`BoundProgram.run` is a loop over that list.
-
+# ---- what is bound
 
 Perform = Callable[[Action], Any]
 """Does an action as it would be done; a forward gives its output."""
@@ -223,6 +190,42 @@ class BoundProgram:
             f"rank {self._rank}, stage {action.stage}, microbatch {action.microbatch}, "
             f"action {action}{module}: {what}"
         )
+
+
+# ---- how it is bound
+
+
+class Turns:
+    """Lets microbatches through one after the other, from 0.
+
+    Sums of floating-point numbers depend on their order; one order for all schedules gives all the same bits.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._early: set[int] = set()
+
+    def is_next(self, microbatch: int) -> bool:
+        """Whether it is this one's turn."""
+        return microbatch == self._next
+
+    def arrived(self, microbatch: int) -> list[int]:
+        """Those whose turn it is, now that ``microbatch`` has come: none, or it and those that waited."""
+        self._early.add(microbatch)
+        return self._due()
+
+    def passed(self) -> list[int]:
+        """Those whose turn it is, now that the next one has gone through by itself."""
+        self._next += 1
+        return self._due()
+
+    def _due(self) -> list[int]:
+        due = []
+        while self._next in self._early:
+            self._early.remove(self._next)
+            due.append(self._next)
+            self._next += 1
+        return due
 
 
 class _Binder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
@@ -85,10 +85,6 @@ class Companion(Protocol):
 
     def done(self, microbatch: int) -> None:
         """Its backward is over."""
-
-
-Companions = Mapping[int, tuple[Companion, ...]]
-"""Those of each stage."""
 
 
 # ---- what a stage does in each of its compute actions, as rows of plain functions of a microbatch

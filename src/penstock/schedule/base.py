@@ -24,7 +24,7 @@ from penstock.schedule.action import (
 )
 from penstock.schedule.edges import Edge, Edges, Placement, Routes, chain, routes
 
-# ---- python's cyclic garbage collector, kept out of the way of millions of small values
+# ---- Python's cyclic garbage collector, kept out of the way of millions of small values
 # Actions are tuples that can never be part of a cycle, yet each full collection walks all of them: with a
 # million actions that is half of the time. What is decorated here makes no cycles worth collecting.
 
@@ -41,7 +41,7 @@ def paused_collection() -> Iterator[None]:
             gc.enable()
 
 
-# ---- A schedule: what every rank does, in which order, as a value
+# ---- a schedule: what every rank does, in which order, as a value
 
 
 @dataclass(frozen=True)

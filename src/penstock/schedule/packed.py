@@ -24,7 +24,7 @@ from penstock.schedule.action import (
 from penstock.schedule.base import Schedule, flat
 from penstock.schedule.dependencies import Dependencies, Half, Need
 
-# ---- A schedule as columns of integers
+# ---- a schedule as columns of integers
 # Validator and simulator look at millions of actions. Here each action is a number: its place in the
 # programs laid end to end, rank after rank. The actions of one stage, op and peer form a *lane*, one slot a
 # microbatch; since the rule speaks of lanes, one array operation answers it for all their microbatches.

@@ -21,7 +21,7 @@ from penstock.transport.base import KINDS, Channel, Ticket, Transport
 from penstock.transport.messages import Departure, Wire, break_off, connect_all, settled
 from penstock.values import TensorSpec
 
-# ---- A transport that hands everything on to another one: what to build a transport upon that adds someth
+# ---- a transport that hands everything on to another one: what to build a transport upon that adds someth
 
 
 class Relay(Transport):

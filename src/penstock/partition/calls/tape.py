@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError
 from penstock.partition.calls.trees import leaves
 
-# ---- A tensor that is in another stage: it has a shape, a type and a device, and no data
+# ---- a tensor that is in another stage: it has a shape, a type and a device, and no data
 
 
 @dataclass(frozen=True)

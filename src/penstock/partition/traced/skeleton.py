@@ -59,7 +59,7 @@ def function_of(target: Any) -> Any:
     return _FUNCTIONS.get(target, target)
 
 
-# ---- A copy of a model without its data, to trace without touching the model
+# ---- a copy of a model without its data, to trace without touching the model
 
 
 class Skeleton:

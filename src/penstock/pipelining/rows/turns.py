@@ -22,7 +22,7 @@ from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS
 from penstock.schedule.dependencies import counterpart
 
-# ---- A rank's row of an interleaved schedule, for those who write schedules of their own
+# ---- a rank's row of an interleaved schedule, for those who write schedules of their own
 
 
 FORWARD = ComputationType.FORWARD

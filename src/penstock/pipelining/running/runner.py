@@ -26,7 +26,7 @@ from penstock.step import Loss
 from penstock.values import Batch, Microbatch, flatten
 from penstock.values.trees import mapped, tensors_of
 
-# ---- A schedule's parts of a step that subclasses may replace: how a batch is split, its loss, its output
+# ---- a schedule's parts of a step that subclasses may replace: how a batch is split, its loss, its output
 
 
 class StepParts:

@@ -20,7 +20,7 @@ from penstock.stage import Gradients, PipelineStage
 from penstock.stage import PipelineStage as OwnStage
 from penstock.values import ValueSpec
 
-# ---- penstock's stage as this face needs it, and one whose weights' half of backward is the user's
+# ---- Penstock's stage as this face needs it, and one whose weights' half of backward is the user's
 
 
 Build = Callable[[], Callable[[], object]]
