@@ -314,3 +314,39 @@ def test_hooks_run_once_for_each_microbatch(kind: type[nn.Module]) -> None:
         pipe.step(x(), target=x())
         assert set(calls.values()) == {4 * step}
     assert len(calls) == 3 * 3
+
+
+def norms_after_changes(group: Any = None) -> list[float]:
+    """A worker's task: norms of a step each, with more parameters than at first, and with fewer."""
+    model = made(Chain)
+    pipe = Pipeline(
+        model, schedule="1F1B", ranks=2, microbatches=2, loss_fn=functional.mse_loss, group=group
+    )
+    batch = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).reshape(4, WIDTH)
+    found = []
+    for _ in range(3):
+        pipe.step(batch, target=batch)
+        found.append(pipe.clip_grad_norm_(1e9))
+        pipe.zero_grad()
+        if len(found) == 1:
+            parametrizations.weight_norm(model.third)
+        else:
+            model.third.bias = None
+    return found
+
+
+def test_norms_are_of_the_parameters_that_there_are(workers: WorkerPool) -> None:
+    model = made(Chain)
+    batch = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).reshape(4, WIDTH)
+    expected = []
+    for _ in range(3):
+        functional.mse_loss(model(batch), batch).backward()
+        expected.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
+        model.zero_grad()
+        if len(expected) == 1:
+            parametrizations.weight_norm(model.third)
+        else:
+            model.third.bias = None
+    assert norms_after_changes() == pytest.approx(expected, rel=1e-12)
+    for told in workers.run(f"{__name__}:norms_after_changes", 2, 60.0):
+        assert told == norms_after_changes()

@@ -72,7 +72,7 @@ class WeightHolder:
         self._by_identity = self._watched.table()
         for rank in local.ranks:
             rank.transport.open(self._sharing.channels)
-        self._counts = self._introduce()
+        self._introduce()
         self._align()
 
     def _share(self, shared: Sequence[Shared]) -> None:
@@ -97,19 +97,16 @@ class WeightHolder:
         if self._by_identity != before:
             told = [one for one in self._shared if one not in before]
             self._share([*self._by_identity, *told])
-            self._counts = self._introduce()
+            self._introduce()
 
-    def _introduce(self) -> dict[int, int]:
-        """Check that all ranks have the same table of what they share; how many parameters each stage has."""
-        counted = {stage: len(found) for stage, found in self._weights.counted().items()}
-        mine = [self._sharing.table, list(counted.items())]
-        told = self._local.each(lambda rank: rank.exchange(mine))
-        if any(table != told[0][0] for table, _ in told):
+    def _introduce(self) -> None:
+        """Check that all ranks have the same table of what they share."""
+        told = self._local.each(lambda rank: rank.exchange(self._sharing.table))
+        if any(table != told[0] for table in told):
             raise AgreementError(
-                f"ranks were told to share different weights, by rank: {[table for table, _ in told]}; "
+                f"ranks were told to share different weights, by rank: {told}; "
                 "give all of them the same shared="
             )
-        return {stage: count for _, counts in told for stage, count in counts}
 
     def _align(self, level: int = logging.WARNING) -> None:
         self._local.run([self._sharing.align(rank.transport, level) for rank in self._local.ranks])
@@ -178,7 +175,7 @@ class WeightHolder:
 
     def _norms(self, rank: Rank, order: float) -> Task[Tensor]:
         counted = Weights(list(rank.stages.values()), self._names).counted()
-        return all_norms(rank.transport, counted, self._counts, order)
+        return all_norms(rank.transport, counted, order)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

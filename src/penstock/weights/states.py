@@ -341,29 +341,23 @@ def _receive(rank: Rank, other: int, sent: Any, found: dict[str, Any]) -> Task[N
 
 
 def all_norms(
-    transport: Transport,
-    counted: Mapping[int, Sequence[Tensor]],
-    counts: Mapping[int, int],
-    order: float,
+    transport: Transport, counted: Mapping[int, Sequence[Tensor]], order: float
 ) -> Task[Tensor]:
-    """The norms of all gradients of the pipeline, stage by stage; see :func:`penstock.step.gradient_norms`.
+    """The norms of all gradients of the pipeline, stage by stage, as :func:`gradient_norms` gives them.
+
+    How many there are is told with them: parameters come and go between steps.
 
     Args:
         transport: this rank's end.
         counted: the parameters that count, by stage of this rank.
-        counts: how many there are in each stage of the pipeline.
         order: which norm.
     """
-    parameters = [parameter for stage in sorted(counted) for parameter in counted[stage]]
-    own = gradient_norms(parameters, order)
-    values = torch.zeros(2, sum(counts.values()), dtype=torch.float64)
-    start = taken = 0
-    for stage in sorted(counts):
-        if stage in counted:
-            values[:, start : start + counts[stage]] = own[:, taken : taken + counts[stage]]
-            taken += counts[stage]
-        start += counts[stage]
-    ticket = transport.sum(values)
+    stages = sorted(counted)
+    own = gradient_norms([parameter for stage in stages for parameter in counted[stage]], order)
+    split = own.split([len(counted[stage]) for stage in stages], dim=1)
+    mine = [[stage, part.tolist()] for stage, part in zip(stages, split, strict=True)]
+    ticket = transport.agree(mine)
     yield Wait(ticket, transport.rank, "waits for the norm of all gradients")
-    found: Tensor = ticket.take()
-    return found
+    told: list[list[Any]] = sorted(part for of in ticket.take() for part in of)
+    parts = [torch.tensor(norms, dtype=torch.float64).reshape(2, -1) for _, norms in told]
+    return torch.cat(parts, dim=1)
