@@ -13,6 +13,7 @@ from penstock.errors import UsageError
 from penstock.pipelining import _schedule_visualizer as visualizer
 from tests.pipelining.one_process import halves, orders, pipes, rows, tensors
 from tests.pipelining.one_process.common import Names
+from tests.pipelining.one_process.differences import ROWS, answer
 from tests.pipelining.one_process.steps import (
     BY_HAND,
     run_alone,
@@ -68,6 +69,15 @@ def test_a_schedule_of_ones_own_with_custom_functions() -> None:
     found = run_own_schedule(Names("penstock"))
     assert found[:4] == theirs[:4] == ["0UNSHARD", "1UNSHARD", "1RESHARD", "0RESHARD"]
     assert found[4:] == pytest.approx(theirs[4:])
+
+
+@pytest.mark.parametrize(
+    ("row", "theirs", "ours"), ROWS, ids=lambda of: getattr(of, "__name__", "")
+)
+def test_what_differs_is_as_the_page_says(
+    row: Callable[[Names], Any], theirs: Any, ours: Any
+) -> None:
+    assert (answer(row, "torch"), answer(row, "penstock")) == (theirs, ours)
 
 
 CALLED = {

@@ -202,7 +202,7 @@ def _check_computed(modules: Sequence[nn.Module], every: Sequence[_Wanted]) -> N
     if lost:
         raise UsageError(
             f"{', '.join(lost[:5])} are saved in no file, and on the meta device they have no values; build "
-            "the model under penstock.partition.parameters_on_meta(), which leaves buffers as computed"
+            "the model under penstock.weights.parameters_on_meta(), which leaves buffers as computed"
         )
 
 

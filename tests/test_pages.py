@@ -1,0 +1,140 @@
+"""What the pages say: their programs run, their names are found, and so is what no other test shows."""
+
+from __future__ import annotations
+
+import re
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+
+def blocks(page: str) -> list[str]:
+    """The programs of a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+
+
+# ---- names, links and programs
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(file: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", file.read_text()):
+        assert (file.parent / target).exists(), target
+
+
+def test_names_are_found() -> None:
+    """In the pages, and in what docstrings and messages tell."""
+    told = {
+        name: file
+        for file in [*PAGES, *SOURCES]
+        for name in re.findall(r"(?<![\w./])penstock(?:\.[A-Za-z_]\w*)+", file.read_text())
+    }
+    assert [f"{name} in {told[name].name}" for name in sorted(told) if not exists(name)] == []
+
+
+def exists(name: str) -> bool:
+    from importlib import import_module
+
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        return (
+            reduce(lambda held, part: getattr(held, part, None), parts[count:], found) is not None
+        )
+    return False
+
+
+EVERYWHERE = """
+import torch, penstock, penstock.partition, penstock.weights
+from torch import nn
+from torch.nn import functional
+from penstock.partition import cut_into
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden):
+        return hidden + self.linear(hidden)
+
+class Model(nn.Module):
+    def __init__(self, config=None):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.blocks = self.layers = nn.ModuleList([Block() for _ in range(10)])
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 10)
+
+    def forward(self, x, mask=None):
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden if mask is None else hidden * mask[..., None]))
+
+def loss_fn(output, target):
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+config, model = None, Model()
+x = y = tokens = target = torch.arange(80).view(16, 5) % 10
+mask, loader, batch, args = torch.ones(16, 5), [(x, y)], {"x": x}, (x,)
+opt = torch.optim.SGD(model.parameters(), 0.1)
+pipe = other = penstock.Pipeline(model, ranks=2, microbatches=8, loss_fn=loss_fn, seed=17)
+"""
+"""What the programs of the pages take for granted."""
+
+BEFORE = {
+    "backward.md": "module, x, dy = nn.Linear(3, 2), torch.ones(5, 3, requires_grad=True), torch.ones(5, 2)\n"
+    "scale = nn.Parameter(torch.ones(3))",
+    "coming-from-others.md": "",
+    "coming-from-torch.md": "from penstock.pipelining.schedules import *\n"
+    "from penstock.pipelining.schedules import _Action, B, F, _batch_p2p, _wait_batch_p2p",
+    "first-weights.md": "GPT = Model",
+    "fuzzing.md": "",
+    "hooks.md": "",
+    "partition.md": "",
+    "randomness.md": "",
+    "tracing.md": "pipe.save('folder')\nmodel.eval()",
+    "training.md": "by_image = lambda value, sizes: value.split(sizes)\n"
+    "tokens_a, tokens_b = target_a, target_b = tokens.split([7, 9])",
+    "values.md": "class Cache: pass",
+    "weights.md": """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.blocks[1](self.blocks[0](self.embed(x))))
+
+model = Model()""",
+    "when-a-run-stops.md": "everything, path, train = {}, 'everything', lambda: None",
+}
+"""And what those of one page do beside it."""
+
+
+@pytest.mark.parametrize("page", BEFORE)
+def test_programs_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(EVERYWHERE + BEFORE[page], names)
+    for program in blocks(page):
+        exec(program.replace('"cuda"', '"cpu"'), dict(names))
+
+
+def test_every_page_with_programs_is_run() -> None:
+    """That of the schedules is run by tests/schedule/test_docs.py."""
+    assert {page.name for page in PAGES[1:] if "```python" in page.read_text()} == {
+        *BEFORE,
+        "schedules.md",
+    }
