@@ -136,7 +136,7 @@ def test_the_timeline_says_that_it_is_replayed(finished: tuple[Outcome, str]) ->
     svg = (outcome.folder / "timeline.svg").read_text()
     assert "1F1B: step 6, 2 ranks, 2 microbatches" in svg
     assert "replayed" in svg
-    assert "replayed: measured durations on one clock a rank" in shown
+    assert "replayed: measured durations on one clock per rank" in shown
     trace = json.loads((outcome.folder / "timeline.json").read_text())
     assert {event["tid"] for event in trace["traceEvents"]} == {0, 1}
 

@@ -159,7 +159,9 @@ def test_values_that_no_file_has_are_asked_for(tmp_path: Path) -> None:
     # Whether the device as a context reaches linspace depends on what transformers has loaded before.
     model = empty()
     model.register_buffer("positions", torch.empty(32, device="meta"), persistent=False)
-    with pytest.raises(UsageError, match=r"positions are saved in no file.*penstock.weights.parameters_on_meta"):
+    with pytest.raises(
+        UsageError, match=r"positions are.*in no file.*penstock.weights.parameters_on_meta"
+    ):
         load_partition(cut(model).partition, [0], tmp_path)
 
 

@@ -30,7 +30,7 @@ from penstock.train.sources import to_toml
 
 CLOCKS = {
     "measured": "measured on the clocks of the ranks",
-    "replayed": "replayed: measured durations on one clock a rank, as one process ran all ranks",
+    "replayed": "replayed: measured durations on one clock per rank, as one process ran all ranks",
 }
 
 
@@ -94,7 +94,7 @@ def introduction(config: TrainConfig, corpus: Corpus) -> str:
         f"model: {shape.parameters:,} parameters, {config.layers} layers in {schedule.stages} stages on "
         f"{schedule.ranks} ranks\n"
         f"schedule: {schedule.name}, {config.microbatches} microbatches; {config.device}, "
-        f"threads a process: {config.threads}\n"
+        f"threads per process: {config.threads}\n"
         f"text: {corpus.name}, {corpus.files:,} files, {len(corpus.training) / 1e6:.2f} MB to train on, "
         f"{len(corpus.held_out) / 1e6:.2f} MB held out"
     )

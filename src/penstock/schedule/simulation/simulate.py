@@ -179,7 +179,7 @@ class Simulation:
 
 @paused_collection()
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Run a schedule on one simulated clock a rank: each action starts as soon as its rank and needs allow.
+    """Run a schedule on one simulated clock per rank: each action starts as soon as its rank and needs allow.
 
     Where the messages are spelled out, a transfer starts when both ends have posted it and its channel is
     free. Where they are not, it starts when the value is made, and channels carry any number at once.
@@ -200,7 +200,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 def replay(
     schedule: Schedule, durations: Mapping[Action, float], *, latency: float = 0
 ) -> Timeline:
-    """Lay measured durations out on one clock a rank.
+    """Lay measured durations out on one clock per rank.
 
     Where one thread runs all ranks in turn, this is the timeline that ranks of their own would have had.
 
