@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.backward import DeferredBackward
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -138,3 +142,38 @@ def test_every_page_with_programs_is_run() -> None:
         *BEFORE,
         "schedules.md",
     }
+
+
+# ---- claims that no other test shows
+
+
+class Wrapped(nn.Module):
+    """A module's first output."""
+
+    def __init__(self, module: nn.Module, copies: int) -> None:
+        super().__init__()
+        self.inner, self.copies = module, copies
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(*[x] * self.copies)[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "copies", "waits"),
+    [
+        (nn.MultiheadAttention(4, 2), 3, {"in_proj_weight", "out_proj.weight"}),
+        (nn.GRU(4, 4), 1, {"weight_ih_l0", "weight_hh_l0"}),
+        (nn.LSTM(4, 4).double(), 1, {"weight_ih_l0", "weight_hh_l0"}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_layers_of_torch_wait_where_they_come_down_to_products(
+    module: nn.Module, copies: int, waits: set[str]
+) -> None:
+    """docs/backward.md; ``nn.LSTM`` in float32 is one piece where torch has oneDNN."""
+    model = Wrapped(module, copies)
+    x = torch.randn(3, 2, 4, dtype=next(module.parameters()).dtype, requires_grad=True)
+    output = model(x)
+    DeferredBackward(model).input_half(output, torch.ones_like(output), [x])
+    late = {name for name, parameter in module.named_parameters() if parameter.grad is None}
+    assert late == waits

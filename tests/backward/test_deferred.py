@@ -101,6 +101,13 @@ OPERATIONS: dict[str, Callable[[Any, Tensor], Any]] = {
     "conv1d, strided": lambda m, v: functional.conv1d(v.view(1, 4, 6), m.kernel, None, 2, 1, 2),
     "conv transpose": lambda m, v: functional.conv_transpose1d(v.view(1, 2, 12), m.kernel),
     "conv2d": lambda m, v: functional.conv2d(v.view(1, 4, 3, 2), m.kernel[..., None], m.b[:2]),
+    "conv3d": lambda m, v: functional.conv3d(v.view(1, 4, 3, 2, 1), m.kernel[..., None, None]),
+    "conv transpose 2d": lambda m, v: functional.conv_transpose2d(
+        v.view(1, 2, 3, 4), m.kernel[..., None]
+    ),
+    "conv transpose 3d": lambda m, v: functional.conv_transpose3d(
+        v.view(1, 2, 3, 2, 2), m.kernel[..., None, None]
+    ),
     "embedding": lambda m, v: functional.embedding(torch.tensor([[1, 3], [3, 5]]), m.w, 5),
     "scaled embedding": lambda m, v: functional.embedding(
         torch.tensor([1, 1, 3]), m.w, scale_grad_by_freq=True

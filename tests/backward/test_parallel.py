@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,8 +75,9 @@ def test_fully_sharded_weights_do_not_wait(caplog: pytest.LogCaptureFixture) -> 
     assert "FSDP" in caplog.text
 
 
-@pytest.mark.parametrize("search", [False, True])
-def test_replicated_weights_wait_unless_the_graph_is_searched(search: bool) -> None:
+@pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph"])
+def test_replicated_weights_wait_unless_the_graph_is_looked_at(option: str) -> None:
     model = make()
-    replica = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=search)
-    assert waiting(replica, model) == (0 if search else 2)
+    options: dict[str, Any] = {option: True} if option else {}
+    replica = DistributedDataParallel(copy.deepcopy(model), **options)
+    assert waiting(replica, model) == (0 if option else 2)
