@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import re
 from functools import reduce
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
+from penstock import Pipeline
 from penstock.backward import DeferredBackward
+from penstock.errors import UsageError
+from penstock.partition import partition
+from penstock.schedule import add_communication, build, compute_only, merge_backward
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -43,8 +50,6 @@ def test_names_are_found() -> None:
 
 
 def exists(name: str) -> bool:
-    from importlib import import_module
-
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -177,3 +182,95 @@ def test_layers_of_torch_wait_where_they_come_down_to_products(
     DeferredBackward(model).input_half(output, torch.ones_like(output), [x])
     late = {name for name, parameter in module.named_parameters() if parameter.grad is None}
     assert late == waits
+
+
+def test_the_way_of_a_batch_goes_by_these_names() -> None:
+    page = (ROOT / "docs/the-way-of-a-batch.md").read_text()
+    steps = re.findall(r"^\| \d \| `(\S+?)\.py`, `([\w.]+)`", page, re.MULTILINE)
+    assert len(steps) == 7
+    for file, name in steps:
+        assert exists(f"penstock.{file.replace('/', '.')}.{name}"), name
+    for file in re.findall(r"`([\w/]+\.py)`", page):
+        assert (ROOT / "src/penstock" / file).exists(), file
+
+
+def test_the_table_of_the_way_of_a_batch_is_a_real_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = Pipeline(model, schedule="ZB-H1", ranks=2, microbatches=2, loss_fn=mse_loss)
+    pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    rows = [row.split() for row in str(pipe.explain()).splitlines()]
+    page = (ROOT / "docs/the-way-of-a-batch.md").read_text()
+    shown = [row.split() for row in page.split("```")[1].strip().splitlines()]
+    begin = rows.index(shown[0])
+    assert rows[begin : begin + len(shown)] == shown
+
+
+class Rerun(nn.Module):
+    """A batch norm inside a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(lambda value: self.norm(self.linear(value)), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(("by", "counted"), [("microbatch", 4), ("batch", 1)])
+def test_a_norm_inside_a_checkpoint_counts_twice_by_default(by: Any, counted: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Rerun())
+    pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=mse_loss, batch_statistics=by)
+    pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
+    assert model.get_buffer("1.norm.num_batches_tracked") == counted
+
+
+def test_of_changes_a_traced_stage_knows_freezing_and_numbers_alone() -> None:
+    """docs/weights.md."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    made = partition(model, 2, how="traced", example=((x[:2],), {}))
+    pipe = Pipeline(model, stages=made, ranks=2, microbatches=2, loss_fn=mse_loss)
+    before = pipe.step(x, target=x).loss
+    model[0].forward = lambda value: value * 100
+    assert pipe.step(x, target=x).loss == before
+    model[0].requires_grad_(False)
+    pipe.zero_grad()
+    pipe.step(x, target=x)
+    assert model[0].weight.grad is None
+    model[0].weight.data.zero_()
+    assert pipe.step(x, target=x).loss != before
+    model[0].weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(UsageError, match=r"'0\.weight' was replaced"):
+        pipe.step(x, target=x)
+
+
+class Writes(nn.Linear):
+    """Needs numbers, and counts its calls in a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls.add_(1)
+        assert self.calls.item() > 0
+        return super().forward(x)
+
+
+def test_a_forward_that_writes_into_parameters_does_so_once_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """docs/values.md."""
+    model = nn.Sequential(Writes(), nn.Linear(4, 4))
+    pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=mse_loss)
+    pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    assert model[0].calls == 2 + 1
+    assert "a forward that changes parameters in place has run once on zeros" in caplog.text
+
+
+def test_what_undoes_passes_leaves_whole_backwards_whole() -> None:
+    """docs/schedules.md."""
+    plain = build("ZB-H1", ranks=3, microbatches=4)
+    merged = merge_backward(plain)
+    assert compute_only(add_communication(merged)) == merged != plain
