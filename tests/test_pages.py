@@ -274,3 +274,41 @@ def test_what_undoes_passes_leaves_whole_backwards_whole() -> None:
     plain = build("ZB-H1", ranks=3, microbatches=4)
     merged = merge_backward(plain)
     assert compute_only(add_communication(merged)) == merged != plain
+
+
+def test_the_batch_of_a_tokenizer_travels() -> None:
+    """docs/values.md."""
+    encoding = pytest.importorskip("transformers").BatchEncoding
+
+    class Packs(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return encoding({"hidden": super().forward(x)})
+
+    class Unpacks(nn.Linear):
+        def forward(self, batch: Any) -> Any:
+            assert type(batch) is encoding
+            return super().forward(batch["hidden"])
+
+    model = nn.Sequential(Packs(4, 4), Unpacks(4, 4))
+    pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=mse_loss)
+    assert pipe.step(torch.ones(4, 4), target=torch.ones(4, 4)).loss > 0
+
+
+def test_hooks_on_modules_are_in_the_graph_and_do_not_run_afterwards() -> None:
+    """docs/tracing.md."""
+    calls: list[None] = []
+
+    def doubles(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        calls.append(None)
+        return output * 2
+
+    x = torch.ones(2, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    expected = model[1](2 * model[0](x))
+    model[0].register_forward_hook(doubles)
+    made = partition(model, 2, how="traced", example=((x,), {}))
+    pipe = Pipeline(model, stages=made, ranks=2, microbatches=1)
+    torch.testing.assert_close(pipe.predict(x), expected.detach())  # traces evaluation too
+    traced = len(calls)
+    torch.testing.assert_close(pipe.predict(x), expected.detach())
+    assert len(calls) == traced > 0
