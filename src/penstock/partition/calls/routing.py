@@ -1,6 +1,6 @@
 """Who runs which event, and which values travel: from a tape and the homes of its units.
 
-A unit runs at home; where the rest runs says ``placing``. A value travels from the stage that makes it to all
+A unit runs at home; ``units`` says where the rest runs. A value travels from the stage that makes it to all
 later ones that use it.
 """
 
