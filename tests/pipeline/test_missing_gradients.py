@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
 from penstock.testing import Case, WorkerPool, compare, count_messages
@@ -55,6 +56,23 @@ def on_a_branch(value: dict[str, Tensor], bound: float = 0.0) -> Tensor:
     return value["a"] + value["b"] * chosen[:, None]
 
 
+def in_a_checkpoint(value: dict[str, Tensor]) -> Tensor:
+    found: Tensor = checkpoint(lambda a, b: a.tanh(), value["a"], value["b"], use_reentrant=True)
+    return found
+
+
+class First(torch.autograd.Function):
+    """The first of two; the other gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0], None
+
+
 USES: dict[str, tuple[Callable[[dict[str, Tensor]], Tensor], Tensor, set[str]]] = {
     "a branch of microbatch 2": (on_a_branch, MARKED, set()),
     "a branch never taken": (on_a_branch, MARKED.abs(), {"b"}),
@@ -62,6 +80,8 @@ USES: dict[str, tuple[Callable[[dict[str, Tensor]], Tensor], Tensor, set[str]]] 
     "never": (lambda value: value["a"], X, {"b"}),
     "detached": (lambda value: value["a"] + value["b"].detach(), X, {"b"}),
     "neither": (lambda value: value["a"].detach(), X, {"a", "b"}),
+    "a reentrant checkpoint that leaves it alone": (in_a_checkpoint, X, {"b"}),
+    "a function without a gradient": (lambda v: First.apply(v["a"], v["b"]), X, {"b"}),  # type: ignore[no-untyped-call]
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.errors import SpecError
@@ -241,6 +242,10 @@ def surely_reached(
     return {key for key, edge in edges.items() if (edge.node, edge.output_nr) in sure}
 
 
+def _is_own(node: Any) -> bool:
+    return str(node._forward_cls.__module__).startswith("penstock.")
+
+
 def _below(output: Tensor) -> set[tuple[Node, int]]:
     """Where a gradient of a tensor comes by."""
     edge = get_gradient_edge(output)
@@ -248,6 +253,9 @@ def _below(output: Tensor) -> set[tuple[Node, int]]:
     seen = set(todo)
     while todo:
         node, _ = todo.pop()
+        if isinstance(node, BackwardCFunction) and not _is_own(node):
+            # A function of the user's, or a reentrant checkpoint, may give back None.
+            continue
         following = {(to, place) for to, place in node.next_functions if to is not None} - seen
         seen |= following
         todo += following
