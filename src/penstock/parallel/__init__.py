@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.parallel.adapter import Adapter, adapter_of
     from penstock.parallel.crossing import let_cross
-    from penstock.parallel.groups import group_of, seat
+    from penstock.parallel.groups import group_across, group_of, seat
     from penstock.parallel.tensors import (
         global_norms,
         is_sharded,
@@ -27,6 +27,7 @@ _HOMES = {
     "Adapter": "adapter",
     "adapter_of": "adapter",
     "global_norms": "tensors",
+    "group_across": "groups",
     "group_of": "groups",
     "is_sharded": "tensors",
     "let_cross": "crossing",
@@ -43,6 +44,7 @@ __all__ = [
     "Adapter",
     "adapter_of",
     "global_norms",
+    "group_across",
     "group_of",
     "is_sharded",
     "let_cross",
