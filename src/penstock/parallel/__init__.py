@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from penstock.parallel.crossing import let_cross
     from penstock.parallel.groups import group_across, group_of, seat
     from penstock.parallel.tensors import (
+        gathered,
         global_norms,
         is_sharded,
         local_part,
         merge_sharded,
+        replicated,
         split_sharded,
         spread,
         whole,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Adapter": "adapter",
     "adapter_of": "adapter",
+    "gathered": "tensors",
     "global_norms": "tensors",
     "group_across": "groups",
     "group_of": "groups",
@@ -33,6 +36,7 @@ _HOMES = {
     "let_cross": "crossing",
     "local_part": "tensors",
     "merge_sharded": "tensors",
+    "replicated": "tensors",
     "seat": "groups",
     "split_sharded": "tensors",
     "spread": "tensors",
@@ -43,6 +47,7 @@ _HOMES = {
 __all__ = [
     "Adapter",
     "adapter_of",
+    "gathered",
     "global_norms",
     "group_across",
     "group_of",
@@ -50,6 +55,7 @@ __all__ = [
     "let_cross",
     "local_part",
     "merge_sharded",
+    "replicated",
     "seat",
     "split_sharded",
     "spread",
