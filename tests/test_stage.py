@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from penstock import PipelineStage
 from penstock.backward import ENGINES
 from penstock.errors import UsageError
+from penstock.values import flatten
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
@@ -199,6 +201,44 @@ def test_later_microbatches_leave_a_handed_back_gradient_alone(
     assert [gradient[0, 0].item() for gradient in found] == [1, 2, 3]
     assert [gradient[0, 0].item() for gradient in grads] == [1, 2, 3]
     assert grad(stage)[0, 0].item() == 6
+
+
+class EndsInCollectives(nn.Module):
+    """What it gives, and what gradients it gives, is still arriving."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = cast("Any", _Collective).apply(
+            self.inner(cast("Any", _Collective).apply(x))
+        )
+        return found
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Any:
+        return AsyncCollectiveTensor(tensor.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return AsyncCollectiveTensor(grads[0].clone())
+
+
+def test_what_is_still_arriving_is_waited_for(backward: Backward) -> None:
+    stage = PipelineStage(EndsInCollectives(), 0, 2)
+    x, ones = torch.ones(3, 2, requires_grad=True), torch.ones(3, 2)
+    output = stage.forward(0, (x,))
+    (sent,) = flatten(output)[0]
+    assert type(output) is AsyncCollectiveTensor
+    assert type(sent) is Tensor
+    assert sent.data_ptr() == output.elem.data_ptr()
+    (found,) = backward(stage, 0, (ones,))
+    assert type(found) is Tensor
+    assert torch.equal(found, ones @ weight(stage, "inner.weight"))
+    assert torch.equal(grad(stage, "inner.weight"), ones.T @ x)
 
 
 def test_an_unknown_engine_is_refused() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.backward import ENGINES, Apart, BackwardEngine, backward_from
 from penstock.errors import SpecError, UsageError
-from penstock.values import flatten, paths, unflatten
+from penstock.values import arrived, flatten, paths, unflatten
 
 T = TypeVar("T")
 DEFAULT_ENGINE = "deferred"
@@ -201,10 +201,10 @@ class PipelineStage:
         done = self._taken(self._forwards, microbatch, "forward")
         with self._apart:
             if self._engine.is_plain:
-                return backward_from(done.roots, output_grads, done.leaves)
+                return _arrived(backward_from(done.roots, output_grads, done.leaves))
             found = self._engine.full(done.roots, output_grads, done.leaves)
             self._finish(self._engine)
-        return found
+        return _arrived(found)
 
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None
@@ -214,7 +214,7 @@ class PipelineStage:
         with self._apart:
             found, state = self._engine.input_half(done.roots, output_grads, done.leaves)
         self._halves[microbatch] = self._engine, state
-        return found
+        return _arrived(found)
 
     def backward_weight(self, microbatch: int) -> None:
         """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
@@ -246,6 +246,11 @@ class PipelineStage:
         self._halves.clear()
         self._apart.take()
         self._engine = self._new_engine()
+
+
+def _arrived(gradients: Gradients) -> Gradients:
+    """Gradients without such as a collective is still to fill: backward may end in one, as forward may."""
+    return tuple([None if gradient is None else arrived(gradient) for gradient in gradients])
 
 
 def _moved(module: nn.Module, device: torch.device) -> nn.Module:

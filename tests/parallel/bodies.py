@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock import add_loss
 from penstock.pipelining import PipelineStage, Schedule1F1B, SplitPoint, build_stage, pipeline
 from penstock.pipelining.schedules import get_schedule_class
 
@@ -88,6 +89,10 @@ def gap(modules: Sequence[tuple[int, nn.Module]], whole: nn.Module) -> float:
     """How far the gradients are from those of the whole model in one process."""
     for _ in range(2):
         nn.functional.mse_loss(whole(X), Y).backward()
+    return largest_gap(modules, whole)
+
+
+def largest_gap(modules: Sequence[tuple[int, nn.Module]], whole: nn.Module) -> float:
     largest = 0.0
     for index, module in modules:
         expected = whole.get_submodule(str(index)).parameters()
@@ -169,3 +174,88 @@ def run_tensor_parallel(group: Any, schedule: str, crossing: bool) -> dict[str, 
     ]
     run(schedule, held, count, mesh, (X, Y))
     return {"gap": gap(mine, whole)}
+
+
+# ---- stages that end in a collective: what leaves them is still arriving
+
+
+class Ending(nn.Module):
+    """Nothing waits for what its last linear layer gives. It passes a second value on that is not used."""
+
+    module: Any
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, layout: Any, spread: bool) -> None:
+        super().__init__()
+        plan = {
+            "up": ColwiseParallel(input_layouts=layout or Replicate()),
+            "down": RowwiseParallel(
+                output_layouts=layout or Replicate(), use_local_output=layout is None
+            ),
+        }
+        self.module = parallelize_module(module, mesh, plan)
+        self.mesh, self.layout, self.spread = mesh, layout, spread
+
+    def forward(self, hidden: Tensor, _: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.layout is not None and self.spread:
+            hidden = DTensor.from_local(hidden, self.mesh, [Replicate()])
+            hidden = hidden.redistribute(placements=[self.layout])
+        inner = self.module.up(hidden)
+        made, unused = self.module.down(torch.tanh(inner)), self.module.down(torch.sin(inner))
+        add_loss("size", made.square().mean(), weight=0.0)
+        return made, unused
+
+
+def ending_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """Of DTensors it is one itself, and a sum that is still to be made where they are sharded."""
+    made = output[0]
+    if isinstance(made, DTensor):
+        spread = DTensor.from_local(target, made.device_mesh, [Replicate()])
+        target = spread.redistribute(placements=made.placements)
+    return (made - target).square().mean()
+
+
+def without_residuals(modules: Any, hidden: Tensor) -> Tensor:
+    for module in modules:
+        hidden = module.down(torch.tanh(module.up(hidden)))
+    return hidden
+
+
+def run_ending(group: Any, schedule: str) -> dict[str, dict[str, float]]:
+    """A worker's task: for each layout how far gradients, losses and outputs are from one process.
+
+    The second batch is of another size.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    layouts = {"tensors": None, "replicated": Replicate(), "sharded": Shard(1)}
+    return {name: _run_ending(schedule, layout, mesh) for name, layout in layouts.items()}
+
+
+def _run_ending(schedule: str, layout: Placement | None, mesh: DeviceMesh) -> dict[str, float]:
+    count, placed = stages_of(schedule)
+    modules, whole = models(count)
+    mine = [(index, modules[index]) for index in placed[mesh["pp"].get_local_rank()]]
+    stages = [
+        PipelineStage(
+            Ending(module, mesh["tp"], layout, index == 0), index, count, "cpu", group=mesh
+        )
+        for index, module in mine
+    ]
+    chosen: Any = get_schedule_class(schedule)
+    made = chosen(stages[0] if schedule in SINGLE else stages, 4, loss_fn=ending_loss)
+    evaluated = 0.0
+    x, y = X[:, :2], Y[:, :2]
+    for size in (16, 8):
+        args = (x[:size],) if any(stage.is_first for stage in stages) else ()
+        target = {"target": y[:size]} if any(stage.is_last for stage in stages) else {}
+        losses: list[Tensor] = []
+        made.step(*args, **target, losses=losses)
+        output = made.eval(*args, **target)
+        expected = without_residuals(whole, x[:size])
+        loss = nn.functional.mse_loss(expected, y[:size])
+        loss.backward()
+        if output is not None:
+            told = sum(float(one) for one in losses) / 4
+            evaluated = max(evaluated, abs(told - float(loss)))
+            found = output[0].full_tensor() if layout is not None else output[0]
+            evaluated = max(evaluated, float((found - expected).abs().max()))
+    return {"gap": largest_gap(mine, whole), "evaluated": evaluated}

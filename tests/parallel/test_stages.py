@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.testing import WorkerPool
-from tests.parallel.bodies import SCHEDULES
+from tests.parallel.bodies import IN_A_V, SCHEDULES
 
 PROCESSES = 4
 REDUCES = {"ddp": "allreduce", "fsdp": "reduce_scatter"}
@@ -47,3 +47,11 @@ def test_tensor_parallel_stages_equal_one_process(
 ) -> None:
     answers = run(workers, "run_tensor_parallel", schedule=schedule, crossing=crossing)
     assert max(answer["gap"] for answer in answers) < 1e-12
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", *IN_A_V])
+def test_what_leaves_a_stage_may_still_be_arriving(workers: WorkerPool, schedule: str) -> None:
+    for answer in run(workers, "run_ending", schedule=schedule):
+        assert {name: max(gaps.values()) < 1e-12 for name, gaps in answer.items()} == dict.fromkeys(
+            ("tensors", "replicated", "sharded"), True
+        ), answer

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import LossScaler, Pipeline, PipelineStage
 from penstock.errors import PenstockError
@@ -99,8 +100,9 @@ def step_with_what_is_needed(group: Any) -> Any:
     rank = torch.distributed.get_rank()
     modules, expected = layers(), layers()
     held = [PipelineStage(modules[i], i, 4) for i in (rank, rank + 2)]
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
     pipe = Pipeline.from_stages(
-        held, schedule="Interleaved1F1B", microbatches=2, loss_fn=loss, group=group
+        held, schedule="Interleaved1F1B", microbatches=2, loss_fn=loss, mesh=mesh
     )
     losses = []
     for _ in range(2):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -508,19 +509,18 @@ def test_all_ranks_skip_a_step_together(workers: WorkerPool) -> None:
 
 def replica(group: Any) -> dict[str, float]:
     """A worker's task: two pipelines of two ranks, each on its own part of the batch."""
-    number, place = divmod(group.rank(), 2)
-    pipelines = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    places = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    number = group.rank() // 2
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     rows = (slice(0, 4), slice(4, 7))[number]
-    options = {"loss_weight": valid, "replicas": places[place], "metrics": METRICS}
-    pipe = make(plain_model(), group=pipelines[number], **options)
+    options: dict[str, Any] = {"loss_weight": valid, "replicas": mesh["dp"], "metrics": METRICS}
+    pipe = make(plain_model(), mesh=mesh, **options)
     scaler = LossScaler(64.0)
     result = pipe.step(X[rows], target=RAGGED_Y[rows], scaler=scaler)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     scaler.unscale_(optimizer)
     found = gradients(pipe)
     for grad in found.values():
-        dist.all_reduce(grad, group=places[place])
+        dist.all_reduce(grad, group=mesh.get_group("dp"))
         grad /= 2
     loss, expected = whole_batch(RAGGED_Y)
     gaps = [float((found[name] - expected[name]).abs().max()) for name in found]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import REPLICATE, Microbatches, Pipeline, PipelineStage
 from penstock.errors import (
@@ -44,6 +45,12 @@ def by_hand(*given: PipelineStage, schedule: Any = "1F1B") -> Pipeline:
 class OfOthers(nn.Sequential):
     def forward(self, x: Any) -> Any:
         return -super().__getitem__(0)(x)
+
+
+def mesh_of(*names: str) -> DeviceMesh:
+    """A mesh without process groups."""
+    ranks = torch.arange(4).reshape(2, 2)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
 
 
 def incomplete() -> Schedule:
@@ -167,6 +174,26 @@ MAKING: dict[str, Refusal] = {
     ),
     "no metrics": (lambda: make(metrics=[mean_loss]), UsageError, "functions by name, in a dict"),
     "no replicas": (lambda: make(replicas=2), UsageError, "replicas=2: must be a process group"),
+    "no mesh": (
+        lambda: make(mesh=2),
+        UsageError,
+        "mesh=2: must be a DeviceMesh with a dimension 'pp'",
+    ),
+    "a mesh without the pipeline": (
+        lambda: make(mesh=mesh_of("dp", "tp")),
+        UsageError,
+        r"the mesh has the dimensions \('dp', 'tp'\); one named 'pp' must say",
+    ),
+    "replicas of several dimensions": (
+        lambda: make(replicas=mesh_of("dp", "pp")),
+        UsageError,
+        r"the mesh has the dimensions \('dp', 'pp'\); give the one along which the replicas lie",
+    ),
+    "a mesh and a group": (
+        lambda: make(mesh=2, group=2),
+        UsageError,
+        "give group= or mesh=, not both",
+    ),
     "no weight": (lambda: make(loss_weight="a"), UsageError, "loss_weight='a': must be a number"),
     "no step to accumulate": (
         lambda: make(accumulate=0),

@@ -35,7 +35,7 @@ def run_sharded(group: Any) -> dict[str, Any]:
     """A worker's task."""
     of = case("tied")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    pipe = pipeline(of, "tied", 2, schedule="1F1B", group=mesh.get_group("pp"))
+    pipe = pipeline(of, "tied", 2, schedule="1F1B", group=mesh["pp"])
     plain = copy.deepcopy(of.model)
     of.loss_fn(plain(*of.args), of.target).backward()
     spread(pipe, plain, mesh["dp"])

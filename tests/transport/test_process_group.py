@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -77,6 +77,8 @@ def join_a_group_of_others(group: Any) -> str:
         end.agree("connected").wait()
         end.close()
         return str(end.rank)
+    with pytest.raises(UsageError, match="group=2: must be a process group or a DeviceMesh"):
+        connect(CPU, cast("Any", 2))
     try:
         connect(CPU, others)
     except (PenstockError, ValueError) as error:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.parallel.adapter import Adapter, adapter_of
     from penstock.parallel.crossing import let_cross
-    from penstock.parallel.groups import group_of, seat
+    from penstock.parallel.groups import group_across, group_of, seat
     from penstock.parallel.tensors import (
+        gathered,
         global_norms,
         is_sharded,
         local_part,
         merge_sharded,
+        replicated,
         split_sharded,
         spread,
         whole,
@@ -26,12 +28,15 @@ if TYPE_CHECKING:
 _HOMES = {
     "Adapter": "adapter",
     "adapter_of": "adapter",
+    "gathered": "tensors",
     "global_norms": "tensors",
+    "group_across": "groups",
     "group_of": "groups",
     "is_sharded": "tensors",
     "let_cross": "crossing",
     "local_part": "tensors",
     "merge_sharded": "tensors",
+    "replicated": "tensors",
     "seat": "groups",
     "split_sharded": "tensors",
     "spread": "tensors",
@@ -42,12 +47,15 @@ _HOMES = {
 __all__ = [
     "Adapter",
     "adapter_of",
+    "gathered",
     "global_norms",
+    "group_across",
     "group_of",
     "is_sharded",
     "let_cross",
     "local_part",
     "merge_sharded",
+    "replicated",
     "seat",
     "split_sharded",
     "spread",

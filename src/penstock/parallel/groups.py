@@ -20,23 +20,53 @@ class Seat(NamedTuple):
     size: int
 
 
-def group_of(group: Any) -> Any:
+def group_of(group: Any, mesh: Any = None) -> Any:
     """The process group that is meant: a mesh stands for the one of its pipeline dimension.
 
+    Args:
+        group: a process group, or a mesh, of which one of a single dimension is taken whatever its name.
+        mesh: a mesh with a dimension for the pipeline, in place of a group.
+
     Raises:
-        UsageError: a mesh without such a dimension.
+        UsageError: a mesh without such a dimension, no mesh at all, or both were given.
     """
+    if mesh is not None:
+        if group is not None:
+            raise UsageError(
+                "give group= or mesh=, not both: each says which processes run the pipeline"
+            )
+        if not isinstance(mesh, DeviceMesh):
+            raise UsageError(f"mesh={mesh!r}: must be a DeviceMesh with a dimension {DIMENSION!r}")
+        return _along_pipeline(mesh)
     if not isinstance(group, DeviceMesh):
         return group
-    if group.ndim == 1:
-        return group.get_group()
-    names = group.mesh_dim_names or ()
+    return group.get_group() if group.ndim == 1 else _along_pipeline(group)
+
+
+def _along_pipeline(mesh: DeviceMesh) -> Any:
+    names = mesh.mesh_dim_names or ()
     if DIMENSION not in names:
         raise UsageError(
-            f"the mesh has the dimensions {names or group.ndim}; one named {DIMENSION!r} must say along "
-            f"which the pipeline runs, or pass mesh[name]"
+            f"the mesh has the dimensions {names or mesh.ndim}; one named {DIMENSION!r} must say along "
+            f"which the pipeline runs, or pass group=mesh[name]"
         )
-    return group.get_group(DIMENSION)
+    return mesh.get_group(DIMENSION)
+
+
+def group_across(mesh: Any) -> Any:
+    """The process group of a mesh of one dimension, such as that of replicas; other things as they are.
+
+    Raises:
+        UsageError: a mesh of several dimensions.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        return mesh
+    if mesh.ndim != 1:
+        raise UsageError(
+            f"the mesh has the dimensions {mesh.mesh_dim_names or mesh.ndim}; give the one along which the "
+            "replicas lie, as mesh[name]"
+        )
+    return mesh.get_group()
 
 
 def seat(group: Any) -> Seat:

@@ -71,6 +71,17 @@ def whole(tensor: DTensor) -> Tensor:
     return found.detach()
 
 
+def replicated(tensor: DTensor) -> DTensor:
+    """The same, whole on every process of the mesh; gradients go through."""
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
+def gathered(tensor: DTensor) -> Tensor:
+    """All of it as a plain tensor; gradients go through."""
+    found: Tensor = tensor.full_tensor()
+    return found
+
+
 def spread(like: DTensor, value: Tensor) -> Tensor:
     """A whole tensor, which every process has, cut as ``like`` is."""
     if isinstance(value, DTensor):

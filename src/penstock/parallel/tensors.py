@@ -38,6 +38,18 @@ def whole(tensor: Tensor) -> Tensor:
     return found
 
 
+def replicated(tensor: Tensor) -> Tensor:
+    """A tensor as every process of its mesh has it whole; gradients go through, unlike :func:`whole`."""
+    found: Tensor = _sharded().replicated(tensor) if is_sharded(tensor) else tensor
+    return found
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """All of a tensor as a plain one; gradients go through, unlike :func:`whole`."""
+    found: Tensor = _sharded().gathered(tensor) if is_sharded(tensor) else tensor
+    return found
+
+
 def spread(like: Tensor, value: Tensor) -> Tensor:
     """A whole tensor, which every process has, cut as ``like`` is."""
     found: Tensor = _sharded().spread(like, value) if is_sharded(like) else value

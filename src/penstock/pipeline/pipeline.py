@@ -82,7 +82,10 @@ class Pipeline(WeightHolder):
             says it of the target, and ``"output"`` along which dimension outputs are put together.
         device: where the stages live; by default where the model is. ``"cuda"`` under torchrun is the
             device of ``LOCAL_RANK``.
-        group: under torchrun, the process group of this pipeline's ranks; by default all.
+        group: under torchrun, the process group of this pipeline's ranks, or a ``DeviceMesh`` of one
+            dimension such as ``mesh["pp"]``; by default all.
+        mesh: in its place, a ``DeviceMesh`` with a dimension ``pp``, along which the pipeline runs. Each
+            place in its other dimensions has a pipeline of its own.
         engine: how backward is cut in two, see :class:`PipelineStage`; by default what the schedule needs.
         seed: of the random numbers that steps draw, such as dropout's, which depend on it, the step, the
             microbatch and the module's path alone; by default the one rank 0 gave ``torch.manual_seed``.
@@ -117,6 +120,7 @@ class Pipeline(WeightHolder):
         rules: Rules | None = None,
         device: torch.device | str | None = None,
         group: Any = None,
+        mesh: Any = None,
         engine: str | None = None,
         seed: Seed = None,
         timeout: Timeout = None,
@@ -131,7 +135,7 @@ class Pipeline(WeightHolder):
         check_statistics(batch_statistics, [model])
         home = home_for(model, device, filled=weights is not None)
         patience = Patience(timeout, rendezvous_timeout)
-        found = connect_if_launched(home or home_of(model), group, patience)
+        found = connect_if_launched(home or home_of(model), group, patience, mesh)
         with being_made(found) as now:
             now("cuts the model")
             plan = make_plan(
@@ -167,6 +171,7 @@ class Pipeline(WeightHolder):
         edges: Edges | None = None,
         shared: Sequence[Shared] | None = None,
         group: Any = None,
+        mesh: Any = None,
         seed: Seed = None,
         timeout: Timeout = None,
         batch_statistics: BatchStatistics = "microbatch",
@@ -185,7 +190,8 @@ class Pipeline(WeightHolder):
                 makes several gives them by name in a dict, and gets several by name.
             shared: the weights that stages of different processes share, the same table on every rank, see
                 :func:`penstock.partition.find_shared`; by default what the given stages share by identity.
-            group: the process group of this pipeline's ranks.
+            group: the process group of this pipeline's ranks, or a mesh of one dimension.
+            mesh: in its place, a mesh with a dimension ``pp``.
             seed: of the random numbers that steps draw.
             timeout: seconds without progress after which a rank is named as silent.
             batch_statistics: of what batch norms update their running statistics.
@@ -197,7 +203,7 @@ class Pipeline(WeightHolder):
         check_rules(rules)
         check_statistics(batch_statistics, [stage.module for stage in stages])
         patience = Patience(timeout, rendezvous_timeout)
-        found = connect_if_launched(stages[0].device, group, patience)
+        found = connect_if_launched(stages[0].device, group, patience, mesh)
         pipe = cls.__new__(cls)
         with being_made(found) as now:
             now("plans its stages")

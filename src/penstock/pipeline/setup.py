@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.errors import UnknownArgumentError, UsageError
 from penstock.faults import Patience
+from penstock.parallel import group_across, group_of
 from penstock.pipeline.plan import Plan
 from penstock.runtime import Rank, check_stages
 from penstock.runtime.describing import Describe
@@ -147,22 +148,33 @@ def loss_of(  # noqa: PLR0913 - as LossOptions
 
 
 def replicas_of(replicas: Any) -> Replicas:
-    """The other pipelines, from a process group of the ranks at this place in each."""
+    """The other pipelines, from a process group or mesh of the ranks at this place in each."""
     if replicas is None or isinstance(replicas, Replicas):
         return replicas or Replicas()
-    if not callable(getattr(replicas, "allgather", None)):
+    group = group_across(replicas)
+    if not callable(getattr(group, "allgather", None)):
         raise UsageError(
-            f"replicas={replicas!r}: must be a process group of the ranks at this place in each pipeline, or "
-            "penstock.Replicas"
+            f"replicas={replicas!r}: must be a process group of the ranks at this place in each pipeline, a "
+            "mesh of that dimension, or penstock.Replicas"
         )
-    return Replicas(*sum_over(replicas))
+    return Replicas(*sum_over(group))
 
 
-def connect_if_launched(device: torch.device, group: Any, patience: Patience) -> list[Transport]:
-    """This process's end where each rank is a process; else nothing."""
-    if group is None and not launched():
+def connect_if_launched(
+    device: torch.device, group: Any, patience: Patience, mesh: Any = None
+) -> list[Transport]:
+    """This process's end where each rank is a process; else nothing.
+
+    Args:
+        device: where its stages live.
+        group: the pipeline's ranks, as :func:`penstock.parallel.group_of` takes them, like ``mesh``.
+        patience: how long ranks may take.
+        mesh: in place of the group.
+    """
+    found = group_of(group, mesh)
+    if found is None and not launched():
         return []
-    return [connect(device, group, patience)]
+    return [connect(device, found, patience)]
 
 
 @contextmanager

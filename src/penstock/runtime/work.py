@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from penstock.parallel import gathered, replicated
 from penstock.runtime.arguments import Call, Inputs, chosen
 from penstock.runtime.exchange import Exchange, Gradients
 from penstock.runtime.health import Health
@@ -287,13 +288,14 @@ class StageWork:
             companion.loss(microbatch)
         if data.loss is not None and data.weights.shares[microbatch]:
             target = _saveable(data.targets[microbatch])
-            found = data.loss.of_microbatch(output, target)
+            found = replicated(data.loss.of_microbatch(output, target))
             data.tally.measure(microbatch, self.stage.index, output, target)
         else:
             # A mean over nothing is no number, and its gradient is none either.
-            found = nothing(output)
+            found = replicated(nothing(output))
         data.tally.add_main(microbatch, self.stage.index, found)
-        return found
+        # Backward starts from what lies here, with a plain seed.
+        return gathered(found)
 
     def _seed(self, root: Tensor) -> Tensor:
         """What backward starts with at the loss; microbatches that count alike share it."""

@@ -239,7 +239,7 @@ class LossOptions(TypedDict, total=False):
             sum and how many things it is over. They come back in ``result.metrics``.
         accumulate: of how many steps the gradients are to equal those of one large batch.
         replicas: the pipelines that train the same weights on other data: a process group of the ranks
-            at this place in each of them, or :class:`Replicas`.
+            at this place in each of them, a ``DeviceMesh`` of that dimension, or :class:`Replicas`.
         nonfinite: what becomes of a step whose loss or gradients are not finite: ``"stop"``, the default,
             raises; ``"skip"`` drops its gradients; ``"warn"`` only tells.
     """

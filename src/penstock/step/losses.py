@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
+from penstock.parallel import gathered
 
 MAIN = "main"
 """The name under which the loss of ``loss_fn`` is reported beside the others."""
@@ -135,4 +136,4 @@ def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
             f"add_loss({name!r}, ...) with gradients disabled: nothing would be trained by it; call it "
             "outside of no_grad() and of a checkpoint with use_reentrant=True, or with weight=0 to report it"
         )
-    losses.add(Term(name, value, float(weight)))
+    losses.add(Term(name, gathered(value), float(weight)))

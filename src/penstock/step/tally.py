@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.parallel import whole
 from penstock.schedule import Timeline
 from penstock.step.loss import Metric, Number, Weights, measured
 from penstock.step.losses import MAIN, Losses
@@ -145,7 +146,7 @@ def _on_cpu(values: Sequence[Number]) -> list[float]:
     devices = {value.device for value in values if isinstance(value, Tensor)}
     for device in devices:
         here = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.device == device]
-        joined = torch.stack([torch.as_tensor(values[i]).reshape(()).double() for i in here])
+        joined = torch.stack([whole(torch.as_tensor(values[i])).reshape(()).double() for i in here])
         found |= dict(zip(here, joined.tolist(), strict=True))
     return [found[i] if isinstance(v, Tensor) else float(v) for i, v in enumerate(values)]
 

@@ -156,6 +156,11 @@ def connect(
 
 
 def _checked(group: dist.ProcessGroup | None) -> Any:
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        # What torch gives for a group to those that are not in it.
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise UsageError(f"process {dist.get_rank()} is not in the group that was given")
+        raise UsageError(f"group={group!r}: must be a process group or a DeviceMesh")
     found = group or dist.group.WORLD
     members = dist.get_process_group_ranks(found)
     if dist.get_rank() not in members:

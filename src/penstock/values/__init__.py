@@ -34,7 +34,7 @@ from penstock.values.inference import (
 )
 from penstock.values.sizes import Family, Form, Found, NotGeneral, Unknowns
 from penstock.values.splitting import split, split_batch
-from penstock.values.structure import flatten, paths, unflatten
+from penstock.values.structure import arrived, flatten, paths, unflatten
 from penstock.values.trial import attributes_kept, isolate_hooks, randomness_kept
 from penstock.values.value import TensorSpec, ValueSpec, named_arguments
 
@@ -61,6 +61,7 @@ __all__ = [
     "TensorSpec",
     "Unknowns",
     "ValueSpec",
+    "arrived",
     "attributes_kept",
     "autocast_types",
     "check_rules",

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from penstock.errors import SpecError
 from penstock.values.classes import SPREAD, Record, record_named, record_of
@@ -23,6 +24,41 @@ _TENSOR: Structure = {"tensor": 0}
 _ROWS = [{"tuple": [{"tensor": index} for index in range(length)]} for length in range(17)]
 """The structures of short tuples of tensors."""
 
+_PLAIN = frozenset({Tensor, nn.Parameter})
+"""The classes of tensors with nothing around them."""
+
+
+# ---- tensors that an asynchronous collective is still to fill
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor itself, or once it has arrived what torch's ``AsyncCollectiveTensor`` wraps.
+
+    Such a one waits by itself before its first use by torch, but sending its memory is none. The wait leads
+    gradients through and copies nothing.
+    """
+    if type(tensor) in _PLAIN or not hasattr(tensor, "trigger_wait"):
+        return tensor
+    found: Tensor = cast("Any", _Arrive).apply(tensor)
+    return found
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        # No gradient is not the same as zeros.
+        ctx.set_materialize_grads(False)
+        found: Tensor = tensor.trigger_wait()
+        # A fresh one, since others may hold what is wrapped: autograd's marks come upon it.
+        return found.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0]
+
+
+# ---- take a value apart
+
 
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
     """Take a value apart.
@@ -32,16 +68,17 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
             or in tuples, lists, dicts, named tuples and dataclasses.
 
     Returns:
-        The tensors in order, and the structure that :func:`unflatten` takes. It is shared: not to be changed.
+        The tensors in order, :func:`arrived`, and the structure that :func:`unflatten` takes. It is shared:
+        not to be changed.
 
     Raises:
         SpecError: something of another type; the message says where it stands.
     """
-    if isinstance(value, Tensor) and type(value) not in SPREAD:
+    if type(value) in _PLAIN:
         return [value], _TENSOR
     if type(value) is tuple and len(value) < len(_ROWS):
         for item in value:
-            if not isinstance(item, Tensor) or type(item) in SPREAD:
+            if type(item) not in _PLAIN:
                 break
         else:
             return list(value), _ROWS[len(value)]
@@ -77,7 +114,7 @@ def _describe(value: Any, tensors: list[Tensor]) -> Structure:
     if kind in DESCRIBE:
         return DESCRIBE[kind](value)
     if isinstance(value, Tensor) and kind not in SPREAD:
-        tensors.append(value)
+        tensors.append(arrived(value))
         return {"tensor": len(tensors) - 1}
     if kind is tuple or kind is list:
         return {kind.__name__: _items(value, tensors)}

@@ -23,7 +23,7 @@ from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.action import OVERLAPPED, Entry
 from penstock.stage import PipelineStage as OwnStage
 from penstock.step import Loss
-from penstock.values import Batch, Microbatch, flatten
+from penstock.values import Batch, Microbatch, arrived, flatten
 from penstock.values.trees import mapped, tensors_of
 
 # ---- a schedule's parts of a step that subclasses may replace: how a batch is split, its loss, its output
@@ -115,6 +115,10 @@ class Outcome(NamedTuple):
     outputs: list[Any]
 
 
+def _detached(tensor: Tensor) -> Tensor:
+    return arrived(tensor).detach()
+
+
 class Runner(WeightHolder):
     """The ranks of this process for one schedule; made together by all processes of the group.
 
@@ -171,7 +175,7 @@ class Runner(WeightHolder):
         return Outcome(
             [found for report in reports for found in report.losses],
             # Backward has used up the graph that they came from.
-            [mapped(found, Tensor.detach) for report in reports for found in report.kept],
+            [mapped(found, _detached) for report in reports for found in report.kept],
         )
 
     def refuse(self, error: PenstockError, *, trains: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.parallel import adapter_of
+from penstock.parallel import adapter_of, gathered
 from penstock.pipelining.refusals import CallError, PipeliningMetadataError
 from penstock.pipelining.stages.base import P2POp, Wires
 from penstock.stage import PipelineStage as OwnStage
@@ -219,7 +219,7 @@ class ByHand:
             raise CallError(
                 f"backward of stage {self.own.index}, the last, starts at loss=; none came"
             )
-        self.own.start_from(microbatch, loss)
+        self.own.start_from(microbatch, gathered(loss))
         return None
 
     def weight(self, microbatch: int) -> None:
