@@ -22,6 +22,7 @@ from penstock import (
     collect_losses,
 )
 from penstock.errors import StageError, UsageError
+from penstock.schedule import Placement, Schedule, parse_action
 from penstock.testing import Case, WorkerPool, compare
 from penstock.values import MISSING
 from tests.pipeline.models import assert_same, gradients
@@ -586,4 +587,20 @@ def test_a_loss_may_use_weights(schedule: str, others: list[str]) -> None:
     pipe.step(value, target=target)
     expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     assert len(expected) == 5
+    assert_same(gradients(pipe), expected)
+
+
+def test_a_loss_may_use_weights_in_microbatches_out_of_order() -> None:
+    """Where microbatches go backward out of their order, the graph engine cuts."""
+    torch.manual_seed(1)
+    value, target = torch.randn(8, WIDTH, dtype=torch.float64), torch.randint(0, WORDS, (8,))
+    plain, model = with_head(), with_head()
+    others = ["0.weight", "3.weight"]
+    loss_with(plain, others)(plain(value), target).backward()
+    rows = "0F0 0F1 0B0 0B1", "1F0 1F1 1I1 1W1 1B0"
+    orders = tuple(tuple(parse_action(action) for action in row.split()) for row in rows)
+    own = Schedule("own", Placement((0, 1)), 2, orders)
+    pipe = Pipeline(model, schedule=own, microbatches=2, loss_fn=loss_with(model, others))
+    pipe.step(value, target=target)
+    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     assert_same(gradients(pipe), expected)

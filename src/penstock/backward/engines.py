@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
 from penstock.backward.deferred import DeferredBackward
 from penstock.backward.full import Gradients, stage_backward, tensors_in
+from penstock.backward.graph import construct_reverse_graph, nodes_of
 from penstock.backward.split import stage_backward_input, stage_backward_weight
+from penstock.backward.store import LEAF
 from penstock.backward.waiting import refusing
 
 # ---- gradients that are collected beside ``.grad``, stage by stage
@@ -117,12 +119,25 @@ class Graph(Unsplit):
         """Captures what flows towards the weights, where backward can be cut."""
         if refusing(tensors_in(outputs)):
             return super().input_half(outputs, output_grads, inputs)
-        weights = self._module.parameters()
-        return stage_backward_input(outputs, output_grads, inputs, weights, accumulate_grad=False)
+        weights = self._weights(outputs, inputs)
+        found, groups = stage_backward_input(
+            outputs, output_grads, inputs, weights, accumulate_grad=False
+        )
+        return found, (weights, groups)
 
     def weight_half(self, state: Any) -> None:
         """Takes what was captured down to the weights."""
-        stage_backward_weight(self._module.parameters(), state or (), return_grads=False)
+        if state is not None:
+            stage_backward_weight(*state, return_grads=False)
+
+    def _weights(self, outputs: Any, inputs: Sequence[Any]) -> list[Tensor]:
+        """The module's weights, and the leaves that a loss uses besides, such as other stages' weights."""
+        nodes = construct_reverse_graph(nodes_of(tensors_in(outputs)))
+        used = [cast("Any", node).variable for node in nodes if type(node) is LEAF]
+        weights = {id(weight): weight for weight in (*self._module.parameters(), *used)}
+        for value in inputs:
+            weights.pop(id(value), None)
+        return list(weights.values())
 
 
 ENGINES: dict[str, Callable[..., BackwardEngine]] = {

@@ -539,6 +539,23 @@ def test_refusals(name: str) -> None:
         pipe.step(x, target=target)
 
 
+def test_a_hook_that_a_module_sets_on_what_other_stages_use() -> None:
+    def body(m: Model, x: Tensor) -> Any:
+        given = m.l[0](x)
+        return m.l[2](m.l[1](given)) + m.l[3](given)
+
+    units = first_at(1, lambda h: keep_hook(h) if h.requires_grad else h)
+    x, target = batch()
+    with penstock.Pipeline(Model(body, units).double(), stages=["l.1"], loss_fn=loss_fn) as pipe:
+        pipe.step(x, target=target)
+    model = Model(body, units).double()
+    with penstock.Pipeline(model, stages=["l.1", "l.2"], loss_fn=loss_fn) as pipe:
+        # The second call differs in sizes alone from what is known.
+        for rows in (SAMPLES, SAMPLES // 2):
+            with pytest.raises(StageError, match=r"l.1 in stage 1 sets a hook .* stage 2 uses"):
+                pipe.step(x[:rows], target=target[:rows])
+
+
 def test_backward_hooks_of_a_module_in_parts() -> None:
     model = nn.Sequential(made("hooks"), nn.Linear(WIDTH, WIDTH).double())
     model[0].register_full_backward_hook(lambda *_: None)

@@ -246,8 +246,8 @@ class Sizes:
     """Runs units, and tells what they give for other sizes where that is certain.
 
     See ``penstock.values.Family``. It needs a unit that is given tensors and plain values, gives such that it
-    has made, and does nothing else that could be seen: it changes none of its arguments, and leaves no
-    tensor anywhere, and no loss.
+    has made, and does nothing else that could be seen: it changes none of its arguments, sets no hooks on
+    them, and leaves no tensor anywhere, and no loss.
 
     Args:
         inference: sees what units compute.
@@ -276,9 +276,12 @@ class Sizes:
         made: list[Any] = []
 
         def look() -> Found | None:
+            before = [hooks_on(tensor) for tensor in given]
             with self._inference.of(call.unit):
                 made.append(call.run(*call.args, **call.kwargs))
-            return None if kind is None else self._described(made[0], given, call.unit)
+            if kind is None or before != [hooks_on(tensor) for tensor in given]:
+                return None
+            return self._described(made[0], given, call.unit)
 
         if kind is None:
             look()
@@ -326,6 +329,8 @@ class Sizes:
         written = any(memory_of(tensor) in seen.written for tensor in inputs)
         if written or [tensor._version for tensor in inputs] != versions:
             raise NotGeneral(f"{call.unit} changes its arguments")
+        if any(map(hooks_on, inputs)):
+            raise NotGeneral(f"{call.unit} sets hooks on its arguments")
         return found
 
     def _described(self, result: Any, given: Sequence[Tensor], unit: str) -> Found | None:
@@ -434,6 +439,11 @@ def _attached(make: Callable[[], Tensor], to: Sequence[Tensor] = ()) -> Tensor:
     with torch.enable_grad():
         found: Tensor = _Attached.apply(make, anchor, *to)  # type: ignore[no-untyped-call]
     return found
+
+
+def hooks_on(tensor: Tensor) -> int:
+    """How many hooks are set on a tensor's gradient."""
+    return len(tensor._backward_hooks or ())
 
 
 def _any_alive(made: Sequence[weakref.ref[Tensor]]) -> bool:

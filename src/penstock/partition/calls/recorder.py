@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from penstock.partition.calls.inference import (
     Inference,
     Sizes,
     UnitCall,
+    hooks_on,
     memory_of,
     run_for_real,
 )
@@ -89,12 +91,17 @@ class Recorder(Numbering):
         path, given = self._paths[module], tensors_in((args, kwargs))
         self.check_taken(given)
         self._draws.clear()
+        before = [hooks_on(tensor) for tensor in given]
         with self._inference.standing_for(given):
             result = self._run_unit(module, run, args, kwargs)
+        hooked = [t for t, was in zip(given, before, strict=True) if hooks_on(t) > was]
+        numbers = tuple(n for t in hooked if (n := self.number_of(t)) is not None)
         if isinstance(path, Loose) and self._inference.borrowed:
             raise PartitionError(_hidden(next(iter(self._inference.borrowed))))
         self.tape.hidden.update({(maker, path): None for maker in self._inference.borrowed})
-        return self._note(path, list(leaves((args, kwargs))), result, self._inference.used)
+        result = self._note(path, list(leaves((args, kwargs))), result, self._inference.used)
+        self.tape.events[-1] = replace(self.tape.events[-1], hooked=numbers)
+        return result
 
     def _run_unit(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:

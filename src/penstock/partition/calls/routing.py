@@ -85,6 +85,7 @@ def routed(tape: Tape, homes: Homes, stages: int, output: ValueSpec | None) -> R
     placing = Placing(tape, earliest, parameters, stages)
     owners = placing.improve()
     _check_hidden(tape, homes)
+    _check_hooked(tape, owners, placing)
     travel = Travel(tape, owners, {n: placing.stage_of(n) for n in range(len(tape.values))}, stages)
     used = sorted(travel.users.items())
     edges = tuple(
@@ -376,3 +377,19 @@ def _check_hidden(tape: Tape, homes: Homes) -> None:
                 f"{homes[first][0]} has left in an object that both are given, such as a cache; put "
                 "both into one stage, or turn the option off that shares it"
             )
+
+
+def _check_hooked(tape: Tape, owners: Sequence[int], placing: Placing) -> None:
+    """Refuse a hook that would hear of a part of its tensor's gradient only, or change only that."""
+    for event, stage in zip(tape.events, owners, strict=True):
+        for number in event.hooked:
+            used = {s for e, s in zip(tape.events, owners, strict=True) if number in e.inputs}
+            used |= {placing.stage_of(number) for e in tape.events if e.on == number}
+            used |= {placing.stages - 1} if number in tape.outputs else set()
+            if placing.stage_of(number) != stage and (others := sorted(used - {stage})):
+                raise PartitionError(
+                    f"{event.what} in stage {stage} sets a hook on the gradient of "
+                    f"{tape.values[number].name}, which it is given and which stage {others[0]} uses too: no "
+                    "hook in one of them has the whole gradient. Set it where that tensor is made, or put "
+                    "all that uses it into one stage"
+                )

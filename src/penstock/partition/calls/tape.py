@@ -192,6 +192,7 @@ class Event:
         draws: how often it draws from torch's own generators; of no account for a unit.
         generators: the others that it draws from, by identity.
         idle: how often the function was called just before without drawing, where it uses no value.
+        hooked: the values among its inputs on which a unit sets hooks.
     """
 
     what: Any
@@ -205,6 +206,7 @@ class Event:
     draws: int = 0
     generators: tuple[int, ...] = ()
     idle: int = 0
+    hooked: tuple[int, ...] = ()
 
     @property
     def is_call(self) -> bool:

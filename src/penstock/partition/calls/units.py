@@ -230,7 +230,7 @@ class Placing:
         for index, event in enumerate(tape.events):
             for number in event.inputs:
                 self._users.setdefault(number, []).append(index)
-        self._last = stages - 1
+        self.stages = stages
         changed = {tape.values[c.new].memory for event in tape.events for c in event.changes}
         self._fixed = {n for n, value in enumerate(tape.values) if value.memory in changed}
 
@@ -274,7 +274,7 @@ class Placing:
     def _used_in(self, number: int, but: int | None = None) -> set[int]:
         """The stages that use a value, apart from event ``but``."""
         found = {self.owners[i] for i in self._users.get(number, ()) if i != but}
-        return found | ({self._last} if number in self._tape.outputs else set())
+        return found | ({self.stages - 1} if number in self._tape.outputs else set())
 
     def _gain(self, index: int, target: int) -> int:
         """How many bytes fewer travel if an event moves."""
