@@ -32,7 +32,7 @@ _HARMLESS = ("torch.nn.modules.", "penstock.partition.chain")
 
 
 class OwnHook(partial[Any]):
-    """A hook of ours on a user's module; where the user copies the module in a step, it is not copied"""
+    """A hook of ours on a user's module; where the user copies the module in a step, it is not copied."""
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return _nothing
