@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from penstock import PipelineStage
 from penstock.backward import ENGINES
-from penstock.errors import UsageError
+from penstock.errors import SpecError, UsageError
 from penstock.values import flatten
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -364,3 +364,14 @@ def test_an_engine_can_be_picked_again() -> None:
     stage.forward(0, (torch.ones(1, 2),), loss=torch.sum)
     stage.backward_input(0, None)
     assert stage.module.weight.grad is None
+
+
+def test_an_argument_that_is_given_twice_and_changed_is_refused() -> None:
+    class Writes(nn.Module):
+        def forward(self, one: Tensor, other: Tensor) -> Tensor:
+            return one.relu_() + other
+
+    stage, x = PipelineStage(Writes(), 0, 1), torch.randn(2, 4)
+    stage.forward(0, (x, x.clone()))
+    with pytest.raises(SpecError, match="another argument is the same memory"):
+        stage.forward(1, (x, x))

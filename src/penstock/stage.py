@@ -280,6 +280,7 @@ class Entered(NamedTuple):
         copied: which of them are copies; None where that is all, to learn which it changes.
         kind: the shapes, and what else it may depend on which the module changes.
         learning: whether gradients are enabled.
+        places: for each tensor that was given where its numbers are, where any may be changed.
     """
 
     call: Call
@@ -290,6 +291,7 @@ class Entered(NamedTuple):
     copied: frozenset[int] | None
     kind: _Kind
     learning: bool
+    places: list[Any]
 
 
 class Entrance:
@@ -339,7 +341,8 @@ class Entrance:
         versions = [_version(tensor) for tensor in entered]
         if not kwargs:
             call = (call, {})
-        return Entered(call, leaves, structure, entered, versions, copied, kind, learning)
+        places = [] if copied is not None and not copied else [_place(t) for t in tensors]
+        return Entered(call, leaves, structure, entered, versions, copied, kind, learning, places)
 
     def leave(self, entered: Entered) -> Sequence[int]:
         """Look back after the call.
@@ -348,7 +351,7 @@ class Entrance:
             Which of the tensors the module has changed in place.
 
         Raises:
-            SpecError: it changed one that it had left alone before.
+            SpecError: it changed one that it had left alone before, or one that it was given twice.
         """
         changed = [
             index
@@ -357,6 +360,19 @@ class Entrance:
             )
             if _version(tensor) != before
         ]
+        twice = [
+            i
+            for i in changed
+            if entered.places
+            and entered.places[i] is not None
+            and entered.places.count(entered.places[i]) > 1
+        ]
+        if twice:
+            where = list(paths(entered.structure))
+            raise SpecError(
+                f"stage {self._stage} changes {where[twice[0]]} of its arguments in place, and another "
+                "argument is the same memory, which would not see it here: clone one of them"
+            )
         if entered.copied is None:
             self._learn(entered.kind, frozenset(changed))
         elif new := [index for index in changed if index not in entered.copied]:
@@ -391,6 +407,13 @@ class Entrance:
 
 _OF_LEAVES = re.compile("leaf Variable that requires grad .*in-place")
 """What torch says of an operation in place on a leaf, or on a view of one."""
+
+
+def _place(tensor: Tensor) -> Any:
+    """Where a tensor's numbers are; ``None`` where there are none."""
+    if not tensor.numel() or tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _version(tensor: Tensor) -> int:

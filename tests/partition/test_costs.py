@@ -101,3 +101,23 @@ def test_measuring_leaves_no_trace(how: Literal["calls", "chain"]) -> None:
     assert random.getstate() == state
     model(torch.ones(3, 4)).sum().backward()
     assert len(heard) == 3
+
+
+class Slope(nn.Module):
+    """Differentiates inside, where nobody may look at what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.func.grad(lambda row: (row * self.weight).tanh().sum())(x)
+        return found
+
+
+@pytest.mark.parametrize("how", ["chain", "calls"])
+def test_a_stage_that_differentiates_inside_is_measured(how: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Slope(), nn.Linear(4, 4))
+    parts = partition(model, 2, how=how, example=((torch.ones(2, 4),), {}), balance="memory")
+    assert len(parts.modules) == 2
+    assert torch.equal(model(torch.ones(2, 4)), model(torch.ones(2, 4)))

@@ -15,7 +15,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
 from penstock import Pipeline
-from penstock.errors import UsageError
+from penstock.errors import StageError, UsageError
+from penstock.partition import partition
 from penstock.testing import WorkerPool
 
 WIDTH = 6
@@ -350,3 +351,24 @@ def test_norms_are_of_the_parameters_that_there_are(workers: WorkerPool) -> None
     assert norms_after_changes() == pytest.approx(expected, rel=1e-12)
     for told in workers.run(f"{__name__}:norms_after_changes", 2, 60.0):
         assert told == norms_after_changes()
+
+
+@pytest.mark.parametrize("of_stages", [False, True])
+def test_a_trace_does_not_follow_the_mode_of_the_model(*, of_stages: bool) -> None:
+    """What it says then helps."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).double()
+    cut = partition(model, ["1"], how="traced", example=((x(),), {}))
+    with Pipeline(model, stages=cut, loss_fn=functional.mse_loss) as pipe:
+        pipe.step(x(), target=x())
+        mean = pipe.state_dict()["1.running_mean"].clone()
+        if of_stages:
+            for stage in cut.modules:
+                stage.eval()
+            pipe.step(x(), target=x())
+        else:
+            model[1].eval()
+            with pytest.raises(
+                StageError, match=r"1 was put into another mode .* after it was traced"
+            ):
+                pipe.step(x(), target=x())
+        assert torch.equal(mean, pipe.state_dict()["1.running_mean"])

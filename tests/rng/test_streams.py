@@ -11,6 +11,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Generator, Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from penstock import randomness
@@ -358,3 +359,24 @@ def test_what_is_compiled_draws_the_same_each_time() -> None:
     model.compile(backend="eager")
     assert torch.equal(drawn(model), drawn(model))
     assert not torch.equal(drawn(model), drawn(model, step=1))
+
+
+class Half(nn.Module):
+    """Makes a weight of another."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def test_what_a_user_changes_between_steps_is_found_anew() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    streams = Streams(model, Generators())
+    with streams.installed(Draw(0, 0)):
+        assert not model[1]._forward_pre_hooks
+    register_parametrization(model[1], "weight", Half())
+    with streams.installed(Draw(0, 1)):
+        assert model[1]._forward_pre_hooks
+        assert not model[0]._forward_pre_hooks
+        # Hooks of ours are none of the user's.
+        streams.find()
+        assert Streams(model, Generators()).names == streams.names

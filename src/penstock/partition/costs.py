@@ -190,10 +190,14 @@ class _Run:
 
     def stage(self, module: nn.Module) -> StageCost:
         """Run one, and measure it."""
-        _, call = self._arguments(module)
         saved: dict[int, int] = {}
-        with torch.enable_grad(), FlopCounterMode(display=False) as counter, _counted(saved):
-            output = module(*call[0], **call[1])
+        try:
+            output, flops = self._counted(module, _noted(saved))
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            # Where torch.func differentiates, no hook may be set: what came before it is what is known.
+            output, flops = self._counted(module, contextlib.nullcontext())
         times = [self._timed(module) for _ in range(self._repeats)]
         self._keep(module, output)
         forward, inputs, weights = (
@@ -204,12 +208,21 @@ class _Run:
             parameters=sum(p.numel() for p in module.parameters()),
             held=sum(map(_bytes, own)),
             trained=sum(_bytes(tensor) for tensor in own if tensor.requires_grad),
-            flops=counter.get_total_flops(),
+            flops=flops,
             saved=sum(saved.values()),
             forward=forward,
             backward_input=inputs,
             backward_weight=weights,
         )
+
+    def _counted(
+        self, module: nn.Module, around: contextlib.AbstractContextManager[None]
+    ) -> tuple[Any, int]:
+        """What a stage gives, and how many operations that takes."""
+        _, (args, kwargs) = self._arguments(module)
+        with torch.enable_grad(), FlopCounterMode(display=False) as counter, around:
+            output = module(*args, **kwargs)
+        return output, counter.get_total_flops()
 
     def _arguments(self, module: nn.Module) -> tuple[list[Tensor], tuple[tuple[Any, ...], Any]]:
         # What holds no parameters lives where the model does.
@@ -279,7 +292,7 @@ def _fresh(value: Any, device: torch.device | None) -> tuple[list[Tensor], Any]:
 
 
 @contextlib.contextmanager
-def _counted(saved: dict[int, int]) -> Iterator[None]:
+def _noted(saved: dict[int, int]) -> Iterator[None]:
     """Note the bytes of what forward saves, but for leaves such as weights."""
     kept: list[Tensor] = []
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.pipeline.ranks import LocalRanks
+from penstock.rng import OwnHook
 from penstock.runtime import Rank, Report
 from penstock.runtime.health import OUTPUT, Spot
 from penstock.values import flatten
@@ -111,7 +111,7 @@ def _traced(local: LocalRanks) -> Iterator[dict[tuple[int, int], str]]:
         found = [(rank, stage) for rank in local.ranks for stage in rank.stages.values()]
         for rank, stage in found:
             for path, module in stage.module.named_modules():
-                note = partial(_note, rank, stage.index, path, seen)
+                note = OwnHook(_note, rank, stage.index, path, seen)
                 stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
         yield seen
 

@@ -53,9 +53,9 @@ def may_draw(module: nn.Module) -> bool:
 
 def _is_changed(module: nn.Module) -> bool:
     """Whether somebody has put code of his own into the module."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    ) or is_compiled(module)
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    own = any(not isinstance(hook, OwnHook) for hook in hooks)
+    return own or "forward" in vars(module) or is_compiled(module)
 
 
 def is_compiled(module: nn.Module) -> bool:

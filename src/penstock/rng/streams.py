@@ -87,6 +87,7 @@ class Streams:
         self._draw = Draw(0, 0)
         self._paths: dict[nn.Module, tuple[str, ...]] | None = None
         self._here: list[nn.Module] = []
+        self._traits: list[tuple[nn.Module, bool]] | None = None
         self._may_draw = False
 
     @property
@@ -100,9 +101,11 @@ class Streams:
         self._root = prefix
 
     def find(self) -> None:
-        """Find the modules whose calls are seeded, once: before hooks of other stages stand in them."""
-        if self._paths is None:
-            whole = getattr(self._module, "stands_for", self._module)
+        """Find the modules whose calls are seeded; anew where their user has changed some."""
+        whole = getattr(self._module, "stands_for", self._module)
+        traits = [(module, may_draw(module)) for module in whole.modules()]
+        if self._traits != traits:
+            self._traits = traits
             self._paths = called_to_draw(whole)
             self._may_draw = bool(self._paths) or may_draw(whole)
             self._here = [module for module in visible(self._module) if module in self._paths]

@@ -249,9 +249,6 @@ class Rank:
 
     def _introduce(self) -> Task[Inputs]:
         """Tell the other ranks which arguments the stages here take by name."""
-        # Stages of one process may share modules: before any of them hooks those.
-        for streams in self._streams.values():
-            streams.find()
         mine = [
             [index, None if stage.wired else list(named_arguments(stage.module))]
             for index, stage in self.stages.items()

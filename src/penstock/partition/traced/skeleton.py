@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,7 +81,17 @@ class Skeleton:
         self.device = torch.device("cpu") if first is None else _home(first)
         replaced = {id(tensor): self.like(tensor) for tensor in _tensors(model)}
         self.model = copy.deepcopy(model, {**_plain_tensors(model), **replaced})
-        self._modes = {name: module.training for name, module in self.model.named_modules()}
+        self._modes = modes_of(self.model)
+        # Weak: what other processes hold of it may be let go.
+        self._original = weakref.ref(model)
+
+    def changed_modes(self) -> tuple[str, ...]:
+        """The modules that the user has put into another mode since, by path."""
+        original = self._original()
+        now = {} if original is None else modes_of(original)
+        return tuple(
+            name for name in self._modes if now.get(name, self._modes[name]) != self._modes[name]
+        )
 
     def like(self, tensor: Tensor) -> Tensor:
         """A fake parameter or buffer like a real one."""
@@ -104,6 +115,11 @@ class Skeleton:
         for name, module in self.model.named_modules():
             # From the outside in, as train() reaches what is inside.
             module.train(self._modes[name])
+
+
+def modes_of(model: nn.Module) -> dict[str, bool]:
+    """Whether each module is in training, by path."""
+    return {name: module.training for name, module in model.named_modules()}
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

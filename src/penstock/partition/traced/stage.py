@@ -135,8 +135,19 @@ class TracedStage(nn.Module):
             found = found._modules[step]
         return getattr(found, last)  # type: ignore[no-any-return]
 
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """The modules of the user's model that are in another mode than when it was traced."""
+        return self._traces.changed_modes
+
     def describe(self, call: ValueSpec, gradients: bool) -> Description:
         """What travels between the model's stages for a call, see :class:`penstock.partition.Partition`."""
+        if gradients and (changed := self.traits):
+            raise UsageError(
+                f"{changed[0] or 'the model'} was put into another mode by train() or eval() after it was "
+                "traced, which its graphs do not follow: call train() or eval() on the partition's modules, "
+                "or trace the model in that mode"
+            )
         # A stage that its user put into evaluation mode is to train as it is.
         training = gradients and all(stage.training for stage in self._together)
         trace = self._traces.find(call, training)

@@ -108,6 +108,11 @@ class Traces:
         return self._skeleton.device
 
     @property
+    def changed_modes(self) -> tuple[str, ...]:
+        """The model's modules that are in another mode than when it was traced, by path."""
+        return self._skeleton.changed_modes()
+
+    @property
     def count(self) -> int:
         """How many graphs were made."""
         return sum(map(len, self._made.values()))
