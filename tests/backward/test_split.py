@@ -1,14 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock.backward import ParamGroup, delivery, stage_backward_input, stage_backward_weight
-from penstock.errors import StageError, UsageError
+from penstock.errors import StageError
 
 
 def leaf(*shape: int) -> Tensor:
@@ -196,8 +197,29 @@ def test_used_groups_are_refused() -> None:
     model, x = mlp(), leaf()
     _, groups = first_half(model, x)
     stage_backward_weight(model.parameters(), groups)
-    with pytest.raises(UsageError, match=r"param group 0 .* used by an earlier"):
+    with pytest.raises(RuntimeError, match=r"param group 0 .* used by an earlier"):
         stage_backward_weight(model.parameters(), groups)
+
+
+REPLACED: dict[str, tuple[Callable[[list[Any]], Any], str]] = {
+    "nothing": (lambda _: None, "expected grads to be a list of 1 tuples.* found NoneType"),
+    "fewer rows": (lambda _: [], "a list of 1 tuples, one for each intermediate, found 0"),
+    "no row": (lambda _: [None], r"expected grads\[0\] to be a tuple of tensors, found NoneType"),
+    "less in a row": (lambda _: [()], r"expected grads\[0\] to hold 1 for Addmm.*, found 0"),
+    "more in a row": (lambda rows: [rows[0] * 2], "to hold 1 for Addmm.*, found 2"),
+    "no tensors": (lambda _: [(1.0,)], "to hold tensors or None, found float"),
+}
+
+
+@pytest.mark.parametrize("how", sorted(REPLACED))
+def test_gradients_that_were_replaced_are_told(how: str) -> None:
+    replace, told = REPLACED[how]
+    model, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
+    (group,) = first_half(model, x)[1]
+    group["grads"] = replace(group["grads"])
+    with pytest.raises(RuntimeError, match=f"param group 0: .*{told}"):
+        stage_backward_weight(model.parameters(), [group])
+    assert model.weight.grad is None
 
 
 def test_weights_half_fails_with_the_cause() -> None:

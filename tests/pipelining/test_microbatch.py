@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils import _pytree as pytree
 
@@ -74,6 +76,13 @@ def test_what_cannot_be_split_or_merged(module: Any) -> None:
         module.merge_chunks([(X, X)], (module.TensorChunkSpec(0),))
     with pytest.raises(AssertionError):
         module.merge_chunks([(1,), (2,)], (3,))
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+    cut, copied = (
+        DTensor.from_local(X, mesh, [at], run_check=False) for at in (Shard(0), Replicate())
+    )
+    for mixed in ([cut, copied], [cut, X]):
+        with pytest.raises(AssertionError):
+            module.merge_chunks(mixed, None)
 
 
 def documents(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

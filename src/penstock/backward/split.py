@@ -98,7 +98,8 @@ def stage_backward_weight(
         nothing flowed.
 
     Raises:
-        UsageError: A group was used before, or did not come from `stage_backward_input`.
+        UsageError: A group was used before, did not come from `stage_backward_input`, or holds others than
+            the gradients that it captured; it is a RuntimeError too.
         StageError: Autograd or a hook failed; the cause is chained.
     """
     _check_groups(param_groups)
@@ -155,14 +156,40 @@ def _detach(outputs: Iterable[Tensor], input_values: Sequence[Any]) -> None:
 # ---- the weights' half
 
 
+class _GroupError(UsageError, RuntimeError):
+    """Param groups that hold no gradients to go on from."""
+
+
 def _check_groups(param_groups: Sequence[ParamGroup]) -> None:
     for position, group in enumerate(param_groups):
         if missing := {"intermediates", "grads", "weight_side"} - group.keys():
-            raise UsageError(
+            raise _GroupError(
                 f"param group {position} has no {', '.join(sorted(missing))}: it was used by an "
                 "earlier stage_backward_weight (call that with retain_graph=True), or does not "
                 "come from stage_backward_input"
             )
+        if told := _unlike_captured(group["intermediates"], group["grads"], group["weight_side"]):
+            raise _GroupError(
+                f"param group {position}: {told}; leave grads as stage_backward_input gave it, or put in its "
+                "place as many tensors of the same shapes"
+            )
+
+
+def _unlike_captured(nodes: Sequence[Node], grads: Any, weight_side: set[Node]) -> str | None:
+    """How ``grads`` differs from what the inputs' half captures for these nodes, in words."""
+    if not isinstance(grads, list | tuple) or len(grads) != len(nodes):
+        found = len(grads) if isinstance(grads, list | tuple) else type(grads).__name__
+        return f"expected grads to be a list of {len(nodes)} tuples, one for each intermediate, found {found}"
+    for index, (node, row) in enumerate(zip(nodes, grads, strict=True)):
+        count = len(node._input_metadata)
+        if not isinstance(row, list | tuple):
+            return f"expected grads[{index}] to be a tuple of tensors, found {type(row).__name__}"
+        # On the weight side a row ends with its last gradient.
+        if len(row) > count or (len(row) < count and node not in weight_side):
+            return f"expected grads[{index}] to hold {count} for {node.name()}, found {len(row)}"
+        if wrong := [type(grad).__name__ for grad in row if not isinstance(grad, Tensor | None)]:
+            return f"expected grads[{index}] to hold tensors or None, found {', '.join(wrong)}"
+    return None
 
 
 @contextlib.contextmanager

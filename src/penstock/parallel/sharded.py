@@ -56,11 +56,13 @@ def split(tensor: DTensor, count: int, dim: int) -> list[Tensor]:
 def merge(parts: Sequence[DTensor], dim: int) -> Tensor:
     """Parts put together along a dimension, each process its own share."""
     first = parts[0]
-    others = [part.placements for part in parts if part.placements != first.placements]
-    if others:
-        raise MicrobatchError(
-            f"microbatches gave DTensors placed as {first.placements} and as {others[0]}; give one placement"
-        )
+    mesh, placements = first.device_mesh, first.placements
+    for part in parts:
+        if (part.device_mesh, part.placements) != (mesh, placements):
+            raise MicrobatchError(
+                f"microbatches gave DTensors placed as {placements} on {mesh} and as {part.placements} on "
+                f"{part.device_mesh}; give one placement on one mesh"
+            )
     share = torch.cat([part.to_local() for part in parts], dim=dim)
     return _spread_as(first, share, _resized(first.shape, dim, sum(p.shape[dim] for p in parts)))
 

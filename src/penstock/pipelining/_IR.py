@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.pipelining.stage import PipeInfo
+from penstock.pipelining._utils import PipeInfo
 from penstock.pipelining.tracing.pipe import SUBMODULE as PP_SUBMOD_PREFIX
 from penstock.pipelining.tracing.pipe import Pipe
 from penstock.pipelining.tracing.pipe import submodule_name as get_submod_name

@@ -1,5 +1,6 @@
 """torch's names on Penstock's engine: change ``torch.distributed.pipelining`` to ``penstock.pipelining``."""
 
+from penstock.pipelining._utils import PipeInfo
 from penstock.pipelining.running.single import ScheduleForwardOnly as _ScheduleForwardOnly
 from penstock.pipelining.schedules import (
     Schedule1F1B,
@@ -10,7 +11,7 @@ from penstock.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from penstock.pipelining.stage import PipeInfo, PipelineStage, build_stage
+from penstock.pipelining.stage import PipelineStage, build_stage
 from penstock.pipelining.tracing.pipe import Pipe
 from penstock.pipelining.tracing.split import SplitPoint, pipe_split, pipeline
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, fx
 
 # As in ``microbatch``: types that users register as trees.
 from torch.utils import _pytree as pytree
 
+from penstock.partition import Shared
 from penstock.pipelining.metadata import ShardedMeta as _DTensorMeta
 from penstock.pipelining.metadata import TensorMeta as _TensorMeta
 from penstock.pipelining.metadata import (
@@ -23,9 +26,10 @@ from penstock.pipelining.metadata import (
 from penstock.pipelining.refusals import PipeliningMetadataError
 from penstock.pipelining.rows.orders import rank_to_stages as generate_rank_to_stage_mapping
 from penstock.pipelining.rows.orders import stage_to_rank as generate_stage_to_rank_mapping
-from penstock.pipelining.stage import PipeInfo
 
 __all__ = [
+    "GetMeshCallback",
+    "InferenceMode",
     "PipeInfo",
     "PipeliningMetadataError",
     "TensorMeta",
@@ -43,6 +47,37 @@ __all__ = [
 ]
 
 TensorMeta = _TensorMeta | _DTensorMeta
+
+
+class GetMeshCallback(Protocol):
+    """What ``get_mesh`` of a stage may be."""
+
+    def __call__(self, mesh_dim_names: tuple[str, ...], mesh_layout: Any) -> Any:
+        """The mesh of these dimensions."""
+
+
+class InferenceMode(Enum):
+    """How stages learn in torch what travels; here they agree on it whatever they were given."""
+
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+
+
+@dataclass(frozen=True)
+class PipeInfo:
+    """What :func:`penstock.pipelining.build_stage` needs to know of a pipe.
+
+    Args:
+        graph: the model's graph, uncut.
+        num_stages: how many stages there are.
+        has_loss_and_backward: always false: the loss belongs to the schedule.
+        shared: the weights that stages share.
+    """
+
+    graph: fx.Graph
+    num_stages: int
+    has_loss_and_backward: bool = False
+    shared: tuple[Shared, ...] = ()
 
 
 def flatten_args(args: Any, *, detach: bool = False) -> Any:

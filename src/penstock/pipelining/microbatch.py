@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 # No public name reaches types that users register as trees; torch 2.13 has this one since 2.0.
 from torch.utils import _pytree as pytree
 
+from penstock.errors import MicrobatchError
 from penstock.parallel import is_sharded, merge_sharded, split_sharded
 from penstock.pipelining.refusals import ChunkError
 
@@ -237,7 +238,7 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
 
     Raises:
         ValueError: chunks that do not fit the spec.
-        ChunkError: values that differ, or tensors that cannot be concatenated.
+        ChunkError: values that differ, or DTensors that are spread differently.
     """
     leaves, tree = pytree.tree_flatten(chunks[0])
     specs: list[Any] = [TensorChunkSpec(DEFAULT_CHUNK_DIM)] * len(leaves)
@@ -264,7 +265,10 @@ def _merged(values: list[Any], spec: Any) -> Any:
         return values[0]
     marks = {is_sharded(value) for value in values}
     if marks == {True}:
-        return merge_sharded(values, spec.split_dim)
+        try:
+            return merge_sharded(values, spec.split_dim)
+        except MicrobatchError as error:
+            raise ChunkError(str(error)) from error
     if marks == {True, False}:
         raise ChunkError("some microbatches gave DTensors and some did not; give the same kind")
     return torch.cat(values, dim=spec.split_dim)

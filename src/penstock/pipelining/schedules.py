@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import ScheduleError, UsageError
+from penstock.pipelining._utils import InferenceMode
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
@@ -50,6 +51,7 @@ from penstock.pipelining.stage import PipelineStage
 from penstock.pipelining.stages.base import StageBase, start, start_by_peer, wait_all
 
 __all__ = [
+    "InferenceMode",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "PipelineStage",

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
+from penstock.backward import stage_backward, stage_backward_input, stage_backward_weight
 from penstock.parallel import let_cross
-from penstock.partition import Shared
-from penstock.pipelining.metadata import validate_and_normalize_to_tuple
+from penstock.pipelining._debug import map_debug_info
+from penstock.pipelining._utils import (
+    GetMeshCallback,
+    InferenceMode,
+    PipeInfo,
+    PipeliningMetadataError,
+    TensorMeta,
+    extract_tensor_meta,
+    extract_tensor_metas,
+    flatten_args,
+    to_local_if_dtensor,
+    validate_and_normalize_to_tuple,
+    validate_static_arg_grad_correspondence,
+    validate_tensors_metadata,
+)
 from penstock.pipelining.refusals import CallError
 from penstock.pipelining.rows.orders import ActionTuple, ComputationType
 from penstock.pipelining.stages.base import (
@@ -65,7 +78,7 @@ class PipelineStage(StageBase):
         input_grads: Tensor | tuple[Tensor | None, ...] | None = None,
         group: Any = None,
         dw_builder: Build | None = None,
-        get_mesh: Callable[..., Any] | None = None,
+        get_mesh: GetMeshCallback | None = None,
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
         self.examples = (input_args, output_args, input_grads, output_grads)
@@ -281,23 +294,6 @@ def _as_tuple(output: Any) -> tuple[Any, ...]:
     return tuple(output) if isinstance(output, tuple | list) else (output,)
 
 
-@dataclass(frozen=True)
-class PipeInfo:
-    """What :func:`build_stage` needs to know of a pipe.
-
-    Args:
-        graph: the model's graph, uncut.
-        num_stages: how many stages there are.
-        has_loss_and_backward: always false: the loss belongs to the schedule.
-        shared: the weights that stages share.
-    """
-
-    graph: fx.Graph
-    num_stages: int
-    has_loss_and_backward: bool = False
-    shared: tuple[Shared, ...] = ()
-
-
 def build_stage(
     stage_module: nn.Module,
     stage_index: int,
@@ -321,4 +317,25 @@ def build_stage(
 
 _PipelineStageBase = StageBase
 
-__all__ = ["PipeInfo", "PipelineStage", "StageBase", "build_stage"]
+# With what torch's module of this name lets others import from it.
+__all__ = [
+    "GetMeshCallback",
+    "InferenceMode",
+    "PipeInfo",
+    "PipelineStage",
+    "PipeliningMetadataError",
+    "StageBase",
+    "TensorMeta",
+    "build_stage",
+    "extract_tensor_meta",
+    "extract_tensor_metas",
+    "flatten_args",
+    "map_debug_info",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
+    "to_local_if_dtensor",
+    "validate_and_normalize_to_tuple",
+    "validate_static_arg_grad_correspondence",
+    "validate_tensors_metadata",
+]

@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 from penstock.errors import PartitionError, UsageError
 from penstock.partition import Partition, Shared
 from penstock.partition.traced import Cuts, TracedCut, cut_traced, summary
+from penstock.pipelining._utils import PipeInfo
 from penstock.pipelining.refusals import CutError
-from penstock.pipelining.stage import PipeInfo, PipelineStage, build_stage
+from penstock.pipelining.stage import PipelineStage, build_stage
 
 SUBMODULE = "submod_pp"
 
