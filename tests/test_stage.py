@@ -375,3 +375,10 @@ def test_an_argument_that_is_given_twice_and_changed_is_refused() -> None:
     stage.forward(0, (x, x.clone()))
     with pytest.raises(SpecError, match="another argument is the same memory"):
         stage.forward(1, (x, x))
+
+
+def test_what_is_no_gradient_is_refused_by_its_place() -> None:
+    stage = PipelineStage(nn.Linear(3, 2), 0, 2, engine="none")
+    stage.forward(0, (X,))
+    with pytest.raises(UsageError, match="is a tensor, but its gradient is a float"):
+        stage.backward(0, [1.0])  # type: ignore[list-item]

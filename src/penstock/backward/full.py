@@ -60,27 +60,22 @@ def backward_from(
 
     It is what a pipeline's stage calls for each microbatch; nothing is asked twice.
     """
-    seeds: list[Tensor | None]
     if grads is None:
-        grads = [None] * len(outputs)
-        roots = [output for output in outputs if output.requires_grad]
-        seeds = [None] * len(roots)
+        pairs: list[Pair] = [(output, None) for output in outputs if output.requires_grad]
     else:
-        found = [
+        _check_length(outputs, grads, "output")
+        pairs = [
             (output, grad)
-            for output, grad in zip(outputs, grads, strict=False)
+            for output, grad in zip(outputs, grads, strict=True)
             if grad is not None and output.requires_grad
         ]
-        roots = [output for output, _ in found]
-        seeds = [grad for _, grad in found]
     try:
-        if len(grads) != len(outputs):
-            _check_length(outputs, grads, "output")
-        if roots:
-            torch.autograd.backward(roots, seeds)
+        _run_backward(pairs, ())
     except PenstockError:
         raise
     except Exception as error:
+        # It looks closer at what was given, for which there is no time where nothing is wrong.
+        seeds_of(outputs, grads)
         raise _told("stage_backward", {"output": outputs, "gradient": grads}, error) from error
     return tuple([tensor.grad if tensor.requires_grad else None for tensor in inputs])
 

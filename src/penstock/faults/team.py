@@ -99,14 +99,6 @@ class Team:
                     found.setdefault(failure.rank, failure)
             self._failures = tuple(found.values())
 
-    def await_failure(self, seconds: float) -> bool:
-        """Wait some time for the failure of another rank; whether there is one."""
-        deadline = monotonic() + seconds
-        while not self.of_others and monotonic() < deadline:
-            sleep(_POLL)
-            self.refresh()
-        return bool(self.of_others)
-
     # ---- heartbeats
 
     def places(self, own: dict[str, Any], limit: float) -> dict[int, Place]:

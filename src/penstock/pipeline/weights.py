@@ -253,7 +253,7 @@ class WeightHolder:
     # ---- files
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the weights as safetensors, a file a stage and an index, under the model's names.
+        """Write the weights as safetensors, one file per stage and an index, under the model's names.
 
         A weight that has several names or stages is written once. :func:`penstock.read_weights` gives it
         under all its names, so that the unsplit model loads it.

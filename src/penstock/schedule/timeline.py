@@ -95,7 +95,7 @@ class Timeline:
         return self._of_rank[rank]
 
     def to_chrome_trace(self) -> str:
-        """The timeline as Chrome-trace JSON, for ``chrome://tracing`` or Perfetto: a thread a rank."""
+        """The timeline as Chrome-trace JSON, for ``chrome://tracing`` or Perfetto: one thread per rank."""
         scale = MICROSECONDS[self.unit]
         names = (_thread_name(rank) for rank in range(self.ranks))
         events = (_event(span, self.start, scale) for span in self.spans)

@@ -204,7 +204,7 @@ def _release_buffers(module: nn.Module, keep: set[int]) -> None:
 
 
 class _Share:
-    """Which parts of a model a stage has."""
+    """Which parts of a model belong to a stage."""
 
     def __init__(self, units: set[nn.Module], homes: Homes, index: int) -> None:
         self.units, self.homes, self.index = units, homes, index
