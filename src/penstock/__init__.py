@@ -58,11 +58,17 @@ __all__ = [
 ]
 
 
+_PARTS = ("plan",)
+"""Parts that are found by their names without being imported."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PARTS:
+        return import_module(f"penstock.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_HOMES, *_PARTS])

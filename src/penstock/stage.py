@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.backward import ENGINES, Apart, BackwardEngine, backward_from
 from penstock.errors import SpecError, UsageError
@@ -45,6 +48,8 @@ class PipelineStage:
         engine: how backward is cut in two. ``"deferred"`` leaves the gradients of heavy weights to the
             weights' half, ``"graph"`` those of all weights, and ``"none"`` leaves nothing to it.
             docs/backward.md compares them. By default what the schedule needs.
+        computed_again: modules of the slice that keep what they are given alone; backward runs their
+            forward again.
         options: of the deferred engine: ``fused`` and ``joined``, two faster ways to add up weight
             gradients that change bits. docs/backward.md says what else they change.
 
@@ -68,6 +73,7 @@ class PipelineStage:
         device: torch.device | str | None = None,
         *,
         engine: str | None = None,
+        computed_again: Sequence[nn.Module] = (),
         **options: Any,
     ) -> None:
         if not 0 <= index < count:
@@ -80,6 +86,7 @@ class PipelineStage:
         self.module = _moved(module, self.device)
         self.wired = bool(getattr(module, "wired", False))
         self.changed: Sequence[int] = ()
+        self._again = tuple(computed_again)
         self._entrance = Entrance(index)
         self._forwards: dict[int, _Forward] = {}
         self._halves: dict[int, tuple[BackwardEngine, Any]] = {}
@@ -168,7 +175,8 @@ class PipelineStage:
         entered = self._entrance.enter(tuple(args), kwargs or {}, training=self.module.training)
         args, kwargs = entered.call
         try:
-            output = self.module(*args, **kwargs, **(aside or {}))
+            with _computed_again(self._again):
+                output = self.module(*args, **kwargs, **(aside or {}))
         except RuntimeError as error:
             self._entrance.check_refused(entered, error)
             raise
@@ -248,6 +256,28 @@ class PipelineStage:
         self._engine = self._new_engine()
 
 
+@contextmanager
+def _computed_again(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """While it is held, these modules keep nothing of their forward but what it was given.
+
+    They are as their author made them before and after: others may run them, and backward runs them itself.
+    """
+    if not modules or not torch.is_grad_enabled():
+        yield
+        return
+    own = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, own, strict=True):
+            if forward is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward
+
+
 def _arrived(gradients: Gradients) -> Gradients:
     """Gradients without such as a collective is still to fill: backward may end in one, as forward may."""
     return tuple([None if gradient is None else arrived(gradient) for gradient in gradients])
@@ -256,7 +286,8 @@ def _arrived(gradients: Gradients) -> Gradients:
 def _moved(module: nn.Module, device: torch.device) -> nn.Module:
     """The module on a device; one without data yet stays so until somebody gives it some."""
     tensors = (*module.parameters(), *module.buffers())
-    return module if any(tensor.is_meta for tensor in tensors) else module.to(device)
+    there = all(tensor.device == device for tensor in tensors)
+    return module if there or any(tensor.is_meta for tensor in tensors) else module.to(device)
 
 
 def home_of(module: nn.Module) -> torch.device:

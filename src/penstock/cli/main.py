@@ -11,6 +11,7 @@ from penstock import train
 from penstock.cli import schedule
 from penstock.cli.exits import guarded, leaving_on_sigterm
 from penstock.cli.flags import PROCESSES, Flags, command
+from penstock.cli.plan import plan
 from penstock.cli.run import run, start
 
 app = typer.Typer(add_completion=False)
@@ -47,6 +48,7 @@ def _without_processes(arguments: list[str]) -> list[str]:
 
 app.command("train")(command(run_training))
 app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run)
+app.command("plan")(plan)
 app.add_typer(schedule.app, name="schedule")
 
 

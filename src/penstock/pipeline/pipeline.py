@@ -16,7 +16,16 @@ from torch import nn
 from penstock.faults import PATIENCE, Patience, Timeout
 from penstock.partition import Example, Shared, find_shared_between
 from penstock.pipeline.calls import Caller, Given
-from penstock.pipeline.plan import Plan, Source, Stages, check_model, cut, make_plan
+from penstock.pipeline.plan import (
+    Asked,
+    Plan,
+    Source,
+    Stages,
+    check_model,
+    computed_again,
+    cut,
+    make_plan,
+)
 from penstock.pipeline.ranks import LocalRanks
 from penstock.pipeline.setup import (
     being_made,
@@ -30,6 +39,7 @@ from penstock.pipeline.setup import (
     world_of,
 )
 from penstock.pipeline.weights import WeightHolder
+from penstock.plan import answer as planning
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
 from penstock.schedule import Schedule
@@ -70,7 +80,8 @@ class Pipeline(WeightHolder):
     Args:
         model: any module; see docs/partition.md for how it is cut.
         schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, a
-            :class:`~penstock.schedule.Schedule`, or a function of ranks and microbatches that gives one.
+            :class:`~penstock.schedule.Schedule`, or a function of ranks and microbatches that gives one; by
+            default 1F1B.
         ranks: how many ranks; by default the world size under torchrun, else as the stages need.
         microbatches: into how many parts a batch is split; by default two per rank.
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
@@ -99,6 +110,10 @@ class Pipeline(WeightHolder):
             the Pipeline is being made.
         weights: a folder of safetensors files, of which each process reads its own stages. The model may be
             on the meta device: its stages then get memory, on ``device`` or the CPU.
+        plan: what :func:`penstock.plan.search` has found, in place of schedule, ranks, microbatches, stages
+            and checkpoint.
+        checkpoint: whether every unit of the model keeps what it is given alone, so that backward computes
+            its forward again; or the paths of the modules that do. By default none.
         loss: ``reduction="mean"`` or ``"sum"``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas``:
             see :class:`penstock.step.LossOptions` and docs/training.md.
 
@@ -111,7 +126,7 @@ class Pipeline(WeightHolder):
         self,
         model: nn.Module,
         *,
-        schedule: Source = "1F1B",
+        schedule: Source | None = None,
         ranks: int | None = None,
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
@@ -127,6 +142,8 @@ class Pipeline(WeightHolder):
         batch_statistics: BatchStatistics = "microbatch",
         rendezvous_timeout: float = PATIENCE,
         weights: str | os.PathLike[str] | None = None,
+        plan: planning.Plan | None = None,
+        checkpoint: bool | Sequence[str] = False,
         **loss: Unpack[LossOptions],
     ) -> None:
         check_options(loss, Pipeline.__init__)
@@ -138,23 +155,32 @@ class Pipeline(WeightHolder):
         found = connect_if_launched(home or home_of(model), group, patience, mesh)
         with being_made(found) as now:
             now("cuts the model")
-            plan = make_plan(
-                schedule, world_of(found) if ranks is None else ranks, stages, microbatches
+            asked = Asked(schedule, ranks, microbatches, stages, checkpoint).by(plan)
+            schedule, ranks, microbatches, stages, checkpoint = asked
+            own = make_plan(
+                schedule or "1F1B",
+                world_of(found) if ranks is None else ranks,
+                stages,
+                microbatches,
             )
-            ends = ends_of(plan, found)
-            partition = cut(model, stages, plan.stages, example)
-            parts, plan = partition.modules, replace(plan, edges=partition.edges or None)
+            ends = ends_of(own, found)
+            partition = cut(model, stages, own.stages, example)
+            parts, own = partition.modules, replace(own, edges=partition.edges or None)
+            again = computed_again(model, partition, checkpoint)
             # Only these are moved to the device: the others may not fit there.
-            held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
+            held = sorted(s for e in ends for s in own.training.placement.stages_on(e.rank))
             partition.keep(held)
             if weights is not None:
                 load_partition(partition, held, weights, device=home or home_of(model), seen=now)
             now("makes its stages")
-            made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
+            made = [
+                PipelineStage(parts[i], i, own.stages, home, engine=engine, computed_again=again[i])
+                for i in held
+            ]
             told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
-            local = LocalRanks(ranks_of(plan, ends, made, partition.describe), told)
+            local = LocalRanks(ranks_of(own, ends, made, partition.describe), told)
             self._set_up(
-                plan, local, partition.shared, loss_of(loss_fn, **loss), rules, model, parts
+                own, local, partition.shared, loss_of(loss_fn, **loss), rules, model, parts
             )
             self._randomness = Randomness(self._local.leading(own_seed(seed)))
         self._statistics = batch_statistics

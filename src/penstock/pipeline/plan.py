@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError, UsageError
-from penstock.partition import Example, Partition, find_shared, partition
+from penstock.partition import Example, Partition, find_shared, partition, unit_paths
+from penstock.plan import answer as planning
 from penstock.schedule import (
     Schedule,
     add_communication,
@@ -34,6 +36,36 @@ Stages = int | Sequence[str] | Sequence[Sequence[str]] | Partition | None
 
 AHEAD = 2
 """Messages of a channel for which a buffer waits: one alone comes late where ranks do not keep step."""
+
+
+class Asked(NamedTuple):
+    """What a Pipeline is asked for, as far as a plan decides it too."""
+
+    schedule: Source | None
+    ranks: int | None
+    microbatches: int | None
+    stages: Stages
+    checkpoint: bool | Sequence[str]
+
+    def by(self, plan: planning.Plan | None) -> Asked:
+        """The same with what a plan decides.
+
+        Raises:
+            UsageError: something is said beside the plan that it says too.
+        """
+        if plan is None:
+            return self
+        if not isinstance(plan, planning.Plan):
+            raise UsageError(
+                f"plan={plan!r}: must be a penstock.plan.Plan, such as plans[0] of penstock.plan.search"
+            )
+        said = [name for name, value in self._asdict().items() if value not in (None, False)]
+        if said:
+            raise UsageError(
+                f"plan= says {', '.join(f'{name}=' for name in said)} already; give one or the other"
+            )
+        stages = [list(paths) for paths in plan.stages]
+        return Asked(plan.source, plan.ranks, plan.microbatches, stages, plan.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -265,6 +297,40 @@ def _check_value(
         has = ", ".join(f"{name}={getattr(schedule, name)}" for name in wrong)
         wanted = ", ".join(f"{name}={number}" for name, number in wrong.items())
         raise UsageError(f"the schedule {schedule.name!r} has {has}, but {wanted} was asked for")
+
+
+def computed_again(
+    model: nn.Module, made: Partition, checkpoint: bool | Sequence[str]
+) -> list[list[nn.Module]]:
+    """For each stage the modules that backward computes again.
+
+    Args:
+        model: what was cut.
+        made: its stages.
+        checkpoint: whether all units are, or the paths of those that are.
+
+    Raises:
+        UsageError: a path of no module, or stages that do not run the model's own modules.
+    """
+    if isinstance(checkpoint, str):
+        raise UsageError(f"checkpoint={checkpoint!r}: must be True, or a list of module paths")
+    paths = list(unit_paths(model, len(made.modules)) if checkpoint is True else checkpoint or ())
+    known = dict(model.named_modules(remove_duplicate=False))
+    unknown = [path for path in paths if path not in known]
+    if unknown:
+        raise UsageError(
+            f"checkpoint=: no module {unknown[0]!r} in the model; its paths are like "
+            f"{', '.join(list(known)[1:6])}"
+        )
+    wanted = [known[path] for path in dict.fromkeys(paths)]
+    inside = [set(part.modules()) for part in made.modules]
+    lost = [path for path in paths if not any(known[path] in own for own in inside)]
+    if lost:
+        raise UsageError(
+            f"checkpoint=: {lost[0]!r} is run by no stage as a module; name units of the model, "
+            "and cut it by calls or as a chain"
+        )
+    return [[module for module in wanted if module in own] for own in inside]
 
 
 def check_model(model: nn.Module) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.train.config import TrainConfig
     from penstock.train.model import GPT
+    from penstock.train.plan import ranks_of
+    from penstock.train.planned import plans_of, profile_of
     from penstock.train.sources import resolve
     from penstock.train.trainer import Outcome, train
 
@@ -18,11 +20,23 @@ _HOME = {
     "GPT": "model",
     "Outcome": "trainer",
     "TrainConfig": "config",
+    "plans_of": "planned",
+    "profile_of": "planned",
+    "ranks_of": "plan",
     "resolve": "sources",
     "train": "trainer",
 }
 
-__all__ = ["GPT", "Outcome", "TrainConfig", "resolve", "train"]
+__all__ = [
+    "GPT",
+    "Outcome",
+    "TrainConfig",
+    "plans_of",
+    "profile_of",
+    "ranks_of",
+    "resolve",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
