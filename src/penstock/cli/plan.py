@@ -65,6 +65,7 @@ Checkpoint = Annotated[
 ]
 Keep = Annotated[int, typer.Option("--keep", min=1, help="How many plans to show.")]
 Seconds = Annotated[float, typer.Option("--seconds", help="How long to improve the best.")]
+Report = Annotated[Path | None, typer.Option("--report", help="Write an HTML file with pictures.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the best plan as JSON.")]
 
 
@@ -84,6 +85,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     checkpoint: Checkpoint = None,
     keep: Keep = 10,
     seconds: Seconds = 10.0,
+    report: Report = None,
     json: Json = None,
 ) -> None:
     """Find the fastest ways to run a model on so many devices, before it runs.
@@ -118,7 +120,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
         seconds=seconds,
     )
     typer.echo(str(plans))
-    _write(plans, json)
+    _write(plans, report, json)
 
 
 def _of_config(config: Path, device: Device | None, **flags: Any) -> tuple[Profile, int, int]:
@@ -146,7 +148,9 @@ def _of_hf(
     return profile, flags["ranks"], flags["batch"]
 
 
-def _write(plans: Plans, json: Path | None) -> None:
+def _write(plans: Plans, report: Path | None, json: Path | None) -> None:
+    if report is not None:
+        _written(report, lambda: plans.report(report))
     if json is not None:
         _written(json, lambda: json.write_text(plans[0].to_json() + "\n", encoding="utf-8"))
 

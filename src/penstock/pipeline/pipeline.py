@@ -25,6 +25,7 @@ from penstock.pipeline.plan import (
     computed_again,
     cut,
     make_plan,
+    planned,
 )
 from penstock.pipeline.ranks import LocalRanks
 from penstock.pipeline.setup import (
@@ -81,7 +82,7 @@ class Pipeline(WeightHolder):
         model: any module; see docs/partition.md for how it is cut.
         schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, a
             :class:`~penstock.schedule.Schedule`, or a function of ranks and microbatches that gives one; by
-            default 1F1B.
+            default 1F1B. ``"auto"`` measures the model with ``example=`` and takes the fastest plan.
         ranks: how many ranks; by default the world size under torchrun, else as the stages need.
         microbatches: into how many parts a batch is split; by default two per rank.
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
@@ -155,8 +156,11 @@ class Pipeline(WeightHolder):
         found = connect_if_launched(home or home_of(model), group, patience, mesh)
         with being_made(found) as now:
             now("cuts the model")
-            asked = Asked(schedule, ranks, microbatches, stages, checkpoint).by(plan)
-            schedule, ranks, microbatches, stages, checkpoint = asked
+            asked = Asked(schedule, ranks, microbatches, stages, checkpoint)
+            if schedule == "auto":
+                now("measures the model and plans")
+                plan, asked = planned(asked, model, world_of(found), example, found)
+            schedule, ranks, microbatches, stages, checkpoint = asked.by(plan)
             own = make_plan(
                 schedule or "1F1B",
                 world_of(found) if ranks is None else ranks,
@@ -184,6 +188,7 @@ class Pipeline(WeightHolder):
             )
             self._randomness = Randomness(self._local.leading(own_seed(seed)))
         self._statistics = batch_statistics
+        self._chosen = plan
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -243,6 +248,7 @@ class Pipeline(WeightHolder):
             pipe._randomness = Randomness(pipe._local.leading(own_seed(seed)))
             pipe._local.tell_stages_apart()
         pipe._statistics = batch_statistics
+        pipe._chosen = None
         return pipe
 
     def _set_up(
@@ -267,6 +273,11 @@ class Pipeline(WeightHolder):
     def schedule(self) -> Schedule:
         """The schedule of a training step, with its messages; a call may need other edges than this."""
         return self._plan.training
+
+    @property
+    def plan(self) -> planning.Plan | None:
+        """The plan that it was made by, given or found."""
+        return self._chosen
 
     @property
     def randomness(self) -> Randomness:

@@ -13,6 +13,7 @@ from torch import nn
 from penstock.errors import PartitionError, ScheduleError, UsageError
 from penstock.partition import Example, Partition, find_shared, partition, unit_paths
 from penstock.plan import answer as planning
+from penstock.plan import measure, search
 from penstock.schedule import (
     Schedule,
     add_communication,
@@ -25,6 +26,8 @@ from penstock.schedule import (
 from penstock.schedule.edges import Edges, whole_number
 from penstock.schedule.library.forward_only import forward_only
 from penstock.schedule.library.registry import built
+from penstock.transport import Transport
+from penstock.values import MISSING, split_batch
 
 Builder = Callable[[int, int], Schedule]
 """An own schedule for so many ranks and microbatches."""
@@ -297,6 +300,56 @@ def _check_value(
         has = ", ".join(f"{name}={getattr(schedule, name)}" for name in wrong)
         wanted = ", ".join(f"{name}={number}" for name, number in wrong.items())
         raise UsageError(f"the schedule {schedule.name!r} has {has}, but {wanted} was asked for")
+
+
+def planned(
+    asked: Asked,
+    model: nn.Module,
+    world: int | None,
+    example: Example | None,
+    found: Sequence[Transport],
+) -> tuple[planning.Plan, Asked]:
+    """The fastest plan for a model, which rank 0 finds for all.
+
+    Args:
+        asked: of ranks and microbatches, what is left open is the default.
+        model: with data.
+        world: how many ranks there are, where each is a process.
+        example: arguments for one microbatch.
+        found: this process's end.
+
+    Returns:
+        The plan, and what is asked for beside it.
+
+    Raises:
+        UsageError: too little is given, or nothing fits.
+    """
+    ranks = world if asked.ranks is None else asked.ranks
+    if example is None or ranks is None:
+        raise UsageError(
+            'schedule="auto" measures the model: give example=(args, kwargs) for one microbatch, and '
+            "ranks= where torchrun does not tell them"
+        )
+    if asked.stages is not None or asked.checkpoint:
+        raise UsageError('schedule="auto" decides stages= and checkpoint= itself; leave them out')
+    text = ""
+    if not found or found[0].rank == 0:
+        count = asked.microbatches or 2 * ranks
+        args, kwargs = example
+        samples = split_batch(tuple(args), dict(kwargs), MISSING, None, 1).samples or (1,)
+        profile = measure(model, *args, stages=ranks, **kwargs)
+        plans = search(
+            profile,
+            ranks=ranks,
+            pipeline=ranks,
+            batch=samples[0] * count,
+            microbatches=count,
+            keep=1,
+        )
+        text = plans[0].to_json()
+    if found:
+        text = found[0].agree(text).take()[0]
+    return planning.Plan.from_json(text), Asked(None, None, None, None, checkpoint=False)
 
 
 def computed_again(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.plan.hf import predict_hf
     from penstock.plan.measuring import measure
     from penstock.plan.predicting import predict
-    from penstock.plan.searching import search
+    from penstock.plan.searching import plan_for, search
 
 _HOME = {
     "DEVICES": "devices",
@@ -48,6 +48,7 @@ _HOME = {
     "cut_of": "costs",
     "device_named": "devices",
     "measure": "measuring",
+    "plan_for": "searching",
     "predict": "predicting",
     "predict_hf": "hf",
     "search": "searching",
@@ -69,6 +70,7 @@ __all__ = [
     "cut_of",
     "device_named",
     "measure",
+    "plan_for",
     "predict",
     "predict_hf",
     "search",

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
+from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -385,6 +387,11 @@ class Plans(Sequence[Plan]):
     def to_json(self) -> str:
         """All plans as JSON, each as :meth:`Plan.to_json` writes it."""
         return json.dumps([json.loads(plan.to_json()) for plan in self], indent=1)
+
+    def report(self, path: str | Path, *, title: str = "") -> None:
+        """Write the report: one HTML file that needs nothing else."""
+        made = import_module("penstock.plan.report").report_of(self, title=title)
+        Path(path).write_text(made, encoding="utf-8")
 
 
 _HEAD = [

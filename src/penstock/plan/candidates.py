@@ -152,6 +152,11 @@ class Candidates:
         saved = sum(costs.between) * (len(costs.units) - shape.ranks)
         return shape.microbatches * max(work - saved, 0.0) / shape.ranks
 
+    def least_memory(self, shape: Shape) -> float:
+        """Bytes that some rank holds with any cut: what the largest unit has all the time."""
+        units = self.profile.at(shape.samples).units
+        return max(unit.parameters + unit.trained * (1 + self.wanted.states) for unit in units)
+
     def bound(self, schedule: Schedule, stage_costs: StageCosts) -> float:
         """A time that no order of the actions beats, for a cut."""
         costs, stages = stage_costs.costs, schedule.stages
@@ -196,7 +201,7 @@ class Candidates:
         costs = self.profile.at(shape.samples)
         units = range(len(costs.units))
         again = frozenset(units if shape.checkpoint == "all" else ())
-        candidate = self._composed(shape, schedule, cut, again)
+        candidate = self.composed(shape, schedule, cut, again)
         if self.fits(candidate):
             # Where nothing has to be computed again, that candidate is another one.
             return None if shape.checkpoint == "needed" else candidate
@@ -207,13 +212,14 @@ class Candidates:
             if not more:
                 return None
             again |= more
-            candidate = self._composed(shape, schedule, cut, again)
+            candidate = self.composed(shape, schedule, cut, again)
             if self.fits(candidate):
                 return candidate
 
-    def _composed(
+    def composed(
         self, shape: Shape, schedule: Schedule, cut: Cut, again: frozenset[int]
     ) -> Candidate:
+        """A candidate whose units are computed again as told."""
         costs = self.profile.at(shape.samples)
         latency, bandwidth = self.profile.wire(self.wanted.devices)
         stage_costs = costs.stages(

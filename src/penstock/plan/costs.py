@@ -309,23 +309,24 @@ class Profile:
             return self.network
         return self.latency, self.bandwidth
 
-    def corrected(self, samples: int, factors: Mapping[str, Sequence[float]]) -> Profile:
-        """The same with times multiplied, for each unit by its own factor.
+    def corrected(self, factors: Mapping[str, Sequence[float]]) -> Profile:
+        """The same with times multiplied, for each unit by its own factor and for every size alike.
 
         Args:
-            samples: the size that is corrected; all others are left.
             factors: by ``forward``, ``input``, ``weight`` and ``backward``.
         """
-        of = self.at(samples)
-        units = tuple(
-            replace(
-                unit,
-                **{kind: getattr(unit, kind) * factor[number] for kind, factor in factors.items()},
+
+        def multiplied(of: UnitCosts) -> UnitCosts:
+            units = (
+                replace(unit, **{k: getattr(unit, k) * f[n] for k, f in factors.items()})
+                for n, unit in enumerate(of.units)
             )
-            for number, unit in enumerate(of.units)
-        )
-        known = {**self.known, samples: replace(of, units=units)}
-        return replace(self, known=known)
+            return replace(of, units=tuple(units))
+
+        known = {samples: multiplied(of) for samples, of in self.known.items()}
+        ask = self.coster
+        coster = None if ask is None else lambda samples: multiplied(ask(samples))
+        return replace(self, known=known, coster=coster)
 
     def to_json(self) -> str:
         """The numbers as JSON: what was found, not the model."""
@@ -426,7 +427,7 @@ class MeasuredStages:
             kind: [ratio for ratio, run in zip(found, runs, strict=True) for _ in run]
             for kind, found in ratios.items()
         }
-        return profile.corrected(samples, spread)
+        return profile.corrected(spread)
 
     def _ratios(self, stages: Costs, kind: str) -> list[float]:
         """For each stage what was measured over what was said; for what did not run, what the rest shows."""

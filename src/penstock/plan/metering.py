@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -158,7 +158,7 @@ def _attention_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor
     return _attention(query, key, value) * 5 // 2
 
 
-_ATTENTION = {
+_ATTENTION: dict[Any, Callable[..., int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

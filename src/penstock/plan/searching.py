@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from time import monotonic
@@ -11,8 +11,8 @@ from time import monotonic
 from penstock.errors import ScheduleError, UsageError
 from penstock.plan.answer import Plan, Plans, Shape, bytes_as_text, static_of, with_messages
 from penstock.plan.candidates import POLICIES, SEARCHED, Candidate, Candidates, Wanted, built
-from penstock.plan.costs import Cut, Profile
-from penstock.schedule import names, simulate
+from penstock.plan.costs import Cut, Profile, cut_of
+from penstock.schedule import Schedule, compute_only, names, simulate
 from penstock.schedule import search as search_schedule
 from penstock.schedule.library.registry import find
 
@@ -82,6 +82,36 @@ def search(  # noqa: PLR0913 - the whole question, by name
     if limit < 0 or states < 0:
         raise UsageError(f"memory={limit}, states={states}: must be numbers, at least 0")
     return _Search(profile, wanted, prune=prune).plans(seconds)
+
+
+def plan_for(
+    profile: Profile,
+    schedule: Schedule,
+    stages: Sequence[Sequence[str]],
+    *,
+    batch: int,
+    states: float = 2.0,
+) -> Plan:
+    """The plan that somebody has made by hand, to see what it comes to.
+
+    Args:
+        profile: what the units cost.
+        schedule: what runs; its messages are worked out anew.
+        stages: for each stage the paths of its units.
+        batch: samples of a step.
+        states: bytes of optimizer state for each byte of trained weights.
+
+    Raises:
+        UsageError: the stages are no runs of the units.
+    """
+    made = compute_only(schedule)
+    samples = batch // made.microbatches
+    paths = [unit.path for unit in profile.at(samples).units]
+    laps = made.stages // made.ranks
+    shape = Shape(made.name, made.ranks, 1, laps, made.microbatches, samples, "none")
+    wanted = Wanted(made.ranks, batch, 0.0, (), (made.ranks,), None, None, ("none",), states, 1)
+    search = _Search(profile, wanted, prune=False)
+    return search.plan_by_hand(shape, made, cut_of(paths, stages))
 
 
 def _positive(name: str, number: int) -> int:
@@ -156,7 +186,7 @@ class _Search:
         return Plans(made, self._profile, self._looked_at, self._simulated)
 
     def _look(self, wanted: Wanted) -> None:
-        shapes = list(wanted.shapes(self._units))
+        shapes = list(wanted.shapes(self.units))
         self._looked_at = len(shapes)
         ordered = sorted(
             (self._candidates.at_least(shape), n, shape) for n, shape in enumerate(shapes)
@@ -170,20 +200,22 @@ class _Search:
                 del self._best[wanted.keep :]
 
     def anything_fits(self) -> bool:
-        """Whether some candidate keeps to the memory; where all is computed again the least is needed."""
+        """Whether some candidate fits: of the smallest microbatches, with all computed again."""
         thrifty = "all" if "all" in self._wanted.checkpoint else self._wanted.checkpoint[-1]
-        for shape in replace(self._wanted, checkpoint=(thrifty,)).shapes(self._units):
+        shapes = list(replace(self._wanted, checkpoint=(thrifty,)).shapes(self.units))
+        least = min((shape.samples for shape in shapes), default=0)
+        for shape in (shape for shape in shapes if shape.samples == least):
             schedule = built(shape.schedule, shape.ranks, shape.microbatches, shape.stages_per_rank)
-            for cut in self._candidates.cuts(shape, schedule) if schedule is not None else ():
-                if (
-                    schedule is not None
-                    and self._candidates.fitted(shape, schedule, cut) is not None
-                ):
+            if schedule is None or self._candidates.least_memory(shape) > self._wanted.memory:
+                continue
+            for cut in self._candidates.cuts(shape, schedule):
+                if self._candidates.fitted(shape, schedule, cut) is not None:
                     return True
         return False
 
     @property
-    def _units(self) -> int:
+    def units(self) -> int:
+        """How many the model has."""
         sizes = sorted(self._profile.known) or [self._smallest()]
         return len(self._profile.at(sizes[0]).units)
 
@@ -299,6 +331,13 @@ class _Search:
 
     # ---- the answer
 
+    def plan_by_hand(self, shape: Shape, schedule: Schedule, cut: Cut) -> Plan:
+        """The plan of one candidate, whether it fits or not."""
+        candidate = self._candidates.composed(shape, schedule, cut, frozenset())
+        self._candidates.fits(candidate)
+        self._time(candidate)
+        return replace(self._plan(candidate), own=candidate.schedule)
+
     def _plan(self, candidate: Candidate) -> Plan:
         costs = self._profile.at(candidate.shape.samples)
         paths = [unit.path for unit in costs.units]
@@ -355,11 +394,9 @@ def _what_would_do(profile: Profile, wanted: Wanted, least: Candidate | None) ->
         f"memory={most:.0f} ({bytes_as_text(most)}) would do, with {least.shape.schedule} and "
         f"{least.shape.microbatches} microbatches"
     ]
-    for devices in range(wanted.devices + 1, 8 * wanted.devices + 1):
-        more = replace(wanted, devices=devices, ranks=_divisors("pipeline", None, devices))
-        if _Search(profile, more, prune=True).anything_fits():
-            found.append(f"ranks={devices} would do")
-            break
+    enough = _enough_ranks(profile, wanted)
+    if enough is not None:
+        found.append(f"ranks={enough} would do")
     smaller = _smaller_microbatch(profile, wanted)
     if smaller is not None:
         found.append(smaller)
@@ -367,6 +404,18 @@ def _what_would_do(profile: Profile, wanted: Wanted, least: Candidate | None) ->
         f"nothing fits into memory={wanted.memory:.0f} ({bytes_as_text(wanted.memory)}) on each of "
         f"{wanted.devices} ranks: {'; '.join(found)}"
     )
+
+
+def _enough_ranks(profile: Profile, wanted: Wanted) -> int | None:
+    """The least number of ranks of one pipeline that fits: replicas do not make it smaller."""
+    search = _Search(profile, wanted, prune=True)
+    for devices in range(wanted.devices + 1, search.units + 1):
+        if wanted.batch < devices and wanted.microbatches is None:
+            break
+        more = replace(wanted, devices=devices, ranks=(devices,))
+        if _Search(profile, more, prune=True).anything_fits():
+            return devices
+    return None
 
 
 def _smaller_microbatch(profile: Profile, wanted: Wanted) -> str | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.train.config import TrainConfig
     from penstock.train.model import GPT
     from penstock.train.plan import ranks_of
-    from penstock.train.planned import plans_of, profile_of
+    from penstock.train.planned import profile_of
     from penstock.train.sources import resolve
     from penstock.train.trainer import Outcome, train
 
@@ -20,7 +20,6 @@ _HOME = {
     "GPT": "model",
     "Outcome": "trainer",
     "TrainConfig": "config",
-    "plans_of": "planned",
     "profile_of": "planned",
     "ranks_of": "plan",
     "resolve": "sources",
@@ -31,7 +30,6 @@ __all__ = [
     "GPT",
     "Outcome",
     "TrainConfig",
-    "plans_of",
     "profile_of",
     "ranks_of",
     "resolve",

@@ -35,6 +35,12 @@ class TrainConfig(BaseModel):
         None, "Pipeline", "Stages on each rank. Default: what the schedule needs."
     )
     schedule: Text = _setting("1F1B", "Pipeline", "Name of the schedule.")
+    plan: Text | None = _setting(
+        None,
+        "Pipeline",
+        "A plan of penstock plan --json, or auto: the fastest, found from measured costs. It decides "
+        "schedule, stages and microbatches.",
+    )
     microbatches: Count = _setting(8, "Pipeline", "Parts into which a batch is split.")
     device: Text = _setting("cpu", "Pipeline", "Where to compute: cpu, cuda or cuda:<index>.")
     threads: Count = _setting(
