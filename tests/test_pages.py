@@ -110,6 +110,14 @@ BEFORE = {
     "fuzzing.md": "",
     "hooks.md": "",
     "partition.md": "",
+    "planning.md": """
+import penstock.plan
+from penstock.train.model import GPT, Shape, next_byte_loss
+model = GPT(Shape(layers=6, width=64, heads=4, sequence=32))
+tokens = torch.randint(0, 256, (16, 33))
+batch, target = tokens[:, :-1], tokens[:, 1:]
+profile = penstock.plan.predict(model, batch, target=target, loss_fn=next_byte_loss, device="h100")
+plans = penstock.plan.search(profile, ranks=2, batch=16, schedules="1F1B", keep=1, seconds=0)""",
     "randomness.md": "",
     "tracing.md": "pipe.save('folder')\nmodel.eval()",
     "training.md": "by_image = lambda value, sizes: value.split(sizes)\n"
