@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -12,6 +13,14 @@ from torch import Tensor, nn
 
 from penstock.backward import ENGINES, Apart, BackwardEngine, backward_from
 from penstock.errors import SpecError, UsageError
+from penstock.parallel import (
+    Part,
+    named_buffers,
+    named_parameters,
+    names_without_wrappers,
+    parts_of,
+    unwrapped,
+)
 from penstock.values import arrived, flatten, paths, unflatten
 
 T = TypeVar("T")
@@ -49,6 +58,7 @@ class PipelineStage:
             gradients that change bits. docs/backward.md says what else they change.
 
     Attributes:
+        own: the slice itself, where something is wrapped around it; names begin there.
         wired: whether the module is called with values by name and the whole call, see ``Partition``.
         changed: which tensors of its arguments the module changed in place in the last forward, counted as
             backward's gradients are.
@@ -77,8 +87,9 @@ class PipelineStage:
         self.index = index
         self.count = count
         self.device = home_of(module) if device is None else torch.device(device)
-        self.module = _moved(module, self.device)
-        self.wired = bool(getattr(module, "wired", False))
+        self._module = _moved(module, self.device)
+        self.own = unwrapped(self._module)
+        self.wired = bool(getattr(self.own, "wired", False))
         self.changed: Sequence[int] = ()
         self._entrance = Entrance(index)
         self._forwards: dict[int, _Forward] = {}
@@ -88,6 +99,53 @@ class PipelineStage:
         self._apart = Apart()
         self._name = engine or DEFAULT_ENGINE
         self._engine = self._new_engine()
+
+    @property
+    def module(self) -> nn.Module:
+        """What is called: the slice, or what a user has put around it, such as DistributedDataParallel."""
+        return self._module
+
+    @module.setter
+    def module(self, module: nn.Module) -> None:
+        self._module = module
+        if not any(part is self.own for part in module.modules()):
+            self.own = unwrapped(module)
+        self._engine = self._new_engine()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters under their names in the slice, whatever is wrapped around it or a part of it."""
+        return named_parameters(self._module, self.own)
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Parameters and buffers, so named, each as often as it has names."""
+        return [
+            *named_parameters(self._module, self.own, every_name=True),
+            *named_buffers(self._module, self.own),
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the module has to save, so named."""
+        found = self._module.state_dict()
+        names = names_without_wrappers(self._module, self.own, list(found))
+        return {names[key]: value for key, value in found.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy what is there of the module's state, so named."""
+        keys = list(self._module.state_dict())
+        names = names_without_wrappers(self._module, self.own, keys)
+        found = {key: state[name] for key, name in names.items() if name in state}
+        self._module.load_state_dict(found, strict=False)
+
+    def parts(self) -> Iterator[Part]:
+        """All modules of the stage, with their paths in the slice."""
+        return parts_of(self._module, self.own)
+
+    def part(self, path: str) -> nn.Module:
+        """The module that has a path in the slice."""
+        try:
+            return self.own.get_submodule(path)
+        except AttributeError:
+            return next(part.module for part in self.parts() if part.name == path)
 
     def prefer_engine(self, engine: str) -> None:
         """Use a backward engine, where the stage was made without one."""
@@ -108,6 +166,11 @@ class PipelineStage:
         """
         self._apart = Apart(parameters)
 
+    @property
+    def apart(self) -> AbstractContextManager[None]:
+        """A context in which what is collected so is those parameters' ``.grad``, for who reduces it."""
+        return self._apart
+
     def take_shares(self) -> list[Tensor | None]:
         """The gradients that were collected apart since the last call, in the order of the parameters."""
         return self._apart.take()
@@ -115,17 +178,17 @@ class PipelineStage:
     @property
     def describe(self) -> Callable[..., Any] | None:
         """How a wired module tells what travels for a call, where it knows, see ``Partition``."""
-        return getattr(self.module, "describe", None) if self.wired else None
+        return getattr(self.own, "describe", None) if self.wired else None
 
     @property
     def traits(self) -> Any:
         """What a module that tells what travels may tell otherwise, when it changes."""
-        return getattr(self.module, "traits", None) if self.wired else None
+        return getattr(self.own, "traits", None) if self.wired else None
 
     @property
     def spreads(self) -> tuple[type, ...]:
         """The types of which a value that another stage gives becomes several arguments of the module."""
-        return self.spread if getattr(self.module, "spreads", True) else ()
+        return self.spread if getattr(self.own, "spreads", True) else ()
 
     @property
     def is_first(self) -> bool:
@@ -165,10 +228,10 @@ class PipelineStage:
         Returns:
             The module's output.
         """
-        entered = self._entrance.enter(tuple(args), kwargs or {}, training=self.module.training)
+        entered = self._entrance.enter(tuple(args), kwargs or {}, training=self._module.training)
         args, kwargs = entered.call
         try:
-            output = self.module(*args, **kwargs, **(aside or {}))
+            output = self._module(*args, **kwargs, **(aside or {}))
         except RuntimeError as error:
             self._entrance.check_refused(entered, error)
             raise

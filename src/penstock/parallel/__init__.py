@@ -24,8 +24,24 @@ if TYPE_CHECKING:
         whole,
         with_local,
     )
+    from penstock.parallel.wrapping import (
+        Part,
+        named_buffers,
+        named_parameters,
+        names_without_wrappers,
+        parts_of,
+        spreads_over_processes,
+        unwrapped,
+    )
 
 _HOMES = {
+    "unwrapped": "wrapping",
+    "spreads_over_processes": "wrapping",
+    "parts_of": "wrapping",
+    "names_without_wrappers": "wrapping",
+    "named_parameters": "wrapping",
+    "named_buffers": "wrapping",
+    "Part": "wrapping",
     "Adapter": "adapter",
     "adapter_of": "adapter",
     "gathered": "tensors",
@@ -45,6 +61,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "unwrapped",
+    "spreads_over_processes",
+    "parts_of",
+    "names_without_wrappers",
+    "named_parameters",
+    "named_buffers",
+    "Part",
     "Adapter",
     "adapter_of",
     "gathered",

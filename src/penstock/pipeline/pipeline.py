@@ -26,7 +26,10 @@ from penstock.pipeline.setup import (
     ends_of,
     home_for,
     loss_of,
+    Wrap,
+    check_wrap,
     ranks_of,
+    wrap_stages,
     world_of,
 )
 from penstock.pipeline.weights import WeightHolder
@@ -86,6 +89,10 @@ class Pipeline(WeightHolder):
             dimension such as ``mesh["pp"]``; by default all.
         mesh: in its place, a ``DeviceMesh`` with a dimension ``pp``, along which the pipeline runs. Each
             place in its other dimensions has a pipeline of its own.
+        wrap: called with each stage's module and its index after the cut, on the rank that has the stage;
+            it gives the module in a wrapper, such as ``lambda module, stage: fully_shard(module,
+            mesh=mesh["dp"])``, or changes it in place. Names stay those of the unsplit model. See
+            docs/meshes.md.
         engine: how backward is cut in two, see :class:`PipelineStage`; by default what the schedule needs.
         seed: of the random numbers that steps draw, such as dropout's, which depend on it, the step, the
             microbatch and the module's path alone; by default the one rank 0 gave ``torch.manual_seed``.
@@ -121,6 +128,7 @@ class Pipeline(WeightHolder):
         device: torch.device | str | None = None,
         group: Any = None,
         mesh: Any = None,
+        wrap: Wrap | None = None,
         engine: str | None = None,
         seed: Seed = None,
         timeout: Timeout = None,
@@ -130,7 +138,8 @@ class Pipeline(WeightHolder):
         **loss: Unpack[LossOptions],
     ) -> None:
         check_options(loss, Pipeline.__init__)
-        check_model(model)
+        check_model(model, stages)
+        check_wrap(wrap)
         check_rules(rules)
         check_statistics(batch_statistics, [model])
         home = home_for(model, device, filled=weights is not None)
@@ -151,6 +160,8 @@ class Pipeline(WeightHolder):
                 load_partition(partition, held, weights, device=home or home_of(model), seen=now)
             now("makes its stages")
             made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
+            # After weights are loaded, and before anybody looks at what the stages have.
+            wrap_stages(made, wrap)
             told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
             local = LocalRanks(ranks_of(plan, ends, made, partition.describe), told)
             self._set_up(
@@ -209,7 +220,7 @@ class Pipeline(WeightHolder):
             now("plans its stages")
             plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
             plan = replace(plan, edges=None if edges is None else tuple(edges))
-            modules = {stage.index: stage.module for stage in stages}
+            modules = {stage.index: stage.own for stage in stages}
             table = find_shared_between(modules) if shared is None else tuple(shared)
             describe = None if edges else stages[0].describe
             local = LocalRanks(ranks_of(plan, ends_of(plan, found), stages, describe))

@@ -67,7 +67,7 @@ class WeightHolder:
         self._rank_of = rank_of
         self._stage_count = len(rank_of)
         self._share(shared)
-        here = {stage.index: stage.module for stage in local.stages}
+        here = {stage.index: stage.own for stage in local.stages}
         self._watched = Watched(model, parts or list(here.values()), here)
         self._by_identity = self._watched.table()
         for rank in local.ranks:
@@ -196,7 +196,7 @@ class WeightHolder:
 
     def init_weights(self, seed: int, init: Init | None = None) -> None:
         """Give all weights their first values, as :func:`penstock.init_weights` does. Every rank calls it."""
-        initialise([(stage.module, stage.device) for stage in self._local.stages], seed, init)
+        initialise([(stage.own, stage.device) for stage in self._local.stages], seed, init)
         # Each process may have filled a weight that it shares in its own way.
         self._align(logging.DEBUG)
 

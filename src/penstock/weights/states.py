@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.errors import StateDictError, UsageError
 from penstock.parallel import is_sharded, spread, whole
-from penstock.partition import Shared, named_tensors
+from penstock.partition import Shared
 from penstock.runtime import Rank, Task, Wait
 from penstock.stage import PipelineStage
 from penstock.transport import SHARED, Channel, Transport
@@ -70,7 +70,7 @@ class Weights:
         """Each parameter once, under its first name."""
         seen: set[int] = set()
         for stage in self._stages:
-            for name, parameter in stage.module.named_parameters():
+            for name, parameter in stage.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield self._names.first(name), parameter
@@ -80,7 +80,7 @@ class Weights:
         return {
             stage.index: [
                 parameter
-                for name, parameter in stage.module.named_parameters()
+                for name, parameter in stage.named_parameters()
                 if self._names.owns(stage.index, name)
             ]
             for stage in self._stages
@@ -94,7 +94,7 @@ class Weights:
         """
         found: dict[str, Any] = {}
         for stage in self._stages:
-            for name, value in stage.module.state_dict().items():
+            for name, value in stage.state_dict().items():
                 if name in found and not _same(found[name], value):
                     check_apart([name, name])
                 found |= dict.fromkeys(self._names_of(name, value), value)
@@ -108,7 +108,7 @@ class Weights:
         return {
             stage.index: {
                 self._names.first(name): value
-                for name, value in stage.module.state_dict().items()
+                for name, value in stage.state_dict().items()
                 if self._names.owns(stage.index, name)
             }
             for stage in self._stages
@@ -123,7 +123,7 @@ class Weights:
         found = (
             other
             for stage in self._stages
-            for name, value in stage.module.state_dict().items()
+            for name, value in stage.state_dict().items()
             for other in self._names_of(name, value)
         )
         return list(dict.fromkeys(found))
@@ -134,7 +134,7 @@ class Weights:
         Raises:
             UsageError: something is on the meta device.
         """
-        tensors = (pair for stage in self._stages for pair in named_tensors(stage.module))
+        tensors = (pair for stage in self._stages for pair in stage.named_tensors())
         empty = [name for name, tensor in tensors if tensor.is_meta]
         if empty:
             raise UsageError(
@@ -145,10 +145,10 @@ class Weights:
     def load(self, state: Mapping[str, Any]) -> None:
         """Copy from ``state`` what it has of these stages' weights."""
         for stage in self._stages:
-            own = stage.module.state_dict()
+            own = stage.state_dict()
             picked = {name: self._pick(state, name, own[name]) for name in own}
             found = {name: value for name, value in picked.items() if value is not None}
-            stage.module.load_state_dict(found, strict=False)
+            stage.load_state_dict(found)
 
     def _pick(self, state: Mapping[str, Any], name: str, own: Any) -> Any:
         # As the unsplit model would: it copies under one name after the other.

@@ -43,7 +43,7 @@ class ByHand:
         self.own = own
         self._wires = wires
         self._example = example
-        self._adapter = adapter_of(own.module)
+        self._adapter = adapter_of(own.module, lambda: own.apart)
         self._adapted = False
         self._whole: set[int] = set()
         self._count = 0
