@@ -212,6 +212,7 @@ class PipelineStage:
         kwargs: Mapping[str, Any] | None = None,
         loss: Callable[[Any], Any] | None = None,
         aside: Mapping[str, Any] | None = None,
+        restored: Callable[[Any], Any] | None = None,
     ) -> Any:
         """Run the module for a microbatch.
 
@@ -224,6 +225,8 @@ class PipelineStage:
             loss: makes of the output what backward starts from: a scalar, or those of several values that
                 gradients come for.
             aside: more arguments by name, which come to the module as they are.
+            restored: gives the values of a wired module the types that were agreed on, where something
+                around it changes types.
 
         Returns:
             The module's output.
@@ -231,7 +234,11 @@ class PipelineStage:
         entered = self._entrance.enter(tuple(args), kwargs or {}, training=self._module.training)
         args, kwargs = entered.call
         try:
-            output = self._module(*args, **kwargs, **(aside or {}))
+            if restored is None:
+                output = self._module(*args, **kwargs, **(aside or {}))
+            else:
+                with cast("Any", self.own).called_as(*args[1:]):
+                    output = restored(self._module(*args))
         except RuntimeError as error:
             self._entrance.check_refused(entered, error)
             raise

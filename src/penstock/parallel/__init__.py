@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from penstock.parallel.wrapping import (
         Part,
+        alone,
         named_buffers,
         named_parameters,
         names_without_wrappers,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "alone": "wrapping",
     "unwrapped": "wrapping",
     "spreads_over_processes": "wrapping",
     "parts_of": "wrapping",
@@ -61,15 +63,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "unwrapped",
-    "spreads_over_processes",
-    "parts_of",
-    "names_without_wrappers",
-    "named_parameters",
-    "named_buffers",
-    "Part",
     "Adapter",
+    "Part",
     "adapter_of",
+    "alone",
     "gathered",
     "global_norms",
     "group_across",
@@ -78,10 +75,16 @@ __all__ = [
     "let_cross",
     "local_part",
     "merge_sharded",
+    "named_buffers",
+    "named_parameters",
+    "names_without_wrappers",
+    "parts_of",
     "replicated",
     "seat",
     "split_sharded",
     "spread",
+    "spreads_over_processes",
+    "unwrapped",
     "whole",
     "with_local",
 ]

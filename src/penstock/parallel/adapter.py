@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-
 Apart = Callable[[], AbstractContextManager[Any]]
 
 
@@ -20,9 +19,11 @@ class Adapter:
 
     Attributes:
         whole_backward: whether the stage's backward must come in one piece.
+        casts: whether the module changes the types of its arguments before its own code sees them.
     """
 
     whole_backward = False
+    casts = False
 
     def fits(self, module: nn.Module) -> bool:
         """Whether it is still the one for a stage's module, which a user may have wrapped since."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,8 @@ class Replicated(Adapter):
     """A stage in ``DistributedDataParallel``: gradients are averaged over its replicas once a step.
 
     Its own reducer waits for one backward that reaches every parameter. A step has many, so it is kept out
-    and all-reduces run when the last gradient is there. It still refuses a forward between the two halves of
-    a backward, which therefore comes in one piece.
+    and all-reduces run when the last gradient is there.
     """
-
-    whole_backward = True
 
     def __init__(self, module: DistributedDataParallel, apart: Apart) -> None:
         self._module = module
@@ -140,10 +137,13 @@ class Sharded(Adapter):
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
         self._modules = modules
+        # torch 2.13 has no public word for the policy that a module was given.
+        self.casts = any(m._get_fsdp_state()._mp_policy.param_dtype for m in modules)
         self._held = [module for module in modules if _may_be_held(module)]
         for module in self._held:
             module.set_reshard_after_forward(False, recurse=False)
         self._begun: set[int] = set()
+        self._left: set[int] = set()
         self._microbatches = 0
         self._has_run = False
 
@@ -155,6 +155,7 @@ class Sharded(Adapter):
     def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
         """Put reduction off, and start to gather."""
         self._begun.clear()
+        self._left = set(range(microbatches))
         self._microbatches = microbatches
         if trains:
             self._reduce_next(False)
@@ -170,6 +171,15 @@ class Sharded(Adapter):
         self._begun.add(microbatch)
         if first and len(self._begun) == self._microbatches:
             self._reduce_next(True)
+
+    def done(self, microbatch: int) -> None:
+        """Free what was gathered, after the last one.
+
+        Not module by module within it: torch gathers, ahead of use, those that other microbatches needed.
+        """
+        self._left.discard(microbatch)
+        if not self._left:
+            self.reshard()
 
     def unshard(self) -> None:
         """Start to gather."""
@@ -190,7 +200,8 @@ class Sharded(Adapter):
         """Leave the modules as they were, without what an interrupted call has left in them."""
         self._reduce_next(True)
         for module in self._modules:
-            with suppress(RuntimeError):  # from all but the outermost
+            # Only the outermost can, once it has run.
+            if module._get_fsdp_state()._is_root:
                 module.reset_iter_state()
         self.reshard()
 
@@ -198,8 +209,7 @@ class Sharded(Adapter):
         for module in self._modules:
             module.set_requires_gradient_sync(wanted, recurse=False)
             module.set_is_last_backward(wanted)
-            resharded = wanted or module not in self._held
-            module.set_reshard_after_backward(resharded, recurse=False)
+            module.set_reshard_after_backward(module not in self._held, recurse=False)
 
 
 def _sharded_parts(module: nn.Module) -> list[FSDPModule]:

@@ -1,13 +1,13 @@
 """Wrappers around a stage or parts of it: what is inside, and its names without them.
 
-A stage is wrapped after the cut, by DistributedDataParallel, torch.compile, a checkpoint wrapper or a module of
-the user's. State dicts, seeds and ties know the names of the unsplit model, which has no wrappers.
+A stage is wrapped after the cut, by DistributedDataParallel, torch.compile, a checkpoint wrapper or a module
+of the user's. State dicts, seeds and ties know the names of the unsplit model, which has no wrappers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -42,6 +42,19 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while (inside := _inside(module)) is not None:
         module = module.get_submodule(inside)
     return module
+
+
+def alone(module: nn.Module) -> nn.Module:
+    """A module as it is without its replicas: what it gives for its arguments is the same.
+
+    A call of ``DistributedDataParallel`` by itself would expect a backward that reduces.
+    """
+    replicated = _inside(module) == "module"
+    return module.get_submodule("module") if replicated and not _casts(module) else module
+
+
+def _casts(module: Any) -> bool:
+    return module.mixed_precision is not None
 
 
 def _inside(module: nn.Module) -> str | None:

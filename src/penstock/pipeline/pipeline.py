@@ -19,18 +19,18 @@ from penstock.pipeline.calls import Caller, Given
 from penstock.pipeline.plan import Plan, Source, Stages, check_model, cut, make_plan
 from penstock.pipeline.ranks import LocalRanks
 from penstock.pipeline.setup import (
+    Wrap,
     being_made,
     check_given,
     check_options,
+    check_wrap,
     connect_if_launched,
     ends_of,
     home_for,
     loss_of,
-    Wrap,
-    check_wrap,
     ranks_of,
-    wrap_stages,
     world_of,
+    wrap_stages,
 )
 from penstock.pipeline.weights import WeightHolder
 from penstock.rng import Randomness, Seed, own_seed

@@ -130,6 +130,7 @@ class BoundProgram:
                 wanted.inputs,
                 wanted.companions.get(index, ()),
                 with_loss=wanted.with_loss,
+                casts=index in wanted.adapters and wanted.adapters[index].casts,
             )
             for index, stage in stages.items()
         }

@@ -245,7 +245,7 @@ class Rank:
             raise
 
     def _find_adapters(self) -> Mapping[int, Adapter]:
-        """Those of this rank's stages, new ones where their user has wrapped something since the last call."""
+        """Those of the stages here, new ones where their user has wrapped something since the last call."""
         for index, stage in self.stages.items():
             known = self._adapters.get(index)
             if known is None or not known.fits(stage.module):
