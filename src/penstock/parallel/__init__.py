@@ -9,9 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.parallel.adapter import Adapter, adapter_of
+    from penstock.parallel.adapter import Adapter, adapter_of, over_replicas
     from penstock.parallel.crossing import let_cross
-    from penstock.parallel.groups import group_across, group_of, seat
+    from penstock.parallel.groups import (
+        Siblings,
+        group_across,
+        group_of,
+        replicated_mesh,
+        seat,
+        siblings_of,
+        text_of_first,
+    )
     from penstock.parallel.tensors import (
         gathered,
         global_norms,
@@ -36,6 +44,11 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "over_replicas": "adapter",
+    "text_of_first": "groups",
+    "siblings_of": "groups",
+    "replicated_mesh": "groups",
+    "Siblings": "groups",
     "alone": "wrapping",
     "unwrapped": "wrapping",
     "spreads_over_processes": "wrapping",
@@ -65,6 +78,7 @@ _HOMES = {
 __all__ = [
     "Adapter",
     "Part",
+    "Siblings",
     "adapter_of",
     "alone",
     "gathered",
@@ -78,12 +92,16 @@ __all__ = [
     "named_buffers",
     "named_parameters",
     "names_without_wrappers",
+    "over_replicas",
     "parts_of",
     "replicated",
+    "replicated_mesh",
     "seat",
+    "siblings_of",
     "split_sharded",
     "spread",
     "spreads_over_processes",
+    "text_of_first",
     "unwrapped",
     "whole",
     "with_local",

@@ -81,3 +81,19 @@ def adapter_of(module: nn.Module, apart: Apart = nullcontext) -> Adapter | None:
 
 
 _SHARDS = "torch.distributed.fsdp"
+
+
+def over_replicas(module: nn.Module, mesh: Any, *, shard: bool) -> nn.Module:
+    """A stage's module spread over the replicas of a pipeline, for those who have no wish of their own.
+
+    Args:
+        module: of the stage.
+        mesh: with a dimension ``dp``.
+        shard: whether each replica holds a part of each weight, by FSDP2, or all of it.
+    """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    if shard:
+        made: nn.Module = import_module(_SHARDS).fully_shard(module, mesh=mesh["dp"])
+        return made
+    return DistributedDataParallel(module, process_group=mesh.get_group("dp"))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.faults import PATIENCE, Patience, Timeout
+from penstock.parallel import siblings_of
 from penstock.partition import Example, Shared, find_shared_between
 from penstock.pipeline.calls import Caller, Given
 from penstock.pipeline.plan import Plan, Source, Stages, check_model, cut, make_plan
@@ -163,7 +164,8 @@ class Pipeline(WeightHolder):
             # After weights are loaded, and before anybody looks at what the stages have.
             wrap_stages(made, wrap)
             told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
-            local = LocalRanks(ranks_of(plan, ends, made, partition.describe), told)
+            siblings = siblings_of(mesh, loss.get("replicas"))
+            local = LocalRanks(ranks_of(plan, ends, made, partition.describe), told, siblings)
             self._set_up(
                 plan, local, partition.shared, loss_of(loss_fn, **loss), rules, model, parts
             )
@@ -223,7 +225,11 @@ class Pipeline(WeightHolder):
             modules = {stage.index: stage.own for stage in stages}
             table = find_shared_between(modules) if shared is None else tuple(shared)
             describe = None if edges else stages[0].describe
-            local = LocalRanks(ranks_of(plan, ends_of(plan, found), stages, describe))
+            ranks, siblings = (
+                ranks_of(plan, ends_of(plan, found), stages, describe),
+                siblings_of(mesh, loss.get("replicas")),
+            )
+            local = LocalRanks(ranks, siblings=siblings)
             pipe._set_up(plan, local, table, loss_of(loss_fn, **loss), rules)
             pipe._randomness = Randomness(pipe._local.leading(own_seed(seed)))
             pipe._local.tell_stages_apart()
@@ -260,7 +266,10 @@ class Pipeline(WeightHolder):
 
     @property
     def leads(self) -> bool:
-        """Whether rank 0 lives in this process: the one that prints and writes for all."""
+        """Whether rank 0 lives in this process: the one that prints and writes for all.
+
+        Of several pipelines side by side, which ``mesh=`` or ``replicas=`` tell of, it is that of the first.
+        """
         return self._local.leads
 
     @property

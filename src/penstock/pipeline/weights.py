@@ -255,6 +255,8 @@ class WeightHolder:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the weights as safetensors, one file per stage and an index, under the model's names.
 
+        Every rank calls it, of all pipelines that ``mesh=`` and ``replicas=`` tell of; the first writes.
+
         A weight that has several names or stages is written once. :func:`penstock.read_weights` gives it
         under all its names, so that the unsplit model loads it.
         """
@@ -264,6 +266,8 @@ class WeightHolder:
         def write(rank: Rank) -> list[Any]:
             files = Weights(list(rank.stages.values()), self._names).files()
             whole_ones = {i: {n: whole(t) for n, t in held.items()} for i, held in files.items()}
+            if not self._local.siblings.first:
+                return []
             return [[i, save_stage(held, path, i, count)] for i, held in whole_ones.items()]
 
         with self._local.patient():
@@ -271,6 +275,8 @@ class WeightHolder:
         sizes = {index: found for of in gathered for index, found in of}
         if self._local.leads:
             save_index(path, sizes, self._names.tied)
+        with self._local.patient():
+            self._local.siblings.wait()
 
     def load(self, folder: str | os.PathLike[str], strict: bool = True) -> LoadResult:
         """Load weights from safetensors files; each process reads only those of its stages.

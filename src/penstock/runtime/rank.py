@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from penstock.errors import AgreementError, PenstockError, SpecError, StageError, UsageError
@@ -249,7 +251,7 @@ class Rank:
         for index, stage in self.stages.items():
             known = self._adapters.get(index)
             if known is None or not known.fits(stage.module):
-                found = adapter_of(stage.module, lambda stage=stage: stage.apart)
+                found = adapter_of(stage.module, partial(attrgetter("apart"), stage))
                 if found is not None:
                     self._adapters[index] = found
                 else:

@@ -25,6 +25,7 @@ from penstock.train.metrics import StepMetrics, peak_memory
 from penstock.train.model import GPT, VOCABULARY, next_byte_loss
 from penstock.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from penstock.train.plan import device_of, schedule_of, shape_of, stages_of
+from penstock.train.replicas import Side
 from penstock.train.runfolder import RunFolder
 from penstock.train.sources import to_toml
 
@@ -67,16 +68,17 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
     """
     torch.set_num_threads(config.threads)
     corpus = texts.load(config.data, config.sequence)
-    with make_pipeline(config) as pipe:
-        folder = _claim(pipe, config.out)
+    side = Side(config)
+    with make_pipeline(config, side) as pipe:
+        folder = _claim(pipe, config.out, side)
         pipe.report_failures_to(folder.path)
         out = (console or Console()) if pipe.leads else Console(quiet=True)
         say(out, introduction(config, corpus))
-        return Run(config, pipe, corpus, folder, out).complete()
+        return Run(config, pipe, corpus, folder, out, side).complete()
 
 
-def make_pipeline(config: TrainConfig) -> Pipeline:
-    """The pipeline of a model whose weights follow from the seed."""
+def make_pipeline(config: TrainConfig, side: Side | None = None) -> Pipeline:
+    """The pipeline of a model whose weights follow from the seed, or one of its replicas."""
     return Pipeline(
         GPT(shape_of(config), config.seed),
         schedule=schedule_of(config),
@@ -84,6 +86,7 @@ def make_pipeline(config: TrainConfig) -> Pipeline:
         stages=stages_of(config),
         loss_fn=next_byte_loss,
         device=device_of(config),
+        **(side.options if side else {}),
     )
 
 
@@ -92,7 +95,7 @@ def introduction(config: TrainConfig, corpus: Corpus) -> str:
     schedule, shape = schedule_of(config), shape_of(config)
     return (
         f"model: {shape.parameters:,} parameters, {config.layers} layers in {schedule.stages} stages on "
-        f"{schedule.ranks} ranks\n"
+        f"{schedule.ranks} ranks{_replicas(config)}\n"
         f"schedule: {schedule.name}, {config.microbatches} microbatches; {config.device}, "
         f"threads per process: {config.threads}\n"
         f"text: {corpus.name}, {corpus.files:,} files, {len(corpus.training) / 1e6:.2f} MB to train on, "
@@ -100,7 +103,13 @@ def introduction(config: TrainConfig, corpus: Corpus) -> str:
     )
 
 
-def _claim(pipe: Pipeline, out: str | None) -> RunFolder:
+def _replicas(config: TrainConfig) -> str:
+    if config.replicas == 1:
+        return ""
+    return f", {config.replicas} replicas{', weights sharded over them' if config.shard else ''}"
+
+
+def _claim(pipe: Pipeline, out: str | None, side: Side) -> RunFolder:
     """Let the leading process make the run folder, and all of them fail if it cannot."""
     made = {"path": "", "problem": ""}
     if pipe.leads:
@@ -108,7 +117,7 @@ def _claim(pipe: Pipeline, out: str | None) -> RunFolder:
             made["path"] = str(runfolder.create(out))
         except UsageError as error:
             made["problem"] = str(error)
-    agreed = pipe.agree(made)[0]
+    agreed = side.of_first(pipe.agree(made)[0])
     if agreed["problem"]:
         raise UsageError(agreed["problem"])
     return RunFolder(Path(agreed["path"]), writes=pipe.leads)
@@ -123,6 +132,7 @@ class Run:
         corpus: the text.
         folder: keeps the results.
         console: where to print.
+        side: which of the replicas this is.
     """
 
     def __init__(
@@ -132,7 +142,9 @@ class Run:
         corpus: Corpus,
         folder: RunFolder,
         console: Console,
+        side: Side,
     ) -> None:
+        self._side = side
         self._config = config
         self._pipe = pipe
         self._corpus = corpus
@@ -171,7 +183,8 @@ class Run:
             step, seed=config.seed, batch=config.batch, sequence=config.sequence
         )
         try:
-            result = self._pipe.step(tokens, target=target, record=measure)
+            mine = self._side.part
+            result = self._pipe.step(mine(tokens), target=mine(target), record=measure)
         except NonFiniteError as error:
             given = f"learning_rate={self._config.learning_rate:g}"
             raise NonFiniteError(f"{given}: {error}; use a lower learning rate") from None
@@ -213,7 +226,8 @@ class Run:
         batches = self._corpus.held_out_batches(
             config.held_out_batches, batch=config.batch, sequence=config.sequence
         )
-        losses = [self._pipe.eval(tokens, target=target).loss for tokens, target in batches]
+        mine = self._side.part
+        losses = [self._pipe.eval(mine(x), target=mine(y)).loss for x, y in batches]
         loss, measured = fmean(losses), len(losses) * config.batch * config.sequence
         self._folder.log({"held_out_loss": loss, "held_out_bytes": measured})
         say(

@@ -220,7 +220,7 @@ class _Pipeline(Protocol):
 
 @runtime_checkable
 class _Stage(Protocol):
-    module: nn.Module
+    own: nn.Module
     device: torch.device
 
 
