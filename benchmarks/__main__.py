@@ -19,6 +19,7 @@ from benchmarks import (
     inside,
     lengths,
     loading,
+    mesh,
     predictions,
     schedules,
     search,
@@ -37,6 +38,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "loading": loading.compare,
     "cutting": cutting.compare,
     "lengths": lengths.compare,
+    "mesh": mesh.compare,
 }
 
 

@@ -118,10 +118,12 @@ def run(group: Any, schedule: str, how: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW([{"params": of} for of in kinds], lr=0.01, **options)
     plain = torch.optim.AdamW(whole.parameters(), lr=0.01)
     gaps = dict.fromkeys(("loss", "norm", "gradients", "weights", "evaluated"), 0.0)
+    bound: list[int] = []
     with pipe:
         for _ in range(STEPS):
             with Collectives() as told:
                 result = pipe.step(x, target=y)
+            bound.append(id(next(iter(pipe._local.ranks)).bound))
             gaps["loss"] = max(gaps["loss"], abs(result.loss - backward(whole, how)))
             gaps["gradients"] = max(gaps["gradients"], gap_of(pipe.named_parameters(), whole))
             norm = float(nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
@@ -147,6 +149,7 @@ def run(group: Any, schedule: str, how: str) -> dict[str, Any]:
     stages = [stage.index for stage in pipe.stages]
     return {
         "gaps": gaps,
+        "bound": bound,
         "counts": dict(told.counts),
         "stages": stages,
         "blocks": sum(isinstance(m, Mlp) for s in pipe.stages for m in s.own.modules()),
@@ -188,11 +191,73 @@ def test_wrapped_stages_equal_one_process(workers: WorkerPool, schedule: str, ho
         limits = dict.fromkeys(answer["gaps"], 1e-5 if how == "mixed" else 1e-12)
         assert {n: g for n, g in answer["gaps"].items() if g > limits[n]} == {}
         assert answer["strange"] == []
+        assert len(set(answer["bound"])) == 1, "a step was bound anew"
         found = {
             kind: sum(n for name, n in answer["counts"].items() if kind in name)
             for kind in least(how, answer)
         }
         assert found == least(how, answer), answer["counts"]
+
+
+# ---- three dimensions
+
+
+def run_in_three(group: Any, schedule: str) -> dict[str, Any]:
+    """A worker's task: tensor parallelism inside of replicas that are sharded, along a pipeline."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
+
+    def both(module: nn.Module, stage: int) -> nn.Module:
+        wrap(module, "tp", mesh)
+        return fully_shard(module, mesh=mesh["dp"])
+
+    torch.manual_seed(0)
+    model = Blocks(4).double()
+    whole = copy.deepcopy(model)
+    pipe = Pipeline(
+        model,
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        loss_fn=mse_loss,
+        mesh=mesh,
+        wrap=both,
+        replicas=mesh["dp"],
+    )
+    replica = mesh.get_local_rank("dp")
+    half = slice(8 * replica, 8 * replica + 8)
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in pipe.parameters()], lr=0.01)
+    plain = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    gaps = dict.fromkeys(("loss", "norm", "gradients", "weights"), 0.0)
+    with pipe:
+        for _ in range(STEPS):
+            result = pipe.step(X[half], target=Y[half])
+            gaps["loss"] = max(gaps["loss"], abs(result.loss - backward(whole, "dp")))
+            gaps["gradients"] = max(gaps["gradients"], gap_of(pipe.named_parameters(), whole))
+            norm = float(nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
+            gaps["norm"] = max(gaps["norm"], abs(pipe.clip_grad_norm_(0.1) / norm - 1))
+            for one in (optimizer, plain):
+                one.step()
+                one.zero_grad()
+        full = pipe.state_dict(full=True)
+        leads = sum(pipe.agree(pipe.leads))
+    for name, value in whole.state_dict().items() if full else ():
+        gaps["weights"] = max(gaps["weights"], float((full[name] - value).abs().max()))
+    return {"gaps": gaps, "leads": leads, "first": not any(mesh.get_coordinate() or [1])}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_pipeline_replicas_and_tensor_parallelism_together() -> None:
+    with WorkerPool(8) as pool:
+        answers = [
+            answer
+            for schedule in ("1F1B", "ZB-V")
+            for answer in pool.run(f"{__name__}:run_in_three", 8, 90.0, schedule=schedule)
+        ]
+    for answer in answers:
+        assert max(answer["gaps"].values()) < 1e-12, answer
+    # Of each eight one prints and writes.
+    assert [bool(answer["first"]) for answer in answers].count(True) == 2
+    assert sum(answer["leads"] for answer in answers) == 2 * 2
 
 
 # ---- weights that stages share
