@@ -140,6 +140,11 @@ class WeightHolder:
         self._follow()
         return Weights(self._local.stages, self._names)
 
+    @property
+    def held_weights(self) -> Weights:
+        """The parameters and buffers that live in this process."""
+        return self._weights
+
     # ---- parameters
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

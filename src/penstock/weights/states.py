@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import StateDictError, UsageError
-from penstock.parallel import is_sharded, spread, whole
+from penstock.parallel import is_sharded, local_part, spread, whole
 from penstock.partition import Shared, named_tensors
 from penstock.runtime import Rank, Task, Wait
-from penstock.stage import PipelineStage
 from penstock.transport import SHARED, Channel, Transport
 from penstock.values import TensorSpec
 from penstock.weights import gradient_norms
@@ -54,6 +54,26 @@ class Names:
         return {name: first for name, first in self._first.items() if name != first}
 
 
+class Holds(Protocol):
+    """What weights are in: a stage, or a whole model."""
+
+    @property
+    def index(self) -> int:
+        """Which stage."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, whose names are those of the unsplit model."""
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model that was not cut."""
+
+    module: nn.Module
+    index: int = 0
+
+
 class Weights:
     """Parameters and buffers of some stages.
 
@@ -62,7 +82,7 @@ class Weights:
         names: what is shared.
     """
 
-    def __init__(self, stages: Sequence[PipelineStage], names: Names) -> None:
+    def __init__(self, stages: Sequence[Holds], names: Names) -> None:
         self._stages = tuple(stages)
         self._names = names
 
@@ -117,6 +137,22 @@ class Weights:
     def owned(self) -> list[tuple[str, Any]]:
         """What these stages save, see :meth:`files`; by names that may be those of several stages."""
         return [pair for held in self.files().values() for pair in held.items()]
+
+    def held(self) -> dict[str, tuple[tuple[str, ...], Any]]:
+        """What lives here, each once under its first name, with all its names."""
+        return {
+            self._names.first(name): (self._names.all(name), value)
+            for stage in self._stages
+            for name, value in stage.module.state_dict().items()
+        }
+
+    def tensors(self) -> list[Tensor]:
+        """The parts of parameters and buffers that lie here."""
+        return [
+            local_part(tensor)
+            for stage in self._stages
+            for _, tensor in named_tensors(stage.module)
+        ]
 
     def keys(self) -> list[str]:
         """The names of what lives here, under every name that it has."""
