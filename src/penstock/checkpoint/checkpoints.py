@@ -104,6 +104,15 @@ class Checkpoints:
 
     # ---- saving
 
+    def claim(self) -> None:
+        """Take hold of the folder before the first checkpoint is saved; the leading process calls it.
+
+        Raises:
+            UsageError: another run writes into it.
+            CheckpointError: it cannot be written.
+        """
+        self._writer.hold()
+
     def save(self, step: int, *, extra: Any = None, **states: Any) -> Saved:
         """Save a run between two steps; all its processes call it.
 

@@ -14,20 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.checkpoint.shards import NAMES, Region, memory_of
-from penstock.errors import CheckpointError, UsageError
-from penstock.parallel import is_sharded, local_part, region_of, whole
+from penstock.errors import UsageError
+from penstock.parallel import local_part, region_of, whole
 from penstock.partition import find_shared
 from penstock.pipeline import Pipeline
 from penstock.rng import unwrapped
 from penstock.weights.optimizers import check_kept_per_parameter, merge_groups, read_states
 from penstock.weights.states import Names, Weights, WholeModel
-from penstock.weights.trees import encode
+from penstock.weights.trees import encode, encode_inline
 
 MODEL = "model"
 RANDOMNESS = "randomness"
@@ -240,32 +239,6 @@ def _digest(value: Any, tensors: Mapping[str, Tensor]) -> str:
         summed.update(f"{key} {here.dtype} {list(here.shape)}".encode())
         summed.update(memory_of(here))
     return summed.hexdigest()
-
-
-def encode_inline(value: Any, path: str) -> Any:
-    """A setting as JSON data; a tensor in it, such as a learning rate, as a number and its type."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not is_sharded(value):
-        return {
-            "$": "setting",
-            "of": value.item(),
-            "dtype": str(value.dtype).removeprefix("torch."),
-        }
-    tensors: dict[str, Tensor] = {}
-    found = encode(value, path, tensors)
-    if tensors:
-        raise CheckpointError(f"{path} holds tensors, which a checkpoint keeps for parameters only")
-    return found
-
-
-def decode_inline(value: Any, now: Any) -> Any:
-    """A setting that was encoded by :func:`encode_inline`.
-
-    Args:
-        value: JSON data.
-        now: what the setting is where it is loaded; a tensor stays on its device.
-    """
-    device = now.device if isinstance(now, Tensor) else None
-    return torch.tensor(value["of"], dtype=getattr(torch, value["dtype"]), device=device)
 
 
 # ---- all processes' parts in one table

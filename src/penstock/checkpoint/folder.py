@@ -129,11 +129,8 @@ class Writer:
             UsageError: another run writes into the folder of checkpoints.
             CheckpointError: it cannot be written.
         """
+        self.hold()
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if not self._locked:
-                self._lock()
-                self._sweep()
             made = self._folder / f".writing-{step}-{os.urandom(6).hex()}"
             made.mkdir()
         except OSError as error:
@@ -141,6 +138,24 @@ class Writer:
                 f"{self._folder} cannot be written to: {error.strerror or error}"
             ) from error
         return made
+
+    def hold(self) -> None:
+        """Take hold of the folder of checkpoints, and tidy up in it.
+
+        Raises:
+            UsageError: another run writes into it.
+            CheckpointError: it cannot be written.
+        """
+        if self._locked:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            self._sweep()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._folder} cannot be written to: {error.strerror or error}"
+            ) from error
 
     def publish(self, made: Path, step: int, table: Mapping[str, Any]) -> Path:
         """Make a checkpoint visible whose other files are all there, and take old ones away.
@@ -223,7 +238,7 @@ class Writer:
 
     def close(self) -> None:
         """Let another run write here."""
-        handle = self._held.pop((self._folder / LOCK).resolve(), None) if self._locked else None
+        handle = self._held.pop((self._folder / LOCK).resolve(), None)
         if handle is not None:
             os.close(handle)
         self._locked = False

@@ -12,7 +12,6 @@ from torch import Tensor
 from penstock.checkpoint.contents import (
     RANDOMNESS,
     Targets,
-    decode_inline,
     optimizer_of,
     pick_groups,
     spread_groups,
@@ -25,14 +24,13 @@ from penstock.parallel import is_sharded, local_part, region_of, spread, with_lo
 from penstock.rng import unwrapped
 from penstock.weights.optimizers import (
     OptimizerStates,
-    as_held,
     find_groups,
     read_states,
     write_states,
 )
 from penstock.weights.reading import DTYPES
 from penstock.weights.states import Weights
-from penstock.weights.trees import decode
+from penstock.weights.trees import decode, decode_inline
 
 log = logging.getLogger("penstock")
 Need = tuple[str, Region]
@@ -60,16 +58,13 @@ class Table:
             self.states: dict[str, Any] = table["states"]
             self.layout: dict[str, Any] = table["layout"]
             self.about = {key: table[key] for key in ("torch", "written")}
-            self.extra = decode(table["extra"], self._no_tensor)
+            self.extra = decode_inline(table["extra"], None)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InputFileError):
                 raise
             raise InputFileError(
                 f"{found.path / TABLE} is no table of a checkpoint ({type(error).__name__}: {error})"
             ) from error
-
-    def _no_tensor(self, key: str) -> Any:
-        raise InputFileError(f"{self.found.path / TABLE}: {key} is a tensor where none can be")
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -465,19 +460,14 @@ class Loading:
         write_states(optimizer, self._targets.names, held, f"{label}=")
 
     def _settings(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: decode_inline(value, group.get(key))
-            if isinstance(value, dict) and value.get("$") == "setting"
-            else decode(value, self._table.read)
-            for key, value in saved.items()
-        }
+        return {key: decode_inline(value, group.get(key)) for key, value in saved.items()}
 
     def _reader(self, parameter: Tensor) -> Callable[[str], Tensor]:
         def read(key: str) -> Tensor:
             region = self._region(key, parameter)
             found = self._table.read(key, region)
             if region == self._table.everything(key) or region_of(parameter) is None:
-                return as_held(found, parameter, key.rpartition("/")[2])
+                return found
             return with_local(parameter, found.to(parameter.device))
 
         return read

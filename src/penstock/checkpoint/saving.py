@@ -29,7 +29,7 @@ from penstock.checkpoint.folder import Writer
 from penstock.checkpoint.shards import write_shard
 from penstock.checkpoint.team import Team
 from penstock.errors import CheckpointError
-from penstock.weights.trees import encode
+from penstock.weights.trees import encode_inline
 
 _POLL = 0.02
 _ORPHANED = 60.0
@@ -199,12 +199,7 @@ class Preparing:
         def collect() -> list[Any]:
             nonlocal own, made
             own = Own.of(targets)
-            leaves: dict[str, Tensor] = {}
-            told = encode(extra, "extra=", leaves)
-            if leaves:
-                raise CheckpointError(
-                    "extra= holds tensors; give an object with a state_dict() for them"
-                )
+            told = encode_inline(extra, "extra=")
             made = str(writer.begin(step)) if team.leads else ""
             return [made, step, own.digest, own.settings, own.told_states(), told]
 

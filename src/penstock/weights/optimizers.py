@@ -7,7 +7,7 @@ what its groups hold, so that one rank's states that were loaded on another are 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import StateDictError, UsageError
-from penstock.parallel import is_sharded, replicated_like, spread
+from penstock.parallel import is_sharded, replicated_like, spread, whole
 
 MARK = "penstock"
 """The setting of a group that says what it holds."""
@@ -87,19 +87,24 @@ def write_states(
         called: what messages call it.
     """
     told, known = optimizer.state_dict(), _names(optimizer, names, called)
+    kept = {
+        id(parameter): {key: _as_kept(v, parameter, key) for key, v in held.states[name].items()}
+        for group, own in zip(optimizer.param_groups, known, strict=True)
+        for parameter, name in zip(group["params"], own, strict=True)
+        if name in held.states
+    }
     states, groups = dict(told["state"]), []
-    for group, own, settings in zip(told["param_groups"], known, held.settings, strict=True):
+    both = zip(told["param_groups"], optimizer.param_groups, held.settings, strict=True)
+    for group, now, settings in both:
         here = {key: group[key] for key in HERE | OWN if key in group}
         groups.append({**group, **settings, **here})
-        for place, name in zip(group["params"], own, strict=True):
-            if name in held.states:
-                states[place] = held.states[name]
+        pairs = zip(group["params"], now["params"], strict=True)
+        states |= {place: kept[id(of)] for place, of in pairs if id(of) in kept}
     rest = dict(held.rest)
     states.update(rest.pop("state", {}))
     optimizer.load_state_dict({**told, **rest, "state": states, "param_groups": groups})
-    for group, own in zip(optimizer.param_groups, known, strict=True):
-        for parameter, name in zip(group["params"], own, strict=True):
-            _keep_types(optimizer.state.get(parameter), held.states.get(name))
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        _keep_types(optimizer.state.get(parameter), kept.get(id(parameter)))
 
 
 def _keep_types(state: Any, given: Any) -> None:
@@ -149,9 +154,13 @@ def check_kept_per_parameter(optimizer: Any, called: str) -> None:
         )
 
 
+def _as_kept(value: Any, parameter: Tensor, key: str) -> Any:
+    return as_held(value, parameter, key) if isinstance(value, Tensor) else value
+
+
 def as_held(value: Tensor, parameter: Tensor, key: str) -> Tensor:
     """A whole tensor of a state as an optimizer of a sharded parameter keeps it."""
-    if not is_sharded(parameter) or key == "step" or not value.dim():
+    if not is_sharded(parameter) or is_sharded(value) or key == "step" or not value.dim():
         return value
     if value.shape == parameter.shape:
         return spread(parameter, value)
@@ -282,3 +291,120 @@ def _mark(parameters: Sequence[Tensor]) -> str:
     names = [_NAMES[parameter] for parameter in parameters]
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
     return f"{len(names)} parameters from {names[0]!r} to {names[-1]!r} ({digest})"
+
+
+# ---- state dicts by name
+
+
+def named_state_dict(held: OptimizerStates) -> dict[str, Any]:
+    """The states as a state dict whose keys are names: the form of ``torch.distributed.checkpoint``."""
+    groups = [
+        {"params": list(names), **settings}
+        for names, settings in zip(held.groups, held.settings, strict=True)
+    ]
+    return {**held.rest, "state": held.states, "param_groups": groups}
+
+
+def copies(state: Any) -> Any:
+    """A state whose tensors are whole, on the CPU and its own."""
+    if isinstance(state, Tensor):
+        return whole(state).cpu().clone()
+    if isinstance(state, dict):
+        return {key: copies(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(copies, state))
+    return state
+
+
+def check_named(state: Mapping[str, Any]) -> None:
+    """Check that a state dict's keys are names.
+
+    Raises:
+        StateDictError: they are positions, as in an optimizer's own, or it is no state dict at all.
+    """
+    if not {"state", "param_groups"} <= state.keys():
+        raise StateDictError(
+            f"an optimizer's state dict has 'state' and 'param_groups', not {sorted(map(str, state))}; give "
+            "what pipe.optimizer_state_dict(optimizer) gave"
+        )
+    members = [name for group in state["param_groups"] for name in group["params"]]
+    if not all(isinstance(name, str) for name in (*members, *state["state"])):
+        raise StateDictError(
+            "this optimizer's state dict holds positions, which mean other parameters on each rank; save "
+            "what pipe.optimizer_state_dict(optimizer, full=True) gives, or use penstock.Checkpoints"
+        )
+
+
+class NamedStates:
+    """An optimizer as a value of ``torch.distributed.checkpoint``: every rank saves and loads its part.
+
+    The keys are those that torch's ``get_optimizer_state_dict`` gives for the unsplit model with
+    ``flatten_optimizer_state_dict=True``.
+
+    Args:
+        optimizer: of parameters that live in this process.
+        names: gives the parameters' names, by identity.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Callable[[], Mapping[int, str]]) -> None:
+        self._optimizer = optimizer
+        self._names = names
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states, under flat keys; an optimizer that has not stepped yet makes them first."""
+        _make_states(self._optimizer)
+        held = read_states(self._optimizer, self._names(), "the optimizer")
+        found = {
+            f"state.{name}.{key}": value
+            for name, state in held.states.items()
+            for key, value in state.items()
+        }
+        for members, settings in zip(held.groups, held.settings, strict=True):
+            found |= {f"param_groups.{n}.{key}": v for n in members for key, v in settings.items()}
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what was saved.
+
+        Raises:
+            StateDictError: parameters of one group had different settings.
+        """
+        names = self._names()
+        held = read_states(self._optimizer, names, "the optimizer")
+        for place, members in enumerate(held.groups):
+            given = [_below(state, f"param_groups.{name}.") for name in members]
+            if any(repr(one) != repr(given[0]) for one in given):
+                raise StateDictError(
+                    f"the parameters of the optimizer's group {place} were saved with different settings; "
+                    "make the groups as they were then"
+                )
+            held.settings[place] |= given[0] if given else {}
+            for name in members:
+                held.states[name] = _below(state, f"state.{name}.") or held.states.get(name, {})
+        held.states = {name: of for name, of in held.states.items() if of}
+        write_states(self._optimizer, names, held, "the optimizer")
+
+
+def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {
+        key[len(prefix) :]: value
+        for key, value in state.items()
+        if key.startswith(prefix) and "." not in key[len(prefix) :]
+    }
+
+
+@torch.no_grad()
+def _make_states(optimizer: Optimizer) -> None:
+    """Have an optimizer make what it keeps, as it does in its first step; parameters stay as they are."""
+    if optimizer.state:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = [(parameter.grad, parameter.detach().clone()) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    try:
+        optimizer.step()
+    finally:
+        for parameter, (grad, value) in zip(parameters, before, strict=True):
+            parameter.grad = grad
+            parameter.copy_(value)

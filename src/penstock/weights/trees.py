@@ -166,3 +166,40 @@ def _scalar(kind: str, of: Any, value: Mapping[str, Any]) -> Any:
     if kind == "device":
         return torch.device(of)
     raise InputFileError(f"{kind!r} is nothing that a checkpoint holds")
+
+
+# ---- settings: a value, or a tensor of one number
+
+
+def encode_inline(value: Any, path: str) -> Any:
+    """A setting as JSON data; a tensor in it, such as a learning rate, as a number and its type."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {
+            MARK: "setting",
+            "of": value.item(),
+            "dtype": str(value.dtype).removeprefix("torch."),
+        }
+    tensors: dict[str, Tensor] = {}
+    found = encode(value, path, tensors)
+    if tensors:
+        raise CheckpointError(
+            f"{path} holds tensors, which only an object with a state_dict() can keep"
+        )
+    return found
+
+
+def decode_inline(value: Any, now: Any) -> Any:
+    """A setting that was encoded by :func:`encode_inline`.
+
+    Args:
+        value: JSON data.
+        now: what the setting is where it is loaded; a tensor stays on its device.
+    """
+    if not isinstance(value, dict) or value.get(MARK) != "setting":
+        return decode(value, _no_tensor)
+    device = now.device if isinstance(now, Tensor) else None
+    return torch.tensor(value["of"], dtype=getattr(torch, value["dtype"]), device=device)
+
+
+def _no_tensor(key: str) -> Any:
+    raise InputFileError(f"{key} is a tensor where none can be")
