@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from penstock import Checkpoints, Pipeline, randomness
@@ -60,8 +62,11 @@ def optimizer_of(named: Iterator[tuple[str, Tensor]]) -> torch.optim.AdamW:
 class Run:
     """A run in some layout: ``"plain"`` is the unsplit model's own loop."""
 
-    def __init__(self, schedule: str, ranks: int = 1, group: Any = None) -> None:
+    def __init__(self, schedule: str, ranks: int = 1, group: Any = None, how: str = "") -> None:
         self.model = model()
+        mesh = None
+        if how:
+            mesh, group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), None
         self.pipe: Pipeline | None = None
         self.randomness = Randomness(7)
         if schedule != "plain":
@@ -73,7 +78,12 @@ class Run:
                 loss_fn=loss_fn,
                 seed=7,
                 group=group,
+                mesh=mesh,
+                replicas=None if mesh is None else mesh["dp"],
             )
+            if mesh is not None and how == "fsdp":
+                for stage in self.pipe.stages:
+                    fully_shard(stage.module, mesh=mesh["dp"])
         named = self.model.named_parameters() if self.pipe is None else self.pipe.named_parameters()
         self.optimizer = optimizer_of(named)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
