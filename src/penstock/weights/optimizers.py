@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import StateDictError, UsageError
 from penstock.parallel import is_sharded, replicated_like, spread, whole
@@ -244,7 +243,8 @@ def _told(settings: Any) -> str:
 
 # ---- one rank's states that were loaded on another
 
-_NAMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_NAME = "penstock_name"
+"""The attribute of a parameter that has its name: a weak reference would forbid torch to swap tensors."""
 _SEEN: WeakKeyDictionary[Optimizer, list[tuple[int, str]]] = WeakKeyDictionary()
 _hooked = False
 
@@ -253,7 +253,7 @@ def remember_names(parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Have the optimizers of these parameters marked with what they hold, and checked."""
     global _hooked
     for name, parameter in parameters:
-        _NAMES[parameter] = name
+        setattr(parameter, _NAME, name)
     if not _hooked:
         register_optimizer_step_pre_hook(_check_mark)
         _hooked = True
@@ -286,9 +286,9 @@ def _check_mark(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _mark(parameters: Sequence[Tensor]) -> str:
     """What a group holds, in a word; empty for parameters that are no pipeline's."""
-    if not parameters or any(parameter not in _NAMES for parameter in parameters):
+    names: list[str] = [getattr(parameter, _NAME, "") for parameter in parameters]
+    if not names or not all(names):
         return ""
-    names = [_NAMES[parameter] for parameter in parameters]
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
     return f"{len(names)} parameters from {names[0]!r} to {names[-1]!r} ({digest})"
 
