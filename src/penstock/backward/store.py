@@ -10,9 +10,10 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import checkpoint
 
+from penstock.backward.full import run_backward
 from penstock.backward.operations import Gradients, Operation, node_type
 from penstock.errors import StageError
 
@@ -301,15 +302,17 @@ def _deliver(batch: list[Use]) -> None:
     """Runs one backward pass for some uses."""
     with torch.no_grad():
         found = _summed(batch)
-    direct = [key for key in found if type(key[0]) is LEAF]
-    if direct:
-        weights = [node.variable for node, _ in direct]
-        given = [found.pop(key) for key in direct]
+    first = {key for key in found if type(key[0]) is LEAF and key[0].variable.grad is None}
+    roots = [GradientEdge(*key) for key in found if key not in first]
+    seeds = [found[key] for key in found if key not in first]
+    if first:
+        weights = [node.variable for node, _ in first]
+        given = [found.pop(key) for key in first]
         with torch.enable_grad():
             root = cast("Any", _Handover).apply(given, *weights)
-        found[root.grad_fn, 0] = root.detach()
-    if found:
-        torch.autograd.backward([GradientEdge(*key) for key in found], list(found.values()))
+        roots.append(get_gradient_edge(root))
+        seeds.append(root.detach())
+    run_backward(list(zip(roots, seeds, strict=True)), ())
 
 
 def _summed(batch: list[Use]) -> dict[Edge, Tensor]:
@@ -330,10 +333,9 @@ def _plus(before: Tensor | None, gradient: Tensor) -> Tensor:
 
 
 class _Handover(torch.autograd.Function):
-    """A node above accumulators that gives each its gradient.
+    """A node above accumulators that gives each its first gradient.
 
-    Nothing but the engine refers to that then, and an accumulator keeps its first one as ``.grad`` without a
-    copy. Many take less time so than as the starts of a backward pass.
+    Nothing but the engine refers to that then, and the accumulator keeps it as ``.grad`` without a copy.
     """
 
     @staticmethod

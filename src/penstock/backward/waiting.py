@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
@@ -65,7 +65,9 @@ def what_waits(pairs: Sequence[Pair], inputs: Iterable[Any]) -> Waiting:
         pairs: The outputs with their gradients.
         inputs: The inputs of the stage.
     """
-    search = _Search(nodes_of(output for output, _ in pairs), nodes_of(inputs))
+    # A plain leaf's accumulator is no weight's, and takes long to find.
+    others = [x for x in inputs if isinstance(x, Tensor) and not (x.is_leaf and type(x) is Tensor)]
+    search = _Search(nodes_of(output for output, _ in pairs), nodes_of(others))
     refusing = search.run()
     if refusing is not None:
         return Waiting(refusing=_name(refusing))
