@@ -15,6 +15,7 @@ from benchmarks import (
     backward,
     buffers,
     checks,
+    compiling,
     cutting,
     inside,
     lengths,
@@ -37,6 +38,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "loading": loading.compare,
     "cutting": cutting.compare,
     "lengths": lengths.compare,
+    "compile": compiling.compare,
 }
 
 

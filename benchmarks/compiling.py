@@ -19,7 +19,7 @@ from benchmarks.pairs import Ratios, alternate
 from benchmarks.work import RANKS, gpt, ours
 from penstock import PipelineStage
 from penstock.backward import ENGINES
-from penstock.compiled import Whole, has_compiler
+from penstock.compiled import CompiledModule, has_compiler
 from penstock.testing import WorkerPool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,12 +34,12 @@ class Compiled(Ours):
 
     def __init__(self, stage: Stage, backend: str, *, split: bool) -> None:
         self.stage = stage
-        self.called = Whole(stage.model, {"backend": backend}, split=split, name="the stage")
-        self.engine = ENGINES["deferred" if split else "none"](self.called)
+        self.called = CompiledModule(stage.model, {"backend": backend}, "the stage")
+        self.engine = ENGINES["deferred" if split else "none"](stage.model)
 
     def forward(self) -> Any:
         """Runs forward; returns what the inputs' half needs."""
-        return self.engine.forward(lambda: self.called(self.stage.value))
+        return self.called(self.stage.value)
 
 
 def placed(width: int) -> Stage:

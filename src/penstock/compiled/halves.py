@@ -62,7 +62,9 @@ def _cut(node: Any) -> Backward | None:
     if backward is not None:
         later.run_instead(backward)
         done, count = perf_counter() - started, len(backward.places)
-        log.info("compiled a backward pass in two halves in %.1f s; %d weights wait", done, count)
+        log.info(
+            "compiled a backward pass in two halves in %.1f s; weights that wait: %d", done, count
+        )
     return backward
 
 

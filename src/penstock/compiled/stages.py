@@ -59,7 +59,7 @@ class CompiledModule:
         self._call: Function = module
         if pieces is None:
             self._call = _compiled(module, self._backend, options)
-        self._pieces = [piece for piece in pieces or () if piece._compiled_call_impl is None]
+        self._pieces = [piece for piece in pieces or () if _is_worth_it(piece)]
         for piece in self._pieces:
             piece._compiled_call_impl = _compiled(piece, self._backend, options)
 
@@ -106,6 +106,12 @@ class CompiledModule:
         log.info(
             "%s: %d graphs, %d of them compiled now, %.1f s", self._name, graphs, compiled, seconds
         )
+
+
+def _is_worth_it(piece: nn.Module) -> bool:
+    """Says whether to compile a piece: one operation gains nothing, and what is compiled stays so."""
+    is_single = type(piece).__module__.startswith("torch.nn.") and not any(piece.children())
+    return piece._compiled_call_impl is None and not is_single
 
 
 def _backend(module: nn.Module, settings: Mapping[str, Any]) -> Any:
