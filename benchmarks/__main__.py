@@ -16,6 +16,7 @@ from benchmarks import (
     buffers,
     checkpoints,
     checks,
+    compiling,
     cutting,
     inside,
     lengths,
@@ -39,6 +40,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "cutting": cutting.compare,
     "lengths": lengths.compare,
     "checkpoints": checkpoints.compare,
+    "compile": compiling.compare,
 }
 
 

@@ -107,6 +107,7 @@ BEFORE = {
     "coming-from-torch.md": "from penstock.pipelining.schedules import *\n"
     "from penstock.pipelining.schedules import _Action, B, F, _batch_p2p, _wait_batch_p2p",
     "first-weights.md": "GPT = Model",
+    "compile.md": "",
     "fuzzing.md": "",
     "hooks.md": "",
     "partition.md": "",

@@ -34,7 +34,7 @@ from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
-from penstock.stage import PipelineStage, home_of
+from penstock.stage import Compilation, PipelineStage, home_of, without_compilation
 from penstock.step import (
     BatchStatistics,
     Loss,
@@ -88,6 +88,8 @@ class Pipeline(WeightHolder):
         mesh: in its place, a ``DeviceMesh`` with a dimension ``pp``, along which the pipeline runs. Each
             place in its other dimensions has a pipeline of its own.
         engine: how backward is cut in two, see :class:`PipelineStage`; by default what the schedule needs.
+        compile: whether to compile each stage, or the options of ``torch.compile`` to do so with, see
+            docs/compile.md; by default as the model is compiled, and what is compiled inside it stays so.
         seed: of the random numbers that steps draw, such as dropout's, which depend on it, the step, the
             microbatch and the module's path alone; by default the one rank 0 gave ``torch.manual_seed``.
             ``"off"`` draws from torch's generators as they are. See docs/randomness.md.
@@ -123,6 +125,7 @@ class Pipeline(WeightHolder):
         group: Any = None,
         mesh: Any = None,
         engine: str | None = None,
+        compile: Compilation = None,
         seed: Seed = None,
         timeout: Timeout = None,
         batch_statistics: BatchStatistics = "microbatch",
@@ -133,7 +136,8 @@ class Pipeline(WeightHolder):
         check_options(loss, Pipeline.__init__)
         check_model(model)
         check_rules(rules)
-        check_statistics(batch_statistics, [model])
+        model, compile = without_compilation(model, compile)
+        check_statistics(batch_statistics, [model], compiled=bool(compile))
         home = home_for(model, device, filled=weights is not None)
         patience = Patience(timeout, rendezvous_timeout)
         found = connect_if_launched(home or home_of(model), group, patience, mesh)
@@ -151,7 +155,10 @@ class Pipeline(WeightHolder):
             if weights is not None:
                 load_partition(partition, held, weights, device=home or home_of(model), seen=now)
             now("makes its stages")
-            made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
+            made = [
+                PipelineStage(parts[i], i, plan.stages, home, engine=engine, compile=compile)
+                for i in held
+            ]
             told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
             local = LocalRanks(ranks_of(plan, ends, made, partition.describe), told)
             self._set_up(
@@ -202,7 +209,8 @@ class Pipeline(WeightHolder):
         check_options(loss, cls.from_stages)
         check_given(stages)
         check_rules(rules)
-        check_statistics(batch_statistics, [stage.module for stage in stages])
+        compiled = any(stage.compiles for stage in stages)
+        check_statistics(batch_statistics, [s.module for s in stages], compiled=compiled)
         patience = Patience(timeout, rendezvous_timeout)
         found = connect_if_launched(stages[0].device, group, patience, mesh)
         pipe = cls.__new__(cls)

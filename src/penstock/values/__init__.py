@@ -35,7 +35,7 @@ from penstock.values.inference import (
 from penstock.values.sizes import Family, Form, Found, NotGeneral, Unknowns
 from penstock.values.splitting import split, split_batch
 from penstock.values.structure import arrived, flatten, paths, unflatten
-from penstock.values.trial import attributes_kept, isolate_hooks, randomness_kept
+from penstock.values.trial import attributes_kept, isolate_hooks, randomness_kept, uncompiled
 from penstock.values.value import TensorSpec, ValueSpec, named_arguments, settled
 
 __all__ = [
@@ -84,5 +84,6 @@ __all__ = [
     "split",
     "split_batch",
     "surely_reached",
+    "uncompiled",
     "unflatten",
 ]
