@@ -14,7 +14,9 @@ import torch
 from benchmarks import (
     backward,
     buffers,
+    checkpoints,
     checks,
+    compiling,
     cutting,
     inside,
     lengths,
@@ -39,6 +41,8 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "cutting": cutting.compare,
     "lengths": lengths.compare,
     "mesh": mesh.compare,
+    "checkpoints": checkpoints.compare,
+    "compile": compiling.compare,
 }
 
 

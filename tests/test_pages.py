@@ -108,6 +108,7 @@ BEFORE = {
     "coming-from-torch.md": "from penstock.pipelining.schedules import *\n"
     "from penstock.pipelining.schedules import _Action, B, F, _batch_p2p, _wait_batch_p2p",
     "first-weights.md": "GPT = Model",
+    "compile.md": "",
     "fuzzing.md": "",
     "hooks.md": "",
     "meshes.md": """
@@ -124,6 +125,7 @@ def init_device_mesh(device, shape, mesh_dim_names):
 model, my_part_of_the_batch, my_part_of_the_target = Model(), x, y""",
     "partition.md": "",
     "randomness.md": "",
+    "saving-and-resuming.md": "import warnings; warnings.simplefilter('ignore')",
     "tracing.md": "pipe.save('folder')\nmodel.eval()",
     "training.md": "by_image = lambda value, sizes: value.split(sizes)\n"
     "tokens_a, tokens_b = target_a, target_b = tokens.split([7, 9])",

@@ -211,9 +211,9 @@ def test_replicas_give_the_losses_of_one_process(text: Path, shard: tuple[str, .
             for run in ("many", "one")
         )
         assert found == pytest.approx(expected, rel=1e-5)
-    found, expected = (read_weights(text.parent / run / "weights") for run in ("many", "one"))
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], expected[name], atol=1e-4) for name in expected)
+    mine, plain = (read_weights(text.parent / run / "weights") for run in ("many", "one"))
+    assert mine.keys() == plain.keys()
+    assert all(torch.allclose(mine[name], plain[name], atol=1e-4) for name in plain)
 
 
 @pytest.mark.parametrize(

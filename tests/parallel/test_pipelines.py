@@ -206,7 +206,7 @@ def run_in_three(group: Any, schedule: str) -> dict[str, Any]:
     """A worker's task: tensor parallelism inside of replicas that are sharded, along a pipeline."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
 
-    def both(module: nn.Module, stage: int) -> nn.Module:
+    def both(module: Any, stage: int) -> Any:
         wrap(module, "tp", mesh)
         return fully_shard(module, mesh=mesh["dp"])
 

@@ -232,10 +232,11 @@ def test_messages_of_one_direction_are_started_one_by_one(monkeypatch: pytest.Mo
         return ["work"]
 
     monkeypatch.setattr(dist, "batch_isend_irecv", batch)
-    sends, receives = (
-        [SimpleNamespace(op=op, tensor=X, group=None, tag=0, group_peer=peer) for peer in (1, 2)]
-        for op in (isend, irecv)
-    )
+
+    def of(op: Any) -> list[Any]:
+        return [SimpleNamespace(op=op, tensor=X, group=None, tag=0, group_peer=p) for p in (1, 2)]
+
+    sends, receives = of(isend), of(irecv)
     assert schedules._batch_p2p(sends) == ["work", "work"]
     assert schedules._batch_p2p(receives) == ["work", "work"]
     assert schedules._batch_p2p([sends[0], receives[0]]) == ["work"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -113,20 +112,11 @@ def siblings_of(mesh: Any, replicas: Any) -> Siblings:
         for group in groups:
             group.barrier().wait()
 
-    return Siblings(all(group.rank() == 0 for group in groups), wait)
+    # Such as penstock.Replicas, which knows its place by itself.
+    told = int(getattr(replicas, "index", 0) or 0)
+    return Siblings(told == 0 and all(group.rank() == 0 for group in groups), wait)
 
 
 def replicated_mesh(device: str, replicas: int, ranks: int) -> DeviceMesh:
     """A mesh of all processes, with dimensions ``dp`` for replicas and ``pp`` for the ranks of a pipeline."""
     return init_device_mesh(device, (replicas, ranks), mesh_dim_names=("dp", DIMENSION))
-
-
-def text_of_first(group: Any, text: str, device: str = "cpu") -> str:
-    """The text that the first process of a group has; all of them call this at once."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor([len(data)], device=device)
-    dist.broadcast(size, group=group, group_src=0)
-    if dist.get_rank(group):
-        data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(data, group=group, group_src=0)
-    return bytes(data.tolist()).decode()

@@ -274,8 +274,7 @@ class _Binder:
         else:
             row = tuple(part for action in actions for part in self._row(action))
         if self._wanted.noted:
-            at = self._activity.at
-            row = (lambda _: at(first), *row)
+            row = (self._activity.noting(first), *row)
         return BoundAction(first, None, row, first.microbatch or 0)
 
     def _row(self, action: Action) -> tuple[Part, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel import over_replicas, replicated_mesh, text_of_first
+from penstock.parallel import over_replicas, replicated_mesh
 from penstock.train.config import TrainConfig
 from penstock.train.plan import ranks_of
 
@@ -24,9 +23,9 @@ class Side:
         self.count, self.index = config.replicas, 0
         self._shard = config.shard
         self._mesh: Any = None
-        self._device = torch.device(config.device).type
         if self.count > 1:
-            self._mesh = replicated_mesh(self._device, self.count, ranks_of(config))
+            device = torch.device(config.device).type
+            self._mesh = replicated_mesh(device, self.count, ranks_of(config))
             self.index = self._mesh.get_local_rank("dp")
 
     @property
@@ -42,11 +41,3 @@ class Side:
     def part(self, batch: Tensor) -> Tensor:
         """The samples of this replica."""
         return batch.tensor_split(self.count)[self.index]
-
-    def of_first(self, value: dict[str, str]) -> dict[str, str]:
-        """What the first replica has; all of them ask at once."""
-        if self._mesh is None:
-            return value
-        text = text_of_first(self._mesh.get_group("dp"), json.dumps(value), self._device)
-        found: dict[str, str] = json.loads(text)
-        return found
