@@ -97,6 +97,7 @@ class PipelineStage:
         self._compile()
         self._chosen = engine or ""
         self._options = options
+        self._reduced_later = False
         self._apart = Apart()
         self._name = engine or DEFAULT_ENGINE
         self._engine = self._new_engine()
@@ -166,10 +167,17 @@ class PipelineStage:
             self._name = engine
             self._engine = self._new_engine()
 
+    def reduce_later(self) -> None:
+        """Know that sharded gradients are reduced only when the weights' half is done."""
+        if not self._reduced_later:
+            self._reduced_later = True
+            self._engine = self._new_engine()
+
     def _new_engine(self) -> BackwardEngine:
         if unknown := self._options.keys() - {"fused", "joined"}:
             raise UsageError(f"a stage has no option {', '.join(sorted(unknown))}")
-        options = self._options if self._name == "deferred" else {}
+        options = {**self._options, "reduced_later": self._reduced_later}
+        options = options if self._name == "deferred" else {}
         return ENGINES[self._name](self.module, **options)
 
     @property
