@@ -205,8 +205,6 @@ def test_wrapped_stages_equal_one_process(workers: WorkerPool, schedule: str, ho
         # DTensors that are multiplied as such do not wait.
         halves = schedule.startswith("ZB") * len(answer["stages"])
         assert answer["waits"] == [how != "tp"] * halves
-            answer["waits"]
-        )
         assert len(set(answer["bound"])) == 1, "a step was bound anew"
         found = {
             kind: sum(n for name, n in answer["counts"].items() if kind in name)
