@@ -97,8 +97,7 @@ class PipelineStage:
         self._compile()
         self._chosen = engine or ""
         self._options = options
-        self._reduced_later = False
-        self._apart = Apart()
+        self._reduced_later, self._apart = False, Apart()
         self._name = engine or DEFAULT_ENGINE
         self._engine = self._new_engine()
 
@@ -145,8 +144,8 @@ class PipelineStage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy what is there of the module's state, so named."""
-        keys = list(self._module.state_dict())
-        names = parallel.names_without_wrappers(self._module, self.own, keys)
+        own = list(self._module.state_dict())
+        names = parallel.names_without_wrappers(self._module, self.own, own)
         found = {key: state[name] for key, name in names.items() if name in state}
         self._module.load_state_dict(found, strict=False)
 
@@ -177,8 +176,7 @@ class PipelineStage:
         if unknown := self._options.keys() - {"fused", "joined"}:
             raise UsageError(f"a stage has no option {', '.join(sorted(unknown))}")
         options = {**self._options, "reduced_later": self._reduced_later}
-        options = options if self._name == "deferred" else {}
-        return ENGINES[self._name](self.module, **options)
+        return ENGINES[self._name](self.module, **options if self._name == "deferred" else {})
 
     @property
     def compiles(self) -> bool:
