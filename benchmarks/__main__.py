@@ -14,6 +14,7 @@ import torch
 from benchmarks import (
     backward,
     buffers,
+    checkpoints,
     checks,
     compiling,
     cutting,
@@ -38,6 +39,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "loading": loading.compare,
     "cutting": cutting.compare,
     "lengths": lengths.compare,
+    "checkpoints": checkpoints.compare,
     "compile": compiling.compare,
 }
 

@@ -112,6 +112,7 @@ BEFORE = {
     "hooks.md": "",
     "partition.md": "",
     "randomness.md": "",
+    "saving-and-resuming.md": "import warnings; warnings.simplefilter('ignore')",
     "tracing.md": "pipe.save('folder')\nmodel.eval()",
     "training.md": "by_image = lambda value, sizes: value.split(sizes)\n"
     "tokens_a, tokens_b = target_a, target_b = tokens.split([7, 9])",

@@ -249,6 +249,22 @@ def more_is_sent_than_there_is_room_for(end: Transport) -> Task[Any]:
     return [all(found)]
 
 
+@case([7.0], [99.0])
+def what_is_expected_holds_up_no_sender(end: Transport) -> Task[Any]:
+    """The receiver waits for something else, which the sender sends once all that is expected has left."""
+    if end.rank == 1:
+        tickets = [receive(end, THERE, torch.empty(10_000)) for _ in range(100)]
+        (last,) = yield from take(end, receive(end, ASIDE, numbers(0)))
+        assert last.tolist() == [7.0]
+        for ticket in tickets:
+            (last,) = yield from take(end, ticket)
+        return [last[-1].item()]
+    for ticket in [end.post_send(THERE, [torch.full((10_000,), float(i))]) for i in range(100)]:
+        yield from take(end, ticket)
+    end.post_send(ASIDE, [numbers(7)])
+    return [7.0]
+
+
 @case([0.0], None)
 def sends_are_waited_for_in_any_order(end: Transport) -> Task[Any]:
     if end.rank == 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from penstock import train
-from penstock.cli import schedule
+from penstock.cli import checkpoint, schedule
 from penstock.cli.exits import guarded, leaving_on_sigterm
 from penstock.cli.flags import PROCESSES, Flags, command
 from penstock.cli.run import run, start
@@ -48,6 +48,7 @@ def _without_processes(arguments: list[str]) -> list[str]:
 app.command("train")(command(run_training))
 app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run)
 app.add_typer(schedule.app, name="schedule")
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -42,6 +42,7 @@ from penstock.step import (
     LossOptions,
     LossScaler,
     LossWeight,
+    Replicas,
     StepResult,
     check_statistics,
 )
@@ -241,6 +242,7 @@ class Pipeline(WeightHolder):
         self._hooks = Hooks()
         local.assemble(schedule)
         self._take_up(local, shared, schedule.placement.rank_of, *cut)
+        self._replicas = Replicas() if loss is None else loss.replicas
         self._caller = Caller(plan, local, loss, rules, self._hooks, self._training)
 
     # ---- what a pipeline is
@@ -254,6 +256,16 @@ class Pipeline(WeightHolder):
     def randomness(self) -> Randomness:
         """The seed of what steps draw and the number of the next one: saved and loaded with a checkpoint."""
         return self._randomness
+
+    @property
+    def replicas(self) -> Replicas:
+        """The pipelines that train the same weights on other data, as the Pipeline was told."""
+        return self._replicas
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that live in this process: all, or one."""
+        return tuple(rank.number for rank in self._local.ranks)
 
     @property
     def leads(self) -> bool:

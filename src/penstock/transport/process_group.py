@@ -19,9 +19,9 @@ from torch import Tensor
 from penstock.errors import UsageError
 from penstock.faults import SLACK, Activity, Patience, Rendezvous, Watch
 from penstock.transport.base import CONTROL, KINDS, Channel, Ticket, Transport
-from penstock.transport.messages import Wire, break_off, connect_all, settled
+from penstock.transport.messages import Wire, break_off, connect_all
 from penstock.transport.sockets import EAGER, Ends, Line, connect_lines, ends_of
-from penstock.values import TensorSpec
+from penstock.values import TensorSpec, settled
 
 # ---- a transport that hands everything on to another one: what to build a transport upon that adds someth
 
@@ -171,6 +171,40 @@ def _checked(group: dist.ProcessGroup | None) -> Any:
     if dist.get_rank() not in members:
         raise UsageError(f"process {dist.get_rank()} is not in the group {members}")
     return found
+
+
+class Circle:
+    """Processes that tell each other JSON values, outside of a pipeline's own wires.
+
+    Args:
+        group: of these processes; all where it is None.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        alone = group is None and not (dist.is_available() and dist.is_initialized())
+        self._group = None if alone else group or dist.group.WORLD
+        self.rank = 0 if self._group is None else self._group.rank()
+        self.size = 1 if self._group is None else self._group.size()
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values of all, in order of rank; all call it."""
+        if self._group is None:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [int(one) for one in self._gathered(torch.tensor([len(data)]))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = data
+        rows = zip(self._gathered(padded), lengths, strict=True)
+        return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
+
+    def _gathered(self, values: Tensor) -> list[Tensor]:
+        backend = dist.get_backend(self._group) if dist.is_initialized() else "gloo"
+        device = torch.accelerator.current_accelerator() if backend == "nccl" else None
+        mine = values.to(device) if device else values
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        if self._group is not None:
+            self._group.allgather([rows], [mine]).wait()
+        return [row.cpu() for row in rows]
 
 
 def sum_over(group: dist.ProcessGroup) -> tuple[int, Callable[[Tensor], Tensor]]:

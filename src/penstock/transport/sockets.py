@@ -3,8 +3,8 @@
 Gloo hands every message to a thread of its own and back again. For a small one that costs many times what
 the message does, and tiny stages spend most of a step on it. Here the thread that runs the schedule writes
 a small message straight into the other process's socket and goes on: the system keeps it until it is read.
-What finds no room there is written by a helper thread, so that a send never holds up the schedule, and two
-ranks that send to each other cannot block one another.
+What finds no room there is copied, and written by a helper thread. So a send never waits for the receiver,
+which may be waiting for something else, and two ranks that send to each other cannot block one another.
 
 Both ends know from the agreed specs how large a message is, and so which way it travels.
 """
@@ -57,11 +57,11 @@ class Line:
         self._sent = 0
         self._received = 0
         self._expected: deque[Arriving] = deque()
-        self._backlog: deque[tuple[list[memoryview], Leaving]] = deque()
+        self._backlog: deque[tuple[bytes, Leaving]] = deque()
         self._lock = threading.Lock()
 
     def send(self, tensors: Sequence[Tensor], size: int, keep: set[Any]) -> Ticket:
-        """Write a message, or let it be written; whoever must wait for it is kept among others until then.
+        """Write a message, or let it be written; what is still to be written is kept among others.
 
         Raises:
             MessageError: the other end is gone.
@@ -71,31 +71,28 @@ class Line:
         done = 0
         if not self._backlog:
             try:
-                done = self._connection.sendmsg(parts, (), socket.MSG_DONTWAIT)
+                done = self._connection.sendmsg(parts, (), _DONTWAIT)
             except BlockingIOError:
                 pass
             except OSError as error:
                 raise self._broken(error) from error
-            if done == size + _HEADER.size:
-                return _LEFT
-        return self._write_later(_behind(parts, done), keep)
+        if done < size + _HEADER.size:
+            self._write_later(b"".join(_behind(parts, done)), keep)
+        return _LEFT
 
-    def _write_later(self, parts: list[memoryview], keep: set[Any]) -> Ticket:
-        ticket = Leaving(keep)
+    def _write_later(self, data: bytes, keep: set[Any]) -> None:
         with self._lock:
-            self._backlog.append((parts, ticket))
+            self._backlog.append((data, Leaving(keep)))
             if len(self._backlog) == 1:
                 threading.Thread(target=self._write_all, name="penstock send", daemon=True).start()
-        return ticket
 
     def _write_all(self) -> None:
         """In a thread of its own: write until nothing is left."""
         while True:
-            parts, ticket = self._backlog[0]
+            data, ticket = self._backlog[0]
             failure: MessageError | None = None
             try:
-                while parts:
-                    parts = _behind(parts, self._connection.sendmsg(parts))
+                self._connection.sendall(data)
             except OSError as error:
                 failure = self._broken(error)
             ticket.left(failure)
@@ -166,7 +163,7 @@ _DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)
 
 
 class _Left(Ticket):
-    """A message that has been handed to the system."""
+    """A message that has been handed on, and whose tensors may change."""
 
     def ready(self) -> bool:
         return True
