@@ -220,6 +220,37 @@ def test_stages_draw_other_masks_than_each_other() -> None:
     assert not torch.equal(kept[0] != 0, kept[1] != 0)
 
 
+class Own(nn.Module):
+    """A model with a forward of its own, which is cut by its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.start, self.blocks = linear(), nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, value: Tensor) -> Any:
+        value = self.start(value).tanh()
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
+def test_a_model_that_is_cut_by_its_calls_is_compiled_piece_by_piece(waiting: list[int]) -> None:
+    expected = trained(Own())
+    waiting.clear()
+    torch.compiler.reset()
+    model, before = Own(), tally.compiled
+    found = trained(model, compile=PLAIN, steps=1)
+    check_alike(found, expected)
+    # Blocks whose input needs a gradient, all of which do; the single layer runs as it is.
+    assert tally.compiled - before == 1
+    assert waiting.count(6) == 4 * 4
+    assert model.start._compiled_call_impl is None
+    frames = dict(torch._dynamo.utils.counters["frames"])
+    found.pipe.step(batch()[0], target=batch()[1])
+    assert dict(torch._dynamo.utils.counters["frames"]) == frames
+
+
 # ---- what may not change anything
 
 
@@ -387,6 +418,28 @@ def test_what_is_compiled_already(
     assert bool(waiting) == (schedule == "ZB-H1")
     # More than one weight at a time wait in what is compiled alone.
     assert schedule != "ZB-H1" or max(waiting) > 1
+
+
+def test_what_torch_has_without_a_graph_does_all_at_once(
+    told: pytest.LogCaptureFixture, waiting: list[int]
+) -> None:
+    torch.compiler.reset()
+    stage = PipelineStage(torch.compile(sequence(1), backend="aot_eager"), 1, 2)  # type: ignore[arg-type]
+    output = stage.forward(0, [batch()[0].requires_grad_()])
+    expected = torch.autograd.grad(
+        output, list(stage.module.parameters()), torch.ones_like(output), retain_graph=True
+    )
+    run = type(output.grad_fn)._forward_cls._backward_impl  # type: ignore[union-attr]
+    place = run.__code__.co_freevars.index("backward_compiler")
+    # As it is where it comes from a cache on disk.
+    run.__closure__[place].cell_contents.lazy_backward_info = None
+    stage.backward_input(0, [torch.ones_like(output)])
+    stage.backward_weight(0)
+    torch.compiler.reset()
+    grads = [parameter.grad for parameter in stage.module.parameters()]
+    torch.testing.assert_close(grads, list(expected), rtol=1e-12, atol=1e-12)
+    assert waiting == []
+    assert "torch has it from its cache on disk" in told.text
 
 
 def test_a_stage_may_be_compiled_before(eager: Trained, waiting: list[int]) -> None:

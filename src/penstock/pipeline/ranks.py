@@ -57,6 +57,7 @@ class LocalRanks:
         self.ranks = tuple(ranks)
         self._told = told
         self._failure: BaseException | None = None
+        self._closed = False
         self._generators = Generators(stage.device for stage in self.stages)
         self._watch = self.ranks[0].transport.watch
 
@@ -225,11 +226,15 @@ class LocalRanks:
             self._watch.keep_in(folder)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Give back what the ranks' transports hold.
+        """Give back what the ranks' transports hold; idempotent.
 
         Args:
             error: why, if it is for an error; the other ranks are told.
         """
+        # What is raised after that, in a context that closes again, is no failure of the pipeline.
+        if self._closed:
+            return
+        self._closed = True
         if self._watch is not None and error is not None and self._failure is None:
             self._failure = self._watch.failed(error)
         for rank in self.ranks:
