@@ -6,9 +6,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from penstock.errors import CheckpointError, PenstockError, UsageError, error_named, public_name
+from penstock.errors import (
+    AgreementError,
+    CheckpointError,
+    MessageError,
+    PenstockError,
+    UsageError,
+    error_named,
+    public_name,
+)
 from penstock.pipeline import Pipeline
 from penstock.transport import Circle
+
+_WORD = "checkpoint"
+"""By it a rank's value is known as one of these calls, and not of another that it makes."""
 
 
 class Team:
@@ -57,13 +68,24 @@ class Team:
         return f"rank {process % self.layout[1]} of replica {process // self.layout[1]}"
 
     def agree(self, value: Any) -> list[Any]:
-        """Exchange a JSON value between all; all values, by process."""
+        """Exchange a JSON value between all; all values, by process.
+
+        Raises:
+            AgreementError: some rank has called something else.
+        """
         if self._pipe is None:
             return [value] if self._circle is None else self._circle.exchange(value)
-        told = self._pipe.agree(value)[: self.layout[1]]
+        try:
+            told = self._pipe.agree({_WORD: value})[: self.layout[1]]
+            values = [one[_WORD] for one in told]
+        except (MessageError, TypeError, KeyError) as error:
+            raise AgreementError(
+                "ranks save and load together, and some of them called something else: was this called on "
+                f"one alone, as under `if pipe.leads:`? ({error})"
+            ) from error
         if self.layout[0] == 1 or self._pipe.replicas.exchange is None:
-            return told
-        return [one for replica in self._pipe.replicas.exchange(told) for one in replica]
+            return values
+        return [one for replica in self._pipe.replicas.exchange(values) for one in replica]
 
     def together(self, doing: str, task: Callable[[], Any]) -> list[Any]:
         """Do something on every process; where one cannot, all raise its error.
