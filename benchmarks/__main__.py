@@ -16,10 +16,12 @@ from benchmarks import (
     buffers,
     checkpoints,
     checks,
+    compiling,
     cutting,
     inside,
     lengths,
     loading,
+    mesh,
     predictions,
     schedules,
     search,
@@ -38,7 +40,9 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "loading": loading.compare,
     "cutting": cutting.compare,
     "lengths": lengths.compare,
+    "mesh": mesh.compare,
     "checkpoints": checkpoints.compare,
+    "compile": compiling.compare,
 }
 
 

@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.backward.full import Pair
-from penstock.backward.function import SPLIT, FunctionUse, weights_of
+from penstock.backward.function import SPLIT, FunctionUse, compiled_weights_of, weights_of
 from penstock.backward.graph import construct_reverse_graph, nodes_of
 from penstock.backward.operations import OPERATIONS, PRODUCTS
 from penstock.backward.store import LEAF, NodeUse, Use, WeightGradStore, has_hooks
@@ -126,6 +126,9 @@ class _Search:
                     _PLAIN.add(kind)
                 elif _refuses(kind):
                     return kind
+                elif places := compiled_weights_of(node):
+                    how = range(len(places))
+                    edges = self._tried(FunctionUse, how, node, edges, places)
             for successor, _ in edges:
                 if successor is not None and successor not in reached:
                     reached.add(successor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -24,9 +25,12 @@ def _root() -> None:
 def run_training(flags: Flags, config: Path | None) -> int:
     """Train a byte-level GPT through pipeline stages.
 
-    In one process all ranks take turns; with --processes, or started by torchrun, each has its own.
+    In one process all ranks take turns; with --processes, or started by torchrun, each has its own, as they
+    always have with --replicas.
     """
     processes = flags.pop(PROCESSES, None)
+    if processes is None and "WORLD_SIZE" not in os.environ:
+        processes = train.processes_needed(flags, config)
     if processes is not None:
         return start(["-m", "penstock", *_without_processes(sys.argv[1:])], processes)
     train.train(train.resolve(flags, config))

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.errors import PoisonedError, UsageError
+from penstock.parallel import Siblings
 from penstock.rng import Generators
 from penstock.runtime import (
     Order,
@@ -43,9 +44,16 @@ class LocalRanks:
     Args:
         ranks: those that live here.
         told: what must be the same on every rank, besides the schedule and the versions.
+        siblings: the pipelines beside this one.
     """
 
-    def __init__(self, ranks: Sequence[Rank], told: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        told: Mapping[str, str] | None = None,
+        siblings: Siblings | None = None,
+    ) -> None:
+        self.siblings = siblings or Siblings()
         self.ranks = tuple(ranks)
         self._told = told
         self._failure: BaseException | None = None
@@ -55,8 +63,8 @@ class LocalRanks:
 
     @property
     def leads(self) -> bool:
-        """Whether rank 0 lives in this process: the one that prints and writes for all."""
-        return any(rank.number == 0 for rank in self.ranks)
+        """Whether rank 0 of the first pipeline is in this process: the one that prints and writes for all."""
+        return self.siblings.first and any(rank.number == 0 for rank in self.ranks)
 
     @property
     def steps(self) -> int:

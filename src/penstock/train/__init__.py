@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.train.config import TrainConfig
     from penstock.train.model import GPT
-    from penstock.train.sources import resolve
+    from penstock.train.sources import processes_needed, resolve
     from penstock.train.trainer import Outcome, train
 
 _HOME = {
     "GPT": "model",
     "Outcome": "trainer",
     "TrainConfig": "config",
+    "processes_needed": "sources",
     "resolve": "sources",
     "train": "trainer",
 }
 
-__all__ = ["GPT", "Outcome", "TrainConfig", "resolve", "train"]
+__all__ = ["GPT", "Outcome", "TrainConfig", "processes_needed", "resolve", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.errors import MessageError
 from penstock.transport.base import Ticket
 from penstock.transport.sockets import EAGER, Line
-from penstock.values import TensorSpec
+from penstock.values import TensorSpec, settled
 
 NOBODY = 0x4F
 """The tag of a message that nobody sends, see :func:`break_off`."""
@@ -99,11 +99,6 @@ class Wire(NamedTuple):
 
 def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def settled(tensor: Tensor) -> Tensor:
-    """The tensor with its elements in order in memory, and negated or conjugated where only marked so."""
-    return tensor.detach().resolve_neg().resolve_conj().contiguous()
 
 
 class Departure(Ticket):

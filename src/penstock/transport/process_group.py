@@ -19,9 +19,9 @@ from torch import Tensor
 from penstock.errors import UsageError
 from penstock.faults import SLACK, Activity, Patience, Rendezvous, Watch
 from penstock.transport.base import CONTROL, KINDS, Channel, Ticket, Transport
-from penstock.transport.messages import Wire, break_off, connect_all, settled
+from penstock.transport.messages import Wire, break_off, connect_all
 from penstock.transport.sockets import EAGER, Ends, Line, connect_lines, ends_of
-from penstock.values import TensorSpec
+from penstock.values import TensorSpec, settled
 
 # ---- a transport that hands everything on to another one: what to build a transport upon that adds someth
 
