@@ -296,7 +296,7 @@ class WeightHolder:
             return named_state_dict(
                 replace(held, states=copies(held.states), rest=copies(held.rest))
             )
-        return self._local.each(lambda rank: gather_states(rank, held))
+        return self._local.each(lambda rank: gather_states(rank, self._names, held))
 
     def load_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True
