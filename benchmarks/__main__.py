@@ -14,11 +14,14 @@ import torch
 from benchmarks import (
     backward,
     buffers,
+    checkpoints,
     checks,
+    compiling,
     cutting,
     inside,
     lengths,
     loading,
+    mesh,
     plan,
     predictions,
     schedules,
@@ -39,6 +42,9 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "loading": loading.compare,
     "cutting": cutting.compare,
     "lengths": lengths.compare,
+    "mesh": mesh.compare,
+    "checkpoints": checkpoints.compare,
+    "compile": compiling.compare,
 }
 
 

@@ -213,7 +213,7 @@ def _figures(plan: Plan, ran: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _quiet(plan: Plan, ran: list[dict[str, Any]]) -> float:
     """The step on an idle machine: each action takes its CPU time, and a share of the rest."""
-    durations = {}
+    durations: dict[Any, float] = {}
     for one in ran:
         around = statistics.median(one["around"]) / len(one["actions"])
         for text, seconds in one["actions"].items():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
@@ -107,8 +108,21 @@ BEFORE = {
     "coming-from-torch.md": "from penstock.pipelining.schedules import *\n"
     "from penstock.pipelining.schedules import _Action, B, F, _batch_p2p, _wait_batch_p2p",
     "first-weights.md": "GPT = Model",
+    "compile.md": "",
     "fuzzing.md": "",
     "hooks.md": "",
+    "meshes.md": """
+import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh as made
+from torch.distributed.fsdp import fully_shard
+
+def init_device_mesh(device, shape, mesh_dim_names):
+    # As many processes as there are here.
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return made("cpu", (1, 1), mesh_dim_names=mesh_dim_names)
+
+model, my_part_of_the_batch, my_part_of_the_target = Model(), x, y""",
     "partition.md": "",
     "planning.md": """
 import penstock.plan
@@ -119,6 +133,7 @@ batch, target = tokens[:, :-1], tokens[:, 1:]
 profile = penstock.plan.predict(model, batch, target=target, loss_fn=next_byte_loss, device="h100")
 plans = penstock.plan.search(profile, ranks=2, batch=16, schedules="1F1B", keep=1, seconds=0)""",
     "randomness.md": "",
+    "saving-and-resuming.md": "import warnings; warnings.simplefilter('ignore')",
     "tracing.md": "pipe.save('folder')\nmodel.eval()",
     "training.md": "by_image = lambda value, sizes: value.split(sizes)\n"
     "tokens_a, tokens_b = target_a, target_b = tokens.split([7, 9])",
@@ -140,13 +155,18 @@ model = Model()""",
 """And what those of one page do beside it."""
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.parametrize("page", BEFORE)
 def test_programs_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "page"}
     exec(EVERYWHERE + BEFORE[page], names)
     for program in blocks(page):
-        exec(program.replace('"cuda"', '"cpu"'), dict(names))
+        found = dict(names)
+        exec(program.replace('"cuda"', '"cpu"'), found)
+        if dist.is_initialized():
+            found["pipe"].close()
+            dist.destroy_process_group()
 
 
 def test_every_page_with_programs_is_run() -> None:

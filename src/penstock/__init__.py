@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.checkpoint import Checkpoints
     from penstock.partition import Partition
     from penstock.pipeline import Pipeline
     from penstock.rng import randomness
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ActionEvent": "penstock.runtime",
+    "Checkpoints": "penstock.checkpoint",
     "LossScaler": "penstock.step",
     "Microbatches": "penstock.values",
     "Partition": "penstock.partition",
@@ -42,6 +44,7 @@ _HOMES = {
 __all__ = [
     "REPLICATE",
     "ActionEvent",
+    "Checkpoints",
     "LossScaler",
     "Microbatches",
     "Partition",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import typer
 
 from penstock import train
-from penstock.cli import schedule
+from penstock.cli import checkpoint, schedule
 from penstock.cli.exits import guarded, leaving_on_sigterm
 from penstock.cli.flags import PROCESSES, Flags, command
 from penstock.cli.plan import plan
@@ -25,9 +26,12 @@ def _root() -> None:
 def run_training(flags: Flags, config: Path | None) -> int:
     """Train a byte-level GPT through pipeline stages.
 
-    In one process all ranks take turns; with --processes, or started by torchrun, each has its own.
+    In one process all ranks take turns; with --processes, or started by torchrun, each has its own, as they
+    always have with --replicas.
     """
     processes = flags.pop(PROCESSES, None)
+    if processes is None and "WORLD_SIZE" not in os.environ:
+        processes = train.processes_needed(flags, config)
     if processes is not None:
         return start(["-m", "penstock", *_without_processes(sys.argv[1:])], processes)
     train.train(train.resolve(flags, config))
@@ -50,6 +54,7 @@ app.command("train")(command(run_training))
 app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run)
 app.command("plan")(plan)
 app.add_typer(schedule.app, name="schedule")
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from penstock.faults.failure import (
     versions,
     without_own_frames,
 )
+from penstock.faults.processes import this_host
 from penstock.faults.rendezvous import SLACK, Rendezvous
 from penstock.faults.silence import FIRST_STEP, PATIENCE, Patience, Timeout
 from penstock.faults.watch import Watch
@@ -26,6 +27,7 @@ __all__ = [
     "failing_module",
     "has_probes",
     "status_of",
+    "this_host",
     "versions",
     "without_own_frames",
 ]

@@ -9,23 +9,54 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.parallel.adapter import Adapter, adapter_of
+    from penstock.parallel.adapter import Adapter, adapter_of, over_replicas
     from penstock.parallel.crossing import let_cross
-    from penstock.parallel.groups import group_across, group_of, seat
+    from penstock.parallel.groups import (
+        Siblings,
+        group_across,
+        group_of,
+        replicated_mesh,
+        seat,
+        siblings_of,
+    )
     from penstock.parallel.tensors import (
         gathered,
         global_norms,
         is_sharded,
         local_part,
         merge_sharded,
+        region_of,
         replicated,
+        replicated_like,
         split_sharded,
         spread,
         whole,
         with_local,
     )
+    from penstock.parallel.wrapping import (
+        Part,
+        alone,
+        named_buffers,
+        named_parameters,
+        names_without_wrappers,
+        parts_of,
+        spreads_over_processes,
+        unwrapped,
+    )
 
 _HOMES = {
+    "over_replicas": "adapter",
+    "siblings_of": "groups",
+    "replicated_mesh": "groups",
+    "Siblings": "groups",
+    "alone": "wrapping",
+    "unwrapped": "wrapping",
+    "spreads_over_processes": "wrapping",
+    "parts_of": "wrapping",
+    "names_without_wrappers": "wrapping",
+    "named_parameters": "wrapping",
+    "named_buffers": "wrapping",
+    "Part": "wrapping",
     "Adapter": "adapter",
     "adapter_of": "adapter",
     "gathered": "tensors",
@@ -36,7 +67,9 @@ _HOMES = {
     "let_cross": "crossing",
     "local_part": "tensors",
     "merge_sharded": "tensors",
+    "region_of": "tensors",
     "replicated": "tensors",
+    "replicated_like": "tensors",
     "seat": "groups",
     "split_sharded": "tensors",
     "spread": "tensors",
@@ -46,7 +79,10 @@ _HOMES = {
 
 __all__ = [
     "Adapter",
+    "Part",
+    "Siblings",
     "adapter_of",
+    "alone",
     "gathered",
     "global_norms",
     "group_across",
@@ -55,10 +91,21 @@ __all__ = [
     "let_cross",
     "local_part",
     "merge_sharded",
+    "named_buffers",
+    "named_parameters",
+    "names_without_wrappers",
+    "over_replicas",
+    "parts_of",
+    "region_of",
     "replicated",
+    "replicated_like",
+    "replicated_mesh",
     "seat",
+    "siblings_of",
     "split_sharded",
     "spread",
+    "spreads_over_processes",
+    "unwrapped",
     "whole",
     "with_local",
 ]

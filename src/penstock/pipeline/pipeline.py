@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from penstock.faults import PATIENCE, Patience, Timeout
+from penstock.parallel import Siblings, siblings_of
 from penstock.partition import Example, Shared, find_shared_between
+from penstock.pipeline.again import FrugalStage
 from penstock.pipeline.calls import Caller, Given
 from penstock.pipeline.plan import (
     Asked,
@@ -29,15 +31,18 @@ from penstock.pipeline.plan import (
 )
 from penstock.pipeline.ranks import LocalRanks
 from penstock.pipeline.setup import (
+    Wrap,
     being_made,
     check_given,
     check_options,
+    check_wrap,
     connect_if_launched,
     ends_of,
     home_for,
     loss_of,
     ranks_of,
     world_of,
+    wrap_stages,
 )
 from penstock.pipeline.weights import WeightHolder
 from penstock.plan import answer as planning
@@ -45,7 +50,7 @@ from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
-from penstock.stage import PipelineStage, home_of
+from penstock.stage import Compilation, PipelineStage, home_of, without_compilation
 from penstock.step import (
     BatchStatistics,
     Loss,
@@ -53,6 +58,7 @@ from penstock.step import (
     LossOptions,
     LossScaler,
     LossWeight,
+    Replicas,
     StepResult,
     check_statistics,
 )
@@ -98,7 +104,13 @@ class Pipeline(WeightHolder):
             dimension such as ``mesh["pp"]``; by default all.
         mesh: in its place, a ``DeviceMesh`` with a dimension ``pp``, along which the pipeline runs. Each
             place in its other dimensions has a pipeline of its own.
+        wrap: called with each stage's module and its index after the cut, on the rank that has the stage;
+            it gives the module in a wrapper, such as ``lambda module, stage: fully_shard(module,
+            mesh=mesh["dp"])``, or changes it in place. Names stay those of the unsplit model. See
+            docs/meshes.md.
         engine: how backward is cut in two, see :class:`PipelineStage`; by default what the schedule needs.
+        compile: whether to compile each stage, or the options of ``torch.compile`` to do so with, see
+            docs/compile.md; by default as the model is compiled, and what is compiled inside it stays so.
         seed: of the random numbers that steps draw, such as dropout's, which depend on it, the step, the
             microbatch and the module's path alone; by default the one rank 0 gave ``torch.manual_seed``.
             ``"off"`` draws from torch's generators as they are. See docs/randomness.md.
@@ -137,7 +149,9 @@ class Pipeline(WeightHolder):
         device: torch.device | str | None = None,
         group: Any = None,
         mesh: Any = None,
+        wrap: Wrap | None = None,
         engine: str | None = None,
+        compile: Compilation = None,
         seed: Seed = None,
         timeout: Timeout = None,
         batch_statistics: BatchStatistics = "microbatch",
@@ -148,9 +162,11 @@ class Pipeline(WeightHolder):
         **loss: Unpack[LossOptions],
     ) -> None:
         check_options(loss, Pipeline.__init__)
-        check_model(model)
+        check_model(model, stages)
+        check_wrap(wrap)
         check_rules(rules)
-        check_statistics(batch_statistics, [model])
+        model, compile = without_compilation(model, compile)
+        check_statistics(batch_statistics, [model], compiled=bool(compile))
         home = home_for(model, device, filled=weights is not None)
         patience = Patience(timeout, rendezvous_timeout)
         found = connect_if_launched(home or home_of(model), group, patience, mesh)
@@ -170,19 +186,26 @@ class Pipeline(WeightHolder):
             ends = ends_of(own, found)
             partition = cut(model, stages, own.stages, example)
             parts, own = partition.modules, replace(own, edges=partition.edges or None)
-            again = computed_again(model, partition, checkpoint)
+            again = computed_again(model, partition, checkpoint, compiled=bool(compile))
             # Only these are moved to the device: the others may not fit there.
             held = sorted(s for e in ends for s in own.training.placement.stages_on(e.rank))
             partition.keep(held)
             if weights is not None:
                 load_partition(partition, held, weights, device=home or home_of(model), seen=now)
             now("makes its stages")
+            kinds = [FrugalStage if again[i] else PipelineStage for i in held]
             made = [
-                PipelineStage(parts[i], i, own.stages, home, engine=engine, computed_again=again[i])
-                for i in held
+                kind(parts[i], i, own.stages, home, engine=engine, compile=compile)
+                for kind, i in zip(kinds, held, strict=True)
             ]
+            for stage in made:
+                if isinstance(stage, FrugalStage):
+                    stage.again = again[stage.index]
+            # After weights are loaded, and before anybody looks at what the stages have.
+            wrap_stages(made, wrap)
             told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
-            local = LocalRanks(ranks_of(own, ends, made, partition.describe), told)
+            siblings = siblings_of(mesh, loss.get("replicas"))
+            local = LocalRanks(ranks_of(own, ends, made, partition.describe), told, siblings)
             self._set_up(
                 own, local, partition.shared, loss_of(loss_fn, **loss), rules, model, parts
             )
@@ -232,7 +255,8 @@ class Pipeline(WeightHolder):
         check_options(loss, cls.from_stages)
         check_given(stages)
         check_rules(rules)
-        check_statistics(batch_statistics, [stage.module for stage in stages])
+        compiled = any(stage.compiles for stage in stages)
+        check_statistics(batch_statistics, [s.module for s in stages], compiled=compiled)
         patience = Patience(timeout, rendezvous_timeout)
         found = connect_if_launched(stages[0].device, group, patience, mesh)
         pipe = cls.__new__(cls)
@@ -240,10 +264,14 @@ class Pipeline(WeightHolder):
             now("plans its stages")
             plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
             plan = replace(plan, edges=None if edges is None else tuple(edges))
-            modules = {stage.index: stage.module for stage in stages}
+            modules = {stage.index: stage.own for stage in stages}
             table = find_shared_between(modules) if shared is None else tuple(shared)
             describe = None if edges else stages[0].describe
-            local = LocalRanks(ranks_of(plan, ends_of(plan, found), stages, describe))
+            ranks, siblings = (
+                ranks_of(plan, ends_of(plan, found), stages, describe),
+                siblings_of(mesh, loss.get("replicas")),
+            )
+            local = LocalRanks(ranks, siblings=siblings)
             pipe._set_up(plan, local, table, loss_of(loss_fn, **loss), rules)
             pipe._randomness = Randomness(pipe._local.leading(own_seed(seed)))
             pipe._local.tell_stages_apart()
@@ -265,6 +293,7 @@ class Pipeline(WeightHolder):
         self._hooks = Hooks()
         local.assemble(schedule)
         self._take_up(local, shared, schedule.placement.rank_of, *cut)
+        self._replicas = Replicas() if loss is None else loss.replicas
         self._caller = Caller(plan, local, loss, rules, self._hooks, self._training)
 
     # ---- what a pipeline is
@@ -285,8 +314,26 @@ class Pipeline(WeightHolder):
         return self._randomness
 
     @property
+    def replicas(self) -> Replicas:
+        """The pipelines that train the same weights on other data, as the Pipeline was told."""
+        return self._replicas
+
+    @property
+    def siblings(self) -> Siblings:
+        """The pipelines side by side with this one, which ``mesh=`` or ``replicas=`` tell of."""
+        return self._local.siblings
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that live in this process: all, or one."""
+        return tuple(rank.number for rank in self._local.ranks)
+
+    @property
     def leads(self) -> bool:
-        """Whether rank 0 lives in this process: the one that prints and writes for all."""
+        """Whether rank 0 lives in this process: the one that prints and writes for all.
+
+        Of several pipelines side by side, which ``mesh=`` or ``replicas=`` tell of, it is that of the first.
+        """
         return self._local.leads
 
     @property

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError, UsageError
+from penstock.parallel import spreads_over_processes
 from penstock.partition import Example, Partition, find_shared, partition, unit_paths
 from penstock.plan import answer as planning
 from penstock.plan import measure, search
@@ -353,7 +354,11 @@ def planned(
 
 
 def computed_again(
-    model: nn.Module, made: Partition, checkpoint: bool | Sequence[str]
+    model: nn.Module,
+    made: Partition,
+    checkpoint: bool | Sequence[str],
+    *,
+    compiled: bool = False,
 ) -> list[list[nn.Module]]:
     """For each stage the modules that backward computes again.
 
@@ -361,12 +366,17 @@ def computed_again(
         model: what was cut.
         made: its stages.
         checkpoint: whether all units are, or the paths of those that are.
+        compiled: whether the stages are to be compiled.
 
     Raises:
         UsageError: a path of no module, or stages that do not run the model's own modules.
     """
     if isinstance(checkpoint, str):
         raise UsageError(f"checkpoint={checkpoint!r}: must be True, or a list of module paths")
+    if checkpoint and compiled:
+        raise UsageError(
+            "checkpoint= computes modules again as they are, not compiled; leave compile= out"
+        )
     paths = list(unit_paths(model, len(made.modules)) if checkpoint is True else checkpoint or ())
     known = dict(model.named_modules(remove_duplicate=False))
     unknown = [path for path in paths if path not in known]
@@ -386,14 +396,29 @@ def computed_again(
     return [[module for module in wanted if module in own] for own in inside]
 
 
-def check_model(model: nn.Module) -> None:
-    """Check that a model is one.
+def check_model(model: nn.Module, stages: Stages = None) -> None:
+    """Check that a model is one that can be cut, or was.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is something else, or spread over processes before the cut.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: must be an nn.Module, not a {type(model).__name__}")
+    found = None if isinstance(stages, Partition) else spreads_over_processes(model)
+    if found is not None:
+        path, by = found
+        where = f"its module {path!r}" if path else "the model"
+        raise UsageError(
+            f"{where} went through {by} before the cut, which would gather and reduce over stages of several "
+            f"ranks; give the plain model and wrap=lambda module, stage: {_REMEDIES[by]}, which wraps each "
+            "stage after the cut"
+        )
+
+
+_REMEDIES = {
+    "DistributedDataParallel": 'DistributedDataParallel(module, process_group=mesh.get_group("dp"))',
+    "fully_shard": 'fully_shard(module, mesh=mesh["dp"])',
+}
 
 
 def cut(model: nn.Module, stages: Stages, count: int, example: Example | None = None) -> Partition:

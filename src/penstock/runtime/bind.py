@@ -130,11 +130,13 @@ class BoundProgram:
                 wanted.inputs,
                 wanted.companions.get(index, ()),
                 with_loss=wanted.with_loss,
+                casts=index in wanted.adapters and wanted.adapters[index].casts,
             )
             for index, stage in stages.items()
         }
         binder = _Binder(program, self._work, self._exchange, wanted, self._activity)
         self.actions = binder.actions()
+        self._restart = binder.restart
 
     def run(self, data: StepData) -> Task[None]:
         """Run a step, as a task, see :func:`penstock.runtime.driver.drive`.
@@ -143,6 +145,7 @@ class BoundProgram:
             StageError: the code of a stage, of the loss or of a hook raised.
             MessageError: a message could not be carried.
         """
+        self._restart()
         for work in self._work.values():
             work.data = data
         try:
@@ -246,6 +249,11 @@ class _Binder:
         self._activity = activity
         self._turns = {index: Turns() for index in work}
 
+    def restart(self) -> None:
+        """A step begins: where something does actions in its own way, turns are taken while it runs."""
+        if self._wanted.replaced:
+            self._turns = {index: Turns() for index in self._work}
+
     def actions(self) -> list[BoundAction]:
         """All of the program, in order, each message just before the action that needs it."""
         if OVERLAPPED in self._wanted.replaced:
@@ -266,8 +274,7 @@ class _Binder:
         else:
             row = tuple(part for action in actions for part in self._row(action))
         if self._wanted.noted:
-            at = self._activity.at
-            row = (lambda _: at(first), *row)
+            row = (self._activity.noting(first), *row)
         return BoundAction(first, None, row, first.microbatch or 0)
 
     def _row(self, action: Action) -> tuple[Part, ...]:

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from penstock.train.model import GPT
     from penstock.train.plan import ranks_of
     from penstock.train.planned import profile_of
-    from penstock.train.sources import resolve
+    from penstock.train.sources import processes_needed, resolve
     from penstock.train.trainer import Outcome, train
 
 _HOME = {
     "GPT": "model",
     "Outcome": "trainer",
     "TrainConfig": "config",
+    "processes_needed": "sources",
     "profile_of": "planned",
     "ranks_of": "plan",
     "resolve": "sources",
@@ -30,6 +31,7 @@ __all__ = [
     "GPT",
     "Outcome",
     "TrainConfig",
+    "processes_needed",
     "profile_of",
     "ranks_of",
     "resolve",

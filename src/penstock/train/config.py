@@ -34,6 +34,12 @@ class TrainConfig(BaseModel):
     stages_per_rank: Count | None = _setting(
         None, "Pipeline", "Stages on each rank. Default: what the schedule needs."
     )
+    replicas: Count = _setting(
+        1, "Pipeline", "Copies of the pipeline, in processes of their own; they share each batch."
+    )
+    shard: bool = _setting(
+        False, "Pipeline", "Whether each replica holds a part of each weight (FSDP2), and not all."
+    )
     schedule: Text = _setting("1F1B", "Pipeline", "Name of the schedule.")
     plan: Text | None = _setting(
         None,
@@ -61,6 +67,19 @@ class TrainConfig(BaseModel):
     weight_decay: NotNegative = _setting(0.05, "Training", "Weight decay of the matrices.")
     clip: Positive = _setting(1.0, "Training", "Largest gradient norm.")
     seed: Amount = _setting(0, "Training", "Seed of weights, batches and sample.")
+
+    save_every: Count | None = _setting(
+        None, "Checkpoints", "Steps between checkpoints. Default: only where the run is stopped."
+    )
+    keep: Count = _setting(2, "Checkpoints", "How many checkpoints are kept.")
+    resume: Text | None = _setting(
+        None,
+        "Checkpoints",
+        "Go on from a run folder or a folder of checkpoints; auto: from --out, where it has one.",
+    )
+    time_limit: Positive | None = _setting(
+        None, "Checkpoints", "Seconds after which the run is saved and stops."
+    )
 
     data: Text | None = _setting(
         None, "Text and output", "File or folder to train on. Default: Python's standard library."

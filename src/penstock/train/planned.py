@@ -82,6 +82,20 @@ def chosen_plan(config: TrainConfig, usual: Pipeline | None, batch: Any) -> Plan
     return Plan.from_json(told[0])
 
 
+def plans_itself(config: TrainConfig) -> bool:
+    """Whether a plan is to be found, and not read.
+
+    Raises:
+        ConfigError: there are several pipelines, whose plan is another one.
+    """
+    if config.plan is not None and config.replicas > 1:
+        raise ConfigError(
+            f"plan={config.plan!r} with replicas={config.replicas}: a plan is for one pipeline; "
+            "leave one of them out"
+        )
+    return config.plan == AUTO
+
+
 def _read(path: Path) -> Plan:
     if not path.is_file():
         raise ConfigError(
@@ -116,5 +130,7 @@ def report_of_run(
     """The report of a run: a measured step beside what the costs of the model say of it."""
     if plan is None:
         profile = profile_of(config, repeats=2)
-        plan = planning.plan_for(profile, pipe.schedule, stages_of(config), batch=config.batch)
+        plan = planning.plan_for(
+            profile, pipe.schedule, stages_of(config), batch=config.batch // config.replicas
+        )
     return report_of([plan], title=title, measured=timeline)

@@ -25,6 +25,7 @@ from penstock.values.trial import (
     copy_without_data,
     randomness_kept,
     run_itself,
+    uncompiled,
 )
 from penstock.values.value import STRIDED, TensorSpec, ValueSpec, layout_of
 
@@ -94,14 +95,15 @@ def infer(
         Exception: whatever the module raises when run for real.
     """
     call = Call(arguments, aside or {})
-    if family is None or aside:
-        return _look(module, call, device)
-    return family.find(
-        forms_of_arguments(arguments, device),
-        lambda: _look(module, call, device),
-        lambda unknowns: _follow(module, call, device, unknowns),
-        _built,
-    )
+    with uncompiled():
+        if family is None or aside:
+            return _look(module, call, device)
+        return family.find(
+            forms_of_arguments(arguments, device),
+            lambda: _look(module, call, device),
+            lambda unknowns: _follow(module, call, device, unknowns),
+            _built,
+        )
 
 
 def _built(found: Found) -> Inferred:
@@ -147,7 +149,10 @@ def _follow(module: nn.Module, call: Call, device: torch.device, unknowns: Unkno
 def _look(module: nn.Module, call: Call, device: torch.device) -> Inferred:
     with randomness_kept(device):
         if _shards_itself(module):
-            output, reached = _inferred(module, call, device)
+            try:
+                output, reached = _inferred(module, call, device)
+            finally:
+                _free(module)
             return Inferred(output, [[] for _ in reached])
         copied = _without_data(module)
         if copied is None:
@@ -166,6 +171,13 @@ def _shards_itself(module: nn.Module) -> bool:
     return any(
         kind.__name__ == "FSDPModule" for part in module.modules() for kind in type(part).__mro__
     )
+
+
+def _free(module: nn.Module) -> None:
+    """Let go of the parameters that it has gathered: the outermost part keeps them for a backward."""
+    for part in module.modules():
+        if hasattr(part, "reshard"):
+            part.reshard()  # type: ignore[operator]
 
 
 def _without_data(module: nn.Module) -> nn.Module | None:

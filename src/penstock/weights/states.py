@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import StateDictError, UsageError
-from penstock.parallel import is_sharded, spread, whole
+from penstock.parallel import is_sharded, local_part, spread, whole
 from penstock.partition import Shared, named_tensors
 from penstock.runtime import Rank, Task, Wait
-from penstock.stage import PipelineStage
 from penstock.transport import SHARED, Channel, Transport
 from penstock.values import TensorSpec
 from penstock.weights import gradient_norms
+from penstock.weights.optimizers import OptimizerStates, copies, merge_groups, named_state_dict
+from penstock.weights.trees import decode, decode_inline, encode, encode_inline
 
 
 class Names:
@@ -44,6 +46,10 @@ class Names:
         """All names of a weight in the model's order."""
         return self._all.get(name, (name,))
 
+    def is_shared(self, name: str) -> bool:
+        """Whether stages share a weight, or it has several names."""
+        return name in self._owner
+
     def owns(self, stage: int, name: str) -> bool:
         """Whether it is this of the stages that use a weight which counts and saves it."""
         return self._owner.get(name, stage) == stage
@@ -54,6 +60,50 @@ class Names:
         return {name: first for name, first in self._first.items() if name != first}
 
 
+class Holds(Protocol):
+    """What weights are in: a stage, or a whole model."""
+
+    @property
+    def index(self) -> int:
+        """Which stage."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under their names in the unsplit model, each once."""
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Parameters and buffers under all their names."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What there is to save, so named."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy what is there of it."""
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model that was not cut."""
+
+    module: nn.Module
+    index: int = 0
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each once."""
+        return self.module.named_parameters()
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Parameters and buffers under all their names."""
+        return named_tensors(self.module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What there is to save."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy what is there of it."""
+        self.module.load_state_dict(dict(state), strict=False)
+
+
 class Weights:
     """Parameters and buffers of some stages.
 
@@ -62,7 +112,7 @@ class Weights:
         names: what is shared.
     """
 
-    def __init__(self, stages: Sequence[PipelineStage], names: Names) -> None:
+    def __init__(self, stages: Sequence[Holds], names: Names) -> None:
         self._stages = tuple(stages)
         self._names = names
 
@@ -70,7 +120,7 @@ class Weights:
         """Each parameter once, under its first name."""
         seen: set[int] = set()
         for stage in self._stages:
-            for name, parameter in stage.module.named_parameters():
+            for name, parameter in stage.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield self._names.first(name), parameter
@@ -80,7 +130,7 @@ class Weights:
         return {
             stage.index: [
                 parameter
-                for name, parameter in stage.module.named_parameters()
+                for name, parameter in stage.named_parameters()
                 if self._names.owns(stage.index, name)
             ]
             for stage in self._stages
@@ -94,7 +144,7 @@ class Weights:
         """
         found: dict[str, Any] = {}
         for stage in self._stages:
-            for name, value in stage.module.state_dict().items():
+            for name, value in stage.state_dict().items():
                 if name in found and not _same(found[name], value):
                     check_apart([name, name])
                 found |= dict.fromkeys(self._names_of(name, value), value)
@@ -108,7 +158,7 @@ class Weights:
         return {
             stage.index: {
                 self._names.first(name): value
-                for name, value in stage.module.state_dict().items()
+                for name, value in stage.state_dict().items()
                 if self._names.owns(stage.index, name)
             }
             for stage in self._stages
@@ -118,12 +168,35 @@ class Weights:
         """What these stages save, see :meth:`files`; by names that may be those of several stages."""
         return [pair for held in self.files().values() for pair in held.items()]
 
+    def held(self) -> dict[str, tuple[tuple[str, ...], Any]]:
+        """What lives here, each once under its first name, with all its names.
+
+        Raises:
+            UsageError: stages have different things under one name.
+        """
+        found: dict[str, tuple[tuple[str, ...], Any]] = {}
+        for stage in self._stages:
+            for name, value in stage.state_dict().items():
+                first = self._names.first(name)
+                if first in found and not _same(found[first][1], value):
+                    check_apart([name, name])
+                found[first] = self._names.all(name), value
+        return found
+
+    def is_shared(self, name: str) -> bool:
+        """Whether stages are known to share a weight, by its first name."""
+        return self._names.is_shared(name)
+
+    def tensors(self) -> list[Tensor]:
+        """The parts of parameters and buffers that lie here."""
+        return [local_part(tensor) for stage in self._stages for _, tensor in stage.named_tensors()]
+
     def keys(self) -> list[str]:
         """The names of what lives here, under every name that it has."""
         found = (
             other
             for stage in self._stages
-            for name, value in stage.module.state_dict().items()
+            for name, value in stage.state_dict().items()
             for other in self._names_of(name, value)
         )
         return list(dict.fromkeys(found))
@@ -134,7 +207,7 @@ class Weights:
         Raises:
             UsageError: something is on the meta device.
         """
-        tensors = (pair for stage in self._stages for pair in named_tensors(stage.module))
+        tensors = (pair for stage in self._stages for pair in stage.named_tensors())
         empty = [name for name, tensor in tensors if tensor.is_meta]
         if empty:
             raise UsageError(
@@ -145,10 +218,10 @@ class Weights:
     def load(self, state: Mapping[str, Any]) -> None:
         """Copy from ``state`` what it has of these stages' weights."""
         for stage in self._stages:
-            own = stage.module.state_dict()
+            own = stage.state_dict()
             picked = {name: self._pick(state, name, own[name]) for name in own}
             found = {name: value for name, value in picked.items() if value is not None}
-            stage.module.load_state_dict(found, strict=False)
+            stage.load_state_dict(found)
 
     def _pick(self, state: Mapping[str, Any], name: str, own: Any) -> Any:
         # As the unsplit model would: it copies under one name after the other.
@@ -225,7 +298,9 @@ def compare_state(
     return result, _union(one["sizes"] for one in told)
 
 
-def check_fits(result: LoadResult, sizes: Sequence[str], *, strict: bool) -> None:
+def check_fits(
+    result: LoadResult, sizes: Sequence[str], *, strict: bool, what: str = "weights"
+) -> None:
     """Check that a state dict can be loaded.
 
     Raises:
@@ -237,7 +312,7 @@ def check_fits(result: LoadResult, sizes: Sequence[str], *, strict: bool) -> Non
         problems = [*_listed("Unexpected", result.unexpected_keys), *problems]
     if problems:
         raise StateDictError(
-            "the weights do not fit, and none were loaded:\n\t" + "\n\t".join(problems)
+            f"the {what} do not fit, and none were loaded:\n\t" + "\n\t".join(problems)
         )
 
 
@@ -314,6 +389,58 @@ def gather_state(rank: Rank, names: Names, contents: Sequence[Contents]) -> Task
         if other:
             yield from _receive(rank, other, one.tensors, found)
     return {key: found[names.first(key)] for key in _union(one.keys for one in contents)}
+
+
+def gather_states(rank: Rank, names: Names, held: OptimizerStates) -> Task[dict[str, Any]]:
+    """The states of all ranks' optimizers as one state dict on rank 0, on the CPU; empty on the others.
+
+    Args:
+        rank: this one.
+        names: what is shared.
+        held: what its optimizer keeps.
+
+    Raises:
+        UsageError: stages have different weights of one name.
+    """
+    tensors: dict[str, dict[str, Tensor]] = {name: {} for name in held.states}
+    mine = [
+        {name: encode(state, name, tensors[name]) for name, state in held.states.items()},
+        [
+            [{key: encode_inline(value, key) for key, value in settings.items()}, members]
+            for settings, members in zip(held.settings, held.groups, strict=True)
+        ],
+        {
+            name: [[k, list(t.shape), TensorSpec.of(t).dtype] for k, t in of.items()]
+            for name, of in tensors.items()
+        },
+    ]
+    told = yield from rank.exchange(mine)
+    members = [name for one in told for _, of in one[1] for name in of]
+    check_apart([name for name in members if not names.is_shared(name)])
+    owner = {name: number for number, one in reversed(list(enumerate(told))) for name in one[0]}
+    transport = rank.transport
+    transport.open([Channel(other, 0, SHARED) for other in range(1, transport.ranks)])
+    whole_ones = {
+        key: whole(value)
+        for name, of in tensors.items()
+        if owner[name] == rank.number
+        for key, value in of.items()
+    }
+    if rank.number:
+        for value in whole_ones.values():
+            transport.post_send(Channel(rank.number, 0, SHARED), [value])
+        transport.finish()
+        return {}
+    found = {key: value.cpu().clone() for key, value in whole_ones.items()}
+    for other, (_, _, about) in list(enumerate(told))[1:]:
+        sent = [one for name, of in about.items() if owner[name] == other for one in of]
+        yield from _receive(rank, other, sent, found)
+    groups = merge_groups([one[1] for one in told])
+    states = {name: decode(told[owner[name]][0][name], found.__getitem__) for name in owner}
+    decoded = [{k: decode_inline(v, None) for k, v in of.items()} for of in groups.settings]
+    return named_state_dict(
+        OptimizerStates(held.kind, decoded, groups.members, states, copies(held.rest))
+    )
 
 
 def check_apart(names: Sequence[str]) -> None:

@@ -1,0 +1,73 @@
+"""A run goes on from a checkpoint as if it had not stopped: in the same layout, and in any other."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from penstock.testing import WorkerPool
+from tests.checkpoint.runs import SCHEDULES, resumed, saved
+
+PLAIN = ("plain", 1)
+IN_PROCESS = [PLAIN, *product(SCHEDULES, (1, 2, 4))]
+LIMIT = 2e-6
+"""Of losses about 4: 1e-6 of them would be twice that."""
+
+_Layout = tuple[str, int]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[_Layout, tuple[Path, list[float]]]:
+    """A checkpoint of each layout in one process, and the losses of the run that went on."""
+    base = tmp_path_factory.mktemp("runs")
+    found = {}
+    for schedule, ranks in IN_PROCESS:
+        folder = base / f"{schedule}-{ranks}"
+        found[schedule, ranks] = folder, saved(folder, schedule, ranks)
+    return found
+
+
+@pytest.mark.parametrize("away", [0, 3, 7])
+@pytest.mark.parametrize("target", IN_PROCESS)
+def test_in_one_process(
+    folders: dict[_Layout, tuple[Path, list[float]]], target: _Layout, away: int
+) -> None:
+    """From itself, and from two others, so that each goes on from two and in two."""
+    source = IN_PROCESS[(IN_PROCESS.index(target) + away) % len(IN_PROCESS)]
+    folder, expected = folders[source]
+    found = resumed(folder, *target)
+    if source == target:
+        assert found == expected
+    else:
+        assert found == pytest.approx(expected, abs=LIMIT)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_between_processes(
+    folders: dict[_Layout, tuple[Path, list[float]]],
+    workers: WorkerPool,
+    tmp_path: Path,
+    schedule: str,
+    ranks: int,
+) -> None:
+    """Processes go on from their own and from one process's, and one process from theirs."""
+    sources = [(schedule, ranks), ("ZB-V", 4 // ranks)]
+    answers = workers.run(
+        "tests.checkpoint.runs:in_processes",
+        ranks,
+        folder=str(tmp_path),
+        schedule=schedule,
+        ranks_of=ranks,
+        sources=[str(folders[source][0]) for source in sources],
+    )
+    own, found = answers[0]
+    assert all(answer == answers[0] for answer in answers)
+    assert found[0] == own
+    # A layout of processes is one of one process, bit by bit.
+    assert found[1] == folders[schedule, ranks][1]
+    for losses in found[2:]:
+        assert losses == pytest.approx(own, abs=LIMIT)
+    assert resumed(tmp_path, *PLAIN) == pytest.approx(own, abs=LIMIT)
