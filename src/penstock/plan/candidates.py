@@ -30,6 +30,8 @@ MOST_MICROBATCHES = 6
 """How many numbers of microbatches are tried by default for a number of ranks."""
 LAPS = (2, 3, 4)
 """How many stages per rank are tried by default, where a schedule takes any number."""
+MANY_STAGES = 32
+"""Up to which ranks are made equal, and not their stages, where each has more than two."""
 SEARCHED = "searched"
 """What a schedule is called that was searched for these costs."""
 
@@ -112,7 +114,9 @@ def built(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Sch
 
 @lru_cache(maxsize=1024)
 def _even_cut(shares: tuple[float, ...], placement: Placement) -> Cut:
-    return choose_cuts(shares, placement.stages, placement)
+    laps, many = placement.stages // placement.ranks, placement.stages > MANY_STAGES
+    # With many laps the sum of a rank's stages is even where they are; to make it more so takes long.
+    return choose_cuts(shares, placement.stages, None if many and laps > 2 else placement)
 
 
 @dataclass
