@@ -213,7 +213,9 @@ def test_a_killed_rank_under_torchrun(text: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_signal_to_processes(text: Path, tmp_path: Path) -> None:
-    command = flags(text, tmp_path / "run", steps=100_000, save_every=5, processes=2)
+    """Two replicas of one rank, which hold the halves of each weight; both stop at the same step."""
+    changes = {"steps": 100_000, "save_every": 5, "ranks": 1, "replicas": 2, "shard": "true"}
+    command = flags(text, tmp_path / "run", processes=2, **changes)
     with start(command) as process:
         await_checkpoint(tmp_path / "run", process)
         process.send_signal(signal.SIGTERM)
@@ -225,6 +227,8 @@ def test_a_signal_to_processes(text: Path, tmp_path: Path) -> None:
     found = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
     last = int(max(found).removeprefix("step-"))
     # Another number of processes goes on from there.
-    again, told = run(resolve({"resume": str(tmp_path / "run"), "ranks": 1, "steps": last + 2}))
+    again, told = run(
+        resolve({"resume": str(tmp_path / "run"), "replicas": 1, "shard": False, "steps": last + 2})
+    )
     assert f"goes on after step {last} of" in told
     assert len(again.losses) == 2

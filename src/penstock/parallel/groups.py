@@ -86,10 +86,12 @@ class Siblings(NamedTuple):
     Attributes:
         first: whether this is the one that writes for all.
         wait: returns when all of them have come to the same point.
+        groups: for each direction in which they lie, the process group of the ranks at this place.
     """
 
     first: bool = True
     wait: Callable[[], None] = lambda: None
+    groups: tuple[Any, ...] = ()
 
 
 def siblings_of(mesh: Any, replicas: Any) -> Siblings:
@@ -106,7 +108,9 @@ def siblings_of(mesh: Any, replicas: Any) -> Siblings:
     across = group_across(replicas)
     if isinstance(across, dist.ProcessGroup):
         groups.append(across)
-    groups = [group for group in groups if group.size() > 1]
+    # Replicas are mostly a dimension of the mesh, too.
+    known = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+    groups = [group for group in known.values() if group.size() > 1]
 
     def wait() -> None:
         for group in groups:
@@ -114,7 +118,8 @@ def siblings_of(mesh: Any, replicas: Any) -> Siblings:
 
     # Such as penstock.Replicas, which knows its place by itself.
     told = int(getattr(replicas, "index", 0) or 0)
-    return Siblings(told == 0 and all(group.rank() == 0 for group in groups), wait)
+    first = told == 0 and all(group.rank() == 0 for group in groups)
+    return Siblings(first, wait, tuple(groups))
 
 
 def replicated_mesh(device: str, replicas: int, ranks: int) -> DeviceMesh:

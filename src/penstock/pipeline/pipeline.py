@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from penstock.faults import PATIENCE, Patience, Timeout
-from penstock.parallel import siblings_of
+from penstock.parallel import Siblings, siblings_of
 from penstock.partition import Example, Shared, find_shared_between
 from penstock.pipeline.calls import Caller, Given
 from penstock.pipeline.plan import Plan, Source, Stages, check_model, cut, make_plan
@@ -278,6 +278,11 @@ class Pipeline(WeightHolder):
     def replicas(self) -> Replicas:
         """The pipelines that train the same weights on other data, as the Pipeline was told."""
         return self._replicas
+
+    @property
+    def siblings(self) -> Siblings:
+        """The pipelines side by side with this one, which ``mesh=`` or ``replicas=`` tell of."""
+        return self._local.siblings
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -84,9 +84,10 @@ class WeightHolder:
         here = {stage.index: stage.own for stage in local.stages}
         self._watched = Watched(model, parts or list(here.values()), here)
         self._by_identity = self._watched.table()
+        # Before channels are opened for it, which ranks do together.
+        self._introduce()
         for rank in local.ranks:
             rank.transport.open(self._sharing.channels)
-        self._introduce()
         self._align()
         remember_names(self._weights.named_parameters())
 
@@ -295,7 +296,7 @@ class WeightHolder:
             return named_state_dict(
                 replace(held, states=copies(held.states), rest=copies(held.rest))
             )
-        return self._local.each(lambda rank: gather_states(rank, held))
+        return self._local.each(lambda rank: gather_states(rank, self._names, held))
 
     def load_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True

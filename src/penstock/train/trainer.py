@@ -256,8 +256,7 @@ class Run:
     def _leave(self, step: int, stopped: int) -> None:
         self._checkpoints.wait()
         say(self._console, f"{why(stopped)}: {self._checkpoints.last}")
-        ranks = schedule_of(self._config).ranks
-        say(self._console, f"go on with: {command(self._folder.path, ranks)}")
+        say(self._console, f"go on with: {command(self._folder.path)}")
         # All ranks leave together: none is to take the end of another for a failure.
         self._pipe.close()
 

@@ -46,6 +46,10 @@ class Names:
         """All names of a weight in the model's order."""
         return self._all.get(name, (name,))
 
+    def is_shared(self, name: str) -> bool:
+        """Whether stages share a weight, or it has several names."""
+        return name in self._owner
+
     def owns(self, stage: int, name: str) -> bool:
         """Whether it is this of the stages that use a weight which counts and saves it."""
         return self._owner.get(name, stage) == stage
@@ -165,12 +169,23 @@ class Weights:
         return [pair for held in self.files().values() for pair in held.items()]
 
     def held(self) -> dict[str, tuple[tuple[str, ...], Any]]:
-        """What lives here, each once under its first name, with all its names."""
-        return {
-            self._names.first(name): (self._names.all(name), value)
-            for stage in self._stages
-            for name, value in stage.state_dict().items()
-        }
+        """What lives here, each once under its first name, with all its names.
+
+        Raises:
+            UsageError: stages have different things under one name.
+        """
+        found: dict[str, tuple[tuple[str, ...], Any]] = {}
+        for stage in self._stages:
+            for name, value in stage.state_dict().items():
+                first = self._names.first(name)
+                if first in found and not _same(found[first][1], value):
+                    check_apart([name, name])
+                found[first] = self._names.all(name), value
+        return found
+
+    def is_shared(self, name: str) -> bool:
+        """Whether stages are known to share a weight, by its first name."""
+        return self._names.is_shared(name)
 
     def tensors(self) -> list[Tensor]:
         """The parts of parameters and buffers that lie here."""
@@ -376,12 +391,16 @@ def gather_state(rank: Rank, names: Names, contents: Sequence[Contents]) -> Task
     return {key: found[names.first(key)] for key in _union(one.keys for one in contents)}
 
 
-def gather_states(rank: Rank, held: OptimizerStates) -> Task[dict[str, Any]]:
+def gather_states(rank: Rank, names: Names, held: OptimizerStates) -> Task[dict[str, Any]]:
     """The states of all ranks' optimizers as one state dict on rank 0, on the CPU; empty on the others.
 
     Args:
         rank: this one.
+        names: what is shared.
         held: what its optimizer keeps.
+
+    Raises:
+        UsageError: stages have different weights of one name.
     """
     tensors: dict[str, dict[str, Tensor]] = {name: {} for name in held.states}
     mine = [
@@ -396,6 +415,8 @@ def gather_states(rank: Rank, held: OptimizerStates) -> Task[dict[str, Any]]:
         },
     ]
     told = yield from rank.exchange(mine)
+    members = [name for one in told for _, of in one[1] for name in of]
+    check_apart([name for name in members if not names.is_shared(name)])
     owner = {name: number for number, one in reversed(list(enumerate(told))) for name in one[0]}
     transport = rank.transport
     transport.open([Channel(other, 0, SHARED) for other in range(1, transport.ranks)])
