@@ -97,7 +97,7 @@ class PipelineStage:
         self._compile()
         self._chosen = engine or ""
         self._options = options
-        self._apart = Apart()
+        self._reduced_later, self._apart = False, Apart()
         self._name = engine or DEFAULT_ENGINE
         self._engine = self._new_engine()
 
@@ -144,10 +144,9 @@ class PipelineStage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy what is there of the module's state, so named."""
-        keys = list(self._module.state_dict())
-        names = parallel.names_without_wrappers(self._module, self.own, keys)
-        found = {key: state[name] for key, name in names.items() if name in state}
-        self._module.load_state_dict(found, strict=False)
+        own = list(self._module.state_dict())
+        names = parallel.names_without_wrappers(self._module, self.own, own).items()
+        self._module.load_state_dict({k: state[n] for k, n in names if n in state}, strict=False)
 
     def parts(self) -> Iterator[parallel.Part]:
         """All modules of the stage, with their paths in the slice."""
@@ -166,11 +165,17 @@ class PipelineStage:
             self._name = engine
             self._engine = self._new_engine()
 
+    def reduce_later(self) -> None:
+        """Know that sharded gradients are reduced only when the weights' half is done."""
+        if not self._reduced_later:
+            self._reduced_later = True
+            self._engine = self._new_engine()
+
     def _new_engine(self) -> BackwardEngine:
         if unknown := self._options.keys() - {"fused", "joined"}:
             raise UsageError(f"a stage has no option {', '.join(sorted(unknown))}")
-        options = self._options if self._name == "deferred" else {}
-        return ENGINES[self._name](self.module, **options)
+        options = {**self._options, "reduced_later": self._reduced_later}
+        return ENGINES[self._name](self.module, **options if self._name == "deferred" else {})
 
     @property
     def compiles(self) -> bool:

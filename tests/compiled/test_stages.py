@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from penstock import Pipeline, PipelineStage
 from penstock.backward import store
 from penstock.compiled import halves, names
 from penstock.compiled.backend import tally
+from penstock.compiled.cut import CutError
 from penstock.errors import StageError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -361,7 +362,11 @@ class Around(nn.Module):
 
 
 def compiled_as_a_whole() -> nn.Module:
-    return torch.compile(sequence(), backend="aot_eager")  # type: ignore[return-value]
+    return compiled_module(sequence())
+
+
+def compiled_module(module: nn.Module) -> nn.Module:
+    return cast("nn.Module", torch.compile(module, backend="aot_eager"))
 
 
 def compiled_in_place() -> nn.Module:
@@ -371,7 +376,7 @@ def compiled_in_place() -> nn.Module:
 
 
 def compiled_blocks() -> nn.Module:
-    return nn.Sequential(*(torch.compile(block, backend="aot_eager") for block in sequence()))
+    return nn.Sequential(*map(compiled_module, sequence()))
 
 
 def blocks_compiled_in_place() -> nn.Module:
@@ -424,7 +429,7 @@ def test_what_torch_has_without_a_graph_does_all_at_once(
     told: pytest.LogCaptureFixture, waiting: list[int]
 ) -> None:
     torch.compiler.reset()
-    stage = PipelineStage(torch.compile(sequence(1), backend="aot_eager"), 1, 2)  # type: ignore[arg-type]
+    stage = PipelineStage(compiled_module(sequence(1)), 1, 2)
     output = stage.forward(0, [batch()[0].requires_grad_()])
     expected = torch.autograd.grad(
         output, list(stage.module.parameters()), torch.ones_like(output), retain_graph=True
@@ -444,7 +449,7 @@ def test_what_torch_has_without_a_graph_does_all_at_once(
 
 def test_a_stage_may_be_compiled_before(eager: Trained, waiting: list[int]) -> None:
     model = sequence()
-    parts = [torch.compile(nn.Sequential(*model[i : i + 2]), backend="aot_eager") for i in (0, 2)]
+    parts = [compiled_module(model[i : i + 2]) for i in (0, 2)]
     stages = [PipelineStage(part, index, 2) for index, part in enumerate(parts)]
     value, target = batch()
     pipe = Pipeline.from_stages(stages, schedule="ZB-H1", microbatches=4, loss_fn=loss_fn)
@@ -485,7 +490,7 @@ class Twice(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, value: Tensor) -> Any:
-        self.calls += 1  # type: ignore[operator]
+        self.calls += 1  # type: ignore[assignment, operator]
         energy = functional.dropout(self.layer(value).tanh(), 0.5).square().sum()
         torch._dynamo.graph_break()
         (force,) = torch.autograd.grad(energy, value, create_graph=True)
@@ -536,7 +541,7 @@ def test_what_cannot_be_cut_does_all_at_once(
     monkeypatch: pytest.MonkeyPatch, waiting: list[int], told: pytest.LogCaptureFixture
 ) -> None:
     def uncut(*_: Any) -> Any:
-        raise halves.CutError("too hard")
+        raise CutError("too hard")
 
     torch.compiler.reset()
     expected = trained(sequence(2))

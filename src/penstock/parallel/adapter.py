@@ -18,7 +18,8 @@ class Adapter:
     """Goes along with a stage through a call; what it does not do otherwise is nothing.
 
     Attributes:
-        whole_backward: whether the stage's backward must come in one piece.
+        whole_backward: whether the graph of a stage's backward must be run in one piece. Gradients of weights
+            may be left to the weights' half all the same.
         casts: whether the module changes the types of its arguments before its own code sees them.
     """
 

@@ -23,7 +23,7 @@ def make_adapter(module: nn.Module, apart: Apart) -> Adapter | None:
     if isinstance(module, DistributedDataParallel):
         return Replicated(module, apart)
     sharded = _sharded_parts(module)
-    return Sharded(sharded) if sharded else None
+    return Sharded(sharded, apart) if sharded else None
 
 
 class Replicated(Adapter):
@@ -125,8 +125,8 @@ def _buckets(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 class Sharded(Adapter):
     """A stage with modules under FSDP2's ``fully_shard`` or ``replicate``.
 
-    Gradients stay unreduced until the last microbatch's backward, in which torch reduces them as ever. It
-    does so when the inputs' gradients are there, so the weights' must be there as well.
+    Gradients stay unreduced until the last microbatch's weights have theirs. torch reduces when inputs'
+    gradients are there; here its own callback, which it runs at the end of a backward, is run once more.
 
     Parameters are gathered once a call, at its beginning, and freed at its end; each microbatch in flight
     needs them. Two others may say otherwise: the schedule with UNSHARD and RESHARD, and the user with
@@ -135,16 +135,16 @@ class Sharded(Adapter):
 
     whole_backward = True
 
-    def __init__(self, modules: Sequence[FSDPModule]) -> None:
+    def __init__(self, modules: Sequence[FSDPModule], apart: Apart) -> None:
         self._modules = modules
+        self._apart = apart
         # torch 2.13 has no public word for the policy that a module was given.
         self.casts = any(m._get_fsdp_state()._mp_policy.param_dtype for m in modules)
         self._held = [module for module in modules if _may_be_held(module)]
         for module in self._held:
             module.set_reshard_after_forward(False, recurse=False)
-        self._begun: set[int] = set()
         self._left: set[int] = set()
-        self._microbatches = 0
+        self._reduced = True
         self._has_run = False
 
     def fits(self, module: nn.Module) -> bool:
@@ -154,9 +154,8 @@ class Sharded(Adapter):
 
     def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
         """Put reduction off, and start to gather."""
-        self._begun.clear()
         self._left = set(range(microbatches))
-        self._microbatches = microbatches
+        self._reduced = not trains
         if trains:
             self._reduce_next(False)
         # Modules learn in their first forward which of them is outermost, and so which streams they share.
@@ -165,21 +164,40 @@ class Sharded(Adapter):
                 module.unshard(async_op=True)
         self._has_run = True
 
-    def backward(self, microbatch: int) -> None:
-        """Let the last microbatch's backward reduce."""
-        first = microbatch not in self._begun
-        self._begun.add(microbatch)
-        if first and len(self._begun) == self._microbatches:
-            self._reduce_next(True)
-
     def done(self, microbatch: int) -> None:
-        """Free what was gathered, after the last one.
+        """Reduce and free what was gathered, after the last one.
 
         Not module by module within it: torch gathers, ahead of use, those that other microbatches needed.
         """
         self._left.discard(microbatch)
+        if self.casts:
+            self._add_up()
         if not self._left:
-            self.reshard()
+            self.reduce()
+
+    def _add_up(self) -> None:
+        """Add a microbatch's gradients to the others' in the type in which they are reduced."""
+        for group in (g for m in self._modules for g in m._get_fsdp_state()._fsdp_param_groups):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+    def reduce(self) -> None:
+        """Reduce the gradients, once."""
+        if self._reduced:
+            return
+        self._reduced = True
+        self._reduce_next(True)
+        with self._apart():
+            for module in self._outermost():
+                # As torch's own package for pipelines does; there is no public way.
+                module._get_fsdp_state()._root_post_backward_final_callback()
+        self.reshard()
+
+    def _outermost(self) -> Iterable[FSDPModule]:
+        """Those whose forward was the first to run, and that look after the others."""
+        return [module for module in self._modules if module._get_fsdp_state()._is_root]
 
     def unshard(self) -> None:
         """Start to gather."""
@@ -193,16 +211,16 @@ class Sharded(Adapter):
 
     def finish(self) -> None:
         """Leave the modules as they were: each process with its shards."""
+        self.reduce()
         self._reduce_next(True)
         self.reshard()
 
     def abandon(self) -> None:
         """Leave the modules as they were, without what an interrupted call has left in them."""
+        self._reduced = True
         self._reduce_next(True)
-        for module in self._modules:
-            # Only the outermost can, once it has run.
-            if module._get_fsdp_state()._is_root:
-                module.reset_iter_state()
+        for module in self._outermost():
+            module.reset_iter_state()
         self.reshard()
 
     def _reduce_next(self, wanted: bool) -> None:

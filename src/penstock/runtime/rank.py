@@ -235,7 +235,7 @@ class Rank:
         gathers = Op.UNSHARD not in page.schedule.ops
         for index, adapter in adapters.items():
             if order.trains and adapter.whole_backward:
-                self.stages[index].prefer_engine("none")
+                self.stages[index].reduce_later()
             adapter.begin(page.call.count, trains=order.trains, gathers=gathers)
         try:
             yield adapters
