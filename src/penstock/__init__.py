@@ -1,14 +1,37 @@
 """Penstock: pipeline parallelism for PyTorch. Any model, any schedule, proven before it runs.
 
-Names are found when they are first used, so that ``import penstock.schedule`` does not import torch.
+The parts, such as :mod:`penstock.schedule`, and the names below are imported when they are first used:
+``import penstock`` is quick, and what needs no torch does not import it.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock import (
+        backward,
+        errors,
+        faults,
+        launch,
+        parallel,
+        partition,
+        pipeline,
+        pipelining,
+        rng,
+        runtime,
+        schedule,
+        stage,
+        step,
+        testing,
+        train,
+        transport,
+        values,
+        weights,
+    )
     from penstock.partition import Partition
     from penstock.pipeline import Pipeline
     from penstock.rng import randomness
@@ -51,18 +74,39 @@ __all__ = [
     "Split",
     "StepResult",
     "add_loss",
+    "backward",
     "collect_losses",
+    "errors",
+    "faults",
     "init_weights",
+    "launch",
+    "parallel",
+    "partition",
+    "pipeline",
+    "pipelining",
     "randomness",
     "read_weights",
+    "rng",
+    "runtime",
+    "schedule",
+    "stage",
+    "step",
+    "testing",
+    "train",
+    "transport",
+    "values",
+    "weights",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    parts = (part.name for part in iter_modules(__path__) if not part.name.startswith("_"))
+    return sorted({*globals(), *_HOMES, *parts})

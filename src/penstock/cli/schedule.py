@@ -19,7 +19,8 @@ from penstock.schedule.files import csv_table
 from penstock.schedule.library import RECIPES
 
 app = typer.Typer(
-    help="Make, check, simulate and draw schedules; no model needed.", no_args_is_help=True
+    help="List, draw, check, simulate, convert and compare schedules; no model needed.",
+    no_args_is_help=True,
 )
 
 SHOWN_PROBLEMS = 20

@@ -50,11 +50,21 @@ class Shape:
             raise UsageError(f"{flags}: only for a named schedule; {path} has its own")
 
 
+def matching_names(incomplete: str) -> list[str]:
+    """The schedules whose name begins so, for the shell to complete."""
+    return [name for name in ps.names() if name.startswith(incomplete)]
+
+
 @dataclass(frozen=True)
 class Source:
     """Where a schedule comes from."""
 
-    source: Annotated[str, typer.Argument(help="Name of a schedule, or a .csv or .json file.")]
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Name of a schedule, or a .csv or .json file.", autocompletion=matching_names
+        ),
+    ]
 
     @property
     def is_file(self) -> bool:
