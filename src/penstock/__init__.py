@@ -12,28 +12,26 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock import (
-        backward,
-        errors,
-        faults,
-        launch,
-        parallel,
-        partition,
-        pipeline,
-        pipelining,
-        rng,
-        runtime,
-        schedule,
-        stage,
-        step,
-        testing,
-        train,
-        transport,
-        values,
-        weights,
-    )
+    from penstock import backward as backward
+    from penstock import errors as errors
+    from penstock import faults as faults
+    from penstock import launch as launch
+    from penstock import parallel as parallel
+    from penstock import partition as partition
+    from penstock import pipeline as pipeline
+    from penstock import pipelining as pipelining
+    from penstock import rng as rng
+    from penstock import runtime as runtime
+    from penstock import schedule as schedule
+    from penstock import stage as stage
+    from penstock import step as step
+    from penstock import testing as testing
+    from penstock import train as train
+    from penstock import transport as transport
+    from penstock import values as values
+    from penstock import weights as weights
     from penstock.partition import Partition
-    from penstock.pipeline import Pipeline
+    from penstock.pipeline import Pipeline, StepEvent, TensorBoard
     from penstock.rng import randomness
     from penstock.runtime import ActionEvent
     from penstock.stage import PipelineStage
@@ -54,7 +52,9 @@ _HOMES = {
     "REPLICATE": "penstock.values",
     "Replicas": "penstock.step",
     "Split": "penstock.values",
+    "StepEvent": "penstock.pipeline",
     "StepResult": "penstock.step",
+    "TensorBoard": "penstock.pipeline",
     "add_loss": "penstock.step.losses",
     "collect_losses": "penstock.step.losses",
     "init_weights": "penstock.weights",
@@ -72,30 +72,14 @@ __all__ = [
     "PipelineStage",
     "Replicas",
     "Split",
+    "StepEvent",
     "StepResult",
+    "TensorBoard",
     "add_loss",
-    "backward",
     "collect_losses",
-    "errors",
-    "faults",
     "init_weights",
-    "launch",
-    "parallel",
-    "partition",
-    "pipeline",
-    "pipelining",
     "randomness",
     "read_weights",
-    "rng",
-    "runtime",
-    "schedule",
-    "stage",
-    "step",
-    "testing",
-    "train",
-    "transport",
-    "values",
-    "weights",
 ]
 
 

@@ -11,7 +11,7 @@ import typer
 from penstock import launch
 from penstock.errors import UsageError
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 Processes = Annotated[
     int, typer.Option("--processes", "-n", help="Processes to start, one per rank.")

@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock import schedule as ps
-from penstock.cli.exits import INPUT
 from penstock.cli.schedule_options import CostFlags, PassFlags, Shape, Source, grouped
-from penstock.errors import InputFileError, ScheduleError, UsageError
+from penstock.errors import INPUT, InputFileError, ScheduleError, UsageError
 from penstock.schedule.files import csv_table
 from penstock.schedule.library import RECIPES
 
 app = typer.Typer(
     help="List, draw, check, simulate, convert and compare schedules; no model needed.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 SHOWN_PROBLEMS = 20

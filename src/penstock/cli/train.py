@@ -11,7 +11,7 @@ from penstock import train
 from penstock.cli.flags import PROCESSES, Flags, command
 from penstock.cli.run import start
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 def run_training(flags: Flags, config: Path | None) -> int:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
+import torch
+
 from penstock.errors import AgreementError, PenstockError, SpecError, StageError, UsageError
 from penstock.faults import has_probes
 from penstock.parallel import Adapter, adapter_of, let_cross
@@ -154,6 +156,7 @@ class Rank:
             replaced=order.replaced,
             hooks=order.hooks,
             noted=order.noted or self.transport.separate or has_probes(),
+            profiled=torch.autograd._profiler_enabled(),  # type: ignore[attr-defined]  # no public name for it
         )
         key = (
             wanted.with_loss,
@@ -161,6 +164,7 @@ class Rank:
             wanted.finite,
             wanted.recorded,
             wanted.noted,
+            wanted.profiled,
             order.hooks is None,
             order.draw is None,
         )

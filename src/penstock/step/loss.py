@@ -323,7 +323,7 @@ class Loss:
         return count(self.weight, samples, targets)
 
     def weights(self, counts: Sequence[float], scale: Scale | None = None) -> Weights:
-        """What each microbatch's loss is multiplied by, see :func:`penstock.step.loss.weigh`.
+        """What each microbatch's loss is multiplied by before its backward.
 
         Args:
             counts: the weight of each microbatch.

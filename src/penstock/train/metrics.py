@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import torch
-
-_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 @dataclass(frozen=True)
@@ -60,10 +54,3 @@ class StepMetrics:
 
     def __str__(self) -> str:
         return f"{self.progress}  {self.usage}".rstrip()
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes of this process so far: allocated on one GPU at most, or resident without a GPU."""
-    if device.type == "cuda":
-        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.errors import NonFiniteError, UsageError
-from penstock.pipeline import Pipeline
+from penstock.pipeline import Pipeline, peak_memory
 from penstock.schedule import Timeline
 from penstock.train import corpus as texts
 from penstock.train import runfolder
@@ -21,7 +21,7 @@ from penstock.train.config import TrainConfig
 from penstock.train.corpus import Corpus
 from penstock.train.display import make_display, say
 from penstock.train.generation import Sampling, generate, readable
-from penstock.train.metrics import StepMetrics, peak_memory
+from penstock.train.metrics import StepMetrics
 from penstock.train.model import GPT, VOCABULARY, next_byte_loss
 from penstock.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from penstock.train.plan import device_of, schedule_of, shape_of, stages_of

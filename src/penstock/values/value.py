@@ -192,7 +192,7 @@ class ValueSpec:
 
     Args:
         tensors: the specs of its tensors, in order.
-        structure: JSON data, see :mod:`penstock.values.structure`.
+        structure: JSON data that says how the value is nested.
     """
 
     tensors: tuple[TensorSpec, ...]
