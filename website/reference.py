@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import griffe
 
 import penstock
 from penstock.cli.main import COMMANDS, loaded
@@ -84,23 +87,48 @@ def _index() -> str:
         ((name, part) for part in PARTS for name in names_of(part)),
         key=lambda row: (row[0].lower(), row[1]),
     )
-    parts = "\n".join(f"| [`{part}`]({part}.md) | {_first_line(_module(part))} |" for part in PARTS)
+    parts = "\n".join(f"| [`{part}`]({part}.md) | {_summary(part)} |" for part in PARTS)
     names = "\n".join(
-        f"| [`{name}`][{part}.{name}] | [`{part}`]({part}.md) | {_first_line(getattr(_module(part), name))} |"
+        f"| [`{name}`][{part}.{name}] | [`{part}`]({part}.md) | {_summary(f'{part}.{name}')} |"
         for name, part in rows
+        if not name.startswith("_")
     )
     return (
         "# Reference\n\nEvery public name, from its docstring. The parts are imported when they are first "
         "used, so `import penstock` is enough for all of them. The [commands](commands.md) have a page of "
-        f"their own.\n\n| part | what it is |\n|---|---|\n{parts}\n\n"
-        f"## Index of names\n\n| name | part | what it is |\n|---|---|---|\n{names}\n"
+        'their own.\n\n<div class="names" markdown="1">\n\n| part | what it is |\n|---|---|\n'
+        f"{parts}\n\n</div>\n\n## Index of names\n\n"
+        '<div class="names" markdown="1">\n\n| name | part | what it is |\n|---|---|---|\n'
+        f"{names}\n\n</div>\n"
     )
 
 
-def _first_line(value: Any) -> str:
-    plain = isinstance(value, (int, float, str, bool, type(None)))
-    text = "" if plain else (inspect.getdoc(value) or "").split("\n", 1)[0]
-    return text.replace("|", "\\|").replace("``", "`")
+@cache
+def _read() -> griffe.Object:
+    """Penstock's sources, as mkdocstrings reads them."""
+    found = griffe.load(
+        "penstock", search_paths=[str(EXAMPLES.parent / "src")], resolve_aliases=True
+    )
+    assert isinstance(found, griffe.Object)
+    return found
+
+
+def _summary(path: str) -> str:
+    """The first line of a name's docstring.
+
+    Raises:
+        LookupError: it has none.
+    """
+    inner = path.partition(".")[2]
+    docstring = (_read()[inner] if inner else _read()).docstring
+    if docstring is None:
+        raise LookupError(f"{path} is public, and has no docstring")
+    return _cell(docstring.value.strip().split("\n", 1)[0])
+
+
+def _cell(text: str) -> str:
+    """Text as it stands in a table."""
+    return text.replace("|", "\\|").replace("``", "`").replace("<", "&lt;")
 
 
 # ---- examples
@@ -153,4 +181,4 @@ def _parameter(one: Any) -> str:
     said = one.help or ""
     if one.default not in (None, "", False, ()) and "Default" not in said:
         said = f"{said} Default: {one.default}."
-    return f"| {spelt} | {said.replace('|', chr(92) + '|')} |"
+    return f"| {spelt} | {_cell(said)} |"

@@ -223,8 +223,11 @@ def _over(parts: Sequence[float], divisor: float) -> list[float]:
 
 
 Reduction = Literal["mean", "sum"]
+"""Whether the loss of a microbatch is a mean or a sum over what is in it."""
 LossFunction = Callable[[Any, Any], Tensor]
+"""From the output and the target of a microbatch: its loss, a scalar."""
 NonFinite = Literal["stop", "skip", "warn"]
+"""What becomes of a step whose loss or gradients are infinite or ``nan``."""
 
 
 class LossOptions(TypedDict, total=False):

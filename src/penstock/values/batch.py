@@ -61,6 +61,7 @@ class _Missing:
 
 
 MISSING: Any = _Missing()
+"""Stands for an argument that was not given, where ``None`` is a value."""
 
 
 class Microbatches:
@@ -159,6 +160,7 @@ class Replicate:
 
 
 REPLICATE = Replicate()
+"""Give every microbatch the whole argument: a rule for ``Pipeline(rules=...)``."""
 Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
 """From an argument and the number of samples of each microbatch: its part in each."""
 Rule: TypeAlias = "Split | Replicate | Splitter | Mapping[Any, Rule]"
@@ -197,7 +199,9 @@ def check_rules(rules: Any) -> None:
 
 
 TARGET = "target"
+"""The name under which rules speak of ``target=``."""
 OUTPUT = "output"
+"""The name under which rules say along which dimension outputs are put together."""
 
 
 # ---- put the outputs of microbatches together
