@@ -161,7 +161,7 @@ class LocalRanks:
             for text, start, end in row
             for action in flat((parse_action(text),))
         )
-        return Timeline(tuple(spans), schedule.ranks)
+        return Timeline(tuple(spans), schedule.ranks, "s", schedule.pairs)
 
     def leading(self, value: T) -> T:
         """The value that rank 0 has, a JSON one."""
