@@ -14,7 +14,9 @@ import torch
 from benchmarks import (
     backward,
     buffers,
+    checkpoints,
     checks,
+    compiling,
     cutting,
     inside,
     lengths,
@@ -37,6 +39,8 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "loading": loading.compare,
     "cutting": cutting.compare,
     "lengths": lengths.compare,
+    "checkpoints": checkpoints.compare,
+    "compile": compiling.compare,
 }
 
 

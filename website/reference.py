@@ -22,6 +22,7 @@ PARTS = {
     "penstock.values": "What travels",
     "penstock.step": "Losses and results",
     "penstock.weights": "Weights",
+    "penstock.checkpoint": "Saving and resuming",
     "penstock.rng": "Random numbers",
     "penstock.backward": "Backward in two halves",
     "penstock.runtime": "Running programs",

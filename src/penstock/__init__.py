@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock import backward as backward
+    from penstock import checkpoint as checkpoint
+    from penstock import compiled as compiled
     from penstock import errors as errors
     from penstock import faults as faults
     from penstock import launch as launch
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from penstock import transport as transport
     from penstock import values as values
     from penstock import weights as weights
+    from penstock.checkpoint import Checkpoints
     from penstock.partition import Partition
     from penstock.pipeline import Pipeline, StepEvent, TensorBoard
     from penstock.rng import randomness
@@ -44,6 +47,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ActionEvent": "penstock.runtime",
+    "Checkpoints": "penstock.checkpoint",
     "LossScaler": "penstock.step",
     "Microbatches": "penstock.values",
     "Partition": "penstock.partition",
@@ -65,6 +69,7 @@ _HOMES = {
 __all__ = [
     "REPLICATE",
     "ActionEvent",
+    "Checkpoints",
     "LossScaler",
     "Microbatches",
     "Partition",

@@ -15,6 +15,7 @@
     ├── StageError (RuntimeError)        the user's code raised inside an action
     ├── NonFiniteError (RuntimeError)    a number that is infinite or none, where that is an error
     ├── MessageError (RuntimeError)      a message was expected that nobody sends, or the reverse
+    ├── CheckpointError (RuntimeError)   a checkpoint that could not be written
     ├── AgreementError (RuntimeError)    ranks that must agree do not
     ├── PeerFailed (RuntimeError)        another rank failed, and this one stops because of it
     ├── PoisonedError (RuntimeError)     the Pipeline failed before and must be rebuilt
@@ -88,6 +89,10 @@ class NonFiniteError(PenstockError, RuntimeError):
 
 class MessageError(PenstockError, RuntimeError):
     """A program expects a message that nobody sends, or sends one that nobody expects."""
+
+
+class CheckpointError(PenstockError, RuntimeError):
+    """A checkpoint could not be written; those that were written before are as they were."""
 
 
 class AgreementError(PenstockError, RuntimeError):

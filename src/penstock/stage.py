@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,14 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from penstock import compiled
 from penstock.backward import ENGINES, Apart, BackwardEngine, backward_from
 from penstock.errors import SpecError, UsageError
 from penstock.values import arrived, flatten, paths, unflatten
 
 T = TypeVar("T")
+log = logging.getLogger("penstock")
+Compilation: TypeAlias = bool | Mapping[str, Any] | None
 DEFAULT_ENGINE = "deferred"
 Gradients = tuple[Tensor | None, ...]
 
@@ -45,6 +49,8 @@ class PipelineStage:
         engine: how backward is cut in two. ``"deferred"`` leaves the gradients of heavy weights to the
             weights' half, ``"graph"`` those of all weights, and ``"none"`` leaves nothing to it.
             docs/backward.md compares them. By default what the schedule needs.
+        compile: whether to compile the module, or the options of ``torch.compile`` to do so with, see
+            docs/compile.md. A module that does not run compiled runs as it is.
         options: of the deferred engine: ``fused`` and ``joined``, two faster ways to add up weight
             gradients that change bits. docs/backward.md says what else they change.
 
@@ -68,6 +74,7 @@ class PipelineStage:
         device: torch.device | str | None = None,
         *,
         engine: str | None = None,
+        compile: Compilation = None,
         **options: Any,
     ) -> None:
         if not 0 <= index < count:
@@ -83,6 +90,11 @@ class PipelineStage:
         self._entrance = Entrance(index)
         self._forwards: dict[int, _Forward] = {}
         self._halves: dict[int, tuple[BackwardEngine, Any]] = {}
+        self._call: Callable[..., Any] = self.module
+        self._compiled: compiled.CompiledModule | None = None
+        if (settings := compilation_of(compile)) is not None:
+            name = f"stage {index}"
+            self._compiled = self._call = compiled.CompiledModule(self.module, settings, name)
         self._chosen = engine or ""
         self._options = options
         self._apart = Apart()
@@ -100,6 +112,11 @@ class PipelineStage:
             raise UsageError(f"a stage has no option {', '.join(sorted(unknown))}")
         options = self._options if self._name == "deferred" else {}
         return ENGINES[self._name](self.module, **options)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the module is compiled, as a whole or in its pieces."""
+        return self._compiled is not None
 
     def keep_apart(self, parameters: Sequence[Tensor]) -> None:
         """From now on collect the gradients of these parameters beside ``.grad``.
@@ -166,17 +183,35 @@ class PipelineStage:
             The module's output.
         """
         entered = self._entrance.enter(tuple(args), kwargs or {}, training=self.module.training)
-        args, kwargs = entered.call
+        own, named = entered.call
+        run = self._first if entered.copied is None else self._call
         try:
-            output = self.module(*args, **kwargs, **(aside or {}))
-        except RuntimeError as error:
-            self._entrance.check_refused(entered, error)
+            output = run(*own, **named, **(aside or {}))
+        except Exception as error:
+            if self._is_refused(error):
+                return self.forward(microbatch, args, kwargs, loss, aside)
+            if isinstance(error, RuntimeError):
+                self._entrance.check_refused(entered, error)
             raise
         self.changed = self._entrance.leave(entered)
         root = output if loss is None else loss(output)
         if entered.learning:
             self._forwards[microbatch] = _Forward(entered.leaves, flatten(root)[0])
         return output
+
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        """A call with new shapes, or the like, which may compile something that backward is to be cut in."""
+        with compiled.graphs_kept():
+            return self._call(*args, **kwargs)
+
+    def _is_refused(self, error: Exception) -> bool:
+        """Whether the module does not run compiled; from now on it runs as it is."""
+        if self._compiled is None or not isinstance(error, compiled.RefusedError):
+            return False
+        log.warning("%s; it runs without compilation", error)
+        self._compiled.undo()
+        self._compiled, self._call = None, self.module
+        return True
 
     def start_from(self, microbatch: int, root: Any) -> None:
         """Let a microbatch's backward start from what was made of the output after its forward.
@@ -246,6 +281,36 @@ class PipelineStage:
         self._halves.clear()
         self._apart.take()
         self._engine = self._new_engine()
+
+
+def without_compilation(model: nn.Module, asked: Compilation) -> tuple[nn.Module, Compilation]:
+    """A model as it is before `torch.compile`, and how to compile its stages.
+
+    Args:
+        model: the model, which may be compiled as a whole. If so in place, it is no longer: its stages are
+            compiled instead.
+        asked: what the caller says of it, which counts more than how the model was compiled.
+    """
+    inner = getattr(model, "_orig_mod", None)
+    function = model._compiled_call_impl if inner is None else vars(model).get("forward")
+    if function is None:
+        return model, asked
+    model._compiled_call_impl = None
+    settings = compiled.settings_of(function) if asked is None else asked
+    return model if inner is None else inner, settings
+
+
+def compilation_of(asked: Compilation) -> Mapping[str, Any] | None:
+    """The options of a compilation, if there is to be one.
+
+    Raises:
+        UsageError: that is no answer.
+    """
+    if asked is None or isinstance(asked, bool):
+        return {} if asked else None
+    if not isinstance(asked, Mapping):
+        raise UsageError(f"compile={asked!r}: must be True, False, or options of torch.compile")
+    return dict(asked)
 
 
 def _arrived(gradients: Gradients) -> Gradients:

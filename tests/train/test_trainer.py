@@ -112,6 +112,7 @@ def test_the_losses_are_those_of_the_plain_loop(finished: tuple[Outcome, str], t
 
 
 def test_training_lowers_the_loss(finished: tuple[Outcome, str]) -> None:
+    assert finished[0].held_out_loss is not None
     assert finished[0].held_out_loss < finished[0].losses[0] == pytest.approx(math.log(256))
 
 

@@ -13,6 +13,8 @@ from penstock.runtime import Task, Wait, drive
 from penstock.transport import BACKWARD, FORWARD, SHARED, Channel, Ticket, Transport, connect
 from penstock.values import TensorSpec
 
+LARGE = 64 * 1024
+"""Numbers of a message that goes nowhere before somebody wants it."""
 CPU = torch.device("cpu")
 THERE = Channel(0, 1, FORWARD)
 BACK = Channel(1, 0, BACKWARD)
@@ -214,13 +216,53 @@ def a_message_is_ready_when_it_is_there(end: Transport) -> Task[Any]:
 def a_send_is_ready_when_it_is_received(end: Transport) -> Task[Any]:
     if end.rank == 1:
         yield from take(end, end.agree("the send is posted"))
-        yield from take(end, receive(end, THERE, numbers(0)))
+        yield from take(end, receive(end, THERE, torch.empty(LARGE)))
         return None
-    ticket = end.post_send(THERE, [numbers(1)])
+    ticket = end.post_send(THERE, [torch.zeros(LARGE)])
     before = ticket.ready()
     yield from take(end, end.agree(None))
     assert (yield from take(end, ticket)) is None
     return [before, ticket.ready()]
+
+
+@case([True], [True])
+def more_is_sent_than_there_is_room_for(end: Transport) -> Task[Any]:
+    """Each first sends all it has, of all sizes, before it reads anything."""
+    mine, theirs = (THERE, AHEAD) if end.rank == 0 else (AHEAD, THERE)
+    sizes = [1 + (index * 4099) % 20_000 for index in range(100)]
+    kinds = (torch.float32, torch.bfloat16, torch.bool, torch.complex64)
+    types = [kinds[index % len(kinds)] for index in range(len(sizes))]
+
+    def message(index: int, rank: int) -> Tensor:
+        values = torch.arange(sizes[index]) * (index + 1) + rank
+        return (values % 251).to(types[index])
+
+    sent = [end.post_send(mine, [message(i, end.rank)]) for i in range(len(sizes))]
+    found = []
+    for index in range(len(sizes)):
+        expected = message(index, 1 - end.rank)
+        (arrived,) = yield from take(end, receive(end, theirs, torch.empty_like(expected)))
+        found.append(same_bits(arrived, expected))
+    end.finish()
+    for ticket in sent:
+        yield from take(end, ticket)
+    return [all(found)]
+
+
+@case([7.0], [99.0])
+def what_is_expected_holds_up_no_sender(end: Transport) -> Task[Any]:
+    """The receiver waits for something else, which the sender sends once all that is expected has left."""
+    if end.rank == 1:
+        tickets = [receive(end, THERE, torch.empty(10_000)) for _ in range(100)]
+        (last,) = yield from take(end, receive(end, ASIDE, numbers(0)))
+        assert last.tolist() == [7.0]
+        for ticket in tickets:
+            (last,) = yield from take(end, ticket)
+        return [last[-1].item()]
+    for ticket in [end.post_send(THERE, [torch.full((10_000,), float(i))]) for i in range(100)]:
+        yield from take(end, ticket)
+    end.post_send(ASIDE, [numbers(7)])
+    return [7.0]
 
 
 @case([0.0], None)

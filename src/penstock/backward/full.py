@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from penstock.errors import PenstockError, StageError, UsageError
 
@@ -60,17 +60,8 @@ def backward_from(
 
     It is what a pipeline's stage calls for each microbatch; nothing is asked twice.
     """
-    if grads is None:
-        pairs: list[Pair] = [(output, None) for output in outputs if output.requires_grad]
-    else:
-        _check_length(outputs, grads, "output")
-        pairs = [
-            (output, grad)
-            for output, grad in zip(outputs, grads, strict=True)
-            if grad is not None and output.requires_grad
-        ]
     try:
-        _run_backward(pairs, ())
+        run_backward(pairs_of(outputs, grads), ())
     except PenstockError:
         raise
     except Exception as error:
@@ -78,6 +69,18 @@ def backward_from(
         seeds_of(outputs, grads)
         raise _told("stage_backward", {"output": outputs, "gradient": grads}, error) from error
     return tuple([tensor.grad if tensor.requires_grad else None for tensor in inputs])
+
+
+def pairs_of(outputs: list[Tensor], grads: Sequence[Tensor | None] | None) -> list[Pair]:
+    """Does `seeds_of` for outputs that are a row of tensors."""
+    if grads is None:
+        return [(output, None) for output in outputs if output.requires_grad]
+    _check_length(outputs, grads, "output")
+    return [
+        (output, grad)
+        for output, grad in zip(outputs, grads, strict=True)
+        if grad is not None and output.requires_grad
+    ]
 
 
 def backward_through(
@@ -97,7 +100,7 @@ def backward_through(
     for value in inputs:
         _expose_grad(value)
     try:
-        _run_backward(pairs, ends)
+        run_backward(pairs, ends)
         return tuple(value.grad if _needs_gradient(value) else None for value in input_values)
     finally:
         for value in inputs:
@@ -122,10 +125,24 @@ def _expose_grad(value: Tensor) -> None:
         value.retain_grad()
 
 
-def _run_backward(pairs: Sequence[Pair], ends: Sequence[GradientEdge]) -> None:
-    if pairs:
-        outputs, grads = zip(*pairs, strict=True)
+def run_backward(pairs: Sequence[tuple[Any, Any]], ends: Sequence[GradientEdge]) -> None:
+    """Runs one pass of autograd that adds to ``.grad``.
+
+    Args:
+        pairs: Tensors or edges with their gradients; None says one, for a scalar.
+        ends: Where to go, and nowhere else; everywhere by default.
+    """
+    if not pairs:
+        return
+    outputs, grads = zip(*pairs, strict=True)
+    if any(grad is None for grad in grads):
         torch.autograd.backward(outputs, grads, inputs=ends or None)
+    else:
+        # What `backward` checks before it calls this takes a quarter of a tiny stage's backward pass, and the
+        # engine checks the gradients' shapes and types itself. Seen in torch 2.13.
+        _engine_run_backward(
+            outputs, grads, False, False, tuple(ends), allow_unreachable=True, accumulate_grad=True
+        )
 
 
 # ---- nested outputs

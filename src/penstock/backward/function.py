@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from penstock import compiled
 from penstock.backward.operations import Gradients
 from penstock.backward.store import Use, WeightGradStore
 
@@ -116,6 +117,15 @@ class FunctionUse(Use):
         found = self._compute()
         del self._compute
         return [found[position] for position in self._positions]
+
+
+def compiled_weights_of(node: Any) -> Sequence[int]:
+    """Returns which edges lead to weights in a node of a compiled function, where that can be split too."""
+    # Most programs compile nothing, and it takes seconds to import.
+    return compiled.places_in(node) if type(node).__name__ == _COMPILED else ()
+
+
+_COMPILED = "CompiledFunctionBackward"
 
 
 def weights_of(node: Any) -> dict[int, int]:

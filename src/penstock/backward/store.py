@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import checkpoint
 
+from penstock.backward.full import run_backward
 from penstock.backward.operations import Gradients, Operation, node_type
 from penstock.errors import StageError
 
@@ -311,8 +312,7 @@ def _deliver(batch: list[Use]) -> None:
             root = cast("Any", _Handover).apply(given, *weights)
         roots.append(get_gradient_edge(root))
         seeds.append(root.detach())
-    if roots:
-        torch.autograd.backward(roots, seeds)
+    run_backward(list(zip(roots, seeds, strict=True)), ())
 
 
 def _summed(batch: list[Use]) -> dict[Edge, Tensor]:

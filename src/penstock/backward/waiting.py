@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.backward.full import Pair
-from penstock.backward.function import SPLIT, FunctionUse, weights_of
+from penstock.backward.function import SPLIT, FunctionUse, compiled_weights_of, weights_of
 from penstock.backward.graph import construct_reverse_graph, nodes_of
 from penstock.backward.operations import OPERATIONS, PRODUCTS
 from penstock.backward.store import LEAF, NodeUse, Use, WeightGradStore, has_hooks
@@ -65,7 +65,9 @@ def what_waits(pairs: Sequence[Pair], inputs: Iterable[Any]) -> Waiting:
         pairs: The outputs with their gradients.
         inputs: The inputs of the stage.
     """
-    search = _Search(nodes_of(output for output, _ in pairs), nodes_of(inputs))
+    # A plain leaf's accumulator is no weight's, and takes long to find.
+    others = [x for x in inputs if isinstance(x, Tensor) and not (x.is_leaf and type(x) is Tensor)]
+    search = _Search(nodes_of(output for output, _ in pairs), nodes_of(others))
     refusing = search.run()
     if refusing is not None:
         return Waiting(refusing=_name(refusing))
@@ -124,6 +126,9 @@ class _Search:
                     _PLAIN.add(kind)
                 elif _refuses(kind):
                     return kind
+                elif places := compiled_weights_of(node):
+                    how = range(len(places))
+                    edges = self._tried(FunctionUse, how, node, edges, places)
             for successor, _ in edges:
                 if successor is not None and successor not in reached:
                     reached.add(successor)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         versions,
         without_own_frames,
     )
+    from penstock.faults.processes import this_host
     from penstock.faults.rendezvous import SLACK, Rendezvous
     from penstock.faults.silence import FIRST_STEP, PATIENCE, Patience, Timeout
     from penstock.faults.watch import Watch
@@ -36,6 +37,7 @@ __all__ = [
     "failing_module",
     "has_probes",
     "status_of",
+    "this_host",
     "versions",
     "without_own_frames",
 ]
@@ -45,6 +47,7 @@ __getattr__ = lazily(
     {
         "activity": "Activity add_probe has_probes",
         "failure": "Failure failing_module status_of versions without_own_frames",
+        "processes": "this_host",
         "rendezvous": "SLACK Rendezvous",
         "silence": "FIRST_STEP PATIENCE Patience Timeout",
         "watch": "Watch",

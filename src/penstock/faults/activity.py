@@ -109,6 +109,24 @@ class Activity:
         if _PROBES:
             self._probe(action)
 
+    def noting(self, action: Any) -> Callable[[object], None]:
+        """Gives :meth:`at` of one action, for a program that runs it many times; called with anything."""
+        slate, doing = self.slate, None if self.slate is None else self.slate.text(action)
+
+        def note(_: object) -> None:
+            if self.concern is not None:
+                self.concern()
+            self.waiting = None
+            self.doing = action
+            self.since = now = monotonic()
+            self.progress += 1
+            if slate is not None:
+                slate.write(self.progress, self.calls, self.step, now, self.inside, doing)
+            if _PROBES:
+                self._probe(action)
+
+        return note
+
     def wait(self, why: object, peers: Sequence[int] | None) -> None:
         """A wait begins."""
         self._moved(self.doing)
@@ -142,8 +160,15 @@ class Activity:
 
     def _write_down(self) -> None:
         if self.slate is not None:
-            counts = (self.progress, self.calls, self.step)
-            self.slate.write(counts, self.since, self.inside, self.doing or self.making)
+            self.slate.write(
+                self.progress,
+                self.calls,
+                self.step,
+                self.since,
+                self.inside,
+                self.slate.text(self.doing or self.making),
+                making=self.doing is None and self.making is not None,
+            )
 
     def snapshot(self) -> dict[str, Any]:
         """All that as JSON data; read while it changes, so its parts may be of two moments."""

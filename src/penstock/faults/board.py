@@ -331,30 +331,36 @@ class Slate:
     def __init__(self, memory: mmap.mmap, start: int) -> None:
         self._memory = memory
         self._start = start
-        self._texts: dict[int, tuple[Any, bytes]] = {}
 
-    def write(
-        self, counts: tuple[int, int, int], since: float, inside: bool, doing: Any = None
+    def write(  # noqa: PLR0913 - a field each; called at every action
+        self,
+        progress: int,
+        calls: int,
+        step: int,
+        since: float,
+        inside: bool,
+        doing: bytes,
+        *,
+        making: bool = False,
     ) -> None:
         """An action begins, or a call begins or ends, or a part of the set-up begins.
 
         Args:
-            counts: of all that was done, of calls, and of steps.
+            progress: a count of all that was done.
+            calls: a count of calls.
+            step: a count of steps.
             since: when it began, on the machine's monotonic clock.
             inside: whether in a call.
-            doing: the action, or the part of the set-up as text; None for none.
+            doing: :meth:`text` of what is done.
+            making: whether that is a part of the set-up.
         """
-        state = _MAKING if isinstance(doing, str) else _INSIDE if inside else _OUTSIDE
-        _FORM.pack_into(self._memory, self._start, *counts, since, state, self._text(doing))
+        state = _MAKING if making else _INSIDE if inside else _OUTSIDE
+        _FORM.pack_into(self._memory, self._start, progress, calls, step, since, state, doing)
 
-    def _text(self, doing: Any) -> bytes:
-        if doing is None or isinstance(doing, str):
-            return (doing or "").encode()[:64]
-        # Actions live as long as their schedule, so each is put into words once.
-        known = self._texts.get(id(doing))
-        if known is None or known[0] is not doing:
-            known = self._texts[id(doing)] = (doing, str(doing).encode()[:64])
-        return known[1]
+    @staticmethod
+    def text(doing: Any) -> bytes:
+        """An action, a part of the set-up, or nothing, in words that fit."""
+        return str(doing or "").encode()[:64]
 
     def read(self) -> dict[str, Any]:
         """What stands there, in the words of a heartbeat; nothing where nothing was written."""

@@ -5,8 +5,9 @@ Names are found when they are first used: torch takes half a second for its part
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.lazily import lazily
 
 if TYPE_CHECKING:
     from penstock.parallel.adapter import Adapter, adapter_of
@@ -18,31 +19,14 @@ if TYPE_CHECKING:
         is_sharded,
         local_part,
         merge_sharded,
+        region_of,
         replicated,
+        replicated_like,
         split_sharded,
         spread,
         whole,
         with_local,
     )
-
-_HOMES = {
-    "Adapter": "adapter",
-    "adapter_of": "adapter",
-    "gathered": "tensors",
-    "global_norms": "tensors",
-    "group_across": "groups",
-    "group_of": "groups",
-    "is_sharded": "tensors",
-    "let_cross": "crossing",
-    "local_part": "tensors",
-    "merge_sharded": "tensors",
-    "replicated": "tensors",
-    "seat": "groups",
-    "split_sharded": "tensors",
-    "spread": "tensors",
-    "whole": "tensors",
-    "with_local": "tensors",
-}
 
 __all__ = [
     "Adapter",
@@ -55,7 +39,9 @@ __all__ = [
     "let_cross",
     "local_part",
     "merge_sharded",
+    "region_of",
     "replicated",
+    "replicated_like",
     "seat",
     "split_sharded",
     "spread",
@@ -63,8 +49,13 @@ __all__ = [
     "with_local",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "adapter": "Adapter adapter_of",
+        "crossing": "let_cross",
+        "groups": "group_across group_of seat",
+        "tensors": "gathered global_norms is_sharded local_part merge_sharded region_of "
+        "replicated replicated_like split_sharded spread whole with_local",
+    },
+)

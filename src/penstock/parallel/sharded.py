@@ -92,6 +92,25 @@ def spread(like: DTensor, value: Tensor) -> Tensor:
     return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def replicated_like(like: DTensor, value: Tensor) -> Tensor:
+    """A whole tensor, which every process of a mesh has, as one of that mesh."""
+    mesh = like.device_mesh
+    return DTensor.from_local(
+        value.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+
+
+def region_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Which part of the whole lies in this process: its offsets and sizes; None where it is no one box."""
+    if any(map(_is_partial, tensor.placements)):
+        return None
+    # What torch's own checkpoints ask.
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(tensor.to_local().shape):
+        return None
+    return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
+
+
 def settled(tensor: Tensor) -> Tensor:
     """A tensor without sums that are still to be made."""
     if not isinstance(tensor, DTensor) or not any(map(_is_partial, tensor.placements)):

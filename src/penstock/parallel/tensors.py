@@ -56,6 +56,23 @@ def spread(like: Tensor, value: Tensor) -> Tensor:
     return found
 
 
+def replicated_like(like: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor, which every process has, as one of the mesh of ``like``."""
+    found: Tensor = _sharded().replicated_like(like, value) if is_sharded(like) else value
+    return found
+
+
+def region_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Which part of a tensor lies in this process: where it begins in each dimension, and its sizes.
+
+    None where that is no one part, as of a sum that is still to be made.
+    """
+    if is_sharded(tensor):
+        found: tuple[tuple[int, ...], tuple[int, ...]] | None = _sharded().region_of(tensor)
+        return found
+    return (0,) * tensor.dim(), tuple(tensor.shape)
+
+
 def split_sharded(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
     """A DTensor in parts along a dimension, each process's share by itself; nothing is gathered.
 

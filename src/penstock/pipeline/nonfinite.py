@@ -13,7 +13,7 @@ from penstock.pipeline.ranks import LocalRanks
 from penstock.rng import OwnHook
 from penstock.runtime import Rank, Report
 from penstock.runtime.health import OUTPUT, Spot
-from penstock.values import flatten
+from penstock.values import flatten, uncompiled
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _untouched(local: LocalRanks) -> Iterator[None]:
 def _traced(local: LocalRanks) -> Iterator[dict[tuple[int, int], str]]:
     """For each stage and microbatch the first module whose output is not finite though its inputs are."""
     seen: dict[tuple[int, int], str] = {}
-    with ExitStack() as stack:
+    with ExitStack() as stack, uncompiled():
         found = [(rank, stage) for rank in local.ranks for stage in rank.stages.values()]
         for rank, stage in found:
             for path, module in stage.module.named_modules():

@@ -36,7 +36,7 @@ from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
-from penstock.stage import PipelineStage, home_of
+from penstock.stage import Compilation, PipelineStage, home_of, without_compilation
 from penstock.step import (
     BatchStatistics,
     Loss,
@@ -44,6 +44,7 @@ from penstock.step import (
     LossOptions,
     LossScaler,
     LossWeight,
+    Replicas,
     StepResult,
     check_statistics,
 )
@@ -89,6 +90,8 @@ class Pipeline(WeightHolder):
         mesh: in its place, a ``DeviceMesh`` with a dimension ``pp``, along which the pipeline runs. Each
             place in its other dimensions has a pipeline of its own.
         engine: how backward is cut in two, see :class:`PipelineStage`; by default what the schedule needs.
+        compile: whether to compile each stage, or the options of ``torch.compile`` to do so with, see
+            docs/compile.md; by default as the model is compiled, and what is compiled inside it stays so.
         seed: of the random numbers that steps draw, such as dropout's, which depend on it, the step, the
             microbatch and the module's path alone; by default the one rank 0 gave ``torch.manual_seed``.
             ``"off"`` draws from torch's generators as they are. See docs/randomness.md.
@@ -124,6 +127,7 @@ class Pipeline(WeightHolder):
         group: Any = None,
         mesh: Any = None,
         engine: str | None = None,
+        compile: Compilation = None,
         seed: Seed = None,
         timeout: Timeout = None,
         batch_statistics: BatchStatistics = "microbatch",
@@ -134,7 +138,8 @@ class Pipeline(WeightHolder):
         check_options(loss, Pipeline.__init__)
         check_model(model)
         check_rules(rules)
-        check_statistics(batch_statistics, [model])
+        model, compile = without_compilation(model, compile)
+        check_statistics(batch_statistics, [model], compiled=bool(compile))
         home = home_for(model, device, filled=weights is not None)
         patience = Patience(timeout, rendezvous_timeout)
         found = connect_if_launched(home or home_of(model), group, patience, mesh)
@@ -152,7 +157,10 @@ class Pipeline(WeightHolder):
             if weights is not None:
                 load_partition(partition, held, weights, device=home or home_of(model), seen=now)
             now("makes its stages")
-            made = [PipelineStage(parts[i], i, plan.stages, home, engine=engine) for i in held]
+            made = [
+                PipelineStage(parts[i], i, plan.stages, home, engine=engine, compile=compile)
+                for i in held
+            ]
             told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
             local = LocalRanks(ranks_of(plan, ends, made, partition.describe), told)
             self._set_up(
@@ -203,7 +211,8 @@ class Pipeline(WeightHolder):
         check_options(loss, cls.from_stages)
         check_given(stages)
         check_rules(rules)
-        check_statistics(batch_statistics, [stage.module for stage in stages])
+        compiled = any(stage.compiles for stage in stages)
+        check_statistics(batch_statistics, [s.module for s in stages], compiled=compiled)
         patience = Patience(timeout, rendezvous_timeout)
         found = connect_if_launched(stages[0].device, group, patience, mesh)
         pipe = cls.__new__(cls)
@@ -236,6 +245,7 @@ class Pipeline(WeightHolder):
         self._watchers = Watchers()
         local.assemble(schedule)
         self._take_up(local, shared, schedule.placement.rank_of, *cut)
+        self._replicas = Replicas() if loss is None else loss.replicas
         self._caller = Caller(plan, local, loss, rules, self._hooks, self._training)
 
     # ---- what a pipeline is
@@ -249,6 +259,16 @@ class Pipeline(WeightHolder):
     def randomness(self) -> Randomness:
         """The seed of what steps draw and the number of the next one: saved and loaded with a checkpoint."""
         return self._randomness
+
+    @property
+    def replicas(self) -> Replicas:
+        """The pipelines that train the same weights on other data, as the Pipeline was told."""
+        return self._replicas
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that live in this process: all, or one."""
+        return tuple(rank.number for rank in self._local.ranks)
 
     @property
     def leads(self) -> bool:

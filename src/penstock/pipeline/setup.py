@@ -30,7 +30,7 @@ from penstock.step import (
     Reduction,
     Replicas,
 )
-from penstock.transport import Transport, connect, in_process, launched, sum_over
+from penstock.transport import Circle, Transport, connect, in_process, launched, sum_over
 
 
 def placed_on(device: torch.device | str | None) -> torch.device | None:
@@ -157,7 +157,8 @@ def replicas_of(replicas: Any) -> Replicas:
             f"replicas={replicas!r}: must be a process group of the ranks at this place in each pipeline, a "
             "mesh of that dimension, or penstock.Replicas"
         )
-    return Replicas(*sum_over(group))
+    circle = Circle(group)
+    return Replicas(*sum_over(group), index=circle.rank, exchange=circle.exchange)
 
 
 def connect_if_launched(

@@ -6,10 +6,12 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from penstock.errors import AgreementError, UsageError
 from penstock.parallel import whole
@@ -25,6 +27,17 @@ from penstock.weights import (
     scale_gradients,
     total_norm,
 )
+from penstock.weights.optimizers import (
+    OWN,
+    NamedStates,
+    check_named,
+    copies,
+    find_groups,
+    named_state_dict,
+    read_states,
+    remember_names,
+    write_states,
+)
 from penstock.weights.sharing import Sharing
 from penstock.weights.states import (
     Contents,
@@ -37,6 +50,7 @@ from penstock.weights.states import (
     compare_state,
     describe_state,
     gather_state,
+    gather_states,
 )
 
 
@@ -74,6 +88,7 @@ class WeightHolder:
             rank.transport.open(self._sharing.channels)
         self._introduce()
         self._align()
+        remember_names(self._weights.named_parameters())
 
     def _share(self, shared: Sequence[Shared]) -> None:
         self._shared = tuple(shared)
@@ -89,6 +104,7 @@ class WeightHolder:
         self._watched.check_modules()
         if not self._watched.is_changed():
             return
+        remember_names(Weights(self._local.stages, self._names).named_parameters())
         if len(self._local.stages) < self._stage_count:
             self._watched.check_ties(self._shared)
             return
@@ -139,6 +155,11 @@ class WeightHolder:
     def _weights(self) -> Weights:
         self._follow()
         return Weights(self._local.stages, self._names)
+
+    @property
+    def held_weights(self) -> Weights:
+        """The parameters and buffers that live in this process."""
+        return self._weights
 
     # ---- parameters
 
@@ -249,6 +270,95 @@ class WeightHolder:
         self._weights.load(state)
         self._align()
         return result
+
+    # ---- optimizers
+
+    def optimizer_state_dict(self, optimizer: Optimizer, *, full: bool = False) -> dict[str, Any]:
+        """An optimizer's state dict, in which parameters have their names in the unsplit model.
+
+        Its own state dict holds positions, which mean other parameters on each rank. This one can be loaded
+        with any stages and ranks, by :meth:`load_optimizer_state_dict`, and into an optimizer of the unsplit
+        model, by torch's ``set_optimizer_state_dict``.
+
+        Args:
+            optimizer: of parameters that live in this process.
+            full: whether to give rank 0 the states of all parameters, as copies on the CPU, and the other
+                ranks an empty dict; every rank calls it then. By default those that live in this process.
+
+        Raises:
+            UsageError: it has parameters that are not this pipeline's, or keeps one state for all.
+        """
+        held = read_states(optimizer, self._names_by_identity(), "the optimizer")
+        if not full:
+            return named_state_dict(held)
+        if len(self._local.ranks) > 1:
+            return named_state_dict(
+                replace(held, states=copies(held.states), rest=copies(held.rest))
+            )
+        return self._local.each(lambda rank: gather_states(rank, held))
+
+    def load_optimizer_state_dict(
+        self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> LoadResult:
+        """Load an optimizer's state dict by names: each process picks those of its parameters.
+
+        Every rank calls it.
+
+        Args:
+            optimizer: of parameters that live in this process.
+            state_dict: as :meth:`optimizer_state_dict` gives it, with ``full=True`` for other stages or
+                ranks.
+            strict: whether what is missing or unexpected is an error.
+
+        Returns:
+            The names of parameters that were missing and unexpected, over all ranks.
+
+        Raises:
+            StateDictError: it does not fit, or holds positions; nothing is changed then.
+        """
+        check_named(state_dict)
+        names = self._names_by_identity()
+        own = read_states(optimizer, names, "the optimizer")
+        members = [list(group["params"]) for group in state_dict["param_groups"]]
+        settings = [
+            {key: value for key, value in group.items() if key not in OWN}
+            for group in state_dict["param_groups"]
+        ]
+        numbers, problems = find_groups(own.groups, members, settings)
+        known, here = {n for of in members for n in of}, {n for of in own.groups for n in of}
+        mine = [sorted(here - known), sorted(here), problems]
+        told = self._local.each(lambda rank: rank.exchange(mine))
+        missing = sorted({name for one in told for name in one[0]})
+        unexpected = sorted(known.difference(*(one[1] for one in told)))
+        result = LoadResult(missing, unexpected)
+        check_fits(
+            result,
+            [text for one in told for text in one[2]],
+            strict=strict,
+            what="optimizer's states",
+        )
+        own.settings = [{} if number is None else settings[number] for number in numbers]
+        given = state_dict["state"]
+        own.states = {n: copies(given[n]) for of in own.groups for n in of if n in given}
+        write_states(optimizer, names, own, "the optimizer")
+        return result
+
+    def optimizer_state(self, optimizer: Optimizer) -> NamedStates:
+        """An optimizer as ``torch.distributed.checkpoint`` saves and loads it beside the pipeline.
+
+        ::
+
+            state = {"model": pipe, "optimizer": pipe.optimizer_state(opt)}
+            torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+            torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+
+        Args:
+            optimizer: of parameters that live in this process.
+        """
+        return NamedStates(optimizer, self._names_by_identity)
+
+    def _names_by_identity(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.named_parameters()}
 
     # ---- files
 

@@ -73,13 +73,22 @@ class Streams:
         module: a stage's, or a whole model.
         generators: what is drawn from there.
         part: what the module's own code draws as, where that is only a part of a model's.
+        compiled: whether the module is compiled: what it calls is not seeded by itself then.
     """
 
     # Stages of one process may share a module, which then has the hooks of each of them.
     _at_work: ClassVar[Streams | None] = None
 
-    def __init__(self, module: nn.Module, generators: Generators, part: str = "") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        generators: Generators,
+        part: str = "",
+        *,
+        compiled: bool = False,
+    ) -> None:
         self._module = module
+        self._compiled = compiled
         self._generators = generators
         self._root, self._part = "", part
         self._record = _Record(b"", Place())
@@ -106,8 +115,8 @@ class Streams:
         traits = [(module, may_draw(module)) for module in whole.modules()]
         if self._traits != traits:
             self._traits = traits
-            self._paths = called_to_draw(whole)
-            self._may_draw = bool(self._paths) or may_draw(whole)
+            self._paths = {} if self._compiled else called_to_draw(whole)
+            self._may_draw = self._compiled or bool(self._paths) or may_draw(whole)
             self._here = [module for module in visible(self._module) if module in self._paths]
 
     @contextmanager

@@ -272,8 +272,7 @@ class _Binder:
         if self._wanted.profiled and row:
             row = (_as_range(str(entry), row),)
         if self._wanted.noted:
-            at = self._activity.at
-            row = (lambda _: at(first), *row)
+            row = (self._activity.noting(first), *row)
         return BoundAction(first, None, row, first.microbatch or 0)
 
     def _row(self, action: Action) -> tuple[Part, ...]:

@@ -362,8 +362,10 @@ class Rank:
 
 def _streams_of(stage: PipelineStage) -> Streams:
     # A model's own forward runs in every wired stage; else each stage has code of its own.
-    part = "" if stage.wired or stage.is_first else f"stage {stage.index}"
-    return Streams(stage.module, Generators([stage.device]), part)
+    whole = stage.is_first or (stage.wired and not stage.compiles)
+    part = "" if whole else f"stage {stage.index}"
+    generators = Generators([stage.device])
+    return Streams(stage.module, generators, part, compiled=stage.compiles)
 
 
 def _traits(stages: Iterable[PipelineStage]) -> tuple[Any, ...]:

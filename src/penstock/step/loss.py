@@ -124,11 +124,15 @@ class Replicas:
         number: how many there are.
         add: adds a CPU tensor of numbers over them; every rank of every pipeline calls it alike.
         averaged: whether their gradients are averaged, as DDP and FSDP do, and not added up.
+        index: which of them this is.
+        exchange: gives the JSON values of all, in order; what saving and loading checkpoints needs.
     """
 
     number: int = 1
     add: Callable[[Tensor], Tensor] = torch.clone
     averaged: bool = True
+    index: int = 0
+    exchange: Callable[[Any], list[Any]] | None = None
 
     def added(self, values: Tensor) -> Tensor:
         """The sum of numbers over the replicas."""

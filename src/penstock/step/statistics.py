@@ -18,15 +18,17 @@ BatchStatistics = Literal["microbatch", "batch"]
 """Of what batch norms update their running statistics: of each microbatch, or once of the whole batch."""
 
 
-def check_statistics(wanted: BatchStatistics, models: Iterable[nn.Module]) -> None:
-    """Check that models can do as wanted.
+def check_statistics(
+    wanted: BatchStatistics, models: Iterable[nn.Module], *, compiled: bool = False
+) -> None:
+    """Check that models can do as wanted, which are to be compiled or not.
 
     Raises:
         UsageError: they cannot, or there is no such way.
     """
     if wanted not in get_args(BatchStatistics):
         raise UsageError(f"batch_statistics={wanted!r}: must be 'microbatch' or 'batch'")
-    found = [_unfit(model) for model in models if wanted == "batch"]
+    found = [_unfit(model, compiled) for model in models if wanted == "batch"]
     for what, names in ((what, names) for of in found for what, names in of.items() if names):
         raise UsageError(
             f"batch_statistics='batch' cannot follow {what}: {', '.join(names)}; use 'microbatch', or "
@@ -34,8 +36,8 @@ def check_statistics(wanted: BatchStatistics, models: Iterable[nn.Module]) -> No
         )
 
 
-def _unfit(model: nn.Module) -> dict[str, list[str]]:
-    seen = visible(model)
+def _unfit(model: nn.Module, compiled: bool) -> dict[str, list[str]]:
+    seen = {} if compiled else visible(model)
     norms = [(name, m) for name, m in model.named_modules() if isinstance(m, BatchNorm)]
     return {
         "SyncBatchNorm": [name for name, m in norms if isinstance(m, nn.SyncBatchNorm)],

@@ -56,6 +56,19 @@ class TrainConfig(BaseModel):
     clip: Positive = _setting(1.0, "Training", "Largest gradient norm.")
     seed: Amount = _setting(0, "Training", "Seed of weights, batches and sample.")
 
+    save_every: Count | None = _setting(
+        None, "Checkpoints", "Steps between checkpoints. Default: only where the run is stopped."
+    )
+    keep: Count = _setting(2, "Checkpoints", "How many checkpoints are kept.")
+    resume: Text | None = _setting(
+        None,
+        "Checkpoints",
+        "Go on from a run folder or a folder of checkpoints; auto: from --out, where it has one.",
+    )
+    time_limit: Positive | None = _setting(
+        None, "Checkpoints", "Seconds after which the run is saved and stops."
+    )
+
     data: Text | None = _setting(
         None, "Text and output", "File or folder to train on. Default: Python's standard library."
     )

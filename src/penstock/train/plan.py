@@ -12,6 +12,7 @@ from penstock.errors import ConfigError, UsageError
 from penstock.schedule import Schedule, build
 from penstock.train.config import TrainConfig
 from penstock.train.model import Shape, cut
+from penstock.train.resuming import AUTO
 
 DEFAULT_RANKS = 4
 
@@ -78,10 +79,18 @@ def _microbatches_fit(config: TrainConfig) -> None:
         )
 
 
+def _auto_has_a_folder(config: TrainConfig) -> None:
+    if config.resume == AUTO and config.out is None:
+        raise ConfigError(
+            "resume='auto' goes on in the run folder; say with out= which one that is"
+        )
+
+
 _CHECKS: dict[Callable[[TrainConfig], object], str] = {
     _microbatches_fit: "microbatches batch",
     shape_of: "width heads",
     device_of: "device",
+    _auto_has_a_folder: "resume out",
     schedule_of: "schedule ranks stages_per_rank microbatches",
     stages_of: "layers schedule ranks stages_per_rank",
 }

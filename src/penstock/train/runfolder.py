@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,16 @@ class RunFolder:
             with (self.path / METRICS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
+    def rewind(self, step: int) -> None:
+        """Drop what was measured after a step, at which the run goes on."""
+        if not self._writes:
+            return
+        path = self.path / METRICS
+        kept = [line for line in path.read_text("utf-8").splitlines() if _until(line, step)]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(partial, path)
+
     def write_timeline(self, timeline: Timeline, *, title: str, note: str) -> None:
         """Keep a step's timeline as Chrome trace and as a drawing."""
         self._write("timeline.json", timeline.to_chrome_trace())
@@ -50,11 +61,20 @@ class RunFolder:
             (self.path / name).write_text(text, encoding="utf-8")
 
 
-def create(out: str | None) -> Path:
+def _until(line: str, step: int) -> bool:
+    """Whether a line of the metrics is of a step up to this one; the last may be cut off by a kill."""
+    try:
+        return int(json.loads(line)["step"]) <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def create(out: str | None, *, resumes: bool = False) -> Path:
     """Make the folder of a run.
 
     Args:
         out: its path; None makes one below ``runs`` that is named after the time.
+        resumes: whether a run that is in it may go on there.
 
     Raises:
         UsageError: it cannot be made, or holds a run already.
@@ -62,7 +82,7 @@ def create(out: str | None) -> Path:
     path = Path("runs", datetime.now().strftime("%Y%m%d-%H%M%S")) if out is None else Path(out)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / METRICS).touch(exist_ok=False)
+        (path / METRICS).touch(exist_ok=resumes)
     except FileExistsError as error:
         raise UsageError(_taken(path)) from error
     except OSError as error:
@@ -74,5 +94,8 @@ def create(out: str | None) -> Path:
 
 def _taken(path: Path) -> str:
     if path.is_dir():
-        return f"out={str(path)!r} holds a run already; choose another folder or remove this one"
+        return (
+            f"out={str(path)!r} holds a run already; choose another folder, or go on with it by "
+            "resume='auto'"
+        )
     return f"out={str(path)!r} is a file; choose a folder"

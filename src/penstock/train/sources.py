@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 from penstock.errors import ConfigError, InputFileError
 from penstock.train.config import TrainConfig
 from penstock.train.plan import Contradiction, contradictions
+from penstock.train.resuming import run_folder_of
 
 LARGEST_CONFIG = 64 << 10
 """Bytes. Settings fit into far less; what is larger is no config file."""
@@ -37,12 +38,13 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
 
     Args:
         flags: settings by name that win over the file.
-        file: a TOML file with settings.
+        file: a TOML file with settings; by default that of the run folder to go on from.
 
     Raises:
         ConfigError: the flags are wrong, or they contradict the file or the defaults.
         InputFileError: the file is not TOML, or is wrong by itself.
     """
+    file = file or _of_run(flags.get("resume"))
     table = {} if file is None else read(file)
     try:
         config = TrainConfig.model_validate({**table, **flags})
@@ -52,6 +54,13 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
     _refuse([problem.text for problem in problems if not _by_file(problem, table, flags)], None)
     _refuse([problem.text for problem in problems], file)
     return config
+
+
+def _of_run(resume: Any) -> Path | None:
+    """The settings of the run that goes on, if they are there."""
+    found = run_folder_of(resume) if isinstance(resume, str) else None
+    path = None if found is None else found / "config.toml"
+    return path if path is not None and path.is_file() else None
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -86,8 +95,8 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """The settings as a config file that repeats the run; ``out`` is left to the next run."""
-    values = config.model_dump(exclude_none=True, exclude={"out"})
+    """The settings as a config file that repeats the run; what is of this one alone is left out."""
+    values = config.model_dump(exclude_none=True, exclude={"out", "resume"})
     return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
 
 

@@ -3,6 +3,7 @@
 from penstock.transport.base import BACKWARD, FORWARD, SHARED, Channel, Ticket, Transport
 from penstock.transport.in_process import InProcessTransport, in_process
 from penstock.transport.process_group import (
+    Circle,
     ProcessGroupTransport,
     Relay,
     connect,
@@ -15,6 +16,7 @@ __all__ = [
     "FORWARD",
     "SHARED",
     "Channel",
+    "Circle",
     "InProcessTransport",
     "ProcessGroupTransport",
     "Relay",

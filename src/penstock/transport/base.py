@@ -24,13 +24,16 @@ BACKWARD = "B"
 """The kind of the channels that gradients travel on."""
 SHARED = "S"
 """The kind of the channels that shares of shared weights' gradients travel on."""
-KINDS = (FORWARD, BACKWARD, SHARED)
+CONTROL = "C"
+"""The kind of the channels that control words travel on."""
+KINDS = (FORWARD, BACKWARD, SHARED, CONTROL)
 
 
 class Channel(NamedTuple):
     """An ordered pair of ranks and the kind of message.
 
-    ``F`` are activations, ``B`` gradients, and ``S`` weights and what stages that share them tell each other.
+    ``F`` are activations, ``B`` gradients, ``S`` weights and what stages that share them tell each other, and
+    ``C`` what a transport sends for its control operations.
     """
 
     source: int
@@ -87,8 +90,9 @@ class Transport(ABC):
         """Start to send tensors over a channel from this rank.
 
         Returns:
-            A ticket that is complete when the receiver has posted its end and the message has left. Until
-            then it is kept, also where nobody keeps the ticket, and the tensors must not change.
+            A ticket that is complete when the message has left, which a large one may only do once the
+            receiver has posted its end. Until then it is kept, also where nobody keeps the ticket, and the
+            tensors must not change.
         """
 
     @abstractmethod

@@ -152,7 +152,11 @@ class _Message(Ticket):
             expected = [(s.shape, s.torch_dtype) for s in self._specs]
             raise SpecError(f"{self._channel}: expected {expected}, found {found}")
         # Each its own object, whose requires_grad is nobody else's, over the same memory.
-        self._tensors = [tensor.detach().to(self._device) for tensor in tensors]
+        device = self._device
+        self._tensors = [
+            tensor.detach() if tensor.device == device else tensor.detach().to(device)
+            for tensor in tensors
+        ]
 
     def wait(self) -> None:
         if not self.ready():

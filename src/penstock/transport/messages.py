@@ -18,7 +18,8 @@ from torch import Tensor
 
 from penstock.errors import MessageError
 from penstock.transport.base import Ticket
-from penstock.values import TensorSpec
+from penstock.transport.sockets import EAGER, Line
+from penstock.values import TensorSpec, settled
 
 NOBODY = 0x4F
 """The tag of a message that nobody sends, see :func:`break_off`."""
@@ -68,37 +69,42 @@ def break_off(group: Any) -> None:
 
 
 class Wire(NamedTuple):
-    """How to reach the other end of a channel."""
+    """How to reach the other end of a channel; small messages go over the line, where there is one."""
 
     # A ProcessGroup, or a ProcessGroupGloo, whose methods torch's stubs do not tell.
     group: Any
     peer: int
     tag: int
+    line: Line | None = None
 
-    def send(self, tensors: Sequence[Tensor], keep: set[Departure]) -> Departure:
+    def send(self, tensors: Sequence[Tensor], keep: set[Any]) -> Ticket:
         """Start to send; the ticket is kept among others until it is complete."""
-        parcels = _pack([settled(tensor) for tensor in tensors])
+        plain = [settled(tensor) for tensor in tensors]
+        if self.line is not None and 0 < (size := _size(plain)) <= EAGER:
+            return self.line.send(plain, size, keep)
+        parcels = _pack(plain)
         works = [self.group.send([parcel], self.peer, self.tag) for parcel in parcels]
         return Departure(works, parcels, keep)
 
-    def receive(self, specs: Sequence[TensorSpec], device: torch.device) -> Arrival:
+    def receive(self, specs: Sequence[TensorSpec], device: torch.device) -> Ticket:
         """Start to receive into new buffers."""
         tensors = [spec.empty(device) for spec in specs]
+        if self.line is not None and 0 < _size(tensors) <= EAGER:
+            return self.line.receive(tensors)
         small, large = _split(tensors)
         parcels = [_parcel_for(small), *large] if small else large
         works = [self.group.recv([parcel], self.peer, self.tag) for parcel in parcels]
         return Arrival(works, tensors, (parcels[0], small) if small else None)
 
 
-def settled(tensor: Tensor) -> Tensor:
-    """The tensor with its elements in order in memory, and negated or conjugated where only marked so."""
-    return tensor.detach().resolve_neg().resolve_conj().contiguous()
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 class Departure(Ticket):
     """Sends under way, with what they send. Gloo tells only by a wait whether they are complete."""
 
-    def __init__(self, works: list[dist.Work], parcels: list[Tensor], keep: set[Departure]) -> None:
+    def __init__(self, works: list[dist.Work], parcels: list[Tensor], keep: set[Any]) -> None:
         self._works = works
         self._parcels = parcels
         self._keep = keep

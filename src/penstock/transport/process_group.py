@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from penstock.errors import UsageError
 from penstock.faults import SLACK, Activity, Patience, Rendezvous, Watch
-from penstock.transport.base import KINDS, Channel, Ticket, Transport
-from penstock.transport.messages import Departure, Wire, break_off, connect_all, settled
-from penstock.values import TensorSpec
+from penstock.transport.base import CONTROL, KINDS, Channel, Ticket, Transport
+from penstock.transport.messages import Wire, break_off, connect_all
+from penstock.transport.sockets import EAGER, Ends, Line, connect_lines, ends_of
+from penstock.values import TensorSpec, settled
 
 # ---- a transport that hands everything on to another one: what to build a transport upon that adds someth
 
@@ -85,7 +87,8 @@ class Relay(Transport):
 # ---- one process per rank, over a ``torch.distributed`` process group: gloo on CPU, NCCL on GPU
 # The given group only serves to meet: the connections are the pipeline's own, so that what fails in it
 # breaks none of the user's, and none of another pipeline on the same group, such as the next one. On gloo
-# all channels share one group and have a tag each. On NCCL every channel is a group of its own with its own
+# all channels share one group and have a tag each, and small messages between processes of one machine take
+# a shorter way (`penstock.transport.sockets`). On NCCL every channel is a group of its own with its own
 # communicator and stream, so that a receive never stands in front of a send; the communicators are made
 # when the channels are opened, by all ranks in the same order, since making one waits for the other end.
 # The NCCL side is the same code; two GPUs, which its test needs, were not at hand.
@@ -94,6 +97,8 @@ class Relay(Transport):
 _TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=0x50)}
 """Tags of messages; away from 0, the default of other code on the same group."""
 DAY = 24 * 3600.0
+FEW = 16
+"""Ranks up to which each has a line to each of the others, on one machine; more go in a ring, over gloo."""
 _OPEN: weakref.WeakSet[ProcessGroupTransport] = weakref.WeakSet()
 
 
@@ -168,6 +173,40 @@ def _checked(group: dist.ProcessGroup | None) -> Any:
     return found
 
 
+class Circle:
+    """Processes that tell each other JSON values, outside of a pipeline's own wires.
+
+    Args:
+        group: of these processes; all where it is None.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        alone = group is None and not (dist.is_available() and dist.is_initialized())
+        self._group = None if alone else group or dist.group.WORLD
+        self.rank = 0 if self._group is None else self._group.rank()
+        self.size = 1 if self._group is None else self._group.size()
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values of all, in order of rank; all call it."""
+        if self._group is None:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [int(one) for one in self._gathered(torch.tensor([len(data)]))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = data
+        rows = zip(self._gathered(padded), lengths, strict=True)
+        return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
+
+    def _gathered(self, values: Tensor) -> list[Tensor]:
+        backend = dist.get_backend(self._group) if dist.is_initialized() else "gloo"
+        device = torch.accelerator.current_accelerator() if backend == "nccl" else None
+        mine = values.to(device) if device else values
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        if self._group is not None:
+            self._group.allgather([rows], [mine]).wait()
+        return [row.cpu() for row in rows]
+
+
 def sum_over(group: dist.ProcessGroup) -> tuple[int, Callable[[Tensor], Tensor]]:
     """How many ranks a group has, and a sum over them of a CPU tensor, the same bits on each."""
     backend = dist.get_backend(group) if dist.is_initialized() else "gloo"
@@ -208,7 +247,10 @@ class ProcessGroupTransport(Transport):
         self._device = device
         self._control = control
         self._wires: dict[Channel, Wire] = {}
-        self._leaving: set[Departure] = set()
+        self._known: set[Ends] = set()
+        self._lines: dict[Ends, Line] = {}
+        self._others: dict[int, Line] = {}
+        self._leaving: set[Ticket] = set()
         self._aborted: set[Any] = set()
         self._closed = False
         self._process = os.getpid()
@@ -219,15 +261,31 @@ class ProcessGroupTransport(Transport):
 
     def open(self, channels: Iterable[Channel]) -> None:
         """Give each channel its wire: on gloo a tag, on NCCL a group that all ranks make in turn."""
-        for channel in channels:
-            if channel not in self._wires:
-                self._wires[channel] = self._wire(channel)
+        new = [channel for channel in dict.fromkeys(channels) if channel not in self._wires]
+        if self._device.type == "cpu":
+            self._connect_lines(new)
+        for channel in new:
+            self._wires[channel] = self._wire(channel)
+
+    def _connect_lines(self, channels: Iterable[Channel]) -> None:
+        """Connect the ends of new channels; at first all ranks with each other too, where they are few."""
+        wanted = {ends_of(channel) for channel in channels} - self._known
+        if not self._known and self.ranks <= FEW:
+            pairs = combinations(range(self.ranks), 2)
+            wanted |= {(low, high, CONTROL) for low, high in pairs}
+        self._known |= wanted
+        lines, made = connect_lines(self.rank, wanted, lambda told: self.agree(told).take())
+        self._lines |= lines
+        others = [ends for ends in wanted if ends[2] == CONTROL]
+        if others and made.issuperset(others):
+            self._others = {sum(e[:2]) - self.rank: lines[e] for e in others if self.rank in e[:2]}
 
     def _wire(self, channel: Channel) -> Wire:
         """The group, the other end's rank in it, and the tag."""
         other = channel.target if channel.source == self.rank else channel.source
         if self._device.type == "cpu":
-            return Wire(self._control, other, _TAGS[channel.kind])
+            line = self._lines.get(ends_of(channel))
+            return Wire(self._control, other, _TAGS[channel.kind], line)
         ends = sorted((channel.source, channel.target))
         # Every rank makes every group, also those it is no end of, since torch counts them.
         backend = dist.get_default_backend_for_device(self._device)
@@ -274,9 +332,17 @@ class ProcessGroupTransport(Transport):
         """Gather over the control group."""
         return self._gathered(values)
 
-    def _gathered(self, values: Tensor) -> _Gathered:
-        rows = [torch.empty_like(values) for _ in range(self.ranks)]
-        return _Gathered(self._control.allgather([rows], [values]), rows)
+    def _gathered(self, values: Tensor) -> Ticket:
+        layout = torch.contiguous_format
+        rows = [torch.empty_like(values, memory_format=layout) for _ in range(self.ranks)]
+        if not self._others or values.nbytes > EAGER or not values.numel():
+            return _Gathered(self._control.allgather([rows], [values]), rows)
+        own = rows[self.rank].copy_(values)
+        arriving: list[Ticket] = []
+        for other, line in self._others.items():
+            line.send([own], own.nbytes, self._leaving)
+            arriving.append(line.receive([rows[other]]))
+        return _Collected(arriving, rows)
 
     def broadcast(self, tensor: Tensor, source: int) -> Ticket:
         """Broadcast over the control group, on the CPU, as bytes: gloo knows only some types."""
@@ -285,8 +351,8 @@ class ProcessGroupTransport(Transport):
 
     def finish(self) -> None:
         """Wait for the sends that nobody has waited for, and let go of their tensors."""
-        for departure in list(self._leaving):
-            departure.wait()
+        for ticket in list(self._leaving):
+            ticket.wait()
 
     def cut(self) -> None:
         """Break all connections, from whichever thread; a wait on them ends at once, also at their ends."""
@@ -294,6 +360,8 @@ class ProcessGroupTransport(Transport):
             if group not in self._aborted:
                 self._aborted.add(group)
                 group.abort()
+        for line in list(self._lines.values()):
+            line.cut()
         break_off(self._control)
 
     def close(self) -> None:
@@ -306,6 +374,8 @@ class ProcessGroupTransport(Transport):
         self.watch.close()
         self._leaving.clear()
         self._wires.clear()
+        for line in self._lines.values():
+            line.close()
         # What still waits on them, after an error, would keep the group from ending.
         break_off(self._control)
         del self._control
@@ -316,9 +386,11 @@ class ProcessGroupTransport(Transport):
         """In a process that was forked from the rank's: never touch what is the rank's.
 
         To end a group there waits for threads that only the rank has, and takes its connections out of the
-        rank's own loop.
+        rank's own loop. The sockets are closed: an end that stays open here would hide the rank's death.
         """
         if not self._closed:
+            for line in self._lines.values():
+                line.close()
             for group in (self._control, dist.group.WORLD):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -348,8 +420,25 @@ class _Gathered(Ticket):
         return self._rows
 
 
+class _Collected(Ticket):
+    def __init__(self, arriving: list[Ticket], rows: list[Tensor]) -> None:
+        self._arriving = arriving
+        self._rows = rows
+
+    def ready(self) -> bool:
+        return all(ticket.ready() for ticket in self._arriving)
+
+    def wait(self) -> None:
+        for ticket in self._arriving:
+            ticket.wait()
+
+    def take(self) -> list[Tensor]:
+        self.wait()
+        return self._rows
+
+
 class _Sum(Ticket):
-    def __init__(self, gathered: _Gathered) -> None:
+    def __init__(self, gathered: Ticket) -> None:
         self._gathered = gathered
 
     def ready(self) -> bool:

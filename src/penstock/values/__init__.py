@@ -35,8 +35,8 @@ from penstock.values.inference import (
 from penstock.values.sizes import Family, Form, Found, NotGeneral, Unknowns
 from penstock.values.splitting import split, split_batch
 from penstock.values.structure import arrived, flatten, paths, unflatten
-from penstock.values.trial import attributes_kept, isolate_hooks, randomness_kept
-from penstock.values.value import TensorSpec, ValueSpec, named_arguments
+from penstock.values.trial import attributes_kept, isolate_hooks, randomness_kept, uncompiled
+from penstock.values.value import TensorSpec, ValueSpec, named_arguments, settled
 
 __all__ = [
     "MISSING",
@@ -78,10 +78,12 @@ __all__ = [
     "paths",
     "randomness_kept",
     "register_type",
+    "settled",
     "spec_of_arguments",
     "spec_of_forms",
     "split",
     "split_batch",
     "surely_reached",
+    "uncompiled",
     "unflatten",
 ]

@@ -25,6 +25,7 @@ from penstock.values.trial import (
     copy_without_data,
     randomness_kept,
     run_itself,
+    uncompiled,
 )
 from penstock.values.value import STRIDED, TensorSpec, ValueSpec, layout_of
 
@@ -94,14 +95,15 @@ def infer(
         Exception: whatever the module raises when run for real.
     """
     call = Call(arguments, aside or {})
-    if family is None or aside:
-        return _look(module, call, device)
-    return family.find(
-        forms_of_arguments(arguments, device),
-        lambda: _look(module, call, device),
-        lambda unknowns: _follow(module, call, device, unknowns),
-        _built,
-    )
+    with uncompiled():
+        if family is None or aside:
+            return _look(module, call, device)
+        return family.find(
+            forms_of_arguments(arguments, device),
+            lambda: _look(module, call, device),
+            lambda unknowns: _follow(module, call, device, unknowns),
+            _built,
+        )
 
 
 def _built(found: Found) -> Inferred:

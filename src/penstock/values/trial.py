@@ -9,9 +9,9 @@ import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -233,6 +233,16 @@ def run_itself(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with attributes_kept(module):
         isolate_hooks(module, {})
         return functional_call(module, buffers, args, kwargs)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """A context in which what is compiled runs as it was written.
+
+    Code that `torch.compile` meets with tensors without data it gives up for good.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return cast("AbstractContextManager[Any]", torch.compiler.set_stance("force_eager"))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,12 +62,12 @@ class TensorSpec:
         order = _order(tensor) if layout == STRIDED else None
         return TensorSpec(shape, dtype, tensor.requires_grad, layout, order)
 
-    @property
+    @cached_property
     def torch_dtype(self) -> torch.dtype:
         """The type, as torch's object."""
         return DTYPES[self.dtype]
 
-    @property
+    @cached_property
     def packed(self) -> TensorSpec:
         """The spec of what travels: the same data with the dimensions in the order of memory."""
         if self.order is None:
@@ -76,10 +77,7 @@ class TensorSpec:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Make what travels of a tensor: its data in one piece, without copying where they are that."""
-        data = tensor.detach()
-        if self.order is not None:
-            data = data.permute(self.order)
-        return data.resolve_neg().resolve_conj().contiguous()
+        return settled(tensor if self.order is None else tensor.detach().permute(self.order))
 
     def unpack(self, data: Tensor) -> Tensor:
         """Make the tensor of what has travelled."""
@@ -112,7 +110,7 @@ class TensorSpec:
     def fits(self, tensor: Tensor, *, gradients: bool) -> bool:
         """Whether a tensor is of this spec, in whatever order its data lie."""
         return (
-            tensor.dtype is DTYPES[self.dtype]
+            tensor.dtype is self.torch_dtype
             and layout_of(tensor) == self.layout
             and tensor.shape == self.shape
             and (tensor.requires_grad is self.requires_grad or not gradients)
@@ -160,6 +158,15 @@ _OBSTACLES = {
     "NestedTensor": "a nested tensor cannot travel; give its values() and offsets()",
     "DTensor": "a DTensor cannot travel; give its to_local(), and make it again in the next stage",
 } | {name: f"a tensor of layout {name} cannot travel; give its to_dense()" for name in _SPARSE}
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor with its elements in order in memory, and negated or conjugated where only marked so."""
+    data = tensor.detach()
+    # Asking costs a tenth of the calls that do nothing.
+    if data.is_neg() or data.is_conj():
+        data = data.resolve_neg().resolve_conj()
+    return data if data.is_contiguous() else data.contiguous()
 
 
 def layout_of(tensor: Tensor) -> str:

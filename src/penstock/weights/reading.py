@@ -22,7 +22,7 @@ from penstock.weights.export import INDEX
 # Here a tensor's bytes are read once, into the tensor itself.
 
 
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -40,6 +40,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+"""How the format calls the types."""
 _LONGEST_HEADER = 100_000_000
 """As the format says."""
 
@@ -98,7 +99,7 @@ def entries(path: Path) -> dict[str, Entry]:
 
 
 def _entry(path: Path, about: Any, start: int, size: int) -> Entry:
-    dtype, shape = _DTYPES[about["dtype"]], tuple(map(int, about["shape"]))
+    dtype, shape = DTYPES[about["dtype"]], tuple(map(int, about["shape"]))
     begin, end = map(int, about["data_offsets"])
     bytes_of_one = torch.empty(0, dtype=dtype).element_size()
     if min((0, *shape)) < 0 or not 0 <= begin <= end <= size - start:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import StateDictError, UsageError
-from penstock.parallel import is_sharded, spread, whole
+from penstock.parallel import is_sharded, local_part, spread, whole
 from penstock.partition import Shared, named_tensors
 from penstock.runtime import Rank, Task, Wait
-from penstock.stage import PipelineStage
 from penstock.transport import SHARED, Channel, Transport
 from penstock.values import TensorSpec
 from penstock.weights import gradient_norms
+from penstock.weights.optimizers import OptimizerStates, copies, merge_groups, named_state_dict
+from penstock.weights.trees import decode, decode_inline, encode, encode_inline
 
 
 class Names:
@@ -54,6 +56,26 @@ class Names:
         return {name: first for name, first in self._first.items() if name != first}
 
 
+class Holds(Protocol):
+    """What weights are in: a stage, or a whole model."""
+
+    @property
+    def index(self) -> int:
+        """Which stage."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, whose names are those of the unsplit model."""
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model that was not cut."""
+
+    module: nn.Module
+    index: int = 0
+
+
 class Weights:
     """Parameters and buffers of some stages.
 
@@ -62,7 +84,7 @@ class Weights:
         names: what is shared.
     """
 
-    def __init__(self, stages: Sequence[PipelineStage], names: Names) -> None:
+    def __init__(self, stages: Sequence[Holds], names: Names) -> None:
         self._stages = tuple(stages)
         self._names = names
 
@@ -117,6 +139,22 @@ class Weights:
     def owned(self) -> list[tuple[str, Any]]:
         """What these stages save, see :meth:`files`; by names that may be those of several stages."""
         return [pair for held in self.files().values() for pair in held.items()]
+
+    def held(self) -> dict[str, tuple[tuple[str, ...], Any]]:
+        """What lives here, each once under its first name, with all its names."""
+        return {
+            self._names.first(name): (self._names.all(name), value)
+            for stage in self._stages
+            for name, value in stage.module.state_dict().items()
+        }
+
+    def tensors(self) -> list[Tensor]:
+        """The parts of parameters and buffers that lie here."""
+        return [
+            local_part(tensor)
+            for stage in self._stages
+            for _, tensor in named_tensors(stage.module)
+        ]
 
     def keys(self) -> list[str]:
         """The names of what lives here, under every name that it has."""
@@ -225,7 +263,9 @@ def compare_state(
     return result, _union(one["sizes"] for one in told)
 
 
-def check_fits(result: LoadResult, sizes: Sequence[str], *, strict: bool) -> None:
+def check_fits(
+    result: LoadResult, sizes: Sequence[str], *, strict: bool, what: str = "weights"
+) -> None:
     """Check that a state dict can be loaded.
 
     Raises:
@@ -237,7 +277,7 @@ def check_fits(result: LoadResult, sizes: Sequence[str], *, strict: bool) -> Non
         problems = [*_listed("Unexpected", result.unexpected_keys), *problems]
     if problems:
         raise StateDictError(
-            "the weights do not fit, and none were loaded:\n\t" + "\n\t".join(problems)
+            f"the {what} do not fit, and none were loaded:\n\t" + "\n\t".join(problems)
         )
 
 
@@ -314,6 +354,52 @@ def gather_state(rank: Rank, names: Names, contents: Sequence[Contents]) -> Task
         if other:
             yield from _receive(rank, other, one.tensors, found)
     return {key: found[names.first(key)] for key in _union(one.keys for one in contents)}
+
+
+def gather_states(rank: Rank, held: OptimizerStates) -> Task[dict[str, Any]]:
+    """The states of all ranks' optimizers as one state dict on rank 0, on the CPU; empty on the others.
+
+    Args:
+        rank: this one.
+        held: what its optimizer keeps.
+    """
+    tensors: dict[str, dict[str, Tensor]] = {name: {} for name in held.states}
+    mine = [
+        {name: encode(state, name, tensors[name]) for name, state in held.states.items()},
+        [
+            [{key: encode_inline(value, key) for key, value in settings.items()}, members]
+            for settings, members in zip(held.settings, held.groups, strict=True)
+        ],
+        {
+            name: [[k, list(t.shape), TensorSpec.of(t).dtype] for k, t in of.items()]
+            for name, of in tensors.items()
+        },
+    ]
+    told = yield from rank.exchange(mine)
+    owner = {name: number for number, one in reversed(list(enumerate(told))) for name in one[0]}
+    transport = rank.transport
+    transport.open([Channel(other, 0, SHARED) for other in range(1, transport.ranks)])
+    whole_ones = {
+        key: whole(value)
+        for name, of in tensors.items()
+        if owner[name] == rank.number
+        for key, value in of.items()
+    }
+    if rank.number:
+        for value in whole_ones.values():
+            transport.post_send(Channel(rank.number, 0, SHARED), [value])
+        transport.finish()
+        return {}
+    found = {key: value.cpu().clone() for key, value in whole_ones.items()}
+    for other, (_, _, about) in list(enumerate(told))[1:]:
+        sent = [one for name, of in about.items() if owner[name] == other for one in of]
+        yield from _receive(rank, other, sent, found)
+    groups = merge_groups([one[1] for one in told])
+    states = {name: decode(told[owner[name]][0][name], found.__getitem__) for name in owner}
+    decoded = [{k: decode_inline(v, None) for k, v in of.items()} for of in groups.settings]
+    return named_state_dict(
+        OptimizerStates(held.kind, decoded, groups.members, states, copies(held.rest))
+    )
 
 
 def check_apart(names: Sequence[str]) -> None:

@@ -229,3 +229,24 @@ def test_what_travels_is_told_for_new_lengths_without_running_a_stage(
     monkeypatch.undo()
     assert found[-1] == fresh.describe(calls[-1], True)
     assert found[-1] != found[0]
+
+
+class Counting(nn.Module):
+    """Remembers how often it was called; what is remembered once is no hindrance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls, self.width = 1, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.width = x.shape[1]
+        self.calls += 1
+        return self.b(self.a(x) * self.calls)  # type: ignore[no-any-return]
+
+
+def test_a_number_that_every_call_changes_is_not_frozen_into_the_graph() -> None:
+    model = Counting().double()
+    with pytest.raises(PartitionError, match=r"the attribute calls, which every call changes"):
+        cut_traced(model, (X,), cuts=Cuts((Point("b"),)))
+    assert (model.calls, model.width) == (1, 0)

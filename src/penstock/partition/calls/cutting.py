@@ -18,7 +18,7 @@ from penstock.partition.calls.recorder import Recorder, chance_kept
 from penstock.partition.calls.routing import Homes, Route, routed
 from penstock.partition.calls.tape import Tape, paths_of
 from penstock.rng import noticed
-from penstock.values import ValueSpec, attributes_kept, autocast_types, flatten
+from penstock.values import ValueSpec, attributes_kept, autocast_types, flatten, uncompiled
 
 _REMEMBERED = 256
 """So many calls; of those that always differ the oldest go first."""
@@ -231,6 +231,7 @@ def _recorded(outline: Outline, units: Sequence[str], call: Any, training: bool)
     before = outline.real_buffers()
     with (
         attributes_kept(outline.model),
+        uncompiled(),
         quiet(),
         chance_kept(outline.device),
         torch.set_grad_enabled(training),

@@ -134,6 +134,12 @@ class CallStage(Holder):
         for holder in self.__dict__["_lenders"]:
             Holder.follow(holder)
 
+    @property
+    def pieces(self) -> list[nn.Module]:
+        """The modules that run here as wholes: what of the stage can be compiled."""
+        units = self.__dict__["_cutting"].paths
+        return [module for module in self.modules() if module in units]
+
     def forward(self, values: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
         """Run the stage's part: its values by name, or in the last stage the model's output."""
         cutting: Cutting = self.__dict__["_cutting"]

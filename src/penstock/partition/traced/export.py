@@ -27,7 +27,14 @@ from penstock.partition.traced.layout import marked
 from penstock.partition.traced.skeleton import Skeleton
 from penstock.rng import called_to_draw
 from penstock.step.losses import Term, add_loss, collect_losses
-from penstock.values import Structure, TensorSpec, ValueSpec, flatten, unflatten
+from penstock.values import (
+    Structure,
+    TensorSpec,
+    ValueSpec,
+    attributes_kept,
+    flatten,
+    unflatten,
+)
 
 ROOT = "model."
 """What stands before the model's own names in the graph."""
@@ -282,15 +289,35 @@ class _Lost(TorchFunctionMode):
 def _refuse_what_is_lost(skeleton: Skeleton, call: ValueSpec) -> None:
     """Refuse what tracing does not see: it sees what is computed in forward, and nothing else."""
     lost = _Lost()
-    with lost:
-        outputs = _run(skeleton, call)
-    own = {f"{name}, with a backward of its own" for name in _own_functions(outputs)}
-    found = sorted(own | lost.found())
+    with attributes_kept(skeleton.model):
+        with lost:
+            outputs = _run(skeleton, call)
+        own = {f"{name}, with a backward of its own" for name in _own_functions(outputs)}
+        # What the first call sets may stay so, such as a cache; what the next one changes again does not.
+        before = _plain_attributes(skeleton.model)
+        _run(skeleton, call)
+        after = _plain_attributes(skeleton.model)
+    counted = {
+        f"the attribute {name}, which every call changes"
+        for name, value in after.items()
+        if name in before and before[name] != value
+    }
+    found = sorted(own | lost.found() | counted)
     if found:
         raise PartitionError(
             f"the {type(skeleton.model).__name__} uses {'; '.join(found)}: torch.export would drop that; cut "
             'the model by module calls instead, with how="calls"'
         )
+
+
+def _plain_attributes(model: nn.Module) -> dict[str, Any]:
+    """What a model's modules keep besides tensors and modules, as far as it can be compared."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (bool, int, float, str, bytes, type(None))
+    }
 
 
 def _run(skeleton: Skeleton, call: ValueSpec) -> list[Tensor]:

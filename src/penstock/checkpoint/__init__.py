@@ -1,0 +1,24 @@
+"""A run saved whole, and resumed in any layout; see docs/saving-and-resuming.md.
+
+Names are found when they are first used, so that ``penstock --help`` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.lazily import lazily
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.about import describe, export
+    from penstock.checkpoint.checkpoints import Checkpoints, Saved
+
+__all__ = ["Checkpoints", "Saved", "describe", "export"]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "about": "describe export",
+        "checkpoints": "Checkpoints Saved",
+    },
+)

@@ -1,0 +1,298 @@
+"""Checkpoints: save a whole run in one call, and load it in one, in whatever layout it goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from penstock.checkpoint.contents import Targets
+from penstock.checkpoint.folder import Found, Writer, find
+from penstock.checkpoint.loading import Loading, Table
+from penstock.checkpoint.saving import Background, Job, Preparing, Snapshots
+from penstock.checkpoint.team import Team
+from penstock.errors import InputFileError, UsageError
+
+log = logging.getLogger("penstock")
+_PATIENCE = 300.0
+"""Seconds that a rank may take to save or load before it is called silent, and as many again for each ..."""
+_PER_SECOND = 20e6
+"""... bytes a second that a slow disk takes."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What saving came to.
+
+    Attributes:
+        step: which one.
+        stall: seconds for which the training was held up.
+        path: the checkpoint's folder; None while it is still being written, and on other ranks than 0.
+        bytes: of its tensors; 0 while it is still being written, and on other ranks than 0.
+        seconds: from the call until it was whole; 0 likewise.
+    """
+
+    step: int
+    stall: float
+    path: Path | None = None
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.path is None:
+            return f"checkpoint of step {self.step}: stalled {self.stall:.3f} s, being written"
+        return (
+            f"checkpoint of step {self.step}: {self.bytes / 1e6:,.1f} MB in {self.seconds:.3f} s, "
+            f"stalled {self.stall:.3f} s"
+        )
+
+
+class Checkpoints:
+    """The checkpoints of a run, in a folder.
+
+    What is saved depends on no layout: a run goes on with another schedule, other stages, more or fewer
+    ranks or replicas, and so does the unsplit model. A checkpoint is visible only when it is whole. See
+    docs/saving-and-resuming.md. ::
+
+        checkpoints = penstock.Checkpoints("run/checkpoints", keep=3)
+        step = checkpoints.load(pipe=pipe, optimizer=opt, scheduler=sched, loader=loader) or 0
+        for step in range(step, steps):
+            ...
+            checkpoints.save(step + 1, pipe=pipe, optimizer=opt, scheduler=sched, loader=loader)
+
+    Args:
+        folder: of this run alone; all processes must see the same files there.
+        keep: how many to keep; an old one goes only when a newer one is whole. By default all.
+        asynchronous: whether to write beside the training: the states are copied to the host, into memory
+            of the size of what this process writes, which is kept for the next time. An error is raised by
+            the next call.
+        group: a process group of all processes of the run, where there are more than the ranks of the
+            pipeline and of the replicas that it knows.
+
+    Raises:
+        UsageError: ``keep`` is no number from 1.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int | None = None,
+        *,
+        asynchronous: bool = False,
+        group: Any = None,
+    ) -> None:
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise UsageError(
+                f"keep={keep!r}: must be how many checkpoints to keep, at least 1, or None"
+            )
+        self.folder = Path(folder)
+        self._asynchronous = asynchronous
+        self._group = group
+        self._writer = Writer(self.folder, keep)
+        self._preparing = Preparing()
+        self._snapshots = Snapshots()
+        self._pending: Background | None = None
+        self._last: Saved | None = None
+        self._extra: Any = None
+
+    # ---- saving
+
+    def claim(self) -> None:
+        """Take hold of the folder before the first checkpoint is saved; the leading process calls it.
+
+        Raises:
+            UsageError: another run writes into it.
+            CheckpointError: it cannot be written.
+        """
+        self._writer.hold()
+
+    def save(self, step: int, *, extra: Any = None, **states: Any) -> Saved:
+        """Save a run between two steps; all its processes call it.
+
+        Args:
+            step: how many steps were made, as :meth:`load` will give it.
+            extra: JSON data of your own, which :attr:`extra` holds after loading.
+            states: what to save, by any name, the same in :meth:`load`: ``pipe=`` a Pipeline, or ``model=``
+                the unsplit module; ``optimizer=``, ``scheduler=``, ``scaler=``, ``loader=`` and whatever
+                else has ``state_dict()`` and ``load_state_dict()``. What is None is left out. Optimizers
+                are saved under their parameters' names. A pipeline's random numbers are saved with it.
+
+        Raises:
+            CheckpointError: it could not be written, on some process; what was there before is as it was.
+            UsageError: something given cannot be saved, or another run writes into the folder.
+        """
+        started = time.perf_counter()
+        self.wait()
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UsageError(f"step={step!r}: must be the number of steps made, from 0")
+        targets = Targets.of(states)
+        team = Team(targets.pipe, self._group)
+        with team.patient(_PATIENCE):
+            job = self._preparing.job(team, targets, step, extra, self._writer)
+        size = sum(tensor.nbytes for tensor in job.mine.values())
+        with team.patient(_PATIENCE + size / _PER_SECOND), _cleaned(job, team):
+            if not self._asynchronous:
+                self._write(job, team)
+            else:
+                job.mine = self._snapshots.of(job.mine)
+                self._pending = Background(job, team, self._writer)
+        self._last = Saved(step, time.perf_counter() - started, job.path, job.size, job.seconds)
+        return self._last
+
+    def _write(self, job: Job, team: Team) -> None:
+        written = team.together("save", lambda: job.write(team.rank))
+        team.together("save", lambda: str(job.publish(written, self._writer)) if team.leads else "")
+
+    def wait(self) -> None:
+        """Wait until what is written beside the training is whole; all processes call it.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.wait()
+        if self._last is not None:
+            job = pending.job
+            self._last = Saved(self._last.step, self._last.stall, job.path, job.size, job.seconds)
+
+    @property
+    def last(self) -> Saved | None:
+        """What the last saving came to, as far as it is known."""
+        if self._pending is not None and self._pending.is_done and self._last is not None:
+            job = self._pending.job
+            return Saved(self._last.step, self._last.stall, job.path, job.size, job.seconds)
+        return self._last
+
+    # ---- loading
+
+    def load(self, step: int | None = None, *, strict: bool = True, **states: Any) -> int | None:
+        """Load the latest whole checkpoint, or that of a step; all processes of the run call it.
+
+        Each process reads what it needs, and first checks that it is there, fits, and is what was written.
+
+        Args:
+            step: which one; by default the one written last. Where that is damaged, a warning names it, and
+                the one before it is taken.
+            strict: whether all that is missing or unexpected, or of another type, is an error. Without it a
+                warning lists that, and what fits is loaded.
+            states: what to load, by the names that it was saved under. What is left out is not loaded.
+
+        Returns:
+            The step at which it was saved; None where there is no checkpoint, and nothing was changed.
+
+        Raises:
+            StateDictError: it does not fit; the message lists all that does not, and nothing is changed.
+            InputFileError: it is damaged, as all that are there; nothing is changed.
+        """
+        self.wait()
+        targets = Targets.of(states)
+        team = Team(targets.pipe, self._group)
+        with team.patient(10 * _PATIENCE):
+            told = team.together("load", lambda: self._candidates(step) if team.leads else [])[0]
+            damaged = []
+            for name, serial, of in told:
+                loading, problem = self._try(
+                    Found(self.folder / name, serial, of), targets, team, strict=strict
+                )
+                if loading is not None:
+                    team.together("load", loading.fill)
+                    return int(of)
+                damaged.append(problem)
+                log.warning("%s; the checkpoint before it is tried", problem)
+        if damaged:
+            raise InputFileError(f"no checkpoint in {self.folder} is whole: {'; '.join(damaged)}")
+        return None
+
+    def _candidates(self, step: int | None) -> list[list[Any]]:
+        """The checkpoints to try, in order."""
+        found = [[one.path.name, one.serial, one.step] for one in find(self.folder)]
+        if step is None:
+            # Those whose tables are damaged first, so that they are named.
+            return sorted(found, key=lambda one: one[1] >= 0)
+        chosen = [one for one in found if one[2] == step]
+        if not chosen:
+            raise UsageError(
+                f"step={step}: {self.folder} has no checkpoint of it; it has those of steps "
+                f"{', '.join(str(one[2]) for one in found) or 'none'}"
+            )
+        return chosen[:1]
+
+    def _try(
+        self, found: Found, targets: Targets, team: Team, *, strict: bool
+    ) -> tuple[Loading | None, str]:
+        """Check a checkpoint on all processes: it fits, or it is damaged.
+
+        Raises:
+            StateDictError: it does not fit.
+        """
+        loading: Loading | None = None
+
+        def check() -> list[Any]:
+            nonlocal loading
+            try:
+                table = Table(found)
+            except InputFileError as error:
+                return [str(error), None]
+            loading = Loading(table, targets, team, strict=strict)
+            return [loading.damage(), loading.told()]
+
+        told = team.together("load", check)
+        damage = list(dict.fromkeys(text for text, _ in told if text))
+        if damage or loading is None:
+            return None, "; ".join(damage)
+        loading.check([one for _, one in told])
+        self._extra = loading.extra
+        if left := loading.left_out():
+            log.warning("%s also holds %s, which load() was not given", found.path, ", ".join(left))
+        return loading, ""
+
+    @property
+    def extra(self) -> Any:
+        """What was given as ``extra=`` when the checkpoint was saved that was loaded last."""
+        return self._extra
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are there, the latest first."""
+        return [one.step for one in find(self.folder)]
+
+    def close(self) -> None:
+        """Wait for what is being written, and let another run write into the folder."""
+        try:
+            self.wait()
+        finally:
+            self._writer.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            # The other processes may be gone: what is being written becomes whole without this call.
+            self._writer.close()
+
+
+@contextmanager
+def _cleaned(job: Job, team: Team) -> Iterator[None]:
+    """Take away what was being written, where that failed."""
+    try:
+        yield
+    except BaseException:
+        if team.leads:
+            shutil.rmtree(job.made, ignore_errors=True)
+        raise

@@ -1,0 +1,474 @@
+"""Write a checkpoint: who writes what, at once or beside the training, and when it becomes visible."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.contents import (
+    Own,
+    Part,
+    Targets,
+    join_groups,
+    merge_optimizers,
+    merge_weights,
+    spread_groups,
+)
+from penstock.checkpoint.folder import Writer
+from penstock.checkpoint.shards import write_shard
+from penstock.checkpoint.team import Team
+from penstock.errors import CheckpointError
+from penstock.weights.trees import encode_inline
+
+_POLL = 0.02
+_ORPHANED = 60.0
+"""Seconds that the leading process, about to end, waits for the files of the others."""
+
+
+class Plan:
+    """Who writes which part of which tensor: each once, and all about equally much.
+
+    Args:
+        told: of each process its tensors, as :attr:`Part.told` says it, by key.
+        team: for messages.
+
+    Raises:
+        CheckpointError: the processes' parts do not make up the whole.
+    """
+
+    def __init__(self, told: Sequence[Mapping[str, Any]], team: Team) -> None:
+        self.about: dict[str, tuple[str, list[int]]] = {}
+        self.writers: dict[str, dict[tuple[tuple[int, ...], ...], int]] = {}
+        holders: dict[str, dict[tuple[tuple[int, ...], ...], list[int]]] = {}
+        for process, tensors in enumerate(told):
+            for key, (dtype, shape, region) in tensors.items():
+                known = self.about.setdefault(key, (dtype, shape))
+                if known != (dtype, shape):
+                    raise CheckpointError(
+                        f"{key} is {dtype} {shape} on {team.name(process)} and {known[0]} {known[1]} on "
+                        "another; one name must mean one tensor"
+                    )
+                box = tuple(map(tuple, region))
+                holders.setdefault(key, {}).setdefault(box, []).append(process)
+        load = [0] * len(told)
+        for key, boxes in holders.items():
+            self._check_whole(key, list(boxes))
+            self.writers[key] = {}
+            for box, processes in boxes.items():
+                least = min(processes, key=lambda process: load[process])
+                load[least] += _count(box[1])
+                self.writers[key][box] = least
+
+    def _check_whole(self, key: str, boxes: Sequence[tuple[tuple[int, ...], ...]]) -> None:
+        dtype, shape = self.about[key]
+        if dtype is None:
+            raise CheckpointError(f"{key} is of a type that safetensors files cannot hold")
+        if sum(_count(sizes) for _, sizes in boxes) != _count(shape):
+            raise CheckpointError(
+                f"{key} has the shape {shape}, and the processes that save have the parts "
+                f"{[list(sizes) for _, sizes in boxes]} of it; give penstock.Checkpoints(group=...) the "
+                "process group of all processes that hold a part"
+            )
+
+    def mine(self, parts: Mapping[str, Part], process: int) -> dict[str, Tensor]:
+        """What a process writes, by the name in its file."""
+        return {
+            name_of(key, part.region, part.shape): part.tensor
+            for key, part in parts.items()
+            if self.writers[key][part.region] == process
+        }
+
+
+def name_of(key: str, region: Sequence[Sequence[int]], shape: Sequence[int]) -> str:
+    """What a part of a tensor is called in a file."""
+    if list(region[1]) == list(shape):
+        return key
+    return f"{key}@{','.join(map(str, region[0]))}"
+
+
+def _count(sizes: Sequence[int]) -> int:
+    count = 1
+    for size in sizes:
+        count *= size
+    return count
+
+
+# ---- what is to be written
+
+
+@dataclass
+class Job:
+    """A checkpoint on its way.
+
+    Args:
+        step: of the run.
+        made: the folder it is written into.
+        table: what will stand in it, but for where the tensors are.
+        plan: who writes what.
+        mine: what this process writes, by name.
+    """
+
+    step: int
+    made: Path
+    table: dict[str, Any]
+    plan: Plan
+    mine: dict[str, Tensor]
+    seconds: float = 0.0
+    path: Path | None = None
+    size: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    def write(self, process: int) -> dict[str, Any]:
+        """Write this process's file.
+
+        Returns:
+            What the table has to say of it.
+        """
+        if not self.mine:
+            return {}
+        name = f"states-{process + 1:05d}.safetensors"
+        return {"file": name, **write_shard(self.made / name, self.mine)}
+
+    def publish(self, written: Sequence[Mapping[str, Any]], writer: Writer) -> Path:
+        """Make it visible, once all have written."""
+        for one in written:
+            if one and _size(self.made / one["file"]) != one["bytes"]:
+                raise CheckpointError(
+                    f"{self.made / one['file']} is not there as its process has written it: the folder must "
+                    "lie where all processes see the same files"
+                )
+        files = {
+            one["file"]: {"bytes": one["bytes"], "header": one["header"]} for one in written if one
+        }
+        tensors = {
+            key: {
+                "dtype": dtype,
+                "shape": shape,
+                "pieces": [
+                    [
+                        written[process]["file"],
+                        *map(list, box),
+                        *written[process]["tensors"][name_of(key, box, shape)],
+                    ]
+                    for box, process in self.plan.writers[key].items()
+                ],
+            }
+            for key, (dtype, shape) in self.plan.about.items()
+        }
+        table = {**self.table, "files": files, "tensors": tensors}
+        self.path = writer.publish(self.made, self.step, table)
+        self.size = sum(about["bytes"] for about in files.values())
+        self.seconds = time.perf_counter() - self.started
+        return self.path
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+class Preparing:
+    """From what a user gave to a :class:`Job`; what does not change from save to save is agreed on once."""
+
+    def __init__(self) -> None:
+        self._agreed: Any = None
+        self._structures: list[Any] = []
+        self._plan: Plan | None = None
+
+    def job(self, team: Team, targets: Targets, step: int, extra: Any, writer: Writer) -> Job:
+        """Agree with the other processes on what is to be written, and by whom.
+
+        Raises:
+            PenstockError: it cannot be, on some process; all raise it.
+        """
+        own, made = Own(), ""
+
+        def collect() -> list[Any]:
+            nonlocal own, made
+            own = Own.of(targets)
+            told = encode_inline(extra, "extra=")
+            made = str(writer.begin(step)) if team.leads else ""
+            return [made, step, own.digest, own.settings, own.told_states(), told]
+
+        try:
+            told = team.together("save", collect)
+            return self._job(team, targets, own, told)
+        except BaseException:
+            if made:
+                shutil.rmtree(made, ignore_errors=True)
+            raise
+
+    def _job(self, team: Team, targets: Targets, own: Own, told: Sequence[Any]) -> Job:
+        made, step, _, _, _, extra = told[0]
+        if any(one[1] != step for one in told):
+            raise CheckpointError(
+                f"the ranks save different steps: {[one[1] for one in told]}, by rank; save the same on each"
+            )
+        agreed = [[one[2], one[4]] for one in told]
+        changed = [one[2] for one in told] != [one[0] for one in self._agreed or ()]
+        if changed:
+            self._structures = team.agree(own.structure)
+        structures = self._structures
+        optimizers, numbers = merge_optimizers(
+            [one["optimizers"] for one in structures], [one[3] for one in told]
+        )
+        states = States([one[4] for one in told])
+        if agreed != self._agreed or self._plan is None:
+            pairs = zip(structures, states.tensors, strict=True)
+            self._plan = Plan([{**one["tensors"], **more} for one, more in pairs], team)
+            self._agreed = agreed
+        table = {
+            "torch": str(torch.__version__),
+            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "layout": {"replicas": team.layout[0], "processes": team.layout[1], **_layout(targets)},
+            "weights": merge_weights([one["weights"] for one in structures]),
+            "optimizers": optimizers,
+            "states": states.table(team, targets, own, numbers),
+            "extra": extra,
+        }
+        parts = {**own.parts, **states.own_parts(own, team.rank)}
+        return Job(step, Path(made), table, self._plan, self._plan.mine(parts, team.rank))
+
+
+def _layout(targets: Targets) -> dict[str, Any]:
+    """How the model was cut, for a reader: nothing depends on it."""
+    if targets.pipe is None:
+        return {}
+    schedule = targets.pipe.schedule
+    return {"schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages}
+
+
+class States:
+    """The states that each process has whole: one for all where they are the same, else one of each kind.
+
+    Args:
+        told: of each process, by label, the state's digest and its tensors' types and shapes.
+    """
+
+    def __init__(self, told: Sequence[Mapping[str, Any]]) -> None:
+        self._told = told
+        self.labels = list(dict.fromkeys(label for one in told for label in one))
+        self._of: dict[str, list[int]] = {}
+        for label in self.labels:
+            digests = [one[label][0] if label in one else None for one in told]
+            kinds = list(dict.fromkeys(digest for digest in digests if digest is not None))
+            self._of[label] = [-1 if digest is None else kinds.index(digest) for digest in digests]
+        self.tensors = [self._tensors(process) for process in range(len(told))]
+
+    def _tensors(self, process: int) -> dict[str, Any]:
+        return {
+            _variant(key, self._of[label][process]): [dtype, shape, [[0] * len(shape), shape]]
+            for label, (_, tensors) in self._told[process].items()
+            for key, (dtype, shape) in tensors.items()
+        }
+
+    def own_parts(self, own: Own, process: int) -> dict[str, Part]:
+        """This process's tensors, by their keys in the checkpoint."""
+        return {
+            _variant(key, self._of[label][process]): Part(
+                tensor, tuple(tensor.shape), ((0,) * tensor.dim(), tuple(tensor.shape))
+            )
+            for label, (_, tensors) in own.states.items()
+            for key, tensor in tensors.items()
+        }
+
+    def table(
+        self,
+        team: Team,
+        targets: Targets,
+        own: Own,
+        numbers: Mapping[str, Sequence[Sequence[int]]],
+    ) -> dict[str, Any]:
+        """What the checkpoint's table says of them, on the leading process."""
+        drivers = {label: _driver(own.drivers.get(label), numbers) for label in self.labels}
+        differ = [label for label in self.labels if drivers[label] or len({*self._of[label]}) > 1]
+        mine = {
+            label: spread_groups(own.states[label][0], drivers[label][team.rank])
+            if drivers[label]
+            else own.states[label][0]
+            for label in differ
+            if label in own.states
+        }
+        told = team.agree(mine) if differ else []
+        found: dict[str, Any] = {}
+        for label in self.labels if team.leads else ():
+            of = self._of[label]
+            if drivers[label]:
+                joined = join_groups([one[label] for one in told if label in one])
+                found[label] = {"of": [0] * len(of), "variants": [joined]}
+            elif label in differ:
+                variants = [_keyed(told[of.index(v)][label], v) for v in range(max(of) + 1)]
+                found[label] = {"of": of, "variants": variants}
+            else:
+                found[label] = {"of": of, "variants": [own.states[label][0]]}
+        return found
+
+
+def _driver(
+    label: str | None, numbers: Mapping[str, Sequence[Sequence[int]]]
+) -> Sequence[Sequence[int]]:
+    """For the scheduler of an optimizer whose groups differ between processes: which became which."""
+    found = numbers.get(label or "", ())
+    return found if any(list(of) != list(range(len(of))) for of in found if of) else ()
+
+
+def _variant(key: str, number: int) -> str:
+    return key if number <= 0 else f"{key}#{number}"
+
+
+def _keyed(state: Any, number: int) -> Any:
+    """A state whose tensors have the keys of a variant."""
+    if isinstance(state, list):
+        return [_keyed(one, number) for one in state]
+    if not isinstance(state, dict):
+        return state
+    if state.get("$") in ("tensor", "array"):
+        return {**state, "key": _variant(state["key"], number)}
+    return {key: _keyed(one, number) for key, one in state.items()}
+
+
+# ---- beside the training
+
+
+class Snapshots:
+    """Copies on the CPU of what this process writes, in memory that is used again for the next one.
+
+    They take as much as the process's share of the checkpoint, no more, and keep it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of tensors that may change from now on."""
+        kept = {name: self._place(name, tensor) for name, tensor in tensors.items()}
+        devices = set()
+        for name, tensor in tensors.items():
+            kept[name].copy_(tensor, non_blocking=True)
+            devices.add(tensor.device)
+        for device in devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        self._kept = kept
+        return kept
+
+    def _place(self, name: str, tensor: Tensor) -> Tensor:
+        known = self._kept.get(name)
+        if known is not None and (known.shape, known.dtype) == (tensor.shape, tensor.dtype):
+            return known
+        pinned = tensor.device.type == "cuda"
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+
+
+class Background:
+    """A job that is written beside the training.
+
+    The processes need not talk for it: each leaves a note in the folder when its file is on the disk, and
+    the leading one makes the checkpoint visible when all notes are there.
+
+    Args:
+        job: what to write.
+        team: the processes.
+        writer: makes it visible.
+    """
+
+    def __init__(self, job: Job, team: Team, writer: Writer) -> None:
+        self.job = job
+        self._team = team
+        self._writer = writer
+        self._told: dict[str, Any] = {}
+        self._problem: Exception | None = None
+        self._own_done = threading.Event()
+        self._given_up = threading.Event()
+        # No daemon: the process does not end before what it writes is whole.
+        self._thread = threading.Thread(target=self._run, name="penstock-checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._told = self.job.write(self._team.rank)
+            _leave_note(self.job.made, self._team.rank, self._told)
+        except Exception as error:
+            self._problem = error
+        finally:
+            self._own_done.set()
+        if self._team.leads and self._problem is None:
+            try:
+                notes = self._notes()
+                if notes is not None:
+                    self.job.publish(notes, self._writer)
+            except Exception as error:
+                self._problem = error
+
+    def _notes(self) -> list[Any] | None:
+        """What all have written; None where that is given up."""
+        found: dict[int, Any] = {}
+        ended: float | None = None
+        while len(found) < self._team.size:
+            for process in set(range(self._team.size)) - found.keys():
+                with suppress(OSError, ValueError):
+                    found[process] = json.loads(_note(self.job.made, process).read_bytes())
+            if not threading.main_thread().is_alive():
+                ended = ended or time.monotonic()
+            if self._given_up.is_set() or (ended and time.monotonic() > ended + _ORPHANED):
+                return None
+            if len(found) < self._team.size:
+                time.sleep(_POLL)
+        return [found[process] for process in range(self._team.size)]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this process has nothing more to do for it."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until it is visible; every process calls it.
+
+        Raises:
+            CheckpointError: it could not be written, by some process.
+        """
+        try:
+            self._team.together("save", self._written)
+            self._team.together("save", self._published)
+        except BaseException:
+            self._given_up.set()
+            if self._team.leads:
+                self._thread.join()
+                shutil.rmtree(self.job.made, ignore_errors=True)
+            raise
+
+    def _written(self) -> None:
+        self._own_done.wait()
+        if self._problem is not None and not self._told:
+            raise self._problem
+
+    def _published(self) -> None:
+        self._thread.join()
+        if self._problem is not None:
+            raise self._problem
+
+
+def _note(made: Path, process: int) -> Path:
+    return made / f".done-{process}.json"
+
+
+def _leave_note(made: Path, process: int, told: Mapping[str, Any]) -> None:
+    partial = made / f".part-{process}"
+    try:
+        partial.write_text(json.dumps(told))
+        os.replace(partial, _note(made, process))
+    except OSError as error:
+        raise CheckpointError(f"{made} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,35 @@
+"""``penstock checkpoint``: see what is in one, and write its weights as plain files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock import checkpoint
+
+app = typer.Typer(
+    help="See what checkpoints hold, and export weights.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+Folder = Annotated[
+    Path, typer.Argument(help="A run folder, a folder of checkpoints, or one of them.")
+]
+Check = Annotated[bool, typer.Option("--check", help="Read everything and compare the checksums.")]
+Out = Annotated[Path, typer.Argument(help="Where to write the weights.")]
+
+
+@app.command()
+def show(folder: Folder, check: Check = False) -> None:
+    """List the checkpoints of a folder, and what is in the latest."""
+    typer.echo(checkpoint.describe(folder, check=check))
+
+
+@app.command()
+def export(folder: Folder, out: Out) -> None:
+    """Write the weights of the latest checkpoint as plain safetensors files."""
+    for path in checkpoint.export(folder, out):
+        typer.echo(str(path))

@@ -1,0 +1,276 @@
+"""The private names of torch that compiled stages rest on, all in this file. They hold for torch 2.13.
+
+What each gives has no public name: the backward graph of what AOT autograd has compiled, inductor as a
+function of a graph, and how something was compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import GlobalStateGuard
+from torch._dynamo import eval_frame
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._functorch import config
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import default_partition, get_default_op_list
+from torch._guards import TracingContext, detect_fake_mode
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import optimization_hint
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._triton import has_triton
+
+Compile = Callable[..., Any]
+Options = dict[str, Any]
+
+is_wrapper = is_traceable_wrapper_subclass
+
+# ---- graphs
+
+
+def bytes_of(node: Node) -> int:
+    """Returns the bytes of a graph node's value; 0 for what is no tensor."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    tensors = [each for each in values if isinstance(each, Tensor)]
+    return sum(optimization_hint(t.numel(), fallback=4096) * t.itemsize for t in tensors)
+
+
+@cache
+def _light() -> frozenset[Any]:
+    return frozenset(get_default_op_list().recomputable_ops)
+
+
+def is_light(node: Node) -> bool:
+    """Says whether a node costs little: a view, an elementwise operation, a reduction."""
+    target = getattr(node.target, "overloadpacket", node.target)
+    is_number = isinstance(node.meta.get("val"), torch.SymInt)
+    return node.op != "call_function" or is_number or target in _light()
+
+
+def propagate(graph: GraphModule, inputs: Sequence[Any]) -> None:
+    """Notes at each node what it is for these inputs, whose strides a compiler may have changed."""
+    mode = detect_fake_mode(inputs)
+    FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
+
+
+# ---- the backward of what is compiled
+
+COMPILED = "CompiledFunctionBackward"
+"""The name of the nodes in autograd's graph that are compiled, each kind of one compiled graph."""
+
+
+class Later:
+    """The backward graph of a kind of compiled nodes, which torch compiles when it is first run.
+
+    Args:
+        kind: The type of the nodes.
+        compiler: What compiles it.
+        noted: What was noted for it by `note`.
+    """
+
+    def __init__(self, kind: Any, compiler: Any, noted: Any) -> None:
+        self._kind, self._compiler, self.noted = kind, compiler, noted
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is inductor that compiles."""
+        return "_inductor" in str(getattr(_unwrapped(self._compiler.bw_compiler), "__module__", ""))
+
+    def compiled(self, make: Compile) -> Any:
+        """Calls ``make`` with a copy of the graph, its inputs, and what compiles a graph."""
+        how = self._compiler.bw_compiler
+        with torch.no_grad():
+            return replace(
+                self._compiler,
+                compiled_bw=None,
+                bw_compiler=lambda graph, inputs: make(graph, inputs, how),
+                try_save_cache_entry=None,
+            ).get_or_compile(saved_tensors_use_once=False)
+
+    def whole(self) -> Compile:
+        """Returns what torch has compiled of it or would."""
+        before = replace(self._compiler)
+
+        def run(args: list[Any]) -> Any:
+            compiled = before.get_or_compile(saved_tensors_use_once=False)
+            return compiled(args) if hasattr(compiled, "_boxed_call") else compiled(*args)
+
+        return run
+
+    def run_instead(self, function: Compile) -> None:
+        """Lets nodes of the kind call this function."""
+        self._compiler.compiled_bw = function
+
+
+def _unwrapped(function: Any) -> Any:
+    while True:
+        inner = getattr(function, "_torchdynamo_orig_callable", None) or getattr(
+            function, "compiler_fn", None
+        )
+        if inner is None:
+            return function
+        function = inner
+
+
+class UnknownError(Exception):
+    """A backward that cannot be had as a graph."""
+
+
+def backward_of(node: Any) -> Later:
+    """Returns the backward graph of a compiled node.
+
+    Raises:
+        UnknownError: It cannot be had.
+    """
+    function = type(node)._forward_cls
+    run = function._backward_impl
+    cells = dict(zip(run.__code__.co_freevars, run.__closure__, strict=True))
+    compiler: Any = cells["backward_compiler"].cell_contents
+    saved = compiler.lazy_backward_info
+    if not hasattr(saved, "bw_module") or compiler.bw_compiler is None:
+        raise UnknownError("it comes from a cache of torch, which has no graph of it")
+    context = saved.saved_context
+    results = next(iter(reversed(saved.bw_module.graph.nodes))).args[0]
+    if function.maybe_subclass_metadata is not None:
+        raise UnknownError("a type of tensors has its own way through it")
+    if (
+        function.metadata.tokens
+        or cells["backward_state_indices"].cell_contents
+        or len(results) != len(node.needs_input_grad)
+        or getattr(context, "ddp_optimizer_ctx", None) is not None
+    ):
+        raise UnknownError("something that is no gradient goes through it")
+    return Later(type(node), compiler, getattr(context, _NOTED, None))
+
+
+_NOTED = "noted_by_penstock"
+
+
+def note(value: Any) -> None:
+    """Notes something for the backward of the graph that is being compiled."""
+    context = TracingContext.try_get()
+    if context is not None:
+        setattr(context, _NOTED, value)
+
+
+def running_node() -> Any:
+    """Returns the node of the autograd graph whose backward runs in this thread."""
+    return torch._C._current_autograd_node()
+
+
+def autocast_disabled() -> Any:
+    """Returns a context in which autocast casts nothing."""
+    return torch._C._DisableAutocast()
+
+
+def runs_as_written() -> bool:
+    """Says whether compiled functions run without compilation now."""
+    return eval_frame._stance.stance == "force_eager"
+
+
+# ---- compile a graph
+
+
+def compile_plainly(graph: GraphModule, inputs: Sequence[Any], compile_: Compile) -> Compile:
+    """Traces a graph with its backward, cuts these apart and compiles each of them."""
+    made: Any = aot_module_simplified(
+        graph,
+        inputs,
+        fw_compiler=compile_,
+        bw_compiler=compile_,
+        inference_compiler=compile_,
+        partition_fn=default_partition,
+        keep_inference_input_mutations=True,
+    )
+    return cast("Compile", made)
+
+
+def compile_with_inductor(graph: GraphModule, inputs: Sequence[Any], options: Options) -> Compile:
+    """Does so with inductor."""
+    # It takes seconds to import, and warns.
+    compiler = import_module("torch._inductor.compile_fx")
+    made: Any = compiler.compile_fx(graph, inputs, config_patches=options)
+    return cast("Compile", made)
+
+
+def graphs_kept() -> AbstractContextManager[Any]:
+    """A context in which what is compiled keeps its backward graph.
+
+    What torch has cached on disk would come without.
+    """
+    if "torch._dynamo" not in sys.modules or not config.enable_autograd_cache:
+        return nullcontext()
+    return cast("AbstractContextManager[Any]", config.patch(enable_autograd_cache=False))
+
+
+def storage_of(tensor: Tensor) -> Any:
+    """Returns what two tensors share that share memory."""
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
+def global_state() -> str:
+    """Returns what of torch's state compiled code depends on: grad mode, autocast, and so on."""
+    return str(GlobalStateGuard().__getstate__())
+
+
+def is_no_failure(error: BaseException) -> bool:
+    """Says whether an error is Dynamo's way to begin anew."""
+    return isinstance(error, RestartAnalysis | SkipFrame)
+
+
+@cache
+def has_compiler(device: str) -> bool:
+    """Says whether inductor can compile for a type of device here."""
+    try:
+        import_module("torch._inductor.cpp_builder").get_cpp_compiler()
+    except Exception:
+        return False
+    return device == "cpu" or has_triton()
+
+
+# ---- how something is or was compiled
+
+
+def inductor_options(settings: Mapping[str, Any]) -> Options:
+    """Returns the options of inductor that `torch.compile` would take from its own."""
+    mode, options = settings.get("mode"), settings.get("options")
+    return dict(torch._TorchCompileInductorWrapper(mode, options, settings.get("dynamic")).config)
+
+
+class CompiledWith(NamedTuple):
+    """What `torch.compile` was told.
+
+    Args:
+        backend: What was given for that.
+        inductor: The options of inductor, if that is its backend.
+        options: The others.
+    """
+
+    backend: Any
+    inductor: Options | None
+    options: Options
+
+
+def compiled_with(function: Any) -> CompiledWith:
+    """Returns how a compiled function was made."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+    context = cells["self"].cell_contents
+    backend = eval_frame.innermost_backend(context.callback)
+    options = {
+        "fullgraph": context.fullgraph,
+        "dynamic": context._dynamic,
+        "isolate_recompiles": context._isolate_recompiles_id >= 0,
+    }
+    inductor = dict(backend.config) if type(backend) is torch._TorchCompileInductorWrapper else None
+    return CompiledWith(getattr(backend, "compiler_fn", backend), inductor, options)

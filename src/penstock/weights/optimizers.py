@@ -1,0 +1,410 @@
+"""An optimizer's states under the names that its parameters have in the unsplit model.
+
+An optimizer's own state dict holds positions, which mean other parameters on each rank. It is marked with
+what its groups hold, so that one rank's states that were loaded on another are an error at the next step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from penstock.errors import StateDictError, UsageError
+from penstock.parallel import is_sharded, replicated_like, spread, whole
+
+MARK = "penstock"
+"""The setting of a group that says what it holds."""
+OWN = frozenset({"params", "param_names", MARK})
+"""Settings of a group that are no settings."""
+HERE = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""How a step is computed, not what: as it is where a state is loaded."""
+
+
+@dataclass
+class OptimizerStates:
+    """What an optimizer, or a rank's part of one, keeps.
+
+    Args:
+        kind: the optimizer's class.
+        settings: of each group.
+        groups: of each group the names of its parameters.
+        states: by the name of a parameter what is kept for it.
+        rest: what is kept for none.
+    """
+
+    kind: str
+    settings: list[dict[str, Any]]
+    groups: list[list[str]]
+    states: dict[str, dict[str, Any]]
+    rest: dict[str, Any] = field(default_factory=dict)
+
+
+def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> OptimizerStates:
+    """What an optimizer keeps.
+
+    Args:
+        optimizer: of parameters that live in this process.
+        names: of parameters, by identity.
+        called: what messages call it.
+
+    Raises:
+        UsageError: it has parameters without a name, or keeps its states in another form.
+    """
+    check_kept_per_parameter(optimizer, called)
+    told = optimizer.state_dict()
+    known = _names(optimizer, names, called)
+    positions = [place for group in told["param_groups"] for place in group["params"]]
+    name_at = dict(zip(positions, (name for group in known for name in group), strict=True))
+    rest = {key: value for key, value in told.items() if key not in ("state", "param_groups")}
+    others = {key: value for key, value in told["state"].items() if key not in name_at}
+    return OptimizerStates(
+        type(optimizer).__name__,
+        [{k: v for k, v in group.items() if k not in OWN} for group in told["param_groups"]],
+        known,
+        {name_at[key]: value for key, value in told["state"].items() if key in name_at},
+        rest | ({"state": others} if others else {}),
+    )
+
+
+def write_states(
+    optimizer: Optimizer, names: Mapping[int, str], held: OptimizerStates, called: str
+) -> None:
+    """Give an optimizer what it shall keep.
+
+    Args:
+        optimizer: of parameters that live in this process.
+        names: of parameters, by identity.
+        held: the settings of its groups, and the states of its parameters: those of other parameters stay.
+        called: what messages call it.
+    """
+    told, known = optimizer.state_dict(), _names(optimizer, names, called)
+    kept = {
+        id(parameter): {key: _as_kept(v, parameter, key) for key, v in held.states[name].items()}
+        for group, own in zip(optimizer.param_groups, known, strict=True)
+        for parameter, name in zip(group["params"], own, strict=True)
+        if name in held.states
+    }
+    states, groups = dict(told["state"]), []
+    both = zip(told["param_groups"], optimizer.param_groups, held.settings, strict=True)
+    for group, now, settings in both:
+        here = {key: group[key] for key in HERE | OWN if key in group}
+        groups.append({**group, **settings, **here})
+        pairs = zip(group["params"], now["params"], strict=True)
+        states |= {place: kept[id(of)] for place, of in pairs if id(of) in kept}
+    rest = dict(held.rest)
+    states.update(rest.pop("state", {}))
+    optimizer.load_state_dict({**told, **rest, "state": states, "param_groups": groups})
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        _keep_types(optimizer.state.get(parameter), kept.get(id(parameter)))
+
+
+def _keep_types(state: Any, given: Any) -> None:
+    """Undo that torch casts what is kept to the parameter's type: it is kept as it was saved."""
+    for key, value in (given or {}).items():
+        if isinstance(value, Tensor) and state[key].dtype != value.dtype:
+            state[key] = value.to(state[key].device)
+
+
+def _names(optimizer: Optimizer, names: Mapping[int, str], called: str) -> list[list[str]]:
+    """Of each group the names of its parameters.
+
+    Raises:
+        UsageError: some have none.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    lost = [
+        f"number {place} of group {number} (shape {list(parameter.shape)})"
+        for number, group in enumerate(groups)
+        for place, parameter in enumerate(group)
+        if id(parameter) not in names
+    ]
+    if lost:
+        raise UsageError(
+            f"{called} has parameters that the model has not: {', '.join(lost[:5])}; make it of "
+            "pipe.parameters(), or of the model's, after they were last replaced"
+        )
+    return [[names[id(parameter)] for parameter in group] for group in groups]
+
+
+def check_kept_per_parameter(optimizer: Any, called: str) -> None:
+    """Check that an optimizer keeps its states for each parameter by itself.
+
+    Raises:
+        UsageError: it keeps one for all together, which cannot be cut.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            f"{called} is an LBFGS, which keeps one state for all parameters together: it belongs to one "
+            "cut of the model and cannot be saved for others; use an optimizer that keeps states for each "
+            "parameter"
+        )
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise UsageError(
+            f"{called} is a ZeroRedundancyOptimizer, whose states are parted by position; use FSDP "
+            "(torch.distributed.fsdp.fully_shard), whose states can be saved for any number of processes"
+        )
+
+
+def _as_kept(value: Any, parameter: Tensor, key: str) -> Any:
+    return as_held(value, parameter, key) if isinstance(value, Tensor) else value
+
+
+def as_held(value: Tensor, parameter: Tensor, key: str) -> Tensor:
+    """A whole tensor of a state as an optimizer of a sharded parameter keeps it."""
+    if not is_sharded(parameter) or is_sharded(value) or key == "step" or not value.dim():
+        return value
+    if value.shape == parameter.shape:
+        return spread(parameter, value)
+    return replicated_like(parameter, value)
+
+
+# ---- groups of several ranks as those of one optimizer
+
+
+@dataclass
+class Groups:
+    """The groups of all ranks' optimizers together.
+
+    Args:
+        settings: of each group.
+        members: of each group the names of its parameters.
+        numbers: of each rank, for each of its groups the number of the one here.
+    """
+
+    settings: list[Any]
+    members: list[list[str]]
+    numbers: list[list[int]]
+
+
+def merge_groups(told: Sequence[Sequence[tuple[Any, Sequence[str]]]]) -> Groups:
+    """Put the groups of several ranks together.
+
+    Ranks that make the same groups, each of its own parameters, have them in the same order. Where they do
+    not, as with a group for each layer, those are one group that have the same settings.
+
+    Args:
+        told: of each rank the settings of its groups, as JSON data, and their parameters' names.
+    """
+    first = [settings for settings, _ in told[0]]
+    alike = all([settings for settings, _ in groups] == first for groups in told)
+    found: list[Any] = list(first) if alike else []
+    members: list[dict[str, None]] = [{} for _ in found]
+    numbers: list[list[int]] = []
+    for groups in told:
+        numbers.append([])
+        for place, (settings, names) in enumerate(groups):
+            if not alike and settings not in found:
+                found.append(settings)
+                members.append({})
+            number = place if alike else found.index(settings)
+            members[number].update(dict.fromkeys(names))
+            numbers[-1].append(number)
+    return Groups(found, [list(of) for of in members], numbers)
+
+
+def find_groups(
+    own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]], settings: Sequence[Any]
+) -> tuple[list[int | None], list[str]]:
+    """For each group here the number of the saved one that it goes on with, and what does not fit.
+
+    Args:
+        own: the parameters of the groups here.
+        saved: those of the saved groups.
+        settings: of the saved groups.
+    """
+    number_of = {name: number for number, names in enumerate(saved) for name in names}
+    found: list[int | None] = []
+    problems = []
+    for place, names in enumerate(own):
+        numbers = list(dict.fromkeys(number_of[name] for name in names if name in number_of))
+        if any(settings[number] != settings[numbers[0]] for number in numbers):
+            problems.append(
+                f"group {place} has parameters that were saved in groups of different settings: "
+                + "; ".join(f"{saved[n][0]!r} with {_told(settings[n])}" for n in numbers)
+            )
+        same_count = len(own) == len(saved)
+        found.append(
+            numbers[0] if numbers else place if same_count and place < len(saved) else None
+        )
+    return found, problems
+
+
+def _told(settings: Any) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
+
+
+# ---- one rank's states that were loaded on another
+
+_NAME = "penstock_name"
+"""The attribute of a parameter that has its name: a weak reference would forbid torch to swap tensors."""
+_SEEN: WeakKeyDictionary[Optimizer, list[tuple[int, str]]] = WeakKeyDictionary()
+_hooked = False
+
+
+def remember_names(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Have the optimizers of these parameters marked with what they hold, and checked."""
+    global _hooked
+    for name, parameter in parameters:
+        setattr(parameter, _NAME, name)
+    if not _hooked:
+        register_optimizer_step_pre_hook(_check_mark)
+        _hooked = True
+
+
+def _check_mark(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before each step: whether the groups' marks, which come along with a state dict, are their own."""
+    del args, kwargs
+    groups = optimizer.param_groups
+    seen = _SEEN.get(optimizer, [])
+    if seen == [(len(group["params"]), group.get(MARK)) for group in groups]:
+        return
+    marks = [_mark(group["params"]) for group in groups]
+    for number, (group, mark) in enumerate(zip(groups, marks, strict=True)):
+        # What was there before a group grew is no mark of another rank.
+        grown = number < len(seen) and seen[number][0] != len(group["params"])
+        if mark and not grown and group.get(MARK, mark) != mark:
+            raise StateDictError(
+                f"this optimizer was given the state of another one: its group {number} holds {mark}, the "
+                f"state is of {group[MARK]}. An optimizer's own state_dict() holds positions, which mean "
+                "other parameters on each rank; save and load with penstock.Checkpoints, or with "
+                "pipe.optimizer_state_dict(optimizer, full=True) and pipe.load_optimizer_state_dict()"
+            )
+        if mark:
+            group[MARK] = mark
+    _SEEN[optimizer] = [
+        (len(group["params"]), mark) for group, mark in zip(groups, marks, strict=True)
+    ]
+
+
+def _mark(parameters: Sequence[Tensor]) -> str:
+    """What a group holds, in a word; empty for parameters that are no pipeline's."""
+    names: list[str] = [getattr(parameter, _NAME, "") for parameter in parameters]
+    if not names or not all(names):
+        return ""
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+    return f"{len(names)} parameters from {names[0]!r} to {names[-1]!r} ({digest})"
+
+
+# ---- state dicts by name
+
+
+def named_state_dict(held: OptimizerStates) -> dict[str, Any]:
+    """The states as a state dict whose keys are names: the form of ``torch.distributed.checkpoint``."""
+    groups = [
+        {"params": list(names), **settings}
+        for names, settings in zip(held.groups, held.settings, strict=True)
+    ]
+    return {**held.rest, "state": held.states, "param_groups": groups}
+
+
+def copies(state: Any) -> Any:
+    """A state whose tensors are whole, on the CPU and its own."""
+    if isinstance(state, Tensor):
+        return whole(state).cpu().clone()
+    if isinstance(state, dict):
+        return {key: copies(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(copies, state))
+    return state
+
+
+def check_named(state: Mapping[str, Any]) -> None:
+    """Check that a state dict's keys are names.
+
+    Raises:
+        StateDictError: they are positions, as in an optimizer's own, or it is no state dict at all.
+    """
+    if not {"state", "param_groups"} <= state.keys():
+        raise StateDictError(
+            f"an optimizer's state dict has 'state' and 'param_groups', not {sorted(map(str, state))}; give "
+            "what pipe.optimizer_state_dict(optimizer) gave"
+        )
+    members = [name for group in state["param_groups"] for name in group["params"]]
+    if not all(isinstance(name, str) for name in (*members, *state["state"])):
+        raise StateDictError(
+            "this optimizer's state dict holds positions, which mean other parameters on each rank; save "
+            "what pipe.optimizer_state_dict(optimizer, full=True) gives, or use penstock.Checkpoints"
+        )
+
+
+class NamedStates:
+    """An optimizer as a value of ``torch.distributed.checkpoint``: every rank saves and loads its part.
+
+    The keys are those that torch's ``get_optimizer_state_dict`` gives for the unsplit model with
+    ``flatten_optimizer_state_dict=True``.
+
+    Args:
+        optimizer: of parameters that live in this process.
+        names: gives the parameters' names, by identity.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Callable[[], Mapping[int, str]]) -> None:
+        self._optimizer = optimizer
+        self._names = names
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states, under flat keys; an optimizer that has not stepped yet makes them first."""
+        _make_states(self._optimizer)
+        held = read_states(self._optimizer, self._names(), "the optimizer")
+        found = {
+            f"state.{name}.{key}": value
+            for name, state in held.states.items()
+            for key, value in state.items()
+        }
+        for members, settings in zip(held.groups, held.settings, strict=True):
+            found |= {f"param_groups.{n}.{key}": v for n in members for key, v in settings.items()}
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what was saved.
+
+        Raises:
+            StateDictError: parameters of one group had different settings.
+        """
+        names = self._names()
+        held = read_states(self._optimizer, names, "the optimizer")
+        for place, members in enumerate(held.groups):
+            given = [_below(state, f"param_groups.{name}.") for name in members]
+            if any(repr(one) != repr(given[0]) for one in given):
+                raise StateDictError(
+                    f"the parameters of the optimizer's group {place} were saved with different settings; "
+                    "make the groups as they were then"
+                )
+            held.settings[place] |= given[0] if given else {}
+            for name in members:
+                held.states[name] = _below(state, f"state.{name}.") or held.states.get(name, {})
+        held.states = {name: of for name, of in held.states.items() if of}
+        write_states(self._optimizer, names, held, "the optimizer")
+
+
+def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {
+        key[len(prefix) :]: value
+        for key, value in state.items()
+        if key.startswith(prefix) and "." not in key[len(prefix) :]
+    }
+
+
+@torch.no_grad()
+def _make_states(optimizer: Optimizer) -> None:
+    """Have an optimizer make what it keeps, as it does in its first step; parameters stay as they are."""
+    if optimizer.state:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = [(parameter.grad, parameter.detach().clone()) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    try:
+        optimizer.step()
+    finally:
+        for parameter, (grad, value) in zip(parameters, before, strict=True):
+            parameter.grad = grad
+            parameter.copy_(value)

@@ -1,0 +1,205 @@
+"""States as JSON and tensors, both ways: what a file can hold without pickle."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.errors import CheckpointError, InputFileError
+
+MARK = "$"
+"""The key of a JSON object that stands for something else than a dict."""
+
+Read = Callable[[str], Any]
+"""Gives the tensor of a key."""
+
+_PLAIN = (bool, int, str, type(None))
+_DICTS: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
+_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "size": lambda items: torch.Size(items),
+}
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """A state as JSON data.
+
+    Args:
+        value: the state: numbers, texts, bytes, dicts and sequences of them, tensors and numpy's arrays.
+        path: where it is, for messages and for the keys of its tensors.
+        tensors: gets the tensors, by key.
+
+    Raises:
+        CheckpointError: it holds something else; the message says where, and what.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {MARK: "float", "of": str(value)}
+    if isinstance(value, Tensor):
+        return _tensor(value, path, tensors)
+    if kind is list:
+        return [encode(one, f"{path}/{i}", tensors) for i, one in enumerate(value)]
+    if kind in _DICTS:
+        return _mapping(value, path, tensors)
+    if kind is deque:
+        items = [encode(one, f"{path}/{i}", tensors) for i, one in enumerate(value)]
+        return {MARK: "deque", "of": items, "longest": value.maxlen}
+    for name, of in (
+        ("tuple", tuple),
+        ("set", set),
+        ("frozenset", frozenset),
+        ("size", torch.Size),
+    ):
+        if kind is of:
+            members = sorted(value, key=repr) if "set" in name else value
+            return {MARK: name, "of": encode(list(members), path, tensors)}
+    return _leaf(value, path, tensors)
+
+
+def _mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+    if type(value) is dict and all(type(key) is str for key in value) and MARK not in value:
+        return {key: encode(one, f"{path}/{key}", tensors) for key, one in value.items()}
+    items = [
+        [encode(key, f"{path}/a key", tensors), encode(one, f"{path}/{key}", tensors)]
+        for key, one in value.items()
+    ]
+    # What a defaultdict makes is code; the items are all that can be stored.
+    name = "dict" if isinstance(value, defaultdict) else type(value).__name__
+    return {MARK: name, "of": items}
+
+
+def _leaf(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, (bytes, bytearray)):
+        return {MARK: type(value).__name__, "of": base64.b64encode(value).decode()}
+    if type(value) is complex:
+        return {MARK: "complex", "of": [repr(value.real), repr(value.imag)]}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {MARK: type(value).__name__, "of": str(value).removeprefix("torch.")}
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        content = base64.b64encode(value.tobytes()).decode()
+        return {MARK: "number", "dtype": str(value.dtype), "of": content}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        found = _tensor(torch.from_numpy(np.ascontiguousarray(value)), path, tensors)
+        return {**found, MARK: "array"}
+    raise CheckpointError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: "
+        "it holds numbers, texts, bytes, dicts, lists, tuples, sets, tensors and arrays of numbers; let its "
+        "owner's state_dict() give those"
+    )
+
+
+def _tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        raise CheckpointError(
+            f"{path} is a tensor of layout {value.layout}, which a checkpoint cannot hold; make it dense"
+        )
+    key, count = path, 1
+    while key in tensors:
+        key, count = f"{path}~{count}", count + 1
+    tensors[key] = value.detach()
+    return {MARK: "tensor", "key": key}
+
+
+def decode(value: Any, read: Read) -> Any:
+    """The state that was encoded.
+
+    Args:
+        value: JSON data.
+        read: gives the tensors.
+
+    Raises:
+        InputFileError: it is nothing that :func:`encode` makes.
+    """
+    if isinstance(value, list):
+        return [decode(one, read) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if MARK not in value:
+        return {key: decode(one, read) for key, one in value.items()}
+    try:
+        return _decoded(value[MARK], value, read)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, InputFileError):
+            raise
+        raise InputFileError(f"{value} stands for nothing that a checkpoint holds") from error
+
+
+def _decoded(kind: str, value: Mapping[str, Any], read: Read) -> Any:
+    if kind == "tensor":
+        return read(value["key"])
+    if kind == "array":
+        return read(value["key"]).numpy()
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](decode(value["of"], read))
+    if kind in ("dict", "OrderedDict", "Counter"):
+        made: Any = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind]()
+        # A Counter counts what it is given as pairs, and takes a mapping as it is.
+        made.update({decode(key, read): decode(one, read) for key, one in value["of"]})
+        return made
+    if kind == "deque":
+        return deque(decode(value["of"], read), value["longest"])
+    return _scalar(kind, value["of"], value)
+
+
+def _scalar(kind: str, of: Any, value: Mapping[str, Any]) -> Any:
+    if kind == "float":
+        return float(of)
+    if kind == "complex":
+        return complex(*map(float, of))
+    if kind in ("bytes", "bytearray"):
+        return base64.b64decode(of) if kind == "bytes" else bytearray(base64.b64decode(of))
+    if kind == "number":
+        return np.frombuffer(base64.b64decode(of), dtype=np.dtype(value["dtype"]))[0]
+    if kind == "dtype" and isinstance(getattr(torch, of, None), torch.dtype):
+        return getattr(torch, of)
+    if kind == "device":
+        return torch.device(of)
+    raise InputFileError(f"{kind!r} is nothing that a checkpoint holds")
+
+
+# ---- settings: a value, or a tensor of one number
+
+
+def encode_inline(value: Any, path: str) -> Any:
+    """A setting as JSON data; a tensor in it, such as a learning rate, as a number and its type."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {
+            MARK: "setting",
+            "of": value.item(),
+            "dtype": str(value.dtype).removeprefix("torch."),
+        }
+    tensors: dict[str, Tensor] = {}
+    found = encode(value, path, tensors)
+    if tensors:
+        raise CheckpointError(
+            f"{path} holds tensors, which only an object with a state_dict() can keep"
+        )
+    return found
+
+
+def decode_inline(value: Any, now: Any) -> Any:
+    """A setting that was encoded by :func:`encode_inline`.
+
+    Args:
+        value: JSON data.
+        now: what the setting is where it is loaded; a tensor stays on its device.
+    """
+    if not isinstance(value, dict) or value.get(MARK) != "setting":
+        return decode(value, _no_tensor)
+    device = now.device if isinstance(now, Tensor) else None
+    return torch.tensor(value["of"], dtype=getattr(torch, value["dtype"]), device=device)
+
+
+def _no_tensor(key: str) -> Any:
+    raise InputFileError(f"{key} is a tensor where none can be")

@@ -1,0 +1,497 @@
+"""What is saved comes back, what is not whole is never loaded, and what does not fit is told beforehand."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock import Checkpoints, LossScaler, Pipeline
+from penstock.checkpoint import folder as folders
+from penstock.checkpoint import saving, shards
+from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
+
+
+class Keeps:
+    """Any object with a state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def linear(width: int = 3, **options: Any) -> nn.Linear:
+    torch.manual_seed(width)
+    return nn.Linear(width, 2, **options)
+
+
+def stepped(model: nn.Module, kind: str = "AdamW", steps: int = 2, **options: Any) -> Any:
+    """An optimizer that has something to keep."""
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return optimizer
+
+
+# ---- what is saved comes back
+
+
+STATE = {
+    "numbers": [1, 2**70, 0.1, float("inf"), True, None, 1 + 2j],
+    "keys": {1: "a", (2, 3): "b"},
+    "sets": [{1, 2}, frozenset("ab"), deque([1, 2], 5), (1, (2,))],
+    "kinds": OrderedDict(b=1, a=Counter({3: 2})),
+    "bytes": b"\x00\xff",
+    "torch": [torch.float16, torch.Size([2, 3]), torch.device("cpu")],
+    "numpy": [np.float32(0.1), np.int64(3)],
+    "$": "a key of our own",
+}
+
+
+def test_any_state_comes_back(tmp_path: Path) -> None:
+    random.seed(1)
+    generator = np.random.RandomState(3)
+    tensors: dict[str, Any] = {
+        "rng": torch.get_rng_state(),
+        "nested": [torch.arange(3), torch.tensor(1.5)],
+    }
+    state = {**STATE, "python": random.getstate(), "numpy state": generator.get_state()}
+    given, found, other = Keeps(state), Keeps(), Keeps()
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(0, loader=given, other=Keeps(tensors), extra={"mine": [1, "ä"]})
+    assert checkpoints.load(loader=found, other=other) == 0
+    assert repr(found.state) == repr(state)
+    assert checkpoints.extra == {"mine": [1, "ä"]}
+    assert torch.equal(other.state["rng"], tensors["rng"])
+    assert other.state["nested"][1] == 1.5
+
+
+@pytest.mark.parametrize(
+    "value", [object(), lambda: 1, torch.zeros(2).to_sparse(), np.array(["a"])]
+)
+def test_what_cannot_be_stored_is_told_by_its_place(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match="loader/sampler/1 is a"):
+        Checkpoints(tmp_path).save(0, loader=Keeps({"sampler": [0, value]}))
+    assert list(tmp_path.glob("[!.]*")) == []
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9},
+    "AdamW": {"amsgrad": True},
+    "Adafactor": {},
+    "Muon": {},
+    "RMSprop": {},
+    "NAdam": {},
+    "Rprop": {},
+}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_optimizers_that_keep_states_for_each_parameter(tmp_path: Path, kind: str) -> None:
+    model, other = linear(bias=kind != "Muon"), linear(bias=kind != "Muon")
+    optimizer = stepped(model, kind, **KINDS[kind])
+    Checkpoints(tmp_path).save(2, model=model, optimizer=optimizer)
+    resumed = stepped(other, kind, 0, **KINDS[kind])
+    assert Checkpoints(tmp_path).load(model=other, optimizer=resumed) == 2
+    for one in (model, other):
+        for parameter in one.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    resumed.step()
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
+
+
+def test_states_keep_their_types(tmp_path: Path) -> None:
+    """torch's own load_state_dict casts what is kept to the parameter's type."""
+    model = linear(dtype=torch.bfloat16)
+    optimizer = stepped(model)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].float() + 1e-4
+    Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer)
+    resumed = stepped(model, steps=0)
+    Checkpoints(tmp_path).load(model=model, optimizer=resumed)
+    assert torch.equal(
+        resumed.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
+    )
+
+
+def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+    Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer)
+    resumed = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    Checkpoints(tmp_path).load(model=model, optimizer=resumed)
+    assert resumed.param_groups[0]["lr"] == torch.tensor(0.25)
+
+
+@pytest.mark.parametrize("kind", ["LBFGS"])
+def test_optimizers_that_keep_one_state_are_refused(tmp_path: Path, kind: str) -> None:
+    optimizer = getattr(torch.optim, kind)(linear().parameters())
+    with pytest.raises(UsageError, match=f"optimizer= is an {kind}"):
+        Checkpoints(tmp_path).save(0, model=linear(), optimizer=optimizer)
+
+
+def test_a_scaler_schedulers_and_what_is_none(tmp_path: Path) -> None:
+    model = linear()
+    optimizer = stepped(model, steps=0)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2),
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5]),
+        ],
+        [2],
+    )
+    optimizer.step()
+    scheduler.step()
+    scaler = LossScaler(128.0)
+    Checkpoints(tmp_path).save(
+        1, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=None
+    )
+    states = scheduler.state_dict(), scaler.state_dict()
+    for _ in range(4):
+        scheduler.step()
+    Checkpoints(tmp_path).load(
+        model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=None
+    )
+    assert (repr(scheduler.state_dict()), scaler.state_dict()) == (repr(states[0]), states[1])
+
+
+def test_a_module_beside_the_model_has_an_optimizer_too(tmp_path: Path) -> None:
+    model, critic = linear(), linear(4)
+    optimizer = torch.optim.SGD([*model.parameters(), *critic.parameters()], momentum=0.5)
+    for parameter in [*model.parameters(), *critic.parameters()]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = critic.weight.detach().clone()
+    Checkpoints(tmp_path).save(1, model=model, critic=critic, optimizer=optimizer)
+    optimizer.step()
+    Checkpoints(tmp_path).load(model=model, critic=critic, optimizer=optimizer)
+    assert torch.equal(critic.weight, before)
+    assert optimizer.state[critic.weight]["momentum_buffer"].eq(1).all()
+
+
+# ---- groups
+
+
+def test_groups_that_ranks_make_in_their_own_way() -> None:
+    from penstock.weights.optimizers import find_groups, merge_groups
+
+    one, two, three = {"lr": 1}, {"lr": 2}, {"lr": 3}
+    merged = merge_groups([[(one, ["a"]), (two, ["b"])], [(two, ["c"]), (three, ["d"])]])
+    assert merged.members == [["a"], ["b", "c"], ["d"]]
+    assert merged.numbers == [[0, 1], [1, 2]]
+    assert find_groups([["d"], ["c", "b"]], merged.members, merged.settings) == ([2, 1], [])
+    _, problems = find_groups([["a", "c"]], merged.members, merged.settings)
+    assert "group 0 has parameters that were saved in groups of different settings" in problems[0]
+
+
+def test_a_group_for_each_layer_and_its_scheduler(tmp_path: Path) -> None:
+    """Another order of groups, and another number: each parameter keeps the settings that it had."""
+    model = nn.Sequential(linear(), nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def made(order: list[int]) -> tuple[Any, Any]:
+        groups = [{"params": model[i].parameters(), "lr": 0.1 * (i + 1)} for i in order]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    optimizer, scheduler = made([0, 1, 2])
+    optimizer.step()
+    scheduler.step()
+    Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, scheduler=scheduler)
+    other, follows = made([2, 0, 1])
+    Checkpoints(tmp_path).load(model=model, optimizer=other, scheduler=follows)
+    assert [group["lr"] for group in other.param_groups] == pytest.approx([0.15, 0.05, 0.1])
+    assert follows.base_lrs == pytest.approx([0.3, 0.1, 0.2])
+
+
+# ---- what does not fit
+
+
+def test_all_that_does_not_fit_is_told_before_anything_is_changed(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": linear(), "b": linear(), "c": linear(4)})
+    optimizer = torch.optim.SGD(model.parameters())
+    Checkpoints(tmp_path).save(4, model=model, optimizer=optimizer)
+    other = nn.ModuleDict({"a": linear(5), "c": linear(4, dtype=torch.float64), "d": linear()})
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    checkpoints, keeps = Checkpoints(tmp_path), Keeps()
+    adam = torch.optim.Adam(other.parameters())
+    with pytest.raises(StateDictError) as raised:
+        checkpoints.load(model=other, optimizer=adam, loader=keeps)
+    for text in (
+        "step-00000004 does not fit, and nothing was loaded",
+        "model/a.weight: [2, 3] was saved, [2, 5] is here",
+        "missing in it: model/d.weight, model/d.bias, optimizer/d.weight, optimizer/d.bias",
+        "in it, but not here: model/b.bias, model/b.weight, optimizer/b.bias, optimizer/b.weight",
+        "model/c.weight: torch.float32 was saved, torch.float64 is here",
+        "optimizer= is of the class Adam, SGD was saved",
+        "loader= was not saved; there are model=, optimizer=",
+    ):
+        assert text in str(raised.value)
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
+
+
+def test_what_fits_is_loaded_where_not_all_must(tmp_path: Path, caplog: Any) -> None:
+    model = nn.ModuleDict({"a": linear(), "b": linear()})
+    Checkpoints(tmp_path).save(4, model=model, optimizer=stepped(model))
+    saved = model.get_parameter("a.weight").detach().clone()
+    old, new = linear(), linear()
+    other = nn.ModuleDict({"a": old, "d": new})
+    optimizer = stepped(other, steps=1)
+    with caplog.at_level(logging.WARNING):
+        assert Checkpoints(tmp_path).load(strict=False, model=other, optimizer=optimizer) == 4
+    assert "missing in it: model/d.weight" in caplog.text
+    assert torch.equal(old.weight, saved)
+    assert optimizer.state[old.weight]["step"] == 2
+    assert optimizer.state[new.weight]["step"] == 1
+
+
+def test_another_model(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).save(1, model=nn.ModuleDict({"a": linear()}))
+    with pytest.raises(StateDictError, match="is of another model, and nothing was loaded"):
+        Checkpoints(tmp_path).load(model=nn.ModuleDict({"x": linear()}))
+
+
+def test_what_was_saved_and_not_asked_for_is_told(tmp_path: Path, caplog: Any) -> None:
+    model = linear()
+    optimizer = stepped(model)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, scheduler=scheduler)
+    Checkpoints(tmp_path).load(model=model)
+    assert caplog.text == ""
+    Checkpoints(tmp_path).load(model=model, optimizer=optimizer)
+    assert "also holds scheduler, which load() was not given" in caplog.text
+
+
+def test_calls_that_mean_nothing(tmp_path: Path) -> None:
+    model = linear()
+    for options, text in (
+        ({"model": model, "pipe": linear()}, "give pipe= or model="),
+        ({"loader": [1]}, "loader= was given a list"),
+        ({"optimizer": stepped(linear())}, "optimizer= was given without pipe= or model="),
+        (
+            {"model": model, "optimizer": stepped(linear())},
+            "has parameters that the model has not: number 0",
+        ),
+    ):
+        with pytest.raises(UsageError, match=text):
+            Checkpoints(tmp_path).save(1, **options)
+    with pytest.raises(UsageError, match="keep=0: must be how many"):
+        Checkpoints(tmp_path, keep=0)
+    with pytest.raises(UsageError, match="step=-1: must be the number of steps"):
+        Checkpoints(tmp_path).save(-1, model=model)
+    assert Checkpoints(tmp_path / "none").load(model=model) is None
+    Checkpoints(tmp_path).save(1, model=model)
+    with pytest.raises(UsageError, match="has no checkpoint of it; it has those of steps 1"):
+        Checkpoints(tmp_path).load(2, model=model)
+
+
+# ---- the folder
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def test_the_latest_is_the_one_written_last_and_old_ones_go(tmp_path: Path) -> None:
+    checkpoints, model = Checkpoints(tmp_path, keep=2), linear()
+    for step in (1, 2, 5):
+        checkpoints.save(step, model=model)
+    assert checkpoints.steps() == [5, 2]
+    # Whoever goes back to an older one and on from there has left the newer ones behind.
+    checkpoints.save(3, model=model)
+    assert Checkpoints(tmp_path).load(model=model) == 3
+    # One that is saved again takes the place of the first, only when it is whole.
+    checkpoints.save(3, model=model)
+    assert checkpoints.steps() == [3, 5]
+    assert steps(tmp_path) == ["step-00000003-2", "step-00000005"]
+
+
+def every_file(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("step-*/*") if path.is_file())
+
+
+def test_bytes_that_are_flipped_or_cut_are_named_and_the_one_before_is_taken(
+    tmp_path: Path, caplog: Any
+) -> None:
+    checkpoints, model = Checkpoints(tmp_path), linear()
+    checkpoints.save(1, model=model, optimizer=stepped(model))
+    good = model.weight.detach().clone()
+    newest = checkpoints.save(2, model=model, optimizer=stepped(model)).path
+    assert newest is not None
+    for path in every_file(newest.parent):
+        if path.parent != newest:
+            continue
+        content = path.read_bytes()
+        places = [0, 5, 9, 30, len(content) // 3, len(content) - 1, *range(11, len(content), 97)]
+        broken = [
+            content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :] for place in places
+        ]
+        for damaged in [*broken, content[:-1], content[: len(content) // 2], b"", content + b" "]:
+            path.write_bytes(damaged)
+            caplog.clear()
+            other = linear(3)
+            with torch.no_grad():
+                other.weight.zero_()
+            assert Checkpoints(tmp_path).load(model=other, optimizer=stepped(other, steps=0)) == 1
+            assert str(path) in caplog.text
+            assert torch.equal(other.weight, good)
+        path.write_bytes(content)
+    path.unlink()
+    with pytest.raises(InputFileError, match=f"no checkpoint in .* is whole: .*{path.name}"):
+        Checkpoints(tmp_path).load(2, model=model)
+
+
+def test_a_table_leads_to_no_other_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match="outside of its folder"):
+        folders.Found(tmp_path, 0, 0).file("../other")
+
+
+def saved_whole(checkpoints: Checkpoints, step: int, model: nn.Module) -> None:
+    checkpoints.save(step, model=model)
+    checkpoints.wait()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("moment", ["write_shard", "_write_table", "_sync"])
+def test_a_full_disk_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, asynchronous: bool
+) -> None:
+    model = linear()
+    checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=asynchronous)
+    saved_whole(checkpoints, 1, model)
+
+    def full(*_: Any, **__: Any) -> None:
+        error = OSError(28, "No space left on device")
+        raise (
+            CheckpointError(f"x cannot be written: {error.strerror}")
+            if moment == "write_shard"
+            else error
+        )
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saving if moment == "write_shard" else folders, moment, full)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            saved_whole(checkpoints, 2, model)
+    assert steps(tmp_path) == ["step-00000001"]
+    assert list(tmp_path.glob(".writing*")) == []
+    saved_whole(checkpoints, 3, model)
+    assert steps(tmp_path) == ["step-00000003"]
+
+
+def test_what_is_written_beside_the_training_is_as_it_was(tmp_path: Path) -> None:
+    model, checkpoints = linear(), Checkpoints(tmp_path, asynchronous=True)
+    before = model.weight.detach().clone()
+    said = checkpoints.save(1, model=model)
+    with torch.no_grad():
+        model.weight.add_(1)
+    checkpoints.wait()
+    assert "being written" in str(said) or said.path
+    assert checkpoints.last is not None
+    assert (
+        checkpoints.last.bytes == model.weight.nbytes + model.bias.nbytes
+        or checkpoints.last.bytes > 0
+    )
+    assert f"{checkpoints.last.seconds:.3f} s, stalled" in str(checkpoints.last)
+    assert Checkpoints(tmp_path).load(model=model) == 1
+    assert torch.equal(model.weight, before)
+
+
+OTHER = """
+import sys, torch
+from torch import nn
+from penstock import Checkpoints
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(7, model=nn.Linear(3, 2))
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_runs_that_write_into_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_WAITS", 0.0)
+    command = [sys.executable, "-c", OTHER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"saved\n"
+        with pytest.raises(UsageError, match=rf"another run writes.*\(process {other.pid} on "):
+            Checkpoints(tmp_path).save(1, model=linear())
+        other.kill()
+    # What a killed run has left is no lock.
+    (tmp_path / ".writing-9-abc").mkdir()
+    Checkpoints(tmp_path).save(8, model=linear())
+    assert steps(tmp_path) == ["step-00000007", "step-00000008"]
+    assert list(tmp_path.glob(".writing*")) == []
+
+
+# ---- what is read
+
+
+def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "BLOCK", 64)
+    model = nn.Linear(16, 64, bias=False)
+    Checkpoints(tmp_path).save(1, model=model)
+    from penstock.checkpoint.loading import Table
+
+    table = Table(folders.find(tmp_path)[0])
+    read: list[int] = []
+    fill = shards.fill
+
+    def counted(path: Path, memory: memoryview, begin: int) -> None:
+        read.append(len(memory))
+        fill(path, memory, begin)
+
+    monkeypatch.setattr(shards, "fill", counted)
+    found = table.read("model/weight", ((8, 3), (2, 5)))
+    assert torch.equal(found, model.weight[8:10, 3:8])
+    assert read == [128]
+
+
+def test_files_open_with_the_package_of_the_format(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    path = Checkpoints(tmp_path).save(1, model=linear()).path
+    assert path is not None
+    with safe_open(path / "states-00001.safetensors", framework="pt") as file:
+        assert torch.equal(file.get_tensor("model/weight"), linear().weight)
+
+
+# ---- what goes on without a checkpoint's randomness
+
+
+def test_random_numbers_follow_the_step_of_a_plain_loop(tmp_path: Path, caplog: Any) -> None:
+    model = nn.Sequential(linear(), nn.Linear(2, 2))
+    Checkpoints(tmp_path).save(9, model=model)
+    pipe = Pipeline(model, ranks=2, seed=3)
+    assert Checkpoints(tmp_path).load(pipe=pipe) == 9
+    assert pipe.randomness.state_dict() == {"seed": 3, "step": 9}
+    assert "the next step is taken as number 9" in caplog.text
+
+
+def test_the_folder_is_only_read_by_loading(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).save(1, model=linear())
+    before = sorted(os.listdir(tmp_path))
+    (tmp_path / ".lock").unlink(missing_ok=True)
+    Checkpoints(tmp_path).load(model=linear())
+    assert sorted({*os.listdir(tmp_path), ".lock"}) == before

@@ -1,0 +1,108 @@
+"""A process that is killed at any moment of saving leaves a whole checkpoint.
+
+``python -m benchmarks checkpoints`` kills ranks of a pipeline and their launcher, at random moments.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import Checkpoints
+from penstock.checkpoint import folder as folders
+from penstock.checkpoint import shards
+from penstock.checkpoint.loading import Table
+
+MOST = 200
+"""Moments of one saving; there are about fifty."""
+
+
+def kill_at(moment: int) -> None:
+    """Have this process be killed when it does something with files for the so-manieth time."""
+    left = moment
+
+    def count(*_: Any) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(*args: Any) -> Any:
+            count()
+            found = function(*args)
+            count()
+            return found
+
+        return inner
+
+    # In the middle of a file: each block that was written, and each time the disk is waited for.
+    shards.crc32 = counted(shards.crc32)  # type: ignore[attr-defined]
+    os.fsync = counted(os.fsync)
+
+    def audit(event: str, args: Any) -> None:
+        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"):
+            count()
+
+    sys.addaudithook(audit)
+
+
+def model_at(step: int) -> nn.Module:
+    torch.manual_seed(step)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def in_child(function: Callable[[], None]) -> int:
+    """The status of a child that runs a function."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            function()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_kill_at_each_moment(tmp_path: Path, asynchronous: bool) -> None:
+    def save(step: int, moment: int) -> None:
+        checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=asynchronous)
+        if moment:
+            kill_at(moment)
+        checkpoints.save(step, model=model_at(step))
+        checkpoints.wait()
+
+    assert in_child(lambda: save(1, 0)) == 0
+    last, statuses, steps = 1, [], set()
+    for moment in range(1, MOST, 3):
+        step = moment + 1
+        status = in_child(lambda step=step, moment=moment: save(step, moment))  # type: ignore[misc]
+        statuses.append(status)
+        found = folders.find(tmp_path)[0]
+        Table(found).verify_all()
+        # The last whole one, or the new one where the kill came late.
+        assert found.step in (last, step)
+        steps.add(found.step == step)
+        loaded = model_at(0)
+        assert Checkpoints(tmp_path).load(model=loaded) == found.step
+        expected = model_at(found.step).state_dict()
+        assert all(torch.equal(expected[n], t) for n, t in loaded.state_dict().items())
+        last = found.step
+        if not status:
+            break
+    assert statuses[-1] == 0
+    assert set(statuses[:-1]) == {-signal.SIGKILL}
+    assert len(statuses) > 12
+    assert steps == {True, False}
+    # What the killed ones have left is gone with the next one.
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", f"step-{last:08d}"]

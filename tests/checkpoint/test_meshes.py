@@ -1,0 +1,125 @@
+"""Pipelines with replicas, whose states are whole on each or sharded over them: two by two processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from penstock import Checkpoints
+from penstock.checkpoint.folder import find
+from penstock.checkpoint.loading import Table
+from penstock.errors import CheckpointError, PenstockError
+from penstock.testing import WorkerPool
+from tests.checkpoint.runs import AFTER, BEFORE, Run, resumed, saved
+
+LIMIT = 2e-6
+
+
+class Loader:
+    """A data loader of a replica."""
+
+    def __init__(self, position: int = -1) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "order": torch.arange(self.position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+        assert torch.equal(state["order"], torch.arange(self.position))
+
+
+def trained(group: Any, folder: str, how: str, plain: str) -> list[Any]:
+    """A worker's task: save, go on, and resume from one's own and from the unsplit model's checkpoint."""
+    run = Run("1F1B", 2, how=how)
+    assert run.pipe is not None
+    replica = run.pipe.replicas.index
+    run.train(BEFORE)
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(BEFORE, loader=Loader(replica + 5), **run.states)
+    own = run.train(AFTER)
+    found = []
+    for source in (folder, plain):
+        other, loader = Run("1F1B", 2, how=how), Loader()
+        states = other.states | ({"loader": loader} if source == folder else {})
+        other.step = Checkpoints(source).load(**states) or 0
+        found.append([loader.position - replica, other.train(AFTER)])
+        other.close()
+    run.close()
+    checkpoints.close()
+    return [own, found]
+
+
+@pytest.mark.parametrize("how", ["replicas", "fsdp"])
+def test_two_by_two_and_back(workers: WorkerPool, tmp_path: Path, how: str) -> None:
+    plain, folder = tmp_path / "plain", tmp_path / "mesh"
+    expected = saved(plain, "plain", 1)
+    answers = workers.run(f"{__name__}:trained", 4, folder=str(folder), how=how, plain=str(plain))
+    for own, [[first, again], [second, from_plain]] in answers:
+        assert (first, second in (-1, -2)) == (5, True)
+        assert own == pytest.approx(expected, abs=LIMIT)
+        assert again == own
+        assert from_plain == pytest.approx(expected, abs=LIMIT)
+    # All four have written their part, about equally much.
+    table = Table(find(folder)[0])
+    sizes = [about["bytes"] for about in table.files.values()]
+    assert len(sizes) == 4
+    assert max(sizes) < 2 * min(sizes)
+    assert table.layout["replicas"] == 2
+    # Any other layout goes on from it; but for the loader, which only two replicas can share.
+    assert resumed(folder, "plain", 1) == pytest.approx(expected, abs=LIMIT)
+    assert resumed(folder, "ZB-V", 4) == pytest.approx(expected, abs=LIMIT)
+    with pytest.raises(
+        PenstockError, match="loader= was different on the 4 processes that saved it"
+    ):
+        Checkpoints(folder).load(loader=Loader())
+    four = workers.run(f"{__name__}:in_four", 4, folder=str(folder))
+    assert all(losses == pytest.approx(expected, abs=LIMIT) for losses in four)
+
+
+def in_four(group: Any, folder: str) -> list[float]:
+    """A worker's task: four stages in four processes."""
+    return resumed(Path(folder), "1F1B", 4, group)
+
+
+def parted(group: Any, folder: str) -> list[str]:
+    """A worker's task: a sharded module without a pipeline; and one rank that fails."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    module = nn.Module()
+    module.weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+    told = []
+    for step, keeps in enumerate([Loader(mesh.get_rank()), Raises(mesh.get_rank())]):
+        try:
+            Checkpoints(folder, group=group).save(step, model=module, keeps=keeps)
+            told.append("saved")
+        except CheckpointError as error:
+            told.append(str(error))
+        except OSError as error:
+            told.append(f"own: {error}")
+    return told
+
+
+class Raises(Loader):
+    """Fails on one rank alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.position == 1:
+            raise OSError("lost its place")
+        return super().state_dict()
+
+
+def test_a_failure_on_one_rank_is_an_error_on_all(workers: WorkerPool, tmp_path: Path) -> None:
+    first, second = workers.run(f"{__name__}:parted", 2, folder=str(tmp_path))
+    assert first == ["saved", "rank 1 cannot save: lost its place"]
+    assert second == ["saved", "own: lost its place"]
+    whole = nn.Module()
+    whole.weight = nn.Parameter(torch.zeros(4, 2))
+    assert Checkpoints(tmp_path).load(model=whole) == 0
+    assert torch.equal(whole.weight, torch.ones(4, 2))
+    assert list(tmp_path.glob(".writing*")) == []

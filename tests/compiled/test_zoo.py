@@ -1,0 +1,99 @@
+"""The zoo of backward's tests, and models of transformers: compiled, the gradients are those without."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Pipeline
+from penstock.compiled import CompiledModule, RefusedError
+from tests.backward.oracle import DeferredEngine, Stage, check
+from tests.backward.zoo import ZOO
+from tests.partition.calls.authors import made
+from tests.partition.calls.driving import square_mean
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+# PENSTOCK_COMPILE=plain takes all that there are, and PENSTOCK_COMPILE=inductor compiles them with it.
+ALL = "PENSTOCK_COMPILE" in os.environ
+BACKEND = os.environ.get("PENSTOCK_COMPILE", "plain")
+TOLERANCE = 1e-12 if BACKEND == "plain" else 1e-5
+OF_ZOO = [
+    "cached_parametrization", "complex_weights", "conv_bn_relu", "custom_function", "experts",
+    "gradient_in_forward", "gradient_penalty_in_forward", "in_place_on_view", "multihead_attention",
+    "nested_weight_outputs", "output_is_weight", "output_not_always_used", "pass_through",
+    "selective_checkpoint", "sparse_embedding", "tied_embedding", "unused_weight",
+    "weights_through_python",
+]  # fmt: skip
+REFUSED = {"gradient_in_forward", "lstm", "gru", "experts"}
+
+
+@pytest.fixture(autouse=True)
+def as_precise_as_can_be(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("tests.backward.oracle.TOLERANCE", TOLERANCE)
+    yield
+    torch.compiler.reset()
+
+
+class CompiledEngine(DeferredEngine):
+    """The deferred engine with a compiled stage, or without where that is refused."""
+
+    def __init__(self) -> None:
+        self.refused = False
+        self.called: Any = None
+
+    def forward(self, stage: Stage, inputs: Sequence[Any]) -> Any:
+        # As a transport delivers them.
+        given = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
+        if self.called is None:
+            self.called = CompiledModule(stage.model, {"backend": BACKEND}, "the stage")
+        try:
+            return self.called(*given)
+        except RefusedError:
+            self.refused, self.called = True, stage.model
+            return self.forward(stage, inputs)
+
+
+@pytest.mark.parametrize("name", sorted(ZOO) if ALL else OF_ZOO)
+def test_zoo(name: str) -> None:
+    engine = CompiledEngine()
+    check({"compiled": engine}, ZOO[name], seed=0)
+    assert engine.refused == (name in REFUSED)
+
+
+ARCHITECTURES = [
+    "bart", "bert", "gemma2", "gpt neox", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2",
+    "roberta", "t5", "vit",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES if ALL else ["bert", "gpt2", "llama"])
+def test_transformers(name: str) -> None:
+    model, kwargs, tolerance = made(name)
+    if BACKEND != "plain":
+        model = model.float()
+        kwargs = {key: v.float() if v.is_floating_point() else v for key, v in kwargs.items()}
+    step: Callable[[nn.Module, Any], list[Any]] = lambda m, how: _step(m, kwargs, how)  # noqa: E731
+    found, expected = step(copy.deepcopy(model), {"backend": BACKEND}), step(model, None)
+    close = max(TOLERANCE, tolerance if tolerance > 1e-8 else 0.0)
+    torch.testing.assert_close(found, expected, rtol=close, atol=close)
+
+
+def _step(model: nn.Module, kwargs: dict[str, Any], compiled: Any) -> list[Any]:
+    pipe = Pipeline(
+        model,
+        schedule="ZB-H1",
+        ranks=2,
+        stages=2,
+        microbatches=2,
+        loss_fn=lambda output, target: square_mean(output),
+        compile=compiled,
+    )
+    result = pipe.step(**kwargs, target=torch.zeros(4))
+    return [result.loss, *(parameter.grad for parameter in model.parameters())]
