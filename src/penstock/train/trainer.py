@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from penstock.train.config import TrainConfig
 from penstock.train.corpus import Corpus
 from penstock.train.display import make_display, say
 from penstock.train.generation import Sampling, generate, readable
-from penstock.train.metrics import StepMetrics
+from penstock.train.metrics import StepMetrics, peak_flops
 from penstock.train.model import GPT, VOCABULARY, next_byte_loss
 from penstock.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from penstock.train.plan import device_of, schedule_of, shape_of, stages_of
@@ -251,12 +251,12 @@ class Run:
 
     def _step(self, step: int) -> StepMetrics:
         started = perf_counter()
-        config, measure = self._config, self._measures(step)
+        config = self._config
         tokens, target = self._corpus.training_batch(
             step, seed=config.seed, batch=config.batch, sequence=config.sequence
         )
         try:
-            result = self._pipe.step(tokens, target=target, record=measure)
+            result = self._pipe.step(tokens, target=target, record=self._records(step))
         except NonFiniteError as error:
             given = f"learning_rate={self._config.learning_rate:g}"
             raise NonFiniteError(f"{given}: {error}; use a lower learning rate") from None
@@ -267,18 +267,26 @@ class Run:
             self._timeline = (step, result.timeline, str(result.timeline_kind))
         return StepMetrics(
             step=step,
+            time=time(),
+            rank=self._rank,
             loss=result.loss,
             gradient_norm=norm,
             learning_rate=rate,
             seconds=seconds,
             tokens_per_second=tokens.numel() / seconds,
-            memory=self._peak_memory() if measure else None,
+            memory=self._peak_memory(),
+            mfu=self._mfu(tokens.numel() / seconds),
             bubble=result.bubble,
             clocks=result.timeline_kind,
+            shown=self._shows(step),
         )
 
-    def _measures(self, step: int) -> bool:
-        """Whether to measure: now and then, and at the end. The first step pays for warming up."""
+    def _records(self, step: int) -> bool:
+        """Whether to note when each action runs: always where it costs nothing."""
+        return self._device.type == "cpu" or self._shows(step)
+
+    def _shows(self, step: int) -> bool:
+        """Whether to show the step: now and then, and at the end. The first step pays for warming up."""
         return step % self._config.log_every == 0 or step == self._config.steps
 
     def _update(self, step: int) -> float:
@@ -287,6 +295,21 @@ class Run:
         self._optimizer.step()
         self._pipe.zero_grad()
         return rate
+
+    @property
+    def _rank(self) -> int:
+        """The first rank of this process."""
+        return self._pipe.schedule.placement.rank_of[self._pipe.stages[0].index]
+
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        """The share of the devices' peak that the model's own operations took, where the peak is known."""
+        peak = peak_flops(self._device)
+        if peak is None:
+            return None
+        schedule = self._pipe.schedule
+        alone = len(self._pipe.stages) == schedule.stages
+        devices = 1 if alone else schedule.ranks
+        return shape_of(self._config).flops * tokens_per_second / (peak * devices)
 
     def _peak_memory(self) -> int:
         """Of the process that holds most."""
