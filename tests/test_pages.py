@@ -39,7 +39,7 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(file: Path) -> None:
-    made = {*pictures.drawn(), *reference.pages()}
+    made = {*pictures.drawn(), *reference.paths()}
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", file.read_text()):
         assert (file.parent / target).exists() or target in made, target
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import griffe
-
 import penstock
 from penstock.cli.main import COMMANDS, loaded
 
@@ -43,6 +41,11 @@ def pages() -> dict[str, str]:
     """Every page of the reference by its path."""
     made = {_path(part): _part(part, title) for part, title in PARTS.items()}
     return {"reference/index.md": _index(), "reference/commands.md": _commands()} | made
+
+
+def paths() -> list[str]:
+    """Where its pages are."""
+    return ["reference/index.md", "reference/commands.md", *map(_path, PARTS)]
 
 
 def navigation() -> list[Any]:
@@ -105,13 +108,13 @@ def _index() -> str:
 
 
 @cache
-def _read() -> griffe.Object:
+def _read() -> Any:
     """Penstock's sources, as mkdocstrings reads them."""
-    found = griffe.load(
+    import griffe  # of the extra docs: the rest of this module does without
+
+    return griffe.load(
         "penstock", search_paths=[str(EXAMPLES.parent / "src")], resolve_aliases=True
     )
-    assert isinstance(found, griffe.Object)
-    return found
 
 
 def _summary(path: str) -> str:

@@ -197,4 +197,4 @@ def test_a_file_that_cannot_run_is_the_files_fault(
     assert run(command, str(path)) == 65
     assert "row 1, column 2: '=cmd()'" in capsys.readouterr().err
     assert run(command, str(path), "-p", "2") == 2
-    assert "--ranks: only for a named schedule" in capsys.readouterr().err
+    assert "--ranks is only for a named schedule" in capsys.readouterr().err

@@ -202,8 +202,7 @@ class LocalRanks:
         ]
         if not told:
             raise UsageError(
-                "there is nothing to explain yet: a program is bound in the first call; call step(), "
-                "eval() or predict() before"
+                "there is nothing to explain yet; call step(), eval() or predict() first"
             )
         return "\n\n".join(told)
 

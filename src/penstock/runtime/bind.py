@@ -153,7 +153,7 @@ class BoundProgram:
             yield from self._run()
             if self._exchange.untaken:
                 left = ", ".join(map(str, self._exchange.untaken))
-                raise MessageError(f"rank {self._rank}: nobody used what came with {left}")
+                raise MessageError(f"rank {self._rank}: no action used what arrived with {left}")
         finally:
             self._exchange.clear()
             for work in self._work.values():

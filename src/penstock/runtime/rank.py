@@ -313,7 +313,7 @@ class Rank:
             return
         if any(call.targets):
             raise UsageError(
-                f"rank {rank}, which has the last stage, was given no target; pass target= there"
+                f"rank {rank}, which has the last stage, was given no target; pass target= on that rank"
             )
         told = None
         if rank == self.number:
@@ -408,7 +408,7 @@ def _check_given(call: ModelCall, inputs: Inputs, schedule: Schedule) -> None:
         if lacking:
             raise UsageError(
                 f"rank {rank} was not given the arguments {lacking}, which stage {stage} takes; pass "
-                "them there, or the whole batch to every rank"
+                "them on that rank, or pass the whole batch on every rank"
             )
 
 

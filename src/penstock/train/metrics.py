@@ -29,7 +29,7 @@ class StepMetrics:
         step: counted from 1.
         time: when it ended, in seconds since 1970.
         rank: the rank that measured it.
-        loss: mean training loss in nats a byte.
+        loss: mean training loss in nats per byte.
         gradient_norm: before clipping.
         learning_rate: that the step used.
         seconds: wall time of the step.

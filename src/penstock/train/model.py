@@ -198,7 +198,7 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 
 def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a byte: logits ``(batch, length, 256)``, target ``(batch, length)``."""
+    """Mean cross-entropy in nats per byte: logits ``(batch, length, 256)``, target ``(batch, length)``."""
     return functional.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 

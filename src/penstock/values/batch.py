@@ -89,7 +89,7 @@ class Microbatches:
         samples: Sequence[int] | None = None,
     ) -> None:
         if not calls:
-            raise MicrobatchError("a list of no microbatches; give at least one")
+            raise MicrobatchError("Microbatches([]) holds no microbatches; give at least one")
         given = {"samples": samples, "targets": targets}
         lengths = {name: len(found) for name, found in given.items() if found is not None}
         wrong = {name: length for name, length in lengths.items() if length != len(calls)}
@@ -115,7 +115,7 @@ class Microbatches:
         """
         if target is not MISSING and target is not None and self.targets is not None:
             raise MicrobatchError(
-                "targets are given with the Microbatches and as target=; give one"
+                "targets were given both in Microbatches(targets=...) and as target=; give one of them"
             )
         found = target if self.targets is None else self.targets
         if found is None:

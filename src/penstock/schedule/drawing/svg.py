@@ -53,7 +53,7 @@ class _Sheet:
 
     @cached_property
     def scale(self) -> float:
-        """Pixels a unit of time: as many as the numbers need, within bounds for the whole."""
+        """Pixels per unit of time: as many as the numbers need, within bounds for the whole."""
         makespan = self.timeline.makespan or 1.0
         durations = sorted(s.duration for s in self.timeline.spans if s.duration > 0)
         typical = durations[len(durations) // 4] if durations else makespan
