@@ -7,13 +7,17 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Arguments for `make run`, such as ARGS="--steps 50 --schedule ZB-H1"
 ARGS ?=
 
-.PHONY: run test check docs package bench fuzz clean
+.PHONY: run test test-all check docs package bench fuzz clean
 
 run: $(VENV)/.installed
 	$(BIN)/penstock train $(ARGS)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadfile --durations 10 $(ARGS)
+
+# Also the products of parameters that `make test` takes a part of; see tests/conftest.py.
+test-all: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n auto --dist loadfile --durations 10 -m "" $(ARGS)
 
 check: $(VENV)/.installed-dev docs
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from benchmarks import (
     inside,
     lengths,
     loading,
+    mesh,
     predictions,
     schedules,
     search,
@@ -39,6 +40,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "loading": loading.compare,
     "cutting": cutting.compare,
     "lengths": lengths.compare,
+    "mesh": mesh.compare,
     "checkpoints": checkpoints.compare,
     "compile": compiling.compare,
 }

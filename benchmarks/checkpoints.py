@@ -58,7 +58,7 @@ class Job:
         )
         self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 10, 0.99)
-        self.states = {
+        self.states: dict[str, Any] = {
             "pipe": self.pipe,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
@@ -122,6 +122,7 @@ def fork(function: Callable[[], object]) -> int:
 
 def launcher(folder: Path, trial: int) -> None:
     """Starts the ranks, which end with it, and waits for them."""
+    os.setsid()
     ranks = [fork(lambda rank=rank: _as_rank(rank, folder, trial)) for rank in range(RANKS)]  # type: ignore[misc]
     (folder / f"ranks-{trial}.partial").write_text(json.dumps(ranks))
     os.replace(folder / f"ranks-{trial}.partial", folder / f"ranks-{trial}")
@@ -137,7 +138,7 @@ def _as_rank(rank: int, folder: Path, trial: int) -> None:
 def killed(folder: Path, trial: int, chance: random.Random) -> str:
     """Start a trial and kill something of it while it saves."""
     before = len(notes(folder))
-    started = fork(lambda: (os.setsid(), launcher(folder, trial)))
+    started = fork(lambda: launcher(folder, trial))
     until = time.monotonic() + 60
     while not any(kind == "saved" for kind, *_ in notes(folder)[before:]):
         if time.monotonic() > until:
@@ -313,7 +314,7 @@ def cost(group: Any, rounds: int, layers: int, width: int, folder: str) -> dict[
     x = torch.randn(4, width)
     pipe.step(x, target=x)
     optimizer.step()
-    states = {"pipe": pipe, "optimizer": optimizer}
+    states: dict[str, Any] = {"pipe": pipe, "optimizer": optimizer}
     theirs = {"model": pipe, "optimizer": pipe.optimizer_state(optimizer)}
     ours, beside = (
         Checkpoints(f"{folder}/a", keep=1),

@@ -1,8 +1,15 @@
-"""What all tests share: one torch thread, and one pool of worker processes for the whole run."""
+"""What all tests share: one torch thread, one pool of worker processes, and which cases are nightly.
+
+A test with several parameters is a product. By default one case runs for each value of the largest parameter,
+with the values of the others in turn, so that every value of each is there; the rest of the product is marked
+``nightly``, which `make test-all` runs too. Tests marked ``whole`` always run all their cases.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -19,3 +26,40 @@ def one_thread() -> None:
 def workers() -> Iterator[WorkerPool]:
     with WorkerPool(4) as pool:
         yield pool
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is nightly, before pytest looks at the marks."""
+    products: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if len(params) > 1 and item.get_closest_marker("whole") is None:
+            products[item.nodeid.partition("[")[0]].append(item)
+    for product in products.values():
+        for item in rest_of(product):
+            item.add_marker("nightly")
+
+
+def rest_of(product: Sequence[Any]) -> list[Any]:
+    """The cases of a test that tell nothing of a single value that the others do not tell."""
+    params = [
+        {name: repr(value) for name, value in item.callspec.params.items()} for item in product
+    ]
+    values = {name: list(dict.fromkeys(of[name] for of in params)) for name in params[0]}
+    longest = max(values, key=lambda name: len(values[name]))
+    seen: set[tuple[str, str]] = set()
+    left = []
+    for item, of in zip(product, params, strict=True):
+        turn = values[longest].index(of[longest])
+        if all(found.index(of[name]) == turn % len(found) for name, found in values.items()):
+            seen.update(of.items())
+        else:
+            left.append((item, of))
+    rest = []
+    # Where not all combinations are there, a value may have had no turn.
+    for item, of in left:
+        if seen.issuperset(of.items()):
+            rest.append(item)
+        seen.update(of.items())
+    return rest

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from penstock import compiled
+from penstock import compiled, parallel
 from penstock.backward import ENGINES, Apart, BackwardEngine, backward_from
 from penstock.errors import SpecError, UsageError
 from penstock.values import arrived, flatten, paths, unflatten
@@ -55,6 +56,7 @@ class PipelineStage:
             gradients that change bits. docs/backward.md says what else they change.
 
     Attributes:
+        own: the slice itself, where something is wrapped around it; names begin there.
         wired: whether the module is called with values by name and the whole call, see ``Partition``.
         changed: which tensors of its arguments the module changed in place in the last forward, counted as
             backward's gradients are.
@@ -84,22 +86,79 @@ class PipelineStage:
         self.index = index
         self.count = count
         self.device = home_of(module) if device is None else torch.device(device)
-        self.module = _moved(module, self.device)
-        self.wired = bool(getattr(module, "wired", False))
+        self._module = _moved(module, self.device)
+        self.own = parallel.unwrapped(self._module)
+        self.wired = bool(getattr(self.own, "wired", False))
         self.changed: Sequence[int] = ()
         self._entrance = Entrance(index)
         self._forwards: dict[int, _Forward] = {}
         self._halves: dict[int, tuple[BackwardEngine, Any]] = {}
-        self._call: Callable[..., Any] = self.module
-        self._compiled: compiled.CompiledModule | None = None
-        if (settings := compilation_of(compile)) is not None:
-            name = f"stage {index}"
-            self._compiled = self._call = compiled.CompiledModule(self.module, settings, name)
+        self._settings = compilation_of(compile)
+        self._compile()
         self._chosen = engine or ""
         self._options = options
-        self._apart = Apart()
+        self._reduced_later, self._apart = False, Apart()
         self._name = engine or DEFAULT_ENGINE
         self._engine = self._new_engine()
+
+    @property
+    def module(self) -> nn.Module:
+        """What is called: the slice, or what a user has put around it, such as DistributedDataParallel."""
+        return self._module
+
+    @module.setter
+    def module(self, module: nn.Module) -> None:
+        if not any(part is self.own for part in module.modules()):
+            self.own = parallel.unwrapped(module)
+        if module is not self._module:
+            if self._compiled is not None:
+                self._compiled.undo()
+            self._module = module
+            self._compile()
+        self._engine = self._new_engine()
+
+    def _compile(self) -> None:
+        self._call: Callable[..., Any] = self._module
+        self._compiled: compiled.CompiledModule | None = None
+        if self._settings is not None:
+            name, around = f"stage {self.index}", self._module
+            made = compiled.CompiledModule(around, self._settings, name, pieces_of=self.own)
+            self._compiled = self._call = made
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters under their names in the slice, whatever is wrapped around it or a part of it."""
+        return parallel.named_parameters(self._module, self.own)
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Parameters and buffers, so named, each as often as it has names."""
+        return [
+            *parallel.named_parameters(self._module, self.own, every_name=True),
+            *parallel.named_buffers(self._module, self.own),
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the module has to save, so named."""
+        found = self._module.state_dict()
+        names = parallel.names_without_wrappers(self._module, self.own, list(found))
+        return {names[key]: value for key, value in found.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy what is there of the module's state, so named."""
+        own = list(self._module.state_dict())
+        names = parallel.names_without_wrappers(self._module, self.own, own)
+        found = {key: state[name] for key, name in names.items() if name in state}
+        self._module.load_state_dict(found, strict=False)
+
+    def parts(self) -> Iterator[parallel.Part]:
+        """All modules of the stage, with their paths in the slice."""
+        return parallel.parts_of(self._module, self.own)
+
+    def part(self, path: str) -> nn.Module:
+        """The module that has a path in the slice."""
+        try:
+            return self.own.get_submodule(path)
+        except AttributeError:
+            return next(part.module for part in self.parts() if part.name == path)
 
     def prefer_engine(self, engine: str) -> None:
         """Use a backward engine, where the stage was made without one."""
@@ -107,11 +166,17 @@ class PipelineStage:
             self._name = engine
             self._engine = self._new_engine()
 
+    def reduce_later(self) -> None:
+        """Know that sharded gradients are reduced only when the weights' half is done."""
+        if not self._reduced_later:
+            self._reduced_later = True
+            self._engine = self._new_engine()
+
     def _new_engine(self) -> BackwardEngine:
         if unknown := self._options.keys() - {"fused", "joined"}:
             raise UsageError(f"a stage has no option {', '.join(sorted(unknown))}")
-        options = self._options if self._name == "deferred" else {}
-        return ENGINES[self._name](self.module, **options)
+        options = {**self._options, "reduced_later": self._reduced_later}
+        return ENGINES[self._name](self.module, **options if self._name == "deferred" else {})
 
     @property
     def compiles(self) -> bool:
@@ -125,6 +190,11 @@ class PipelineStage:
         """
         self._apart = Apart(parameters)
 
+    @property
+    def apart(self) -> AbstractContextManager[None]:
+        """A context in which what is collected so is those parameters' ``.grad``, for who reduces it."""
+        return self._apart
+
     def take_shares(self) -> list[Tensor | None]:
         """The gradients that were collected apart since the last call, in the order of the parameters."""
         return self._apart.take()
@@ -132,17 +202,17 @@ class PipelineStage:
     @property
     def describe(self) -> Callable[..., Any] | None:
         """How a wired module tells what travels for a call, where it knows, see ``Partition``."""
-        return getattr(self.module, "describe", None) if self.wired else None
+        return getattr(self.own, "describe", None) if self.wired else None
 
     @property
     def traits(self) -> Any:
         """What a module that tells what travels may tell otherwise, when it changes."""
-        return getattr(self.module, "traits", None) if self.wired else None
+        return getattr(self.own, "traits", None) if self.wired else None
 
     @property
     def spreads(self) -> tuple[type, ...]:
         """The types of which a value that another stage gives becomes several arguments of the module."""
-        return self.spread if getattr(self.module, "spreads", True) else ()
+        return self.spread if getattr(self.own, "spreads", True) else ()
 
     @property
     def is_first(self) -> bool:
@@ -166,6 +236,7 @@ class PipelineStage:
         kwargs: Mapping[str, Any] | None = None,
         loss: Callable[[Any], Any] | None = None,
         aside: Mapping[str, Any] | None = None,
+        restored: Callable[[Any], Any] | None = None,
     ) -> Any:
         """Run the module for a microbatch.
 
@@ -178,18 +249,24 @@ class PipelineStage:
             loss: makes of the output what backward starts from: a scalar, or those of several values that
                 gradients come for.
             aside: more arguments by name, which come to the module as they are.
+            restored: gives the values of a wired module the types that were agreed on, where something
+                around it changes types.
 
         Returns:
             The module's output.
         """
-        entered = self._entrance.enter(tuple(args), kwargs or {}, training=self.module.training)
+        entered = self._entrance.enter(tuple(args), kwargs or {}, training=self._module.training)
         own, named = entered.call
         run = self._first if entered.copied is None else self._call
         try:
-            output = run(*own, **named, **(aside or {}))
+            if restored is None:
+                output = run(*own, **named, **(aside or {}))
+            else:
+                with cast("Any", self.own).called_as(*own[1:]):
+                    output = restored(run(*own))
         except Exception as error:
             if self._is_refused(error):
-                return self.forward(microbatch, args, kwargs, loss, aside)
+                return self.forward(microbatch, args, kwargs, loss, aside, restored)
             if isinstance(error, RuntimeError):
                 self._entrance.check_refused(entered, error)
             raise
@@ -210,7 +287,7 @@ class PipelineStage:
             return False
         log.warning("%s; it runs without compilation", error)
         self._compiled.undo()
-        self._compiled, self._call = None, self.module
+        self._compiled, self._call = None, self._module
         return True
 
     def start_from(self, microbatch: int, root: Any) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-import subprocess
-import sys
+import signal
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import Checkpoints, LossScaler, Pipeline
+from penstock import Checkpoints, LossScaler, Pipeline, PipelineStage
 from penstock.checkpoint import folder as folders
 from penstock.checkpoint import saving, shards
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
@@ -416,28 +415,23 @@ def test_what_is_written_beside_the_training_is_as_it_was(tmp_path: Path) -> Non
     assert torch.equal(model.weight, before)
 
 
-OTHER = """
-import sys, torch
-from torch import nn
-from penstock import Checkpoints
-checkpoints = Checkpoints(sys.argv[1])
-checkpoints.save(7, model=nn.Linear(3, 2))
-print("saved", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_two_runs_that_write_into_one_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folders, "_WAITS", 0.0)
-    command = [sys.executable, "-c", OTHER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"saved\n"
-        with pytest.raises(UsageError, match=rf"another run writes.*\(process {other.pid} on "):
-            Checkpoints(tmp_path).save(1, model=linear())
-        other.kill()
+    heard, told = os.pipe()
+    other = os.fork()
+    if not other:
+        Checkpoints(tmp_path).save(7, model=linear())
+        os.write(told, b"saved")
+        signal.pause()
+    assert os.read(heard, 5) == b"saved"
+    with pytest.raises(UsageError, match=rf"another run writes.*\(process {other} on "):
+        Checkpoints(tmp_path).save(1, model=linear())
+    os.kill(other, signal.SIGKILL)
+    os.waitpid(other, 0)
+    os.close(heard)
+    os.close(told)
     # What a killed run has left is no lock.
     (tmp_path / ".writing-9-abc").mkdir()
     Checkpoints(tmp_path).save(8, model=linear())
@@ -475,6 +469,23 @@ def test_files_open_with_the_package_of_the_format(tmp_path: Path) -> None:
     assert path is not None
     with safe_open(path / "states-00001.safetensors", framework="pt") as file:
         assert torch.equal(file.get_tensor("model/weight"), linear().weight)
+
+
+# ---- stages made by hand
+
+
+def by_hand() -> Pipeline:
+    """Two stages whose modules call their weights alike."""
+    stages = [PipelineStage(nn.Sequential(linear()), i, 2) for i in range(2)]
+    return Pipeline.from_stages(stages, schedule="GPipe")
+
+
+def test_different_weights_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"several stages have weights named 0\.weight"):
+        Checkpoints(tmp_path).save(1, pipe=by_hand())
+    Checkpoints(tmp_path).save(1, model=nn.Sequential(linear()))
+    with pytest.raises(UsageError, match=r"several stages have weights named 0\.weight"):
+        Checkpoints(tmp_path).load(pipe=by_hand())
 
 
 # ---- what goes on without a checkpoint's randomness

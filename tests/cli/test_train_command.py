@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from penstock import read_weights
 from penstock.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
@@ -191,6 +194,43 @@ def test_torchrun_gives_the_losses_of_one_process_bit_for_bit(text: Path) -> Non
         for name in ("many", "one")
     ]
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("shard", [(), ("--shard",)])
+def test_replicas_give_the_losses_of_one_process(text: Path, shard: tuple[str, ...]) -> None:
+    options = {"ranks": 2, "replicas": 2}
+    many = run("penstock", "train", *small(text, out=text.parent / "many", **options), *shard)
+    assert many.returncode == 0, many.stderr
+    assert many.stdout.count("step 4/4") == 1
+    assert main(["train", *small(text, out=text.parent / "one")]) == 0
+    for name in ("loss", "gradient_norm", "held_out_loss"):
+        found, expected = (
+            [record[name] for record in records(text.parent / run) if name in record]
+            for run in ("many", "one")
+        )
+        assert found == pytest.approx(expected, rel=1e-5)
+    mine, plain = (read_weights(text.parent / run / "weights") for run in ("many", "one"))
+    assert mine.keys() == plain.keys()
+    assert all(torch.allclose(mine[name], plain[name], atol=1e-4) for name in plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"replicas": 2}, "replicas=2 of 2 ranks need 4 processes, not 2"),
+        ({"shard": ""}, "shard=True without replicas"),
+    ],
+)
+def test_replicas_that_cannot_be(
+    text: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    arguments = [one for one in small(text, ranks=2, **options) if one]
+    status, shown = refused(capsys, arguments)
+    assert status == 2
+    assert said in shown
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from penstock import Pipeline, PipelineStage
 from penstock.backward import store
 from penstock.compiled import halves, names
 from penstock.compiled.backend import tally
+from penstock.compiled.cut import CutError
 from penstock.errors import StageError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -220,6 +221,37 @@ def test_stages_draw_other_masks_than_each_other() -> None:
     assert not torch.equal(kept[0] != 0, kept[1] != 0)
 
 
+class Own(nn.Module):
+    """A model with a forward of its own, which is cut by its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.start, self.blocks = linear(), nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, value: Tensor) -> Any:
+        value = self.start(value).tanh()
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
+def test_a_model_that_is_cut_by_its_calls_is_compiled_piece_by_piece(waiting: list[int]) -> None:
+    expected = trained(Own())
+    waiting.clear()
+    torch.compiler.reset()
+    model, before = Own(), tally.compiled
+    found = trained(model, compile=PLAIN, steps=1)
+    check_alike(found, expected)
+    # Blocks whose input needs a gradient, all of which do; the single layer runs as it is.
+    assert tally.compiled - before == 1
+    assert waiting.count(6) == 4 * 4
+    assert model.start._compiled_call_impl is None
+    frames = dict(torch._dynamo.utils.counters["frames"])
+    found.pipe.step(batch()[0], target=batch()[1])
+    assert dict(torch._dynamo.utils.counters["frames"]) == frames
+
+
 # ---- what may not change anything
 
 
@@ -330,7 +362,11 @@ class Around(nn.Module):
 
 
 def compiled_as_a_whole() -> nn.Module:
-    return torch.compile(sequence(), backend="aot_eager")  # type: ignore[return-value]
+    return compiled_module(sequence())
+
+
+def compiled_module(module: nn.Module) -> nn.Module:
+    return cast("nn.Module", torch.compile(module, backend="aot_eager"))
 
 
 def compiled_in_place() -> nn.Module:
@@ -340,7 +376,7 @@ def compiled_in_place() -> nn.Module:
 
 
 def compiled_blocks() -> nn.Module:
-    return nn.Sequential(*(torch.compile(block, backend="aot_eager") for block in sequence()))
+    return nn.Sequential(*map(compiled_module, sequence()))
 
 
 def blocks_compiled_in_place() -> nn.Module:
@@ -389,9 +425,31 @@ def test_what_is_compiled_already(
     assert schedule != "ZB-H1" or max(waiting) > 1
 
 
+def test_what_torch_has_without_a_graph_does_all_at_once(
+    told: pytest.LogCaptureFixture, waiting: list[int]
+) -> None:
+    torch.compiler.reset()
+    stage = PipelineStage(compiled_module(sequence(1)), 1, 2)
+    output = stage.forward(0, [batch()[0].requires_grad_()])
+    expected = torch.autograd.grad(
+        output, list(stage.module.parameters()), torch.ones_like(output), retain_graph=True
+    )
+    run = type(output.grad_fn)._forward_cls._backward_impl  # type: ignore[union-attr]
+    place = run.__code__.co_freevars.index("backward_compiler")
+    # As it is where it comes from a cache on disk.
+    run.__closure__[place].cell_contents.lazy_backward_info = None
+    stage.backward_input(0, [torch.ones_like(output)])
+    stage.backward_weight(0)
+    torch.compiler.reset()
+    grads = [parameter.grad for parameter in stage.module.parameters()]
+    torch.testing.assert_close(grads, list(expected), rtol=1e-12, atol=1e-12)
+    assert waiting == []
+    assert "torch has it from its cache on disk" in told.text
+
+
 def test_a_stage_may_be_compiled_before(eager: Trained, waiting: list[int]) -> None:
     model = sequence()
-    parts = [torch.compile(nn.Sequential(*model[i : i + 2]), backend="aot_eager") for i in (0, 2)]
+    parts = [compiled_module(model[i : i + 2]) for i in (0, 2)]
     stages = [PipelineStage(part, index, 2) for index, part in enumerate(parts)]
     value, target = batch()
     pipe = Pipeline.from_stages(stages, schedule="ZB-H1", microbatches=4, loss_fn=loss_fn)
@@ -432,7 +490,7 @@ class Twice(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, value: Tensor) -> Any:
-        self.calls += 1  # type: ignore[operator]
+        self.calls += 1  # type: ignore[assignment, operator]
         energy = functional.dropout(self.layer(value).tanh(), 0.5).square().sum()
         torch._dynamo.graph_break()
         (force,) = torch.autograd.grad(energy, value, create_graph=True)
@@ -483,7 +541,7 @@ def test_what_cannot_be_cut_does_all_at_once(
     monkeypatch: pytest.MonkeyPatch, waiting: list[int], told: pytest.LogCaptureFixture
 ) -> None:
     def uncut(*_: Any) -> Any:
-        raise halves.CutError("too hard")
+        raise CutError("too hard")
 
     torch.compiler.reset()
     expected = trained(sequence(2))

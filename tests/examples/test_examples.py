@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PROCESSES = {"llama": 2, "unet": 2, "hand_placed": 3}
+PROCESSES = {"llama": 2, "unet": 2, "hand_placed": 3, "mesh": 4}
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 

@@ -117,6 +117,14 @@ def test_frozen_and_stateless_norms_are_left_alone() -> None:
     assert not stateless.track_running_stats
 
 
+def test_its_step_is_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = images()
+    pipe = Pipeline(vision(), ranks=2, loss_fn=loss_fn, batch_statistics="batch")
+    pipe.step(x, target=y)
+    monkeypatch.setattr("penstock.runtime.rank.BoundProgram", None)
+    pipe.step(x, target=y)
+
+
 def test_evaluation_changes_nothing() -> None:
     x, y = images()
     pipe = Pipeline(vision(), ranks=2, loss_fn=loss_fn, batch_statistics="batch")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from penstock.pipelining import _IR, _backward, _utils, schedules
 from penstock.pipelining.schedules import B, F, _Action
@@ -211,6 +214,34 @@ def test_forward_only() -> None:
         torch.testing.assert_close(schedule.step(X), stage.submod(X))
         with pytest.raises(RuntimeError, match="has no loss"):
             schedule.step(X, target=Y)
+
+
+def test_messages_of_one_direction_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, int]] = []
+
+    def isend(tensor: Tensor, dst: Any, group: Any, tag: int, group_dst: int) -> str:
+        started.append(("send", group_dst))
+        return "work"
+
+    def irecv(tensor: Tensor, src: Any, group: Any, tag: int, group_src: int) -> str:
+        started.append(("receive", group_src))
+        return "work"
+
+    def batch(operations: Sequence[Any]) -> list[str]:
+        started.append(("batch", len(operations)))
+        return ["work"]
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+
+    def of(op: Any) -> list[Any]:
+        return [SimpleNamespace(op=op, tensor=X, group=None, tag=0, group_peer=p) for p in (1, 2)]
+
+    sends, receives = of(isend), of(irecv)
+    assert schedules._batch_p2p(sends) == ["work", "work"]
+    assert schedules._batch_p2p(receives) == ["work", "work"]
+    assert schedules._batch_p2p([sends[0], receives[0]]) == ["work"]
+    assert schedules._batch_p2p([]) == []
+    assert started == [("send", 1), ("send", 2), ("receive", 1), ("receive", 2), ("batch", 2)]
 
 
 def test_names_are_where_torch_has_them() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +162,73 @@ def test_show_and_export(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "step-00000006  DAMAGED: " in capsys.readouterr().out
     assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "x")]) == 65
     assert main(["checkpoint", "show", str(tmp_path / "weights")]) == 2
+
+
+# ---- in processes
+
+
+def start(arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def flags(text: Path, out: Path, **changes: Any) -> list[str]:
+    settings = {**SMALL, "data": text, "out": out, "resume": "auto", **changes}
+    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
+    return ["penstock", "train", *(part for pair in pairs for part in pair)]
+
+
+def await_checkpoint(folder: Path, process: subprocess.Popen[str]) -> None:
+    while process.poll() is None and not list(folder.glob("checkpoints/step-*")):
+        time.sleep(0.05)
+
+
+def children(process: int) -> list[int]:
+    found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [int(one) for one in found]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_killed_rank_under_torchrun(text: Path, tmp_path: Path) -> None:
+    """With restarts it costs the steps since the last checkpoint, and no number changes."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    many = {"steps": 60, "save_every": 1, "log_every": 20}
+    command = flags(text, tmp_path / "run", **many)
+    with start([*torchrun, "--max-restarts", "1", "-m", *command]) as process:
+        await_checkpoint(tmp_path / "run", process)
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        told, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert "goes on after step " in told
+    whole, _ = run(config_for(text, out=str(tmp_path / "whole"), **many))
+    assert losses(type(whole)((), None, b"", tmp_path / "run")) == list(whole.losses)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_signal_to_processes(text: Path, tmp_path: Path) -> None:
+    """Two replicas of one rank, which hold the halves of each weight; both stop at the same step."""
+    changes = {"steps": 100_000, "save_every": 5, "ranks": 1, "replicas": 2, "shard": "true"}
+    command = flags(text, tmp_path / "run", processes=2, **changes)
+    with start(command) as process:
+        await_checkpoint(tmp_path / "run", process)
+        process.send_signal(signal.SIGTERM)
+        told, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "SIGTERM: checkpoint of step " in told
+    assert f"penstock train --resume {tmp_path / 'run'} --processes 2" in told.replace("\n", "")
+    assert "Traceback" not in errors
+    found = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
+    last = int(max(found).removeprefix("step-"))
+    # Another number of processes goes on from there.
+    again, told = run(
+        resolve({"resume": str(tmp_path / "run"), "replicas": 1, "shard": False, "steps": last + 2})
+    )
+    assert f"goes on after step {last} of" in told
+    assert len(again.losses) == 2

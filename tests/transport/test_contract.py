@@ -41,6 +41,7 @@ def over_gloo(workers: WorkerPool, name: str) -> list[Any]:
 TRANSPORTS: dict[str, Run] = {"in process": inside, "counted": counted, "gloo": over_gloo}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 def test_contract(workers: WorkerPool, transport: str, name: str) -> None:

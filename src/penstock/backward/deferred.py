@@ -49,11 +49,21 @@ class DeferredBackward:
             changes bits, holds the pairs longer, and hooks run once for all of them. `flush` computes
             what is left over.
 
+        reduced_later: Whether sharded gradients are reduced after the weights' half, by who drives this,
+            and not by FSDP2 in the inputs' half.
+
     Raises:
         UsageError: ``joined`` is less than 1.
     """
 
-    def __init__(self, module: nn.Module, *, fused: bool = False, joined: int = 1) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        fused: bool = False,
+        joined: int = 1,
+        reduced_later: bool = False,
+    ) -> None:
         if joined < 1:
             raise UsageError(
                 f"joined={joined}: must be at least 1: the number of microbatches "
@@ -61,6 +71,7 @@ class DeferredBackward:
             )
         self._module = module
         self._fused, self._joined = fused, joined
+        self._reduced_later = reduced_later
         self._left: list[WeightGradStore] = []
         self._whole: bool | None = None
         self._told = ""
@@ -120,7 +131,7 @@ class DeferredBackward:
     def _waiting(self, pairs: Sequence[Pair], inputs: Sequence[Any]) -> Waiting:
         """Returns what waits in a microbatch; says once why nothing does."""
         if self._whole is None:
-            said = _reason_in(self._module)
+            said = _reason_in(self._module, reduced_later=self._reduced_later)
             self._whole = said is not None
             self._tell(said)
         waiting = Waiting() if self._whole else what_waits(pairs, inputs)
@@ -134,11 +145,13 @@ class DeferredBackward:
             log.info("no weight gradient of a stage waits: %s", reason)
 
 
-def _reason_in(root: nn.Module) -> str | None:
+def _reason_in(root: nn.Module, *, reduced_later: bool) -> str | None:
     """Says why no backward pass of a module is to be cut, if there is a reason."""
     for name, module in root.named_modules():
         kinds = [kind.__name__ for kind in type(module).__mro__]
         reason = next((_REASONS[kind] for kind in kinds if kind in _REASONS), None)
+        if reduced_later and "FSDPModule" in kinds:
+            reason = None
         if "DistributedDataParallel" in kinds and _is_searching(module):
             reason = "DistributedDataParallel searches the graph for its parameters"
         if reason is not None:

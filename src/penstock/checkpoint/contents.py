@@ -25,7 +25,7 @@ from penstock.partition import find_shared
 from penstock.pipeline import Pipeline
 from penstock.rng import unwrapped
 from penstock.weights.optimizers import check_kept_per_parameter, merge_groups, read_states
-from penstock.weights.states import Names, Weights, WholeModel
+from penstock.weights.states import Names, Weights, WholeModel, check_apart
 from penstock.weights.trees import encode, encode_inline
 
 MODEL = "model"
@@ -110,6 +110,11 @@ class Targets:
         )
 
     @property
+    def rank(self) -> int:
+        """Which rank of a pipeline this process is; the first where it is all of them."""
+        return self.pipe.ranks[0] if self.pipe is not None else 0
+
+    @property
     def labels(self) -> list[str]:
         """All of them."""
         return [*self.weights, *self.optimizers, *self.states]
@@ -169,7 +174,7 @@ class Own:
             CheckpointError: something cannot be stored.
             UsageError: an optimizer's states cannot.
         """
-        own = Own(structure={"weights": {}, "optimizers": {}})
+        own = Own(structure={"weights": {}, "optimizers": {}, "rank": targets.rank})
         for label, weights in targets.weights.items():
             own._take_weights(label, weights)
         for label, optimizer in targets.optimizers.items():
@@ -193,7 +198,8 @@ class Own:
             else:
                 others[name] = encode(value, f"{label}/{name}", tensors)
         self.parts.update({key: part_of(tensor) for key, tensor in tensors.items()})
-        self.structure["weights"][label] = {"tied": tied, "others": others}
+        shared = [name for name in weights.held() if weights.is_shared(name)]
+        self.structure["weights"][label] = {"tied": tied, "others": others, "shared": shared}
 
     def _take_optimizer(self, label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         held = read_states(optimizer, names, f"{label}=")
@@ -242,6 +248,20 @@ def _digest(value: Any, tensors: Mapping[str, Tensor]) -> str:
 
 
 # ---- all processes' parts in one table
+
+
+def check_one_rank_each(told: Sequence[Mapping[str, Any]]) -> None:
+    """Check that no two ranks of a pipeline have different weights of one name.
+
+    Raises:
+        UsageError: some have.
+    """
+    rank_of: dict[str, int] = {}
+    for one in told:
+        shared = {f"{MODEL}/{name}" for name in one["weights"].get(MODEL, {}).get("shared", ())}
+        own = [key for key in one["tensors"] if key.startswith(f"{MODEL}/") and key not in shared]
+        twice = [key for key in own if rank_of.setdefault(key, one["rank"]) != one["rank"]]
+        check_apart([key.partition("/")[2] for key in twice] * 2)
 
 
 def merge_weights(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

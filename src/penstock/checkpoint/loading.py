@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.contents import (
+    MODEL,
     RANDOMNESS,
     Targets,
     optimizer_of,
@@ -29,7 +30,7 @@ from penstock.weights.optimizers import (
     write_states,
 )
 from penstock.weights.reading import DTYPES
-from penstock.weights.states import Weights
+from penstock.weights.states import Weights, check_apart
 from penstock.weights.trees import decode, decode_inline
 
 log = logging.getLogger("penstock")
@@ -159,6 +160,7 @@ class Problems:
     def __init__(self) -> None:
         self.found: dict[str, list[str]] = {kind: [] for kind in self.KINDS}
         self.used: set[str] = set()
+        self.alone: set[str] = set()
 
     def add(self, kind: str, text: str) -> None:
         """Note one."""
@@ -206,6 +208,8 @@ class Loading:
             known += [saved["tied"][name] for name in known if name in saved["tied"]]
             key = self._key(label, known, value)
             self._problems.used.update(f"{label}/{name}" for name in known)
+            if label == MODEL and not weights.is_shared(first):
+                self._problems.alone.add(f"{label}/{unwrapped(first)}")
             if key is None:
                 self._problems.add("missing", f"{label}/{unwrapped(first)}")
                 continue
@@ -327,7 +331,8 @@ class Loading:
         """What the other processes have to know: what does not fit here, and what was saved for this one."""
         names = self._names()
         bits = sum(1 << i for i, name in enumerate(names) if name in self._problems.used)
-        return [self._problems.found, f"{bits:x}"]
+        alone = sum(1 << i for i, name in enumerate(names) if name in self._problems.alone)
+        return [self._problems.found, f"{bits:x}", self._targets.rank, f"{alone:x}"]
 
     def _names(self) -> list[str]:
         """Everything that was saved of the weights and optimizers that are asked for."""
@@ -362,8 +367,21 @@ class Loading:
         for one in told:
             used |= int(one[1], 16)
         names = self._names()
+        self._check_apart(told, names)
         unexpected = [name for i, name in enumerate(names) if not used >> i & 1]
         self._report(found, unexpected, foreign=bool(names) and not used)
+
+    def _check_apart(self, told: Sequence[Any], names: Sequence[str]) -> None:
+        """Check that what was saved of one weight goes to one rank, or to those that share it."""
+        of_rank: dict[int, int] = {}
+        for _, _, rank, alone in told:
+            of_rank[rank] = of_rank.get(rank, 0) | int(alone, 16)
+        twice = [
+            name
+            for i, name in enumerate(names)
+            if sum(bits >> i & 1 for bits in of_rank.values()) > 1
+        ]
+        check_apart([name.partition("/")[2] for name in twice] * 2)
 
     def _report(
         self, found: Mapping[str, list[str]], unexpected: list[str], *, foreign: bool

@@ -20,6 +20,7 @@ from penstock.checkpoint.contents import (
     Own,
     Part,
     Targets,
+    check_one_rank_each,
     join_groups,
     merge_optimizers,
     merge_weights,
@@ -221,6 +222,7 @@ class Preparing:
         changed = [one[2] for one in told] != [one[0] for one in self._agreed or ()]
         if changed:
             self._structures = team.agree(own.structure)
+            check_one_rank_each(self._structures)
         structures = self._structures
         optimizers, numbers = merge_optimizers(
             [one["optimizers"] for one in structures], [one[3] for one in told]

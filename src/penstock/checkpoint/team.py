@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.errors import CheckpointError, PenstockError, UsageError, error_named, public_name
+from penstock.errors import (
+    AgreementError,
+    CheckpointError,
+    MessageError,
+    PenstockError,
+    UsageError,
+    error_named,
+    public_name,
+)
 from penstock.pipeline import Pipeline
 from penstock.transport import Circle
+
+_WORD = "checkpoint"
+"""By it a rank's value is known as one of these calls, and not of another that it makes."""
+
+
+class _Told(NamedTuple):
+    rank: int
+    size: int
+    exchange: Callable[[Any], list[Any]]
+
+
+_Circle = Circle | _Told
 
 
 class Team:
@@ -25,20 +45,31 @@ class Team:
 
     def __init__(self, pipe: Pipeline | None, group: Any) -> None:
         self._pipe = pipe if group is None else None
-        self._circle = None if self._pipe else Circle(group)
-        if self._circle is not None or self._pipe is None:
-            circle = self._circle or Circle(group)
-            self.rank, self.layout = circle.rank, (1, circle.size)
+        self._circles: list[_Circle] = []
+        if self._pipe is None:
+            circle = Circle(group)
+            self._circles, self.rank, self.layout = [circle], circle.rank, (1, circle.size)
             return
-        replicas, ranks = self._pipe.replicas, self._pipe.schedule.ranks
-        if replicas.number > 1 and replicas.exchange is None:
+        ranks = self._pipe.ranks
+        processes = self._pipe.schedule.ranks if len(ranks) == 1 else 1
+        self._circles = [Circle(group) for group in self._pipe.siblings.groups] or self._told()
+        beside, count = 0, 1
+        for circle in self._circles:
+            beside, count = beside + count * circle.rank, count * circle.size
+        self.layout = (count, processes)
+        self.rank = beside * processes + (ranks[0] if processes > 1 else 0)
+
+    def _told(self) -> list[_Circle]:
+        """The replicas, where a user has said himself how they are reached."""
+        replicas = self._pipe.replicas if self._pipe is not None else None
+        if replicas is None or replicas.number == 1:
+            return []
+        if replicas.exchange is None:
             raise UsageError(
                 "the Pipeline was given replicas that only add numbers up; give "
                 "penstock.Checkpoints(group=...) the process group of all ranks of all replicas"
             )
-        processes = ranks if len(self._pipe.ranks) == 1 else 1
-        self.layout = (replicas.number, processes)
-        self.rank = replicas.index * processes + (self._pipe.ranks[0] if processes > 1 else 0)
+        return [_Told(replicas.index, replicas.number, replicas.exchange)]
 
     @property
     def size(self) -> int:
@@ -57,13 +88,25 @@ class Team:
         return f"rank {process % self.layout[1]} of replica {process // self.layout[1]}"
 
     def agree(self, value: Any) -> list[Any]:
-        """Exchange a JSON value between all; all values, by process."""
-        if self._pipe is None:
-            return [value] if self._circle is None else self._circle.exchange(value)
-        told = self._pipe.agree(value)[: self.layout[1]]
-        if self.layout[0] == 1 or self._pipe.replicas.exchange is None:
-            return told
-        return [one for replica in self._pipe.replicas.exchange(told) for one in replica]
+        """Exchange a JSON value between all; all values, by process.
+
+        Raises:
+            AgreementError: some rank has called something else.
+        """
+        told = [value] if self._pipe is None else self._of_pipeline(self._pipe, value)
+        for circle in self._circles:
+            told = [one for values in circle.exchange(told) for one in values]
+        return told
+
+    def _of_pipeline(self, pipe: Pipeline, value: Any) -> list[Any]:
+        try:
+            told = pipe.agree({_WORD: value})[: self.layout[1]]
+            return [one[_WORD] for one in told]
+        except (MessageError, TypeError, KeyError) as error:
+            raise AgreementError(
+                "ranks save and load together, and some of them called something else: was this called on "
+                f"one alone, as under `if pipe.leads:`? ({error})"
+            ) from error
 
     def together(self, doing: str, task: Callable[[], Any]) -> list[Any]:
         """Do something on every process; where one cannot, all raise its error.

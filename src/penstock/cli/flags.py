@@ -52,6 +52,10 @@ def flag_name(setting: str) -> str:
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    if _kind(name) is bool:
+        switch = f"{flag_name(name)}/--no-{name}"
+        shown = typer.Option(None, switch, help=_help(field), rich_help_panel=group_of(name))
+        return _parameter(name, shown, bool)
     option = typer.Option(
         None,
         flag_name(name),
@@ -83,14 +87,16 @@ def _help(field: FieldInfo) -> str:
 
 
 def _kind(setting: str) -> type:
-    """``int``, ``float`` or ``str``, whether or not the setting may be left out."""
+    """``int``, ``float``, ``str`` or ``bool``, whether or not the setting may be left out."""
     hint = get_type_hints(TrainConfig)[setting]
     kind: type = next((kind for kind in get_args(hint) if kind is not NoneType), hint)
     return kind
 
 
-def _value(setting: str, text: str) -> Any:
+def _value(setting: str, text: Any) -> Any:
     """The text of a flag as the setting's type; a text that is none is refused with all other mistakes."""
+    if isinstance(text, bool):
+        return text
     try:
         return _kind(setting)(text)
     except ValueError:

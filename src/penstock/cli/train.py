@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -17,9 +18,12 @@ app = typer.Typer(add_completion=False)
 def run_training(flags: Flags, config: Path | None) -> int:
     """Train a byte-level GPT through pipeline stages.
 
-    All ranks take turns in one process; with --processes, or under torchrun, each rank has its own process.
+    All ranks take turns in one process; with --processes, or under torchrun, each rank has its own process,
+    as it always has with --replicas.
     """
     processes = flags.pop(PROCESSES, None)
+    if processes is None and "WORLD_SIZE" not in os.environ:
+        processes = train.processes_needed(flags, config)
     if processes is not None:
         return start(["-m", "penstock", *_without_processes(sys.argv[1:])], processes)
     train.train(train.resolve(flags, config))

@@ -139,7 +139,10 @@ def backward_of(node: Any) -> Later:
     compiler: Any = cells["backward_compiler"].cell_contents
     saved = compiler.lazy_backward_info
     if not hasattr(saved, "bw_module") or compiler.bw_compiler is None:
-        raise UnknownError("it comes from a cache of torch, which has no graph of it")
+        raise UnknownError(
+            "torch has it from its cache on disk, without a graph; compile it in the first step of the "
+            "Pipeline, or set TORCHINDUCTOR_AUTOGRAD_CACHE=0"
+        )
     context = saved.saved_context
     results = next(iter(reversed(saved.bw_module.graph.nodes))).args[0]
     if function.maybe_subclass_metadata is not None:

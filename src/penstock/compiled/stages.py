@@ -44,18 +44,25 @@ class CompiledModule:
         module: The module.
         settings: Options of `torch.compile`, and ``checkpoints``.
         name: What to call it in messages.
+        pieces_of: What has the pieces, where something is wrapped around it.
 
     Raises:
         UsageError: There is no such option.
     """
 
-    def __init__(self, module: nn.Module, settings: Mapping[str, Any], name: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Mapping[str, Any],
+        name: str,
+        pieces_of: nn.Module | None = None,
+    ) -> None:
         self._module, self._name = module, name
         self._backend = _backend(module, settings)
         self._strict = bool(settings.get("fullgraph"))
         self._passed: set[tuple[bool, bool]] = set()
         options = {key: value for key, value in settings.items() if key in _OF_TORCH}
-        pieces = getattr(module, "pieces", None)
+        pieces = getattr(module if pieces_of is None else pieces_of, "pieces", None)
         self._call: Function = module
         if pieces is None:
             self._call = _compiled(module, self._backend, options)

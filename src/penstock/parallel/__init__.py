@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.parallel.adapter import Adapter, adapter_of
+    from penstock.parallel.adapter import Adapter, adapter_of, over_replicas
     from penstock.parallel.crossing import let_cross
-    from penstock.parallel.groups import group_across, group_of, seat
+    from penstock.parallel.groups import (
+        Siblings,
+        group_across,
+        group_of,
+        replicated_mesh,
+        seat,
+        siblings_of,
+    )
     from penstock.parallel.tensors import (
         gathered,
         global_norms,
@@ -27,10 +34,23 @@ if TYPE_CHECKING:
         whole,
         with_local,
     )
+    from penstock.parallel.wrapping import (
+        Part,
+        alone,
+        named_buffers,
+        named_parameters,
+        names_without_wrappers,
+        parts_of,
+        spreads_over_processes,
+        unwrapped,
+    )
 
 __all__ = [
     "Adapter",
+    "Part",
+    "Siblings",
     "adapter_of",
+    "alone",
     "gathered",
     "global_norms",
     "group_across",
@@ -39,12 +59,21 @@ __all__ = [
     "let_cross",
     "local_part",
     "merge_sharded",
+    "named_buffers",
+    "named_parameters",
+    "names_without_wrappers",
+    "over_replicas",
+    "parts_of",
     "region_of",
     "replicated",
     "replicated_like",
+    "replicated_mesh",
     "seat",
+    "siblings_of",
     "split_sharded",
     "spread",
+    "spreads_over_processes",
+    "unwrapped",
     "whole",
     "with_local",
 ]
@@ -52,10 +81,12 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "adapter": "Adapter adapter_of",
+        "adapter": "Adapter adapter_of over_replicas",
         "crossing": "let_cross",
-        "groups": "group_across group_of seat",
-        "tensors": "gathered global_norms is_sharded local_part merge_sharded region_of "
-        "replicated replicated_like split_sharded spread whole with_local",
+        "groups": "Siblings group_across group_of replicated_mesh seat siblings_of",
+        "tensors": "gathered global_norms is_sharded local_part merge_sharded region_of replicated "
+        "replicated_like split_sharded spread whole with_local",
+        "wrapping": "Part alone named_buffers named_parameters names_without_wrappers parts_of "
+        "spreads_over_processes unwrapped",
     },
 )

@@ -1,7 +1,8 @@
-"""What a replicated or sharded stage needs around a step: no reduction per microbatch, one at the end."""
+"""What a replicated or sharded stage needs around a call: no reduction per microbatch, one at the end."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
@@ -11,40 +12,42 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.parallel.adapter import Adapter
+from penstock.parallel.adapter import Adapter, Apart
 
 BUCKET_BYTES = 25 * 2**20
 """How much is reduced at a time; as much as DistributedDataParallel does."""
 
 
-def make_adapter(module: nn.Module) -> Adapter | None:
+def make_adapter(module: nn.Module, apart: Apart) -> Adapter | None:
     """The adapter of a module, where it or a part of it is replicated or sharded."""
     if isinstance(module, DistributedDataParallel):
-        return Replicated(module)
-    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    return Sharded(sharded) if sharded else None
+        return Replicated(module, apart)
+    sharded = _sharded_parts(module)
+    return Sharded(sharded, apart) if sharded else None
 
 
 class Replicated(Adapter):
     """A stage in ``DistributedDataParallel``: gradients are averaged over its replicas once a step.
 
     Its own reducer waits for one backward that reaches every parameter. A step has many, so it is kept out
-    and all-reduces run when the last gradient is there. It still refuses a forward between the two halves of
-    a backward, which therefore comes in one piece.
+    and all-reduces run when the last gradient is there.
     """
 
-    whole_backward = True
-
-    def __init__(self, module: DistributedDataParallel) -> None:
+    def __init__(self, module: DistributedDataParallel, apart: Apart) -> None:
         self._module = module
         self._group = module.process_group
+        self._apart = apart
         self._stack = ExitStack()
         self._under_way: list[tuple[dist.Work | None, Tensor, list[Tensor]]] = []
-        self._reduced = False
+        self._reduced = True
 
-    def begin(self, microbatches: int) -> None:
+    def fits(self, module: nn.Module) -> bool:
+        """Whether the module is the same."""
+        return module is self._module
+
+    def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
         """Keep the module's own reduction out."""
-        self._reduced = False
+        self._reduced = not trains
         self._stack.enter_context(self._module.no_sync())
 
     def reduce(self) -> None:
@@ -53,26 +56,43 @@ class Replicated(Adapter):
             return
         self._reduced = True
         size = dist.get_world_size(self._group)
-        for gradients in _buckets(_gradients(self._module)):
-            flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(size)
+        with self._apart():
+            gradients = list(_gradients(self._module))
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.flatten() for gradient in bucket]).div_(size)
             work = dist.all_reduce(flat, group=self._group, async_op=True)
-            self._under_way.append((work, flat, gradients))
+            self._under_way.append((work, flat, bucket))
 
     def finish(self) -> None:
-        """Wait for them."""
+        """Wait for them, and let buffers be those of the first replica, as the module itself would."""
+        trained = not self._reduced or bool(self._under_way)
         self.reduce()
         for work, flat, gradients in self._under_way:
             if work is not None:
                 work.wait()
-            sizes = [gradient.numel() for gradient in gradients]
-            for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
-                gradient.copy_(mean.view_as(gradient))
+            _fill(gradients, flat)
+        if trained and self._module.broadcast_buffers:
+            self._share_buffers()
         self.abandon()
+
+    def _share_buffers(self) -> None:
+        ignored = self._module.parameters_to_ignore
+        named = self._module.module.named_buffers()
+        for bucket in _buckets(buffer for name, buffer in named if name not in ignored):
+            flat = torch.cat([buffer.flatten() for buffer in bucket])
+            dist.broadcast(flat, group=self._group, group_src=0)
+            _fill(bucket, flat)
 
     def abandon(self) -> None:
         """Let the module's own reduction in again."""
         self._under_way.clear()
         self._stack.close()
+
+
+def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def _gradients(module: nn.Module) -> Iterable[Tensor]:
@@ -105,29 +125,79 @@ def _buckets(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 class Sharded(Adapter):
     """A stage with modules under FSDP2's ``fully_shard`` or ``replicate``.
 
-    Gradients stay unreduced until the last microbatch's backward, in which torch reduces them as ever. It
-    does so when the inputs' gradients are there, so the weights' must be there as well.
+    Gradients stay unreduced until the last microbatch's weights have theirs. torch reduces when inputs'
+    gradients are there; here its own callback, which it runs at the end of a backward, is run once more.
+
+    Parameters are gathered once a call, at its beginning, and freed at its end; each microbatch in flight
+    needs them. Two others may say otherwise: the schedule with UNSHARD and RESHARD, and the user with
+    ``reshard_after_forward=True``, where they are gathered for each microbatch again.
     """
 
     whole_backward = True
 
-    def __init__(self, modules: Sequence[FSDPModule]) -> None:
+    def __init__(self, modules: Sequence[FSDPModule], apart: Apart) -> None:
         self._modules = modules
-        self._begun: set[int] = set()
-        self._microbatches = 0
+        self._apart = apart
+        # torch 2.13 has no public word for the policy that a module was given.
+        self.casts = any(m._get_fsdp_state()._mp_policy.param_dtype for m in modules)
+        self._held = [module for module in modules if _may_be_held(module)]
+        for module in self._held:
+            module.set_reshard_after_forward(False, recurse=False)
+        self._left: set[int] = set()
+        self._reduced = True
+        self._has_run = False
 
-    def begin(self, microbatches: int) -> None:
-        """Put reduction off."""
-        self._begun.clear()
-        self._microbatches = microbatches
-        self._reduce_next(False)
+    def fits(self, module: nn.Module) -> bool:
+        """Whether the same modules are sharded."""
+        found = _sharded_parts(module)
+        return len(found) == len(self._modules) and all(map(operator.is_, found, self._modules))
 
-    def backward(self, microbatch: int) -> None:
-        """Let the last microbatch's backward reduce."""
-        first = microbatch not in self._begun
-        self._begun.add(microbatch)
-        if first and len(self._begun) == self._microbatches:
-            self._reduce_next(True)
+    def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
+        """Put reduction off, and start to gather."""
+        self._left = set(range(microbatches))
+        self._reduced = not trains
+        if trains:
+            self._reduce_next(False)
+        # Modules learn in their first forward which of them is outermost, and so which streams they share.
+        if gathers and self._has_run:
+            for module in self._held:
+                module.unshard(async_op=True)
+        self._has_run = True
+
+    def done(self, microbatch: int) -> None:
+        """Reduce and free what was gathered, after the last one.
+
+        Not module by module within it: torch gathers, ahead of use, those that other microbatches needed.
+        """
+        self._left.discard(microbatch)
+        if self.casts:
+            self._add_up()
+        if not self._left:
+            self.reduce()
+
+    def _add_up(self) -> None:
+        """Add a microbatch's gradients to the others' in the type in which they are reduced."""
+        for group in (g for m in self._modules for g in m._get_fsdp_state()._fsdp_param_groups):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+    def reduce(self) -> None:
+        """Reduce the gradients, once."""
+        if self._reduced:
+            return
+        self._reduced = True
+        self._reduce_next(True)
+        with self._apart():
+            for module in self._outermost():
+                # As torch's own package for pipelines does; there is no public way.
+                module._get_fsdp_state()._root_post_backward_final_callback()
+        self.reshard()
+
+    def _outermost(self) -> Iterable[FSDPModule]:
+        """Those whose forward was the first to run, and that look after the others."""
+        return [module for module in self._modules if module._get_fsdp_state()._is_root]
 
     def unshard(self) -> None:
         """Start to gather."""
@@ -140,15 +210,35 @@ class Sharded(Adapter):
             module.reshard()
 
     def finish(self) -> None:
-        """Leave the modules as they were."""
+        """Leave the modules as they were: each process with its shards."""
+        self.reduce()
         self._reduce_next(True)
+        self.reshard()
 
     def abandon(self) -> None:
-        """Leave the modules as they were."""
+        """Leave the modules as they were, without what an interrupted call has left in them."""
+        self._reduced = True
         self._reduce_next(True)
+        for module in self._outermost():
+            module.reset_iter_state()
+        self.reshard()
 
     def _reduce_next(self, wanted: bool) -> None:
         for module in self._modules:
             module.set_requires_gradient_sync(wanted, recurse=False)
             module.set_is_last_backward(wanted)
-            module.set_reshard_after_backward(wanted, recurse=False)
+            module.set_reshard_after_backward(module not in self._held, recurse=False)
+
+
+def _sharded_parts(module: nn.Module) -> list[FSDPModule]:
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _may_be_held(module: FSDPModule) -> bool:
+    """Whether its user has not asked that it be freed after each forward.
+
+    torch 2.13 has no public word for that.
+    """
+    state = module._get_fsdp_state()
+    asked = any(group.post_forward_mesh_info for group in state._fsdp_param_groups)
+    return state._auto_reshard_after_forward is not False or not asked

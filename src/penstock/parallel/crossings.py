@@ -26,7 +26,10 @@ def prepare(modules: Iterable[nn.Module], get_mesh: Callable[..., Any] | None) -
     _register()
     if get_mesh is not None and get_mesh not in _CALLBACKS:
         _CALLBACKS.append(get_mesh)
-    _MODULES.update(modules)
+    new = [module for module in modules if module not in _MODULES]
+    _MODULES.update(new)
+    # A process may have several meshes of the same names one after the other.
+    _note_meshes_of(new)
 
 
 @cache
@@ -80,12 +83,16 @@ def _mesh(names: _Names) -> DeviceMesh:
 
 def _look_for_meshes(names: _Names) -> None:
     """In the parameters of this process's stages, then at what the users' functions give."""
-    for parameter in (p for module in list(_MODULES) for p in module.parameters()):
-        if isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names:
-            _note(parameter.device_mesh)
+    _note_meshes_of(list(_MODULES))
     for callback in _CALLBACKS:
         if names not in _MESHES and (found := callback(names, None)) is not None:
             _MESHES[names] = found
+
+
+def _note_meshes_of(modules: Iterable[nn.Module]) -> None:
+    for parameter in (p for module in modules for p in module.parameters()):
+        if isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names:
+            _note(parameter.device_mesh)
 
 
 def _told(placement: Placement) -> list[Any]:

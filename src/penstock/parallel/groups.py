@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import UsageError
 
@@ -74,3 +75,53 @@ def seat(group: Any) -> Seat:
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return Seat(0, 1)
     return Seat(dist.get_rank(group), dist.get_world_size(group))
+
+
+# ---- several pipelines side by side
+
+
+class Siblings(NamedTuple):
+    """The pipelines that have the same stages as this one, wholly or each a part of them.
+
+    Attributes:
+        first: whether this is the one that writes for all.
+        wait: returns when all of them have come to the same point.
+        groups: for each direction in which they lie, the process group of the ranks at this place.
+    """
+
+    first: bool = True
+    wait: Callable[[], None] = lambda: None
+    groups: tuple[Any, ...] = ()
+
+
+def siblings_of(mesh: Any, replicas: Any) -> Siblings:
+    """The other pipelines of a mesh, or those at the other ranks of a group.
+
+    Args:
+        mesh: with a dimension for the pipeline, and others.
+        replicas: a group or mesh of the ranks at this place in each pipeline.
+    """
+    groups = []
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or ()
+        groups += [mesh.get_group(name) for name in names if name != DIMENSION]
+    across = group_across(replicas)
+    if isinstance(across, dist.ProcessGroup):
+        groups.append(across)
+    # Replicas are mostly a dimension of the mesh, too.
+    known = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+    groups = [group for group in known.values() if group.size() > 1]
+
+    def wait() -> None:
+        for group in groups:
+            group.barrier().wait()
+
+    # Such as penstock.Replicas, which knows its place by itself.
+    told = int(getattr(replicas, "index", 0) or 0)
+    first = told == 0 and all(group.rank() == 0 for group in groups)
+    return Siblings(first, wait, tuple(groups))
+
+
+def replicated_mesh(device: str, replicas: int, ranks: int) -> DeviceMesh:
+    """A mesh of all processes, with dimensions ``dp`` for replicas and ``pp`` for the ranks of a pipeline."""
+    return init_device_mesh(device, (replicas, ranks), mesh_dim_names=("dp", DIMENSION))

@@ -13,6 +13,7 @@ from penstock.pipeline.ranks import LocalRanks
 from penstock.rng import OwnHook
 from penstock.runtime import Rank, Report
 from penstock.runtime.health import OUTPUT, Spot
+from penstock.stage import PipelineStage
 from penstock.values import flatten, uncompiled
 
 
@@ -52,7 +53,7 @@ def seek(local: LocalRanks, run: Callable[[], Sequence[Report]]) -> NonFiniteFin
     Returns:
         None where everything is.
     """
-    weights = _told(local, [name for stage in local.stages for name in _ill_tensors(stage.module)])
+    weights = _told(local, [name for stage in local.stages for name in _ill_tensors(stage)])
     if weights:
         listed = ", ".join(weights)
         said = f"weights are not finite before the step: {listed}"
@@ -81,9 +82,9 @@ def _told(local: LocalRanks, mine: list[Any]) -> list[Any]:
     return told[0] if len(local.ranks) > 1 else [item for of in told for item in of]
 
 
-def _ill_tensors(module: nn.Module) -> list[str]:
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return [name for name, tensor in tensors if not _is_finite([tensor])]
+def _ill_tensors(stage: PipelineStage) -> list[str]:
+    found = (name for name, tensor in stage.named_tensors() if not _is_finite([tensor]))
+    return list(dict.fromkeys(found))
 
 
 @contextmanager
@@ -110,7 +111,7 @@ def _traced(local: LocalRanks) -> Iterator[dict[tuple[int, int], str]]:
     with ExitStack() as stack, uncompiled():
         found = [(rank, stage) for rank in local.ranks for stage in rank.stages.values()]
         for rank, stage in found:
-            for path, module in stage.module.named_modules():
+            for path, _, module in stage.parts():
                 note = OwnHook(_note, rank, stage.index, path, seen)
                 stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
         yield seen

@@ -15,20 +15,24 @@ import torch
 from torch import nn
 
 from penstock.faults import PATIENCE, Patience, Timeout
+from penstock.parallel import Siblings, siblings_of
 from penstock.partition import Example, Shared, find_shared_between
 from penstock.pipeline.calls import Caller, Given
 from penstock.pipeline.plan import Plan, Source, Stages, check_model, cut, make_plan
 from penstock.pipeline.ranks import LocalRanks
 from penstock.pipeline.setup import (
+    Wrap,
     being_made,
     check_given,
     check_options,
+    check_wrap,
     connect_if_launched,
     ends_of,
     home_for,
     loss_of,
     ranks_of,
     world_of,
+    wrap_stages,
 )
 from penstock.pipeline.watching import StepEvent, StepHook, StepHookHandle, Watchers
 from penstock.pipeline.weights import WeightHolder
@@ -89,6 +93,10 @@ class Pipeline(WeightHolder):
             dimension such as ``mesh["pp"]``; by default all.
         mesh: in its place, a ``DeviceMesh`` with a dimension ``pp``, along which the pipeline runs. Each
             place in its other dimensions has a pipeline of its own.
+        wrap: called with each stage's module and its index after the cut, on the rank that has the stage;
+            it gives the module in a wrapper, such as ``lambda module, stage: fully_shard(module,
+            mesh=mesh["dp"])``, or changes it in place. Names stay those of the unsplit model. See
+            docs/meshes.md.
         engine: how backward is cut in two, see :class:`PipelineStage`; by default what the schedule needs.
         compile: whether to compile each stage, or the options of ``torch.compile`` to do so with, see
             docs/compile.md; by default as the model is compiled, and what is compiled inside it stays so.
@@ -126,6 +134,7 @@ class Pipeline(WeightHolder):
         device: torch.device | str | None = None,
         group: Any = None,
         mesh: Any = None,
+        wrap: Wrap | None = None,
         engine: str | None = None,
         compile: Compilation = None,
         seed: Seed = None,
@@ -136,7 +145,8 @@ class Pipeline(WeightHolder):
         **loss: Unpack[LossOptions],
     ) -> None:
         check_options(loss, Pipeline.__init__)
-        check_model(model)
+        check_model(model, stages)
+        check_wrap(wrap)
         check_rules(rules)
         model, compile = without_compilation(model, compile)
         check_statistics(batch_statistics, [model], compiled=bool(compile))
@@ -161,8 +171,11 @@ class Pipeline(WeightHolder):
                 PipelineStage(parts[i], i, plan.stages, home, engine=engine, compile=compile)
                 for i in held
             ]
+            # After weights are loaded, and before anybody looks at what the stages have.
+            wrap_stages(made, wrap)
             told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
-            local = LocalRanks(ranks_of(plan, ends, made, partition.describe), told)
+            siblings = siblings_of(mesh, loss.get("replicas"))
+            local = LocalRanks(ranks_of(plan, ends, made, partition.describe), told, siblings)
             self._set_up(
                 plan, local, partition.shared, loss_of(loss_fn, **loss), rules, model, parts
             )
@@ -220,10 +233,14 @@ class Pipeline(WeightHolder):
             now("plans its stages")
             plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
             plan = replace(plan, edges=None if edges is None else tuple(edges))
-            modules = {stage.index: stage.module for stage in stages}
+            modules = {stage.index: stage.own for stage in stages}
             table = find_shared_between(modules) if shared is None else tuple(shared)
             describe = None if edges else stages[0].describe
-            local = LocalRanks(ranks_of(plan, ends_of(plan, found), stages, describe))
+            ranks, siblings = (
+                ranks_of(plan, ends_of(plan, found), stages, describe),
+                siblings_of(mesh, loss.get("replicas")),
+            )
+            local = LocalRanks(ranks, siblings=siblings)
             pipe._set_up(plan, local, table, loss_of(loss_fn, **loss), rules)
             pipe._randomness = Randomness(pipe._local.leading(own_seed(seed)))
             pipe._local.tell_stages_apart()
@@ -266,13 +283,21 @@ class Pipeline(WeightHolder):
         return self._replicas
 
     @property
+    def siblings(self) -> Siblings:
+        """The pipelines side by side with this one, which ``mesh=`` or ``replicas=`` tell of."""
+        return self._local.siblings
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that live in this process: all, or one."""
         return tuple(rank.number for rank in self._local.ranks)
 
     @property
     def leads(self) -> bool:
-        """Whether rank 0 lives in this process: the one that prints and writes for all."""
+        """Whether rank 0 lives in this process: the one that prints and writes for all.
+
+        Of several pipelines side by side, which ``mesh=`` or ``replicas=`` tell of, it is that of the first.
+        """
         return self._local.leads
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError, UsageError
+from penstock.parallel import spreads_over_processes
 from penstock.partition import Example, Partition, find_shared, partition
 from penstock.schedule import (
     Schedule,
@@ -270,14 +271,29 @@ def _check_value(
         raise UsageError(f"the schedule {schedule.name!r} has {has}, but {wanted} was asked for")
 
 
-def check_model(model: nn.Module) -> None:
-    """Check that a model is one.
+def check_model(model: nn.Module, stages: Stages = None) -> None:
+    """Check that a model is one that can be cut, or was.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is something else, or spread over processes before the cut.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: must be an nn.Module, not a {type(model).__name__}")
+    found = None if isinstance(stages, Partition) else spreads_over_processes(model)
+    if found is not None:
+        path, by = found
+        where = f"its module {path!r}" if path else "the model"
+        raise UsageError(
+            f"{where} went through {by} before the cut, which would gather and reduce over stages of several "
+            f"ranks; give the plain model and wrap=lambda module, stage: {_REMEDIES[by]}, which wraps each "
+            "stage after the cut"
+        )
+
+
+_REMEDIES = {
+    "DistributedDataParallel": 'DistributedDataParallel(module, process_group=mesh.get_group("dp"))',
+    "fully_shard": 'fully_shard(module, mesh=mesh["dp"])',
+}
 
 
 def cut(model: nn.Module, stages: Stages, count: int, example: Example | None = None) -> Partition:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.errors import PoisonedError, UsageError
+from penstock.parallel import Siblings
 from penstock.rng import Generators
 from penstock.runtime import (
     Order,
@@ -43,19 +44,27 @@ class LocalRanks:
     Args:
         ranks: those that live here.
         told: what must be the same on every rank, besides the schedule and the versions.
+        siblings: the pipelines beside this one.
     """
 
-    def __init__(self, ranks: Sequence[Rank], told: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        told: Mapping[str, str] | None = None,
+        siblings: Siblings | None = None,
+    ) -> None:
+        self.siblings = siblings or Siblings()
         self.ranks = tuple(ranks)
         self._told = told
         self._failure: BaseException | None = None
+        self._closed = False
         self._generators = Generators(stage.device for stage in self.stages)
         self._watch = self.ranks[0].transport.watch
 
     @property
     def leads(self) -> bool:
-        """Whether rank 0 lives in this process: the one that prints and writes for all."""
-        return any(rank.number == 0 for rank in self.ranks)
+        """Whether rank 0 of the first pipeline is in this process: the one that prints and writes for all."""
+        return self.siblings.first and any(rank.number == 0 for rank in self.ranks)
 
     @property
     def steps(self) -> int:
@@ -216,11 +225,15 @@ class LocalRanks:
             self._watch.keep_in(folder)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Give back what the ranks' transports hold.
+        """Give back what the ranks' transports hold; idempotent.
 
         Args:
             error: why, if it is for an error; the other ranks are told.
         """
+        # What is raised after that, in a context that closes again, is no failure of the pipeline.
+        if self._closed:
+            return
+        self._closed = True
         if self._watch is not None and error is not None and self._failure is None:
             self._failure = self._watch.failed(error)
         for rank in self.ranks:

@@ -97,6 +97,45 @@ def check_given(stages: Sequence[PipelineStage]) -> None:
         )
 
 
+Wrap = Callable[[nn.Module, int], nn.Module | None]
+"""Puts something around a stage's module, given with its index; None where it was changed in place."""
+
+
+def check_wrap(wrap: Wrap | None) -> None:
+    """Check that wrap= is a function.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if wrap is not None and not callable(wrap):
+        raise UsageError(
+            f"wrap={wrap!r}: must be a function of a stage's module and its index, such as "
+            'lambda module, stage: fully_shard(module, mesh=mesh["dp"])'
+        )
+
+
+def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:
+    """Let the user wrap each stage's module.
+
+    Raises:
+        UsageError: what came back is no module, or has the stage's no more in it.
+    """
+    for stage in stages if wrap is not None else ():
+        before = stage.module
+        found = wrap(before, stage.index)  # type: ignore[misc] # looked at above
+        if not isinstance(found, nn.Module | None):
+            raise UsageError(
+                f"wrap gave {found!r} for stage {stage.index}; it must give the module, wrapped, or None "
+                "where it has changed the module in place"
+            )
+        if found is not None and all(part is not before for part in found.modules()):
+            raise UsageError(
+                f"wrap gave a {type(found).__name__} for stage {stage.index} in which the stage's module is "
+                "not; it must give that module, wrapped or as it is"
+            )
+        stage.module = before if found is None else found
+
+
 def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
     """Check that what was given by name besides a function's own arguments says something of the loss.
 

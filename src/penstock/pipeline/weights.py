@@ -81,7 +81,7 @@ class WeightHolder:
         self._rank_of = rank_of
         self._stage_count = len(rank_of)
         self._share(shared)
-        here = {stage.index: stage.module for stage in local.stages}
+        here = {stage.index: stage.own for stage in local.stages}
         self._watched = Watched(model, parts or list(here.values()), here)
         self._by_identity = self._watched.table()
         for rank in local.ranks:
@@ -217,7 +217,7 @@ class WeightHolder:
 
     def init_weights(self, seed: int, init: Init | None = None) -> None:
         """Give all weights their first values, as :func:`penstock.init_weights` does. Every rank calls it."""
-        initialise([(stage.module, stage.device) for stage in self._local.stages], seed, init)
+        initialise([(stage.own, stage.device) for stage in self._local.stages], seed, init)
         # Each process may have filled a weight that it shares in its own way.
         self._align(logging.DEBUG)
 
@@ -295,7 +295,7 @@ class WeightHolder:
             return named_state_dict(
                 replace(held, states=copies(held.states), rest=copies(held.rest))
             )
-        return self._local.each(lambda rank: gather_states(rank, held))
+        return self._local.each(lambda rank: gather_states(rank, self._names, held))
 
     def load_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True
@@ -365,6 +365,8 @@ class WeightHolder:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the weights as safetensors, one file per stage and an index, under the model's names.
 
+        Every rank calls it, of all pipelines that ``mesh=`` and ``replicas=`` tell of; the first writes.
+
         A weight that has several names or stages is written once. :func:`penstock.read_weights` gives it
         under all its names, so that the unsplit model loads it.
         """
@@ -374,6 +376,8 @@ class WeightHolder:
         def write(rank: Rank) -> list[Any]:
             files = Weights(list(rank.stages.values()), self._names).files()
             whole_ones = {i: {n: whole(t) for n, t in held.items()} for i, held in files.items()}
+            if not self._local.siblings.first:
+                return []
             return [[i, save_stage(held, path, i, count)] for i, held in whole_ones.items()]
 
         with self._local.patient():
@@ -381,6 +385,8 @@ class WeightHolder:
         sizes = {index: found for of in gathered for index, found in of}
         if self._local.leads:
             save_index(path, sizes, self._names.tied)
+        with self._local.patient():
+            self._local.siblings.wait()
 
     def load(self, folder: str | os.PathLike[str], strict: bool = True) -> LoadResult:
         """Load weights from safetensors files; each process reads only those of its stages.

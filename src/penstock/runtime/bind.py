@@ -134,11 +134,13 @@ class BoundProgram:
                 wanted.inputs,
                 wanted.companions.get(index, ()),
                 with_loss=wanted.with_loss,
+                casts=index in wanted.adapters and wanted.adapters[index].casts,
             )
             for index, stage in stages.items()
         }
         binder = _Binder(program, self._work, self._exchange, wanted, self._activity)
         self.actions = binder.actions()
+        self._restart = binder.restart
 
     def run(self, data: StepData) -> Task[None]:
         """Run a step, as a task, see :func:`penstock.runtime.driver.drive`.
@@ -147,6 +149,7 @@ class BoundProgram:
             StageError: the code of a stage, of the loss or of a hook raised.
             MessageError: a message could not be carried.
         """
+        self._restart()
         for work in self._work.values():
             work.data = data
         try:
@@ -249,6 +252,11 @@ class _Binder:
         self._wanted = wanted
         self._activity = activity
         self._turns = {index: Turns() for index in work}
+
+    def restart(self) -> None:
+        """A step begins: where something does actions in its own way, turns are taken while it runs."""
+        if self._wanted.replaced:
+            self._turns = {index: Turns() for index in self._work}
 
     def actions(self) -> list[BoundAction]:
         """All of the program, in order, each message just before the action that needs it."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from penstock.errors import AgreementError, MessageError, SpecError, StageError
 from penstock.faults import failing_module, without_own_frames
+from penstock.parallel import alone
 from penstock.runtime.arguments import Inputs, as_values
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
@@ -234,7 +235,7 @@ def _stage_specs(
     sources = [(e.value, i) for e in taken for i in range(len(known[e.value].tensors))]
     try:
         kin = family(stage.index, arguments)
-        output, reached = infer(stage.module, arguments, stage.device, inputs.aside, kin)
+        output, reached = infer(alone(stage.module), arguments, stage.device, inputs.aside, kin)
     except SpecError:
         if not stage.is_last:
             raise

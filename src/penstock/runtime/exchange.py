@@ -57,7 +57,7 @@ class Exchange:
     ) -> None:
         self._program = program
         self._transport = transport
-        self._specs = specs
+        self.specs = specs
         self._devices = devices
         self._count = len(specs)
         self._values: dict[str, list[Held | None]] = {}
@@ -110,7 +110,7 @@ class Exchange:
         What it gives raises SpecError where a value is not what was agreed on; nothing of it is sent then.
         """
         given = self._program.given(stage)
-        specs = [[of[edge.value] for edge in given] for of in self._specs]
+        specs = [[of[edge.value] for edge in given] for of in self.specs]
         slots = [self._slots(edge.value) for edge in given]
         read = [bool(self._program.uses_of[edge.value]) for edge in given]
         if len(given) == 1 and not wired and read[0]:
@@ -147,7 +147,7 @@ class Exchange:
         """
         start = 0
         for edge in self._program.taken(stage):
-            where = list(paths(self._specs[microbatch][edge.value].structure))
+            where = list(paths(self.specs[microbatch][edge.value].structure))
             found = [where[i - start] for i in changed if start <= i < start + len(where)]
             later = [target for target in edge.targets if target > stage]
             if found and later:
@@ -170,7 +170,7 @@ class Exchange:
         """The sum over a value's users, from the last stage to the first whatever the order they came in."""
         users = self._program.payers(edge) if edge.gradient else ()
         owed = [self._debts(edge.value, user) for user in users]
-        lengths = [len(of[edge.value].tensors) for of in self._specs]
+        lengths = [len(of[edge.value].tensors) for of in self.specs]
         if len(owed) == 1:
             (only,) = owed
 
@@ -207,7 +207,7 @@ class Exchange:
         if not taken:
             return lambda microbatch, grads: grads
         debts = [self._debts(edge.value, stage) if edge.gradient else None for edge in taken]
-        lengths = [[len(of[edge.value].tensors) for edge in taken] for of in self._specs]
+        lengths = [[len(of[edge.value].tensors) for edge in taken] for of in self.specs]
         only = debts[0]
         if len(debts) == 1 and only is not None:
 
@@ -239,7 +239,7 @@ class Exchange:
 
     def _value_packer(self, edges: Sequence[Edge], action: Action) -> Callable[[int], list[Tensor]]:
         read = [self._read(edge, action) for edge in edges]
-        packs = [[[t.pack for t in of[edge.value].tensors] for edge in edges] for of in self._specs]
+        packs = [[[t.pack for t in of[edge.value].tensors] for edge in edges] for of in self.specs]
 
         def pack(microbatch: int) -> list[Tensor]:
             return [
@@ -258,7 +258,7 @@ class Exchange:
         Where a gradient may be missing, the last tensor says which are there.
         """
         totals = [self._total(edge) for edge in edges]
-        specs = [[spec for edge in edges for spec in of[edge.value].tensors] for of in self._specs]
+        specs = [[spec for edge in edges for spec in of[edge.value].tensors] for of in self.specs]
 
         def pack(microbatch: int) -> list[Tensor]:
             tensors: list[Tensor] = []
@@ -300,7 +300,7 @@ class Exchange:
         return receive
 
     def _receive_specs(self, action: Action, edges: Sequence[Edge]) -> list[TensorSpec]:
-        of = self._specs[microbatch_of(action)]
+        of = self.specs[microbatch_of(action)]
         if action.op is Op.RECV_F:
             return [tensor.packed for edge in edges for tensor in of[edge.value].tensors]
         specs = [t.packed for edge in edges for t in of[edge.value].differentiable]
@@ -329,7 +329,7 @@ class Exchange:
         edges, microbatch = self._program.wire(receive).edges, microbatch_of(receive)
         if receive.op is Op.RECV_B:
             return self._gradient_accepter(edges, receive.peer_stage, microbatch)
-        rows = [(self._slots(e.value), self._specs[microbatch][e.value]) for e in edges]
+        rows = [(self._slots(e.value), self.specs[microbatch][e.value]) for e in edges]
 
         def accept(tensors: Sequence[Tensor]) -> None:
             arrived = iter(tensors)
@@ -344,7 +344,7 @@ class Exchange:
     def _gradient_accepter(
         self, edges: Sequence[Edge], user: int, microbatch: int
     ) -> Callable[[Sequence[Tensor]], None]:
-        of = self._specs[microbatch]
+        of = self.specs[microbatch]
         rows = [(self._debts(edge.value, user), of[edge.value].tensors) for edge in edges]
         optional = bool(_optional(of, edges))
 

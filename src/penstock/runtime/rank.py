@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from penstock.errors import AgreementError, PenstockError, SpecError, StageError, UsageError
 from penstock.faults import has_probes
-from penstock.parallel import Adapter, adapter_of, let_cross
+from penstock.parallel import Adapter, adapter_of, let_cross, unwrapped
 from penstock.rng import Generators, Streams
 from penstock.runtime.agreement import Book, Page, agree_call, look_up
 from penstock.runtime.arguments import Inputs
@@ -38,7 +40,7 @@ from penstock.runtime.results import (
     share_outputs,
 )
 from penstock.runtime.work import Companion, Recorder, StepData
-from penstock.schedule import Edge, Schedule
+from penstock.schedule import Edge, Op, Schedule
 from penstock.stage import PipelineStage
 from penstock.step import Tally, Weights, WholeBatch
 from penstock.transport import Transport
@@ -75,6 +77,8 @@ class Rank:
         self._inputs: Inputs | None = None
         self._names: Names = ()
         self._streams = {stage.index: _streams_of(stage) for stage in stages}
+        self._norms: dict[int, WholeBatch] = {}
+        self._adapters: dict[int, Adapter] = {}
 
     @property
     def number(self) -> int:
@@ -107,7 +111,8 @@ class Rank:
             page, data = yield from self._agree(order, inputs)
         except (UsageError, SpecError, StageError, AgreementError) as error:
             return Refusal(error)
-        with self._accompanied(order) as companions, self._adapted(order, page) as adapters:
+        adapted = self._adapted(order, page)
+        with self._accompanied(order) as companions, adapted as adapters:
             bound = self._bound(order, page, inputs, companions, adapters)
             yield from bound.run(data)
         elapsed = data.recorder.elapsed() if data.recorder else 0.0
@@ -141,7 +146,7 @@ class Rank:
         companions: Mapping[int, tuple[Companion, ...]],
         adapters: Mapping[int, Adapter],
     ) -> BoundProgram:
-        """The program bound for a call like this; made once, unless something of this call's own is in it."""
+        """The program bound for a call like this; made once."""
         wanted = Wanted(
             with_loss=order.loss is not None,
             outputs=order.outputs or order.keep,
@@ -167,16 +172,17 @@ class Rank:
             wanted.profiled,
             order.hooks is None,
             order.draw is None,
+            order.whole_batch,
+            tuple(adapters.items()),
+            tuple(order.replaced.items()),
         )
-        own = bool(adapters or order.replaced or order.whole_batch)
-        found: BoundProgram | None = None if own else page.bound.get(key)
+        found: BoundProgram | None = page.bound.get(key)
         if found is None:
             program = self._program(page.schedule)
             found = BoundProgram(
                 program, self.stages, self.transport, page.specs, wanted, self.activity
             )
-            if not own:
-                page.bound[key] = found
+            page.bound[key] = found
         self.bound = found
         return found
 
@@ -221,27 +227,40 @@ class Rank:
                     found.append((index, streams))
             for index, stage in self.stages.items():
                 if order.whole_batch:
-                    norms = WholeBatch(stage.module)
+                    norms = self._norms.setdefault(index, WholeBatch(stage.own))
                     stack.enter_context(norms.installed())
                     found.append((index, norms))
             yield {i: tuple(c for at, c in found if at == i) for i in self.stages}
 
     @contextmanager
     def _adapted(self, order: Order, page: Page) -> Iterator[Mapping[int, Adapter]]:
-        """What replicated and sharded stages need around a training step; reduced when it ends."""
-        found = {index: adapter_of(stage.module) for index, stage in self.stages.items()}
-        adapters = {i: found for i, found in found.items() if order.trains and found is not None}
+        """What replicated and sharded stages need around a call; their gradients are reduced when it ends."""
+        adapters = self._find_adapters()
+        gathers = Op.UNSHARD not in page.schedule.ops
         for index, adapter in adapters.items():
-            if adapter.whole_backward:
-                self.stages[index].prefer_engine("none")
-            adapter.begin(page.call.count)
+            if order.trains and adapter.whole_backward:
+                self.stages[index].reduce_later()
+            adapter.begin(page.call.count, trains=order.trains, gathers=gathers)
         try:
             yield adapters
             for adapter in adapters.values():
                 adapter.finish()
-        finally:
+        except BaseException:
             for adapter in adapters.values():
                 adapter.abandon()
+            raise
+
+    def _find_adapters(self) -> Mapping[int, Adapter]:
+        """Those of the stages here, new ones where their user has wrapped something since the last call."""
+        for index, stage in self.stages.items():
+            known = self._adapters.get(index)
+            if known is None or not known.fits(stage.module):
+                found = adapter_of(stage.module, partial(attrgetter("apart"), stage))
+                if found is not None:
+                    self._adapters[index] = found
+                else:
+                    self._adapters.pop(index, None)
+        return dict(self._adapters)
 
     def _for_call(self, inputs: Inputs, call: ModelCall, schedule: Schedule) -> Inputs:
         """Which arguments each stage is given in a call."""
@@ -254,7 +273,7 @@ class Rank:
     def _introduce(self) -> Task[Inputs]:
         """Tell the other ranks which arguments the stages here take by name."""
         mine = [
-            [index, None if stage.wired else list(named_arguments(stage.module))]
+            [index, None if stage.wired else list(named_arguments(unwrapped(stage.module)))]
             for index, stage in self.stages.items()
         ]
         told = yield from self.exchange(mine)
@@ -365,7 +384,7 @@ def _streams_of(stage: PipelineStage) -> Streams:
     whole = stage.is_first or (stage.wired and not stage.compiles)
     part = "" if whole else f"stage {stage.index}"
     generators = Generators([stage.device])
-    return Streams(stage.module, generators, part, compiled=stage.compiles)
+    return Streams(stage.own, generators, part, compiled=stage.compiles)
 
 
 def _traits(stages: Iterable[PipelineStage]) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.parallel import gathered, replicated
 from penstock.runtime.arguments import Call, Inputs, chosen
+from penstock.runtime.describing import OUTPUT
 from penstock.runtime.exchange import Exchange, Gradients
 from penstock.runtime.health import Health
 from penstock.runtime.program import RankProgram
@@ -19,7 +20,7 @@ from penstock.schedule import Action, Span
 from penstock.stage import PipelineStage
 from penstock.step import Loss, Tally, Weights, nothing
 from penstock.step.losses import Losses
-from penstock.values import Microbatch, flatten
+from penstock.values import Microbatch, ValueSpec, flatten, unflatten
 from penstock.values.trees import mapped, tensors_of
 
 # ---- when each action of a step ran, on this process's clock
@@ -151,9 +152,10 @@ class StageWork:
         inputs: which of the model's arguments each stage is given.
         companions: what goes along with the stage's microbatches.
         with_loss: whether the call computes a loss.
+        casts: whether something around the stage's module changes types.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a row may need, by name
         self,
         stage: PipelineStage,
         program: RankProgram,
@@ -162,6 +164,7 @@ class StageWork:
         companions: Sequence[Companion],
         *,
         with_loss: bool,
+        casts: bool = False,
     ) -> None:
         self.desk = Desk()
         self.data = StepData()
@@ -171,6 +174,7 @@ class StageWork:
         self._exchange = exchange
         self._inputs = inputs
         self._companions = tuple(companions)
+        self._casts = casts
         self._added = Losses()
         self._seeds: dict[int, Tensor] = {}
         self._made: dict[Any, Tensor] = {}
@@ -220,6 +224,8 @@ class StageWork:
     def _compute(self) -> Part:
         """Runs the stage's module, and the loss where it is computed here."""
         desk, run, roots, added = self.desk, self.stage.forward, self._roots, self._added
+        if self._casts and self.stage.wired:
+            return self._compute_restored()
 
         def compute(microbatch: int) -> None:
             args, kwargs = desk.call
@@ -228,6 +234,29 @@ class StageWork:
                 desk.output = run(
                     microbatch, args, kwargs, roots, self.data.parts[microbatch].aside
                 )
+
+        return compute
+
+    def _compute_restored(self) -> Part:
+        """As it is called where something around a wired module changes types.
+
+        The module knows the call, and others what it gives them, by the types of the plain model.
+        """
+        desk, run, names = self.desk, self.stage.forward, [edge.value for edge in self._given]
+
+        def compute(microbatch: int) -> None:
+            args, kwargs = desk.call
+            specs = self._exchange.specs[microbatch]
+
+            def restored(output: Any) -> Any:
+                if self.stage.is_last:
+                    return _as_agreed(output, specs.get(OUTPUT))
+                return {**output, **{n: _as_agreed(output[n], specs[n]) for n in names}}
+
+            desk.microbatch = microbatch
+            aside = self.data.parts[microbatch].aside
+            with self._added:
+                desk.output = run(microbatch, args, kwargs, self._roots, aside, restored)
 
         return compute
 
@@ -369,6 +398,15 @@ class StageWork:
         """Notes whether the gradients of the arguments are."""
         if self.data.health is not None:
             self.data.health.backward(self.stage.index, microbatch, self.desk.found)
+
+
+def _as_agreed(value: Any, spec: ValueSpec | None) -> Any:
+    """A value with the types that were agreed on."""
+    tensors, structure = flatten(value)
+    if spec is None or len(spec.tensors) != len(tensors):
+        return value
+    pairs = zip(tensors, spec.tensors, strict=True)
+    return unflatten(structure, [tensor.to(one.torch_dtype) for tensor, one in pairs])
 
 
 _NO_CALL: Call = ((), {})

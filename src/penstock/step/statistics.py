@@ -71,7 +71,7 @@ def _together(moments: list[_Moments]) -> _Moments:
 
 
 class WholeBatch:
-    """The batch norms of a stage during one step. A companion of its microbatches.
+    """The batch norms of a stage during a step. A companion of its microbatches.
 
     Each call still normalises by its own microbatch.
 
@@ -83,11 +83,7 @@ class WholeBatch:
     _at_work: ClassVar[WholeBatch | None] = None
 
     def __init__(self, module: nn.Module) -> None:
-        self._norms = [
-            m
-            for m in module.modules()
-            if isinstance(m, BatchNorm) and m.training and m.track_running_stats
-        ]
+        self._module = module
         self._microbatch = 0
         self._calls: dict[nn.Module, int] = {}
         self._seen: dict[tuple[nn.Module, int], dict[int, _Moments]] = {}
@@ -95,17 +91,24 @@ class WholeBatch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Follow the norms in this context, and update their statistics after it if nothing failed."""
-        handles = [
-            m.register_forward_pre_hook(OwnHook(self._note), with_kwargs=True) for m in self._norms
+        norms = [
+            m
+            for m in self._module.modules()
+            if isinstance(m, BatchNorm) and m.training and m.track_running_stats
         ]
+        handles = [
+            m.register_forward_pre_hook(OwnHook(self._note), with_kwargs=True) for m in norms
+        ]
+        self._seen.clear()
         try:
-            with _untracked(self._norms):
+            with _untracked(norms):
                 yield
         finally:
             WholeBatch._at_work = None
             for handle in handles:
                 handle.remove()
-        for (norm, _), moments in sorted(self._seen.items(), key=lambda item: item[0][1]):
+        seen, self._seen = self._seen, {}
+        for (norm, _), moments in sorted(seen.items(), key=lambda item: item[0][1]):
             _update(norm, _together([moments[index] for index in sorted(moments)]))
 
     def forward(self, microbatch: int) -> None:

@@ -24,6 +24,8 @@ from penstock.errors import PenstockError
 
 PATIENCE = 10.0
 """Seconds that idle workers have to end by themselves."""
+STARTING = 60.0
+"""Seconds that new workers may take to start."""
 AFTER = 3.0
 """Seconds that the other workers have to tell of their errors after the first one did."""
 _Lines = queue.SimpleQueue[tuple[int, str]]
@@ -54,7 +56,7 @@ class WorkerPool:
         Args:
             function: ``module:function``, called with ``group=`` and the arguments.
             ranks: how many workers take part.
-            timeout: seconds for all of them together.
+            timeout: seconds for all of them together, once they have started.
             arguments: JSON data.
 
         Returns:
@@ -63,6 +65,8 @@ class WorkerPool:
         Raises:
             WorkerError: one raised, died or did not end in time.
         """
+        # Several new processes import torch at once, which on a busy machine takes as long as a test.
+        timeout += 0.0 if self._workers else STARTING
         self._start()
         task = json.dumps({"function": function, "ranks": ranks, "arguments": arguments})
         try:

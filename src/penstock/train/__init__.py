@@ -12,10 +12,10 @@ from penstock.lazily import lazily
 if TYPE_CHECKING:
     from penstock.train.config import TrainConfig
     from penstock.train.model import GPT
-    from penstock.train.sources import resolve
+    from penstock.train.sources import processes_needed, resolve
     from penstock.train.trainer import Outcome, train
 
-__all__ = ["GPT", "Outcome", "TrainConfig", "resolve", "train"]
+__all__ = ["GPT", "Outcome", "TrainConfig", "processes_needed", "resolve", "train"]
 
 __getattr__ = lazily(
     __name__,
@@ -23,6 +23,6 @@ __getattr__ = lazily(
         "model": "GPT",
         "trainer": "Outcome train",
         "config": "TrainConfig",
-        "sources": "resolve",
+        "sources": "processes_needed resolve",
     },
 )

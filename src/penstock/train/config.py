@@ -34,6 +34,12 @@ class TrainConfig(BaseModel):
     stages_per_rank: Count | None = _setting(
         None, "Pipeline", "Stages on each rank. Default: what the schedule needs."
     )
+    replicas: Count = _setting(
+        1, "Pipeline", "Copies of the pipeline, in processes of their own; they share each batch."
+    )
+    shard: bool = _setting(
+        False, "Pipeline", "Whether each replica holds a part of each weight (FSDP2), and not all."
+    )
     schedule: Text = _setting("1F1B", "Pipeline", "Name of the schedule.")
     microbatches: Count = _setting(8, "Pipeline", "Number of parts that each batch is split into.")
     device: Text = _setting("cpu", "Pipeline", "Where to compute: cpu, cuda or cuda:<index>.")

@@ -31,8 +31,16 @@ class Contradiction:
 
 
 def ranks_of(config: TrainConfig) -> int:
-    """The number of ranks: as set, else the world size under ``torchrun``, else 4."""
-    return config.ranks or int(os.environ.get("WORLD_SIZE", DEFAULT_RANKS))
+    """The ranks of a pipeline: as set, else the world size under ``torchrun`` over the replicas, else 4."""
+    if config.ranks:
+        return config.ranks
+    world = os.environ.get("WORLD_SIZE")
+    return DEFAULT_RANKS if world is None else max(1, int(world) // config.replicas)
+
+
+def processes_of(config: TrainConfig) -> int:
+    """How many processes all replicas need."""
+    return ranks_of(config) * config.replicas
 
 
 def shape_of(config: TrainConfig) -> Shape:
@@ -71,7 +79,27 @@ def device_of(config: TrainConfig) -> torch.device:
     return device
 
 
+def _replicas_fit(config: TrainConfig) -> None:
+    world, needed = int(os.environ.get("WORLD_SIZE", 1)), processes_of(config)
+    if config.shard and config.replicas == 1:
+        raise ConfigError(
+            "shard=True without replicas: weights are sharded over replicas; set replicas to at least 2"
+        )
+    if config.replicas > 1 and world != needed:
+        raise ConfigError(
+            f"replicas={config.replicas} of {ranks_of(config)} ranks need {needed} processes, not {world}; "
+            f"start them with --processes {needed}"
+        )
+
+
 def _microbatches_fit(config: TrainConfig) -> None:
+    samples = config.batch // config.replicas
+    if config.replicas > 1 and config.microbatches > samples:
+        raise ConfigError(
+            f"microbatches={config.microbatches} of batch={config.batch} over replicas={config.replicas}: a "
+            f"microbatch needs a sample; ask for at most {samples} microbatches or a batch of "
+            f"{config.microbatches * config.replicas} or more"
+        )
     if config.microbatches > config.batch:
         raise ConfigError(
             f"microbatches={config.microbatches} of batch={config.batch}: a microbatch needs a sample; "
@@ -85,7 +113,8 @@ def _auto_has_a_folder(config: TrainConfig) -> None:
 
 
 _CHECKS: dict[Callable[[TrainConfig], object], str] = {
-    _microbatches_fit: "microbatches batch",
+    _replicas_fit: "replicas shard ranks",
+    _microbatches_fit: "microbatches batch replicas",
     shape_of: "width heads",
     device_of: "device",
     _auto_has_a_folder: "resume out",

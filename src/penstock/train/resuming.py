@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.team import Team
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
 
@@ -41,7 +42,7 @@ class Stop:
     def agreed(self, pipe: Pipeline) -> int:
         """The signal that some rank has heard, or that time is up; 0 to go on. All ranks call it."""
         late = self._end is not None and time.monotonic() >= self._end
-        told: list[int] = pipe.agree(self._heard or (_TIME if late else 0))
+        told: list[int] = Team(pipe, None).agree(self._heard or (_TIME if late else 0))
         return max(told) or min(told)
 
     def __enter__(self) -> Stop:
@@ -110,11 +111,11 @@ def run_folder_of(resume: str) -> Path | None:
     return None
 
 
-def command(out: Path, ranks: int) -> str:
+def command(out: Path) -> str:
     """The command that goes on with a run."""
-    train = ["train", "--resume", str(out)]
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    train, processes = ["train", "--resume", str(out)], os.environ.get("WORLD_SIZE", "1")
+    if processes == "1":
         return shlex.join(["penstock", *train])
     if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("penstock-"):
-        return shlex.join(["penstock", *train, "--processes", str(ranks)])
-    return shlex.join(["torchrun", "--nproc-per-node", str(ranks), "-m", "penstock", *train])
+        return shlex.join(["penstock", *train, "--processes", processes])
+    return shlex.join(["torchrun", "--nproc-per-node", processes, "-m", "penstock", *train])

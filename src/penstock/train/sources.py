@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from penstock.errors import ConfigError, InputFileError
 from penstock.train.config import TrainConfig
-from penstock.train.plan import Contradiction, contradictions
+from penstock.train.plan import DEFAULT_RANKS, Contradiction, contradictions
 from penstock.train.resuming import run_folder_of
 
 LARGEST_CONFIG = 64 << 10
@@ -28,6 +28,7 @@ _MUST_BE = {
     "int_type": "must be a whole number",
     "float_type": "must be a number",
     "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
     "string_type": "must be text",
     "string_too_short": "must not be empty",
 }
@@ -54,6 +55,15 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
     _refuse([problem.text for problem in problems if not _by_file(problem, table, flags)], None)
     _refuse([problem.text for problem in problems], file)
     return config
+
+
+def processes_needed(flags: Mapping[str, Any], file: Path | None = None) -> int | None:
+    """How many processes a run needs, where one does not do: each rank of each replica has its own."""
+    table = {**({} if file is None else read(file)), **flags}
+    replicas, ranks = table.get("replicas", 1), table.get("ranks", DEFAULT_RANKS)
+    # What is no number is told with all other mistakes.
+    known = isinstance(replicas, int) and isinstance(ranks, int) and ranks > 0
+    return replicas * ranks if known and replicas > 1 else None
 
 
 def _of_run(resume: Any) -> Path | None:
@@ -101,6 +111,8 @@ def to_toml(config: TrainConfig) -> str:
 
 
 def _toml(value: str | float) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return f'"{_escaped(value)}"' if isinstance(value, str) else repr(value)
 
 

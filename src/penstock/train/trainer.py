@@ -27,6 +27,7 @@ from penstock.train.metrics import StepMetrics, peak_flops
 from penstock.train.model import GPT, VOCABULARY, next_byte_loss
 from penstock.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from penstock.train.plan import device_of, schedule_of, shape_of, stages_of
+from penstock.train.replicas import Side
 from penstock.train.resuming import (
     AUTO,
     CHECKPOINTS,
@@ -78,17 +79,18 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
     """
     torch.set_num_threads(config.threads)
     corpus = texts.load(config.data, config.sequence)
-    with make_pipeline(config) as pipe:
+    side = Side(config)
+    with make_pipeline(config, side) as pipe:
         out = (console or Console()) if pipe.leads else Console(quiet=True)
         folder, checkpoints = _claim(pipe, config)
         pipe.report_failures_to(folder.path)
         say(out, introduction(config, corpus))
         with checkpoints, Stop(config.time_limit, lambda text: say(out, text)) as stop:
-            return Run(config, pipe, corpus, folder, checkpoints, out).complete(stop)
+            return Run(config, pipe, corpus, folder, checkpoints, out, side).complete(stop)
 
 
-def make_pipeline(config: TrainConfig) -> Pipeline:
-    """The pipeline of a model whose weights follow from the seed."""
+def make_pipeline(config: TrainConfig, side: Side | None = None) -> Pipeline:
+    """The pipeline of a model whose weights follow from the seed, or one of its replicas."""
     return Pipeline(
         GPT(shape_of(config), config.seed),
         schedule=schedule_of(config),
@@ -96,6 +98,7 @@ def make_pipeline(config: TrainConfig) -> Pipeline:
         stages=stages_of(config),
         loss_fn=next_byte_loss,
         device=device_of(config),
+        **(side.options if side else {}),
     )
 
 
@@ -104,12 +107,18 @@ def introduction(config: TrainConfig, corpus: Corpus) -> str:
     schedule, shape = schedule_of(config), shape_of(config)
     return (
         f"model: {shape.parameters:,} parameters, {config.layers} layers in {schedule.stages} stages on "
-        f"{schedule.ranks} ranks\n"
+        f"{schedule.ranks} ranks{_replicas(config)}\n"
         f"schedule: {schedule.name}, {config.microbatches} microbatches; {config.device}, "
         f"threads per process: {config.threads}\n"
         f"text: {corpus.name}, {corpus.files:,} files, {len(corpus.training) / 1e6:.2f} MB to train on, "
         f"{len(corpus.held_out) / 1e6:.2f} MB held out"
     )
+
+
+def _replicas(config: TrainConfig) -> str:
+    if config.replicas == 1:
+        return ""
+    return f", {config.replicas} replicas{', weights sharded over them' if config.shard else ''}"
 
 
 def _claim(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Checkpoints]:
@@ -125,6 +134,8 @@ def _claim(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Checkpoints]
         except (UsageError, CheckpointError) as error:
             made["problem"] = str(error)
     agreed = pipe.agree(made)[0]
+    if pipe.replicas.exchange is not None:
+        agreed = pipe.replicas.exchange(agreed)[0]
     if agreed["problem"]:
         raise UsageError(agreed["problem"])
     path = Path(agreed["path"])
@@ -142,9 +153,10 @@ class Run:
         folder: keeps the results.
         checkpoints: keeps the states to go on from.
         console: where to print.
+        side: which of the replicas this is.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a run has, by name
         self,
         config: TrainConfig,
         pipe: Pipeline,
@@ -152,7 +164,9 @@ class Run:
         folder: RunFolder,
         checkpoints: Checkpoints,
         console: Console,
+        side: Side,
     ) -> None:
+        self._side = side
         self._config = config
         self._pipe = pipe
         self._corpus = corpus
@@ -242,8 +256,7 @@ class Run:
     def _leave(self, step: int, stopped: int) -> None:
         self._checkpoints.wait()
         say(self._console, f"{why(stopped)}: {self._checkpoints.last}")
-        ranks = schedule_of(self._config).ranks
-        say(self._console, f"go on with: {command(self._folder.path, ranks)}")
+        say(self._console, f"go on with: {command(self._folder.path)}")
         # All ranks leave together: none is to take the end of another for a failure.
         self._pipe.close()
 
@@ -256,7 +269,8 @@ class Run:
             step, seed=config.seed, batch=config.batch, sequence=config.sequence
         )
         try:
-            result = self._pipe.step(tokens, target=target, record=self._records(step))
+            mine = self._side.part
+            result = self._pipe.step(mine(tokens), target=mine(target), record=self._records(step))
         except NonFiniteError as error:
             given = f"learning_rate={self._config.learning_rate:g}"
             raise NonFiniteError(f"{given}: {error}; use a lower learning rate") from None
@@ -308,7 +322,7 @@ class Run:
             return None
         schedule = self._pipe.schedule
         alone = len(self._pipe.stages) == schedule.stages
-        devices = 1 if alone else schedule.ranks
+        devices = self._config.replicas * (1 if alone else schedule.ranks)
         return shape_of(self._config).flops * tokens_per_second / (peak * devices)
 
     def _peak_memory(self) -> int:
@@ -321,7 +335,8 @@ class Run:
         batches = self._corpus.held_out_batches(
             config.held_out_batches, batch=config.batch, sequence=config.sequence
         )
-        losses = [self._pipe.eval(tokens, target=target).loss for tokens, target in batches]
+        mine = self._side.part
+        losses = [self._pipe.eval(mine(x), target=mine(y)).loss for x, y in batches]
         loss, measured = fmean(losses), len(losses) * config.batch * config.sequence
         self._folder.log({"held_out_loss": loss, "held_out_bytes": measured})
         say(

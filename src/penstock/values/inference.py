@@ -149,7 +149,10 @@ def _follow(module: nn.Module, call: Call, device: torch.device, unknowns: Unkno
 def _look(module: nn.Module, call: Call, device: torch.device) -> Inferred:
     with randomness_kept(device):
         if _shards_itself(module):
-            output, reached = _inferred(module, call, device)
+            try:
+                output, reached = _inferred(module, call, device)
+            finally:
+                _free(module)
             return Inferred(output, [[] for _ in reached])
         copied = _without_data(module)
         if copied is None:
@@ -168,6 +171,13 @@ def _shards_itself(module: nn.Module) -> bool:
     return any(
         kind.__name__ == "FSDPModule" for part in module.modules() for kind in type(part).__mro__
     )
+
+
+def _free(module: nn.Module) -> None:
+    """Let go of the parameters that it has gathered: the outermost part keeps them for a backward."""
+    for part in module.modules():
+        if hasattr(part, "reshard"):
+            part.reshard()  # type: ignore[operator]
 
 
 def _without_data(module: nn.Module) -> nn.Module | None:

@@ -220,7 +220,7 @@ class _Pipeline(Protocol):
 
 @runtime_checkable
 class _Stage(Protocol):
-    module: nn.Module
+    own: nn.Module
     device: torch.device
 
 
@@ -273,7 +273,7 @@ def _home(stage: Any, device: torch.device | str | None) -> tuple[nn.Module, tor
     if isinstance(stage, nn.Module):
         return stage, torch.device(device or "cpu")
     if isinstance(stage, _Stage):
-        return stage.module, torch.device(device or stage.device)
+        return stage.own, torch.device(device or stage.device)
     raise UsageError(
         f"{type(stage).__name__} is neither a module nor a stage; give modules, PipelineStages or a Pipeline"
     )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import AgreementError, UsageError
-from penstock.parallel import local_part, with_local
-from penstock.partition import Shared, named_tensors
+from penstock.parallel import local_part, spreads_over_processes, with_local
+from penstock.partition import Shared
 from penstock.runtime import Task, Wait
 from penstock.stage import PipelineStage
 from penstock.transport import SHARED, Channel, Transport
@@ -124,7 +124,7 @@ class Sharing:
 
     def _is_tied(self) -> bool:
         return all(
-            _find(self._stages[stage].module, name) is tensor
+            _find(self._stages[stage], name) is tensor
             for index, tensor in self._tensors.items()
             for stage, name in self._table[index].holders
             if stage in self._stages
@@ -292,25 +292,39 @@ def _made_one(one: Shared, holders: Sequence[tuple[PipelineStage, str]]) -> Tens
             f"{one.names[0]!r} is shared by stages {list(one.stages)}, which live in one process on "
             f"{sorted(map(str, devices))}; put them on one device, or start a process for each rank"
         )
-    first = _find(holders[0][0].module, holders[0][1])
+    for stage, name in holders[1:]:
+        if _find(stage, name) is not _find(*holders[0]):
+            _check_can_be_one(one, [stage for stage, _ in holders])
+    first = _find(*holders[0])
     for stage, _ in holders:
-        held = dict(named_tensors(stage.module))
+        held = dict(stage.named_tensors())
         for name in {*one.names, *(name for _, name in one.holders)} & held.keys():
             if held[name] is not first:
-                _put(stage.module, name, first)
+                _put(stage, name, first)
     return first
 
 
-def _find(module: nn.Module, name: str) -> Tensor:
+def _check_can_be_one(one: Shared, stages: Sequence[PipelineStage]) -> None:
+    for stage in stages:
+        found = spreads_over_processes(stage.module)
+        if found is not None and found[1] == "fully_shard":
+            raise UsageError(
+                f"{one.names[0]!r} is shared by stages {list(one.stages)}, of which several live in this "
+                f"process, and {found[1]} has sharded it in each by itself; replicate these stages with "
+                "DistributedDataParallel, or take a schedule that places them on different ranks"
+            )
+
+
+def _find(stage: PipelineStage, name: str) -> Tensor:
     """A parameter or buffer by its name."""
     path, _, leaf = name.rpartition(".")
-    found: Tensor = getattr(module.get_submodule(path), leaf)
+    found: Tensor = getattr(stage.part(path), leaf)
     return found
 
 
-def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+def _put(stage: PipelineStage, name: str, tensor: Tensor) -> None:
     path, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(path), leaf, tensor)
+    setattr(stage.part(path), leaf, tensor)
 
 
 def _summary(tensor: Tensor) -> tuple[str, str | None]:

@@ -46,6 +46,10 @@ class Names:
         """All names of a weight in the model's order."""
         return self._all.get(name, (name,))
 
+    def is_shared(self, name: str) -> bool:
+        """Whether stages share a weight, or it has several names."""
+        return name in self._owner
+
     def owns(self, stage: int, name: str) -> bool:
         """Whether it is this of the stages that use a weight which counts and saves it."""
         return self._owner.get(name, stage) == stage
@@ -63,9 +67,17 @@ class Holds(Protocol):
     def index(self) -> int:
         """Which stage."""
 
-    @property
-    def module(self) -> nn.Module:
-        """The module, whose names are those of the unsplit model."""
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under their names in the unsplit model, each once."""
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Parameters and buffers under all their names."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What there is to save, so named."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy what is there of it."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,22 @@ class WholeModel:
 
     module: nn.Module
     index: int = 0
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each once."""
+        return self.module.named_parameters()
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Parameters and buffers under all their names."""
+        return named_tensors(self.module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What there is to save."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy what is there of it."""
+        self.module.load_state_dict(dict(state), strict=False)
 
 
 class Weights:
@@ -92,7 +120,7 @@ class Weights:
         """Each parameter once, under its first name."""
         seen: set[int] = set()
         for stage in self._stages:
-            for name, parameter in stage.module.named_parameters():
+            for name, parameter in stage.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield self._names.first(name), parameter
@@ -102,7 +130,7 @@ class Weights:
         return {
             stage.index: [
                 parameter
-                for name, parameter in stage.module.named_parameters()
+                for name, parameter in stage.named_parameters()
                 if self._names.owns(stage.index, name)
             ]
             for stage in self._stages
@@ -116,7 +144,7 @@ class Weights:
         """
         found: dict[str, Any] = {}
         for stage in self._stages:
-            for name, value in stage.module.state_dict().items():
+            for name, value in stage.state_dict().items():
                 if name in found and not _same(found[name], value):
                     check_apart([name, name])
                 found |= dict.fromkeys(self._names_of(name, value), value)
@@ -130,7 +158,7 @@ class Weights:
         return {
             stage.index: {
                 self._names.first(name): value
-                for name, value in stage.module.state_dict().items()
+                for name, value in stage.state_dict().items()
                 if self._names.owns(stage.index, name)
             }
             for stage in self._stages
@@ -141,27 +169,34 @@ class Weights:
         return [pair for held in self.files().values() for pair in held.items()]
 
     def held(self) -> dict[str, tuple[tuple[str, ...], Any]]:
-        """What lives here, each once under its first name, with all its names."""
-        return {
-            self._names.first(name): (self._names.all(name), value)
-            for stage in self._stages
-            for name, value in stage.module.state_dict().items()
-        }
+        """What lives here, each once under its first name, with all its names.
+
+        Raises:
+            UsageError: stages have different things under one name.
+        """
+        found: dict[str, tuple[tuple[str, ...], Any]] = {}
+        for stage in self._stages:
+            for name, value in stage.state_dict().items():
+                first = self._names.first(name)
+                if first in found and not _same(found[first][1], value):
+                    check_apart([name, name])
+                found[first] = self._names.all(name), value
+        return found
+
+    def is_shared(self, name: str) -> bool:
+        """Whether stages are known to share a weight, by its first name."""
+        return self._names.is_shared(name)
 
     def tensors(self) -> list[Tensor]:
         """The parts of parameters and buffers that lie here."""
-        return [
-            local_part(tensor)
-            for stage in self._stages
-            for _, tensor in named_tensors(stage.module)
-        ]
+        return [local_part(tensor) for stage in self._stages for _, tensor in stage.named_tensors()]
 
     def keys(self) -> list[str]:
         """The names of what lives here, under every name that it has."""
         found = (
             other
             for stage in self._stages
-            for name, value in stage.module.state_dict().items()
+            for name, value in stage.state_dict().items()
             for other in self._names_of(name, value)
         )
         return list(dict.fromkeys(found))
@@ -172,7 +207,7 @@ class Weights:
         Raises:
             UsageError: something is on the meta device.
         """
-        tensors = (pair for stage in self._stages for pair in named_tensors(stage.module))
+        tensors = (pair for stage in self._stages for pair in stage.named_tensors())
         empty = [name for name, tensor in tensors if tensor.is_meta]
         if empty:
             raise UsageError(
@@ -183,10 +218,10 @@ class Weights:
     def load(self, state: Mapping[str, Any]) -> None:
         """Copy from ``state`` what it has of these stages' weights."""
         for stage in self._stages:
-            own = stage.module.state_dict()
+            own = stage.state_dict()
             picked = {name: self._pick(state, name, own[name]) for name in own}
             found = {name: value for name, value in picked.items() if value is not None}
-            stage.module.load_state_dict(found, strict=False)
+            stage.load_state_dict(found)
 
     def _pick(self, state: Mapping[str, Any], name: str, own: Any) -> Any:
         # As the unsplit model would: it copies under one name after the other.
@@ -356,12 +391,16 @@ def gather_state(rank: Rank, names: Names, contents: Sequence[Contents]) -> Task
     return {key: found[names.first(key)] for key in _union(one.keys for one in contents)}
 
 
-def gather_states(rank: Rank, held: OptimizerStates) -> Task[dict[str, Any]]:
+def gather_states(rank: Rank, names: Names, held: OptimizerStates) -> Task[dict[str, Any]]:
     """The states of all ranks' optimizers as one state dict on rank 0, on the CPU; empty on the others.
 
     Args:
         rank: this one.
+        names: what is shared.
         held: what its optimizer keeps.
+
+    Raises:
+        UsageError: stages have different weights of one name.
     """
     tensors: dict[str, dict[str, Tensor]] = {name: {} for name in held.states}
     mine = [
@@ -376,6 +415,8 @@ def gather_states(rank: Rank, held: OptimizerStates) -> Task[dict[str, Any]]:
         },
     ]
     told = yield from rank.exchange(mine)
+    members = [name for one in told for _, of in one[1] for name in of]
+    check_apart([name for name in members if not names.is_shared(name)])
     owner = {name: number for number, one in reversed(list(enumerate(told))) for name in one[0]}
     transport = rank.transport
     transport.open([Channel(other, 0, SHARED) for other in range(1, transport.ranks)])

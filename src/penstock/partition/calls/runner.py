@@ -48,6 +48,7 @@ class Runner(Watch):
         paths: the path of each unit.
         values: what arrived, by name.
         device: where the stage is.
+        casts: whether something around the stage changes types, so that what is given has to be cast back.
     """
 
     def __init__(
@@ -57,8 +58,11 @@ class Runner(Watch):
         paths: Mapping[nn.Module, str],
         values: Mapping[str, Tensor],
         device: torch.device,
+        *,
+        casts: bool = False,
     ) -> None:
         super().__init__()
+        self._casts = casts
         self._tape, self._part, self._paths, self._device = tape, part, paths, device
         # What is changed here may be used elsewhere as it is.
         self._arrived = {
@@ -280,6 +284,8 @@ class Runner(Watch):
             self.follow(tensor, number)
         if number not in self._part.gives or number in self._given:
             return
+        if self._casts:
+            tensor = tensor.to(value.form.dtype)
         if not value.form.fits(tensor):
             raise PartitionError(
                 f"{value.name} is {tensor.dtype}{list(tensor.shape)} where {value.form.dtype}"

@@ -134,6 +134,15 @@ class CallStage(Holder):
         for holder in self.__dict__["_lenders"]:
             Holder.follow(holder)
 
+    @contextlib.contextmanager
+    def called_as(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Something around the stage changes the types of arguments; the call is still known by these."""
+        self.__dict__["_called_as"] = args, kwargs
+        try:
+            yield
+        finally:
+            del self.__dict__["_called_as"]
+
     @property
     def pieces(self) -> list[nn.Module]:
         """The modules that run here as wholes: what of the stage can be compiled."""
@@ -143,14 +152,15 @@ class CallStage(Holder):
     def forward(self, values: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
         """Run the stage's part: its values by name, or in the last stage the model's output."""
         cutting: Cutting = self.__dict__["_cutting"]
-        route = cutting.route(args, kwargs)
+        called_as = self.__dict__.get("_called_as")
+        route = cutting.route(*(called_as or (args, kwargs)))
         part = route.parts[self.index]
         if part.end == -1:
             return {}
         device = self._device(args, kwargs)
         args, kwargs, absent = _present(args, kwargs, device)
         watched = cutting.paths | cutting.hooked()
-        runner = Runner(route.tape, part, watched, values, device)
+        runner = Runner(route.tape, part, watched, values, device, casts=called_as is not None)
         output = None
         with contextlib.ExitStack() as stack:
             for holder in self.__dict__["_lenders"]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,9 +49,19 @@ class TracedStage(nn.Module):
         super().__init__()
         self._index, self._traces, self._names = index, traces, dict(names)
         self._together = together
+        self._called_as: tuple[Any, Any] | None = None
         together.append(self)
         for name, tensor in tensors.items():
             _graft(self, name, tensor, persistent=name in persistent)
+
+    @contextmanager
+    def called_as(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Something around the stage changes the types of arguments; the call is still known by these."""
+        self._called_as = args, kwargs
+        try:
+            yield
+        finally:
+            self._called_as = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stage, as a pipeline does or by hand."""
@@ -112,7 +123,8 @@ class TracedStage(nn.Module):
 
     def _find(self, args: Any, kwargs: Any) -> tuple[Trace, list[Tensor]]:
         tensors, structure = flatten((args, kwargs))
-        call = ValueSpec(tuple(map(TensorSpec.of, tensors)), structure)
+        known = tensors if self._called_as is None else flatten(self._called_as)[0]
+        call = ValueSpec(tuple(map(TensorSpec.of, known)), structure)
         return self._traces.find(call, self.training), tensors
 
     def _program(self, trace: Trace) -> Program:

@@ -130,6 +130,9 @@ class Runner(WeightHolder):
     def __init__(self, schedule: Schedule, stages: Sequence[StageBase]) -> None:
         self._faces = list(stages)
         self._held: list[OwnStage] = [stage.own() for stage in stages]
+        self._context: Any = None
+        self._custom: dict[str, Custom] = {}
+        self._replaced: dict[str, Callable[[Entry, Any], None]] = {}
         edges = next((tuple(s.edges) for s in stages if s.edges is not None), None)
         self._plan = Plan(
             schedule, schedule.ranks, schedule.stages, schedule.microbatches, edges or None
@@ -168,7 +171,12 @@ class Runner(WeightHolder):
         def schedules(count: int, edges: Any) -> Schedule:
             return self._plan.proven(count, edges, trains=trains)
 
-        replaced = {name: self._replacing(function, context) for name, function in custom.items()}
+        self._context = context
+        if self._custom != custom:
+            # Made once: what the runtime binds for a step holds these functions, and serves later steps too.
+            self._custom = dict(custom)
+            self._replaced = {name: self._replacing(custom[name]) for name in custom}
+        replaced = self._replaced
         order = Order(schedules, batch, loss, trains=trains, keep=True, replaced=replaced)
         with self._training() if trains else nullcontext():
             reports: list[Report] = self._local.carry_out(order)
@@ -188,7 +196,7 @@ class Runner(WeightHolder):
             Order(lambda *_: self._plan.training, Batch(), trains=trains, refused=error)
         )
 
-    def _replacing(self, function: Custom, context: Any) -> Callable[[Entry, Any], None]:
+    def _replacing(self, function: Custom) -> Callable[[Entry, Any], None]:
         """A custom function as the runtime calls it: the stages here run what it tells them to."""
 
         def run(entry: Entry, perform: Callable[[Action], Any]) -> None:
@@ -199,7 +207,7 @@ class Runner(WeightHolder):
             for face in self._faces:
                 face.bind(by_hand)
             try:
-                function(to_tuple(entry), context)
+                function(to_tuple(entry), self._context)
             finally:
                 for face in self._faces:
                     face.bind(None)

@@ -121,7 +121,13 @@ class Wires:
 
 
 def start(p2p_ops: Sequence[P2POp], desc: str | None = None) -> list[Any]:
-    """Start sends and receives; what to wait for."""
+    """Start sends and receives; what to wait for.
+
+    Those of one direction need no order among each other, and as a batch NCCL would run them one after the
+    other; only a mixture could wait in a circle.
+    """
+    if len({one.op for one in p2p_ops}) == 1:
+        return [one.op(one.tensor, None, one.group, one.tag, one.group_peer) for one in p2p_ops]
     return dist.batch_isend_irecv(list(p2p_ops)) if p2p_ops else []
 
 

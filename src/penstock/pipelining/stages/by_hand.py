@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.parallel import adapter_of, gathered
+from penstock.parallel import adapter_of, alone, gathered
 from penstock.pipelining.refusals import CallError, PipeliningMetadataError
 from penstock.pipelining.stages.base import P2POp, Wires
 from penstock.stage import PipelineStage as OwnStage
@@ -43,7 +43,7 @@ class ByHand:
         self.own = own
         self._wires = wires
         self._example = example
-        self._adapter = adapter_of(own.module)
+        self._adapter = adapter_of(own.module, lambda: own.apart)
         self._adapted = False
         self._whole: set[int] = set()
         self._count = 0
@@ -90,7 +90,7 @@ class ByHand:
         if self._example is None:
             named = ValueSpec.of(dict(kwargs)).without_data()
             arguments = ValueSpec.of((taken.without_data(), named))
-            found = infer_output(self.own.module, arguments, self.own.device)
+            found = infer_output(alone(self.own.module), arguments, self.own.device)
         else:
             found = ValueSpec.of(self._example)
         return _with_gradients(found, self._trains)
