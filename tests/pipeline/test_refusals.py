@@ -481,7 +481,7 @@ SLIPS: dict[str, Slip] = {
     "no gradients": (
         lambda pipe: torch.inference_mode()(pipe.step)(X, target=Y),
         UsageError,
-        "step under torch.inference_mode",
+        "step needs gradients, and under torch.inference_mode",
     ),
 }
 
