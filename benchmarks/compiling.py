@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.backward import Ours, Stage, ratio, stage_of
 from benchmarks.pairs import Ratios, alternate
-from benchmarks.work import RANKS, gpt, ours
-from penstock import PipelineStage
+from benchmarks.work import RANKS, gpt, placement
+from penstock import Pipeline, PipelineStage
 from penstock.backward import ENGINES
 from penstock.compiled import CompiledModule, has_compiler
 from penstock.testing import WorkerPool
@@ -26,6 +26,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDTHS = (64, 256, 512)
 AIM = 1.05
 MICROBATCHES = 4
+TIMEOUT = 1800
 BACKENDS = ("plain", "inductor") if has_compiler(DEVICE.type) else ("plain",)
 
 
@@ -184,8 +185,17 @@ def measure(group: Any, schedule: str, backend: str | None, rounds: int) -> dict
 
 
 def _pipeline(group: Any, schedule: str, options: dict[str, Any]) -> Callable[[], None]:
-    work = gpt(RANKS)
-    pipe = ours(work, schedule, group, cast("Any", partial(PipelineStage, **options)))
+    work, home = gpt(RANKS), placement(schedule)
+    held = work.held(home, group.rank())
+    pipe = Pipeline.from_stages(
+        [PipelineStage(work.stages[index], index, len(home), **options) for index in held],
+        schedule=schedule,
+        microbatches=work.microbatches,
+        loss_fn=work.loss,
+        group=group,
+        # One waits while the other compiles.
+        timeout=TIMEOUT,
+    )
 
     def run() -> None:
         pipe.step(work.batch, target=work.target)
@@ -205,7 +215,7 @@ def compare_steps(rounds: int) -> dict[str, Any]:
     with WorkerPool(RANKS) as workers:
         for name, (schedule, backend) in others.items():
             told = {"schedule": schedule, "backend": backend, "rounds": rounds}
-            answers = workers.run("benchmarks.compiling:measure", RANKS, timeout=1800, **told)
+            answers = workers.run("benchmarks.compiling:measure", RANKS, timeout=TIMEOUT, **told)
             ratios = Ratios(answers[0]["ours"], answers[0]["other"])
             print(f"step, ZB-H1, compiled by {BACKENDS[-1]}: {ratios.told(name)}")
             found[name] = ratios.to_json()

@@ -145,9 +145,8 @@ class PipelineStage:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy what is there of the module's state, so named."""
         own = list(self._module.state_dict())
-        names = parallel.names_without_wrappers(self._module, self.own, own)
-        found = {key: state[name] for key, name in names.items() if name in state}
-        self._module.load_state_dict(found, strict=False)
+        names = parallel.names_without_wrappers(self._module, self.own, own).items()
+        self._module.load_state_dict({k: state[n] for k, n in names if n in state}, strict=False)
 
     def parts(self) -> Iterator[parallel.Part]:
         """All modules of the stage, with their paths in the slice."""

@@ -434,7 +434,7 @@ def test_what_torch_has_without_a_graph_does_all_at_once(
     expected = torch.autograd.grad(
         output, list(stage.module.parameters()), torch.ones_like(output), retain_graph=True
     )
-    run = type(output.grad_fn)._forward_cls._backward_impl  # type: ignore[union-attr]
+    run = type(output.grad_fn)._forward_cls._backward_impl
     place = run.__code__.co_freevars.index("backward_compiler")
     # As it is where it comes from a cache on disk.
     run.__closure__[place].cell_contents.lazy_backward_info = None

@@ -214,8 +214,8 @@ def test_a_killed_rank_under_torchrun(text: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_signal_to_processes(text: Path, tmp_path: Path) -> None:
     """Two replicas of one rank, which hold the halves of each weight; both stop at the same step."""
-    changes = {"steps": 100_000, "save_every": 5, "ranks": 1, "replicas": 2, "shard": "true"}
-    command = flags(text, tmp_path / "run", processes=2, **changes)
+    changes = {"steps": 100_000, "save_every": 5, "ranks": 1, "replicas": 2}
+    command = [*flags(text, tmp_path / "run", processes=2, **changes), "--shard"]
     with start(command) as process:
         await_checkpoint(tmp_path / "run", process)
         process.send_signal(signal.SIGTERM)

@@ -47,8 +47,8 @@ class Team:
         self._pipe = pipe if group is None else None
         self._circles: list[_Circle] = []
         if self._pipe is None:
-            circle = Circle(group)
-            self._circles, self.rank, self.layout = [circle], circle.rank, (1, circle.size)
+            everyone = Circle(group)
+            self._circles, self.rank, self.layout = [everyone], everyone.rank, (1, everyone.size)
             return
         ranks = self._pipe.ranks
         processes = self._pipe.schedule.ranks if len(ranks) == 1 else 1

@@ -111,7 +111,8 @@ class Activity:
 
     def noting(self, action: Any) -> Callable[[object], None]:
         """Gives :meth:`at` of one action, for a program that runs it many times; called with anything."""
-        slate, doing = self.slate, None if self.slate is None else self.slate.text(action)
+        slate = self.slate
+        doing = b"" if slate is None else slate.text(action)
 
         def note(_: object) -> None:
             if self.concern is not None:

@@ -84,9 +84,10 @@ class WeightHolder:
         here = {stage.index: stage.own for stage in local.stages}
         self._watched = Watched(model, parts or list(here.values()), here)
         self._by_identity = self._watched.table()
+        # Before channels are opened for it, which ranks do together.
+        self._introduce()
         for rank in local.ranks:
             rank.transport.open(self._sharing.channels)
-        self._introduce()
         self._align()
         remember_names(self._weights.named_parameters())
 

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import reduce
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -448,10 +449,8 @@ class _Sum(Ticket):
         self._gathered.wait()
 
     def take(self) -> Tensor:
-        total, *rows = self._gathered.take()
-        for row in rows:
-            total = total + row
-        return total
+        rows: list[Tensor] = self._gathered.take()
+        return reduce(torch.add, rows)
 
 
 class _Agreed(Ticket):
