@@ -92,7 +92,7 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._left:
-            more = self._replies.read1(1 << 20)  # type: ignore[attr-defined]
+            more = self._replies.read1(1 << 20)
             assert more, "the browser has ended"
             self._left += more
         text, _, self._left = self._left.partition(b"\0")
