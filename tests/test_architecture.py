@@ -188,9 +188,27 @@ def test_the_front_door_gives_every_name() -> None:
     assert set(penstock.__all__) <= set(dir(penstock))
 
 
-def test_the_front_door_refuses_unknown_names() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Pipelin'"):
-        _ = penstock.Pipelin
+def test_the_front_door_leads_to_every_part() -> None:
+    python(
+        "import sys, penstock\n"
+        "assert '1F1B' in penstock.schedule.names()\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        f"for part in {sorted(TABLE['parts'])}:\n"
+        "    assert part in dir(penstock) and getattr(penstock, part).__name__ == 'penstock.' + part"
+    )
+
+
+@pytest.mark.parametrize("name", ["Pipelin", "schedul", "_lazily"])
+def test_the_front_door_refuses_unknown_names(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+        getattr(penstock, name)
+
+
+@pytest.mark.parametrize("package", ["faults", "launch", "schedule", "train"])
+def test_names_that_are_imported_lazily_are_found(package: str) -> None:
+    found = getattr(penstock, package)
+    assert [name for name in found.__all__ if not hasattr(found, name)] == []
+    assert not hasattr(found, "no_such_name")
 
 
 # ---- what no file does

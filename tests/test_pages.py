@@ -3,41 +3,45 @@
 from __future__ import annotations
 
 import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
 from penstock.backward import DeferredBackward
+from penstock.cli.main import main
 from penstock.errors import UsageError
 from penstock.partition import partition
 from penstock.schedule import add_communication, build, compute_only, merge_backward
+from penstock.schedule.library import registry
+from website import pictures, reference
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
-def blocks(page: str) -> list[str]:
-    """The programs of a page."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
-
-
-# ---- names, links and programs
+# ---- names and links
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(file: Path) -> None:
+    made = {*pictures.drawn(), *reference.paths()}
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", file.read_text()):
-        assert (file.parent / target).exists(), target
+        assert (file.parent / target).exists() or target in made, target
 
 
 def test_names_are_found() -> None:
@@ -63,118 +67,134 @@ def exists(name: str) -> bool:
     return False
 
 
-EVERYWHERE = """
-import torch, penstock, penstock.partition, penstock.weights
-from torch import nn
-from torch.nn import functional
-from penstock.partition import cut_into
+# ---- programs
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, hidden):
-        return hidden + self.linear(hidden)
-
-class Model(nn.Module):
-    def __init__(self, config=None):
-        super().__init__()
-        self.embed = nn.Embedding(10, 8)
-        self.blocks = self.layers = nn.ModuleList([Block() for _ in range(10)])
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 10)
-
-    def forward(self, x, mask=None):
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden if mask is None else hidden * mask[..., None]))
-
-def loss_fn(output, target):
-    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
-config, model = None, Model()
-x = y = tokens = target = torch.arange(80).view(16, 5) % 10
-mask, loader, batch, args = torch.ones(16, 5), [(x, y)], {"x": x}, (x,)
-opt = torch.optim.SGD(model.parameters(), 0.1)
-pipe = other = penstock.Pipeline(model, ranks=2, microbatches=8, loss_fn=loss_fn, seed=17)
-"""
-"""What the programs of the pages take for granted."""
-
-BEFORE = {
-    "backward.md": "module, x, dy = nn.Linear(3, 2), torch.ones(5, 3, requires_grad=True), torch.ones(5, 2)\n"
-    "scale = nn.Parameter(torch.ones(3))",
-    "coming-from-others.md": "",
-    "coming-from-torch.md": "from penstock.pipelining.schedules import *\n"
-    "from penstock.pipelining.schedules import _Action, B, F, _batch_p2p, _wait_batch_p2p",
-    "first-weights.md": "GPT = Model",
-    "compile.md": "",
-    "fuzzing.md": "",
-    "hooks.md": "",
-    "meshes.md": """
-import torch.distributed
-from torch.distributed.device_mesh import init_device_mesh as made
-from torch.distributed.fsdp import fully_shard
-
-def init_device_mesh(device, shape, mesh_dim_names):
-    # As many processes as there are here.
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    return made("cpu", (1, 1), mesh_dim_names=mesh_dim_names)
-
-model, my_part_of_the_batch, my_part_of_the_target = Model(), x, y""",
-    "partition.md": "",
-    "planning.md": """
-import penstock.plan
-from penstock.train.model import GPT, Shape, next_byte_loss
-model = GPT(Shape(layers=6, width=64, heads=4, sequence=32))
-tokens = torch.randint(0, 256, (16, 33))
-batch, target = tokens[:, :-1], tokens[:, 1:]
-profile = penstock.plan.predict(model, batch, target=target, loss_fn=next_byte_loss, device="h100")
-plans = penstock.plan.search(profile, ranks=2, batch=16, schedules="1F1B", keep=1, seconds=0)""",
-    "randomness.md": "",
-    "saving-and-resuming.md": "import warnings; warnings.simplefilter('ignore')",
-    "tracing.md": "pipe.save('folder')\nmodel.eval()",
-    "training.md": "by_image = lambda value, sizes: value.split(sizes)\n"
-    "tokens_a, tokens_b = target_a, target_b = tokens.split([7, 9])",
-    "values.md": "class Cache: pass",
-    "weights.md": """
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head.weight = self.embed.weight
-
-    def forward(self, x):
-        return self.head(self.blocks[1](self.blocks[0](self.embed(x))))
-
-model = Model()""",
-    "when-a-run-stops.md": "everything, path, train = {}, 'everything', lambda: None",
-}
-"""And what those of one page do beside it."""
+MARK = re.compile(r"<!-- (skip|file): (.*?) -->")
+CODE = {"python", "console", "bash"}
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-@pytest.mark.parametrize("page", BEFORE)
-def test_programs_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Block(NamedTuple):
+    """Code on a page.
+
+    Attributes:
+        page: the file.
+        line: of its first line.
+        language: what stands behind the opening fence.
+        text: the code.
+        mark: ``skip`` and why, or ``file`` and its name; empty where nothing is said.
+        said: the reason, or the name.
+    """
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    mark: str = ""
+    said: str = ""
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The code of a page; a comment on the line before a block says if it is run in another way."""
+    lines = page.read_text().splitlines()
+    opened: tuple[int, str] | None = None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if opened is None:
+            opened = (number, line[3:].strip())
+            continue
+        first, language = opened
+        opened = None
+        if language in CODE:
+            found = MARK.fullmatch(lines[first - 1].strip())
+            text = "\n".join(lines[first + 1 : number]) + "\n"
+            yield Block(page, first + 2, language, text, *(found.groups() if found else ()))
+
+
+CODE_OF = {page: list(blocks(page)) for page in PAGES}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if CODE_OF[page]], ids=lambda page: page.stem
+)
+def test_programs_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page one after the other, as somebody runs them who reads it from top to bottom."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "page"}
-    exec(EVERYWHERE + BEFORE[page], names)
-    for program in blocks(page):
-        found = dict(names)
-        exec(program.replace('"cuda"', '"cpu"'), found)
-        if dist.is_initialized():
-            found["pipe"].close()
-            dist.destroy_process_group()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # What a page registers or imports is forgotten after it.
+    monkeypatch.setattr(registry, "RECIPES", dict(registry.RECIPES))
+    monkeypatch.setattr(registry, "_BY_NAME", dict(registry._BY_NAME))
+    before = set(sys.modules)
+    module = sys.modules["page"] = ModuleType("page")
+    try:
+        for block in CODE_OF[page]:
+            run_block(block, vars(module))
+    finally:
+        for name in {
+            "page",
+            *(name for name in set(sys.modules) - before if is_of(name, tmp_path)),
+        }:
+            sys.modules.pop(name, None)
 
 
-def test_every_page_with_programs_is_run() -> None:
-    """That of the schedules is run by tests/schedule/test_docs.py."""
-    assert {page.name for page in PAGES[1:] if "```python" in page.read_text()} == {
-        *BEFORE,
-        "schedules.md",
-    }
+def is_of(name: str, folder: Path) -> bool:
+    return str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder))
+
+
+def run_block(block: Block, names: dict[str, Any]) -> None:
+    if block.mark == "skip":
+        return
+    if block.mark == "file":
+        Path(block.said).write_text(block.text)
+        if not any(block.said in other.text for other in CODE_OF[block.page] if is_command(other)):
+            runpy.run_path(block.said, run_name="__main__")
+    elif block.language == "python":
+        # There is no GPU here; and Penstock reads a model's source, so that there has to be a file.
+        file = Path(f"{block.page.stem}-{block.line}.py").absolute()
+        file.write_text("\n" * (block.line - 1) + block.text.replace('"cuda"', '"cpu"'))
+        exec(compile(file.read_text(), file, "exec"), names)
+    else:
+        for command in re.findall(r"^\$ (.*)", block.text.replace("\\\n", " "), re.MULTILINE):
+            run_command(block, shlex.split(command, comments=True))
+
+
+def is_command(block: Block) -> bool:
+    return block.mark != "skip" and block.language != "python"
+
+
+def run_command(block: Block, command: list[str]) -> None:
+    """Commands about schedules run here, and scripts in processes of their own."""
+    program, *arguments = command
+    if command[:2] == ["penstock", "schedule"] or command == ["penstock", "--version"]:
+        assert main(arguments) == 0, f"{block.page.name}:{block.line}"
+        return
+    started = {"penstock": ["-m", "penstock"], "python": []}
+    assert program in started, (
+        f"{block.page.name}:{block.line}: say how {program} is run, or skip it"
+    )
+    found = subprocess.run(
+        [sys.executable, *started[program], *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+
+
+def test_how_many_programs_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints the count. What is skipped needs what is not here, or would change what is."""
+    found = [block for page in PAGES for block in CODE_OF[page]]
+    skipped = [block for block in found if block.mark == "skip"]
+    with capsys.disabled():
+        print(
+            f"\npages: {len(found)} blocks of code, {len(found) - len(skipped)} run, {len(skipped)} skipped:"
+        )
+        for block in skipped:
+            print(f"  {block.page.name}:{block.line}: {block.said}")
+    assert len(skipped) < len(found) / 5
 
 
 # ---- claims that no other test shows

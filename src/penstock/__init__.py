@@ -1,17 +1,40 @@
 """Penstock: pipeline parallelism for PyTorch. Any model, any schedule, proven before it runs.
 
-Names are found when they are first used, so that ``import penstock.schedule`` does not import torch.
+The parts, such as :mod:`penstock.schedule`, and the names below are imported when they are first used:
+``import penstock`` is quick, and what needs no torch does not import it.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock import backward as backward
+    from penstock import checkpoint as checkpoint
+    from penstock import compiled as compiled
+    from penstock import errors as errors
+    from penstock import faults as faults
+    from penstock import launch as launch
+    from penstock import parallel as parallel
+    from penstock import partition as partition
+    from penstock import pipeline as pipeline
+    from penstock import pipelining as pipelining
+    from penstock import rng as rng
+    from penstock import runtime as runtime
+    from penstock import schedule as schedule
+    from penstock import stage as stage
+    from penstock import step as step
+    from penstock import testing as testing
+    from penstock import train as train
+    from penstock import transport as transport
+    from penstock import values as values
+    from penstock import weights as weights
     from penstock.checkpoint import Checkpoints
     from penstock.partition import Partition
-    from penstock.pipeline import Pipeline
+    from penstock.pipeline import Pipeline, StepEvent, TensorBoard
     from penstock.rng import randomness
     from penstock.runtime import ActionEvent
     from penstock.stage import PipelineStage
@@ -33,7 +56,9 @@ _HOMES = {
     "REPLICATE": "penstock.values",
     "Replicas": "penstock.step",
     "Split": "penstock.values",
+    "StepEvent": "penstock.pipeline",
     "StepResult": "penstock.step",
+    "TensorBoard": "penstock.pipeline",
     "add_loss": "penstock.step.losses",
     "collect_losses": "penstock.step.losses",
     "init_weights": "penstock.weights",
@@ -52,7 +77,9 @@ __all__ = [
     "PipelineStage",
     "Replicas",
     "Split",
+    "StepEvent",
     "StepResult",
+    "TensorBoard",
     "add_loss",
     "collect_losses",
     "init_weights",
@@ -61,17 +88,14 @@ __all__ = [
 ]
 
 
-_PARTS = ("plan",)
-"""Parts that are found by their names without being imported."""
-
-
 def __getattr__(name: str) -> Any:
-    if name in _PARTS:
-        return import_module(f"penstock.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES, *_PARTS])
+    parts = (part.name for part in iter_modules(__path__) if not part.name.startswith("_"))
+    return sorted({*globals(), *_HOMES, *parts})

@@ -28,6 +28,10 @@ from __future__ import annotations
 
 from typing import Any
 
+OK, USAGE, INPUT, FAILURE, TEMPORARY, NON_FINITE = 0, 2, 65, 70, 75, 76
+INTERRUPTED, TERMINATED = 130, 143
+"""The exit statuses of a process that ends with one of these errors, or because it was told to."""
+
 
 class PenstockError(Exception):
     """The base of every error that Penstock raises.

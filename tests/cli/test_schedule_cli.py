@@ -37,7 +37,26 @@ def test_show_fits_the_terminal(
     assert run("show", "zb-h1", "-p", "3", "-m", "4") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "ZB-H1: 3 ranks, 3 stages, 4 microbatches"
-    assert {len(line) for line in lines[1:4]} == {70}
+    assert {len(line) for line in lines[1:4]} == {64}  # three columns for each unit of time
+    assert run("show", "zb-h1", "-p", "3", "-m", "4", "--width", "100") == 0
+    assert {len(line) for line in capsys.readouterr().out.splitlines()[1:4]} == {92}
+
+
+@pytest.mark.parametrize(
+    ("terminal", "unwanted", "painted"), [(True, "", True), (True, "1", False), (False, "", False)]
+)
+def test_show_paints_for_a_terminal_whose_user_likes_it(
+    terminal: bool,
+    unwanted: str,
+    painted: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NO_COLOR", unwanted)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    assert run("show", "1F1B") == 0
+    assert ("\x1b[" in capsys.readouterr().out) is painted
 
 
 def test_show_writes_svg_and_trace(tmp_path: Path) -> None:
@@ -115,6 +134,16 @@ def test_compare_is_for_the_same_model(capsys: pytest.CaptureFixture[str], tmp_p
     assert (table["Interleaved1F1B"]["makespan"], table["ZB-V"]["peak memory"]) == ("28.5", "4")
 
 
+@pytest.mark.parametrize("width", [40, 60, 200])
+def test_compare_never_shortens_a_name(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("compare", "--width", str(width)) == 0
+    *rows, last = capsys.readouterr().out.splitlines()
+    shown = [row.split()[0] for row in ([*rows, last] if width == 200 else rows)]
+    assert shown == ["schedule", *(name for name in names() if name != "forward-only")]
+    assert all(len(row) <= width for row in rows)
+    assert last.startswith("Not shown, as a line has") is (width < 200)
+
+
 def test_compare_goes_on_where_a_schedule_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("compare", "-p", "4", "-m", "3") == 0
     assert "refused: DualPipeV" in capsys.readouterr().out
@@ -168,4 +197,4 @@ def test_a_file_that_cannot_run_is_the_files_fault(
     assert run(command, str(path)) == 65
     assert "row 1, column 2: '=cmd()'" in capsys.readouterr().err
     assert run(command, str(path), "-p", "2") == 2
-    assert "--ranks: only for a named schedule" in capsys.readouterr().err
+    assert "--ranks is only for a named schedule" in capsys.readouterr().err

@@ -149,7 +149,7 @@ def test_an_empty_text(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty").touch()
     status, shown = refused(capsys, ["--data", str(tmp_path / "empty")])
     assert status == 65
-    assert "0 bytes are too little text for sequence=128" in shown
+    assert "0 bytes are not enough text for sequence=128" in shown
 
 
 def test_a_folder_that_holds_a_run(text: Path, capsys: Capture) -> None:

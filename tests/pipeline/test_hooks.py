@@ -133,7 +133,7 @@ def test_what_is_no_hook() -> None:
         pipe.on("0F0", before="print")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="pattern"):
         pipe.on(3, before=print)  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match="means no actions"):
+    with pytest.raises(ScheduleError, match="matches no kind of action"):
         pipe.on("F", before=print)
 
 

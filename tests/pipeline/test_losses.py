@@ -316,7 +316,7 @@ class Wrong(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("no_grad", "with gradients disabled: nothing would be trained by it"),
+        ("no_grad", "with gradients disabled, so it would train nothing"),
         ("main", "must be a text other than 'main'"),
         ("shape", r"needs a scalar tensor, not \[2, 5, 4\]"),
     ],
@@ -360,7 +360,9 @@ def test_metrics(call: str) -> None:
 
 def test_a_metric_must_give_numbers() -> None:
     pipe = make(plain_model(), metrics={"all": lambda output, target: output})
-    with pytest.raises(UsageError, match=r"the metric 'all' must give a number .* not \[2, 5, 7\]"):
+    with pytest.raises(
+        UsageError, match=r"the metric 'all' must return a number .* not \[2, 5, 7\]"
+    ):
         pipe.step(X, target=Y)
 
 

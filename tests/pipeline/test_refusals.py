@@ -62,12 +62,12 @@ def incomplete() -> Schedule:
 MAKING: dict[str, Refusal] = {
     "unknown schedule": (lambda: make(schedule="1F1"), ScheduleError, "did you mean '1F1B'"),
     "no ranks": (lambda: make(ranks=0, stages=2), UsageError, "ranks=0: must be at least 1"),
-    "ranks unsaid": (lambda: make(ranks=None), UsageError, "over how many ranks"),
+    "ranks unsaid": (lambda: make(ranks=None), UsageError, "how many ranks are there"),
     "microbatches": (lambda: make(microbatches=0), ScheduleError, "microbatches=0"),
     "uneven stages": (
         lambda: make(stages=3),
         PartitionError,
-        "3 stages cannot be shared evenly by 2 ranks; use a multiple of 2",
+        "3 stages cannot be divided evenly among 2 ranks; use a multiple of 2",
     ),
     "too many stages": (lambda: make(ranks=4), PartitionError, "3 modules cannot be cut into 4"),
     "another reduction": (lambda: make(reduction="max"), UsageError, "must be 'mean' or 'sum'"),
@@ -159,7 +159,7 @@ MAKING: dict[str, Refusal] = {
     "a loss that takes one": (
         lambda: make(loss_fn=lambda output: output.mean()),
         UsageError,
-        r"loss_fn is called with \(output, target\), which it refuses: too many",
+        r"loss_fn is called with \(output, target\), which it does not accept: too many",
     ),
     "a class for a loss": (
         lambda: make(loss_fn=nn.MSELoss),
@@ -226,7 +226,7 @@ MAKING: dict[str, Refusal] = {
         ScheduleError,
         "for ranks=2, microbatches=4 the function <lambda> gave a schedule of ranks=3, microbatches=9",
     ),
-    "no stages": (lambda: by_hand(), UsageError, "no stages were given"),
+    "no stages": (lambda: by_hand(), UsageError, "was given no stages"),
     "a missing stage": (
         lambda: by_hand(*stages(0)),
         UsageError,
@@ -266,7 +266,7 @@ CALLING: dict[str, Refusal] = {
     "step with forwards alone": (
         lambda: make(schedule=without_backward(stage=None)).step(X, target=Y),
         UsageError,
-        "the schedule '1F1B' has no backward; eval does without",
+        "the schedule '1F1B' has no backward, so it cannot train; use eval",
     ),
     "a short batch with forwards alone": (
         lambda: make(schedule=sometimes_forward).step(X[:3], target=Y[:3]),
@@ -281,7 +281,7 @@ CALLING: dict[str, Refusal] = {
     "step without a loss": (
         lambda: make(loss_fn=None).step(X, target=Y),
         UsageError,
-        "step needs a loss; give the Pipeline a loss_fn",
+        "step needs a loss; make the Pipeline with loss_fn=",
     ),
     "eval without a loss": (
         lambda: make(loss_fn=None).eval(X, target=Y),
@@ -384,7 +384,7 @@ SLIPS: dict[str, Slip] = {
     "the mode, as torch has it": (
         lambda pipe: pipe.eval(),
         UsageError,
-        r"eval\(\) was given no batch; .* step trains, eval and predict evaluate",
+        r"eval\(\) was given no batch; .* step trains, and eval and predict evaluate",
     ),
     "no batch": (lambda pipe: pipe.step(target=Y), UsageError, r"step\(\) was given no batch"),
     "no target": (
@@ -410,12 +410,12 @@ SLIPS: dict[str, Slip] = {
     "a numpy array": (
         lambda pipe: pipe.step(X.numpy(), target=Y),
         MicrobatchError,
-        "argument 0 is an array of numpy, which is not split; .* torch.as_tensor",
+        "argument 0 is a numpy array, which cannot be split; .* torch.as_tensor",
     ),
     "a numpy array inside": (
         lambda pipe: pipe.step(X, target={"y": [Y.numpy()]}),
         MicrobatchError,
-        r"the target\['y'\]\[0\] is an array of numpy",
+        r"the target\['y'\]\[0\] is a numpy array",
     ),
     "a set": (
         lambda pipe: pipe.step({1}, target=Y),
@@ -481,7 +481,7 @@ SLIPS: dict[str, Slip] = {
     "no gradients": (
         lambda pipe: torch.inference_mode()(pipe.step)(X, target=Y),
         UsageError,
-        "step under torch.inference_mode",
+        "step needs gradients, and under torch.inference_mode",
     ),
 }
 
@@ -656,7 +656,9 @@ def told(call: Callable[[], Any]) -> str:
 
 def test_every_process_is_told(workers: WorkerPool) -> None:
     for rank, (ranks, others) in enumerate(workers.run(f"{__name__}:refuse", 2, 30.0)):
-        assert ranks.startswith("2 processes run a pipeline of 3 ranks; start one process per rank")
+        assert ranks.startswith(
+            "2 processes were started for a pipeline of 3 ranks; start one process per rank"
+        )
         assert others == f"rank {rank} holds stages [{1 - rank}]; 1F1B places [{rank}] there"
 
 

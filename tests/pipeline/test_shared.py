@@ -306,7 +306,7 @@ def run_by_hand(group: Any, told: list[int], width: int) -> str:
 
 def test_what_ranks_are_told_must_agree(workers: WorkerPool) -> None:
     for answer in workers.run(f"{__name__}:run_by_hand", 2, 30.0, told=[0], width=0):
-        assert "told to share different weights" in answer
+        assert "were given different tables of shared weights" in answer
     for answer in workers.run(f"{__name__}:run_by_hand", 2, 30.0, told=[0, 1], width=1):
         assert "share 'weight', but it differs between them" in answer
     assert workers.run(f"{__name__}:run_by_hand", 2, 30.0, told=[0, 1], width=0) == ["made"] * 2

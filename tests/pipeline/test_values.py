@@ -73,9 +73,10 @@ MAKE: dict[str, Callable[[Tensor], Any]] = {
     "number": lambda h: Holder((h, 3.5 if h.device.type == "cpu" else 2.5)),
 }
 SAYS: dict[str, str] = {
-    "set": r"rank 0, stage 0, .*a value of type set stands at \['h'\]\[1\]; a set has no order",
+    "set": r"rank 0, stage 0, .*a value of type set at \['h'\]\[1\] cannot "
+    "travel between ranks; a set has no order",
     "sparse": r"rank 0, stage 0, .*value 'stage0', \[1\]: a tensor of layout sparse_coo cannot travel",
-    "object": r"rank 0, stage 0, .*a value of type object stands at \.x\[1\]",
+    "object": r"rank 0, stage 0, .*a value of type object at \.x\[1\] cannot travel between ranks",
     "local": r"rank 0, stage 0, .*other ranks cannot find the class .*Local; define it at the top level",
     "rows": r"value 'stage0' of stage 0, microbatch 0, .* \['h'\]: expected float64\[1, 4\], .*\[2, 4\]",
     "dtype": r"value 'stage0' of stage 0, microbatch 0, .* \[1\]: expected float64\[2, 4\], found float32",

@@ -241,8 +241,8 @@ def lose_all(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
-        (break_index, "no index of weights"),
-        (break_file, "no safetensors file"),
+        (break_index, "not an index of weights"),
+        (break_file, "not a safetensors file"),
         (lose_file, "names model-00001-of-00002.safetensors, not there"),
         (lose_all, "neither model.safetensors.index.json nor model.safetensors"),
     ],

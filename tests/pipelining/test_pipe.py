@@ -320,7 +320,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "not a point": (chain, {"split_spec": {"1": 2}}, r"split_spec\['1'\] is 2: must be SplitPoint"),
     "both": (chain, {"split_spec": {}, "split_policy": lambda m: m}, r"cannot both be given"),
-    "all in one": (chain, {"split_spec": before("0")}, r"leave all of the model in one stage"),
+    "all in one": (chain, {"split_spec": before("0")}, r"leave the whole model in one stage"),
     "not called": (
         lambda: Forgetful(),
         {"split_spec": before("b")},

@@ -155,7 +155,7 @@ def test_a_message_that_nobody_sends_is_an_error() -> None:
 
 
 def test_a_message_that_nobody_uses_is_an_error() -> None:
-    with pytest.raises(MessageError, match="rank 1: nobody used what came with 1RECV_F0"):
+    with pytest.raises(MessageError, match="rank 1: no action used what arrived with 1RECV_F0"):
         run(programs("0F0 0SEND_F0", "1RECV_F0"))
 
 

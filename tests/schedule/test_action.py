@@ -65,7 +65,7 @@ def test_what_is_no_action_is_refused_with_its_text(text: str) -> None:
     "text", ["(0B0;0F1)OVERLAP_F_B", "(0F0;0W0)OVERLAP_F_B", "(0F0;0F1)OVERLAP_F_B"]
 )
 def test_an_overlap_holds_a_forward_and_a_backward(text: str) -> None:
-    with pytest.raises(ScheduleError, match="holds an F and then a B or I"):
+    with pytest.raises(ScheduleError, match="must hold an F and then a B or I"):
         parse_action(text)
 
 

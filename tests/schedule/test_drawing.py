@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from xml.etree import ElementTree
 
 import pytest
 
 from penstock.schedule import (
     Action,
+    Costs,
     Op,
     Span,
     Timeline,
@@ -74,10 +76,16 @@ def test_spans_at_the_same_time_share_the_row() -> None:
     assert boxes[0].get("y") != boxes[1].get("y")
 
 
-def test_the_text_is_as_wide_as_asked() -> None:
-    for width in (40, 80, 200):
-        lines = draw_text(ONE_F_ONE_B, width=width).splitlines()
-        assert {len(line) for line in lines[:2]} == {width}
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_text_is_at_most_as_wide_as_asked(width: int) -> None:
+    lines = draw_text(ONE_F_ONE_B, width=width).splitlines()
+    assert len({len(line) for line in lines[:2]}) == 1
+    assert 0.6 * width < len(lines[0]) <= width
+
+
+def test_a_measured_timeline_takes_all_of_the_width() -> None:
+    spans = (Span(0, Action(0, Op.F, 0), 0, 0.002), Span(0, Action(0, Op.B, 0), 0.0021, 0.25))
+    assert len(draw_text(Timeline(spans, 1), width=100).splitlines()[0]) == 100
 
 
 def test_the_text_shows_the_schedule() -> None:
@@ -94,9 +102,53 @@ def test_ticks_are_round() -> None:
     assert short(0.1 + 0.2) == "0.3"
 
 
-def test_the_text_names_stages_where_most_boxes_have_room() -> None:
+def test_the_text_has_a_line_per_stage_where_ranks_hold_several() -> None:
     line = simulate(build("ZB-V", ranks=2, microbatches=2)).timeline
-    assert "3F0 " in draw_text(line, width=120)
-    narrow = draw_text(line, width=60)
-    assert "3F0" not in narrow
-    assert " F0 " in narrow
+    drawn = draw_text(line, width=120).splitlines()
+    assert [row.partition("|")[0].rstrip() for row in drawn[:4]] == [
+        "rank 0 stage 0",
+        "       stage 3",
+        "rank 1 stage 1",
+        "       stage 2",
+    ]
+    first, last = (row.partition("|")[2] for row in drawn[:2])
+    assert first.startswith("F0 ")
+    assert last.lstrip(" .").startswith("F0 ")
+    # Where a rank works, no line of it says that it is idle.
+    assert not [
+        at
+        for at, pair in enumerate(zip(first, last, strict=False))
+        if "." in pair and set(pair) & set("FIW")
+    ]
+
+
+def test_every_action_is_in_the_text_also_where_two_overlap() -> None:
+    made = build("DualPipeV", ranks=2, microbatches=4)
+    line = simulate(made, Costs(overlap=1)).timeline
+    rows = draw_text(line, width=200).splitlines()[:4]
+    for row, stage in zip(rows, (0, 3, 1, 2), strict=True):
+        shown = re.findall(r"[FIWB]\d", row.partition("|")[2])
+        ran = [
+            f"{s.action.op.value}{s.action.microbatch}"
+            for s in line.spans
+            if s.action.stage == stage
+        ]
+        assert sorted(shown) == sorted(ran)
+
+
+def test_colours_change_nothing_but_the_colour() -> None:
+    line = simulate(build("ZB-V", ranks=2, microbatches=4)).timeline
+    plain, coloured = draw_text(line, width=100), draw_text(line, width=100, colour=True)
+    rows = re.sub("\x1b\\[[0-9;]*m", "", coloured).splitlines()
+    assert rows[:-1] == plain.splitlines()[:-1]
+    assert "F forward, I input backward, W weight backward, . idle" in plain
+    assert coloured.count("\x1b[30;48;5;") == len(line.spans) + 3
+
+
+def test_the_svg_frames_what_overlaps() -> None:
+    made = build("DualPipeV", ranks=2, microbatches=6)
+    svg = draw_svg(simulate(made).timeline)
+    assert len(made.pairs) > 4
+    assert svg.count('class="pair"') == len(made.pairs)
+    assert "framed: F and B that overlap" in svg
+    assert "framed" not in draw_svg(ONE_F_ONE_B)

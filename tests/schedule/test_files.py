@@ -147,7 +147,7 @@ def test_wrong_json_names_the_place(change: dict[str, object], expected: str) ->
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("[]", "expected an object, found list"),
-        ('{"name": "a", "name": "b"}', "a key stands twice"),
+        ('{"name": "a", "name": "b"}', "a key occurs twice"),
         ('{"version": NaN}', "NaN is not a number"),
         ('{"version": ' + "9" * 5000 + "}", "9{60}... is a number of 5000 digits"),
     ],
@@ -205,7 +205,9 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "endless.json")
     (tmp_path / "zeros.csv").symlink_to("/dev/zero")
     for name in ("endless.json", "zeros.csv"):
-        with pytest.raises(InputFileError, match=f"{name}: is no file, but a pipe, a device"):
+        with pytest.raises(
+            InputFileError, match=f"{name}: is not a regular file, but a pipe, a device"
+        ):
             load(tmp_path / name)
     with pytest.raises(InputFileError, match="cannot be read: embedded null"):
         load("a\0b.csv")

@@ -54,16 +54,16 @@ def test_what_is_meant(pattern: str, meant: list[str]) -> None:
 @pytest.mark.parametrize(
     ("pattern", "says"),
     [
-        ("", "means no actions"),
-        ("F0", "means no actions"),
+        ("", "matches no kind of action"),
+        ("F0", "matches no kind of action"),
         ("3X0", "ops are F, I, W"),
-        ("3f0", "means no actions"),
-        ("3F0 ", "means no actions"),
-        ("3?0", "means no actions"),
-        ("03F0", "means no actions"),
+        ("3f0", "matches no kind of action"),
+        ("3F0 ", "matches no kind of action"),
+        ("3?0", "matches no kind of action"),
+        ("03F0", "matches no kind of action"),
         ("3F", r"3F\* means all"),
-        ("3UNSHARD0", "all microbatches at once"),
-        ("3F0@1", "no message"),
+        ("3UNSHARD0", "once for all microbatches"),
+        ("3F0@1", "not a message"),
     ],
 )
 def test_what_is_no_pattern(pattern: str, says: str) -> None:

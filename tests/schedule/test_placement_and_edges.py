@@ -42,7 +42,7 @@ def test_the_chain_joins_each_stage_to_the_next() -> None:
 
 @pytest.mark.parametrize("targets", [(), (2, 1), (1, 1)])
 def test_targets_ascend(targets: tuple[int, ...]) -> None:
-    with pytest.raises(ScheduleError, match="must ascend, at least one"):
+    with pytest.raises(ScheduleError, match="must be at least one stage, in ascending order"):
         Edge("x", 0, targets)
 
 

@@ -41,7 +41,7 @@ def test_a_loss_must_be_a_scalar_tensor(result: Any, says: str) -> None:
     def function(output: Any, target: Any) -> Tensor:
         return result  # type: ignore[no-any-return] # the mistake under test
 
-    with pytest.raises(UsageError, match=f"must give a scalar tensor, not {says}"):
+    with pytest.raises(UsageError, match=f"must return a scalar tensor, not {says}"):
         Loss(function).of_microbatch(0, 0)
 
 
@@ -100,7 +100,7 @@ def test_a_step_says_what_it_accumulates() -> None:
         (MEAN, 0, None, "accumulate=0: must be at least 1 step"),
         (MEAN, None, -1.0, "total_weight=-1.0: must be a number of at least 0"),
         (MEAN, None, float("nan"), "total_weight=nan"),
-        (MEAN, 2, 3.0, "not both: each says what to divide by"),
+        (MEAN, 2, 3.0, "not both: each says what the loss is divided by"),
         (MEAN.weighed(1.0), 2, None, "accumulate= with loss_weight=.*give total_weight="),
     ],
 )

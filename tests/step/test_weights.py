@@ -41,8 +41,8 @@ def test_counts(weight: Any, samples: list[int], expected: list[float]) -> None:
         ([1.0], "loss_weight: 1 numbers for 2 microbatches"),
         (lambda _: -1, "loss_weight of microbatch 0 is -1.0"),
         ([1, float("nan")], "loss_weight of microbatch 1 is nan"),
-        (lambda _: "many", "loss_weight gave str; it must give a number"),
-        (lambda target: target, "loss_weight gave Tensor; it must give a number"),
+        (lambda _: "many", "loss_weight gave str; it must return a number"),
+        (lambda target: target, "loss_weight gave Tensor; it must return a number"),
     ],
 )
 def test_weights_that_are_none(weight: Any, says: str) -> None:

@@ -94,12 +94,12 @@ def test_missing_file_is_a_wrong_call(tmp_path: Path) -> None:
 
 def test_empty_file_is_a_wrong_file(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    with pytest.raises(InputFileError, match=r"empty: 0 bytes are too little text for sequence=8"):
+    with pytest.raises(InputFileError, match=r"empty: 0 bytes are not enough text for sequence=8"):
         load(str(tmp_path / "empty"), 8)
 
 
 def test_empty_folder_is_a_wrong_file(tmp_path: Path) -> None:
-    with pytest.raises(InputFileError, match="0 bytes are too little"):
+    with pytest.raises(InputFileError, match="0 bytes are not enough"):
         load(str(tmp_path), 8)
 
 

@@ -20,13 +20,18 @@ from penstock.train.metrics import StepMetrics
 
 BARE = StepMetrics(
     step=7,
+    time=1.7e9,
+    rank=0,
     loss=2.5,
     gradient_norm=0.25,
     learning_rate=1e-3,
     seconds=0.5,
     tokens_per_second=12345.6,
+    memory=256_000_000,
 )
-MEASURED = replace(BARE, step=10, loss=2.25, memory=512_000_000, bubble=0.25, clocks="replayed")
+MEASURED = replace(
+    BARE, step=10, loss=2.25, memory=512_000_000, bubble=0.25, clocks="replayed", shown=True
+)
 
 
 def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
@@ -42,8 +47,9 @@ def test_a_step_is_one_line() -> None:
 
 
 def test_a_step_tells_only_what_it_measured() -> None:
-    assert str(BARE).endswith("gradient norm 0.250")
-    assert "memory" not in BARE.as_json()
+    assert str(BARE).endswith("gradient norm 0.250  memory 256 MB")
+    assert not {"bubble", "mfu", "clocks", "shown"} & set(BARE.as_json())
+    assert str(replace(MEASURED, mfu=0.314)).endswith("replayed  MFU 31.4%")
     assert MEASURED.as_json()["bubble"] == 0.25
 
 

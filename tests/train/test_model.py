@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import ConfigError
 from penstock.train.model import GPT, Shape, cut, next_byte_loss, rotations
@@ -23,6 +24,13 @@ def busy_model() -> GPT:
     model = GPT(SMALL)
     nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(2))
     return model
+
+
+def test_shape_counts_the_operations_that_torch_counts() -> None:
+    model, sample = GPT(SMALL), tokens(3, 12)
+    with FlopCounterMode(display=False) as counter:
+        next_byte_loss(model(sample), sample).backward()
+    assert counter.get_total_flops() == pytest.approx(SMALL.flops * sample.numel(), rel=0.15)
 
 
 def test_shape_counts_the_parameters() -> None:

@@ -127,7 +127,7 @@ def test_other_data_are_told(text: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_resumed(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="say with out= which one that is"):
+    with pytest.raises(ConfigError, match="name it with out="):
         resolve({"resume": "auto"})
     with pytest.raises(UsageError, match="resume='no/such': there is no such folder"):
         run(config_for(text, out=str(tmp_path / "a"), resume="no/such"))

@@ -40,7 +40,7 @@ def test_a_registered_class_comes_apart_and_together() -> None:
 
 def test_its_parts_are_described_like_any_value() -> None:
     register_type(Cache, lambda c: {c.length}, lambda parts: Cache(parts, 1))
-    with pytest.raises(SpecError, match=r"type set stands at \[0\]\.parts"):
+    with pytest.raises(SpecError, match=r"type set at \[0\]\.parts cannot travel between ranks"):
         flatten([Cache(torch.ones(2), 7)])
 
 

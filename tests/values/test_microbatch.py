@@ -128,7 +128,7 @@ class Sealed(Mapping[str, Tensor]):
 
 
 def test_a_mapping_that_cannot_be_made_anew() -> None:
-    with pytest.raises(UsageError, match="a Sealed cannot be changed, nor made of a dict"):
+    with pytest.raises(UsageError, match="a Sealed can neither be changed nor made from a dict"):
         split((Sealed(x=rows(4)),), {}, 2)
 
 

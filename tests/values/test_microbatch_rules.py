@@ -260,8 +260,8 @@ def test_a_function_splits_the_call() -> None:
 @pytest.mark.parametrize(
     ("gives", "says"),
     [
-        (lambda *_: [TOKENS], "gave a list; it must give Microbatches"),
-        (lambda *_: Microbatches([1, 2, 3]), "gave 3 microbatches of at most 2"),
+        (lambda *_: [TOKENS], "returned a list; it must return Microbatches"),
+        (lambda *_: Microbatches([1, 2, 3]), "returned 3 microbatches of at most 2"),
     ],
 )
 def test_a_function_that_splits_a_call_must_give_microbatches(gives: Any, says: str) -> None:
@@ -301,7 +301,7 @@ def test_targets_of_ready_microbatches() -> None:
 
 
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
-    "none": (lambda: Microbatches([]), "a list of no microbatches"),
+    "none": (lambda: Microbatches([]), "holds no microbatches"),
     "too few targets": (
         lambda: Microbatches(RAGGED, targets=[1]),
         r"3 microbatches, but \{'targets': 1\}",
@@ -315,11 +315,11 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "twice": (lambda: ready([1, 2, 3], targets=[1, 2, 3]), "as target=; give one"),
     "with others": (
         lambda: split_batch((Microbatches(RAGGED), 1), {}, None, None, 8),
-        "give nothing beside them",
+        "give no others beside them",
     ),
     "by name": (
         lambda: split_batch((), {"x": Microbatches(RAGGED)}, None, None, 8),
-        "give nothing beside them",
+        "give no others beside them",
     ),
 }
 

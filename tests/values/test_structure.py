@@ -154,17 +154,33 @@ class Mine(list[Any]):
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "a set": ({A}, "a value of type set cannot travel between ranks; a set has no order"),
-    "deep inside": ([{"x": object()}], r"type object stands at \[0\]\['x'\]; .*register_type"),
-    "in a field": ((1, Pair(A, {1: lambda: 0})), r"type function stands at \[1\]\.second\[1\];"),
+    "deep inside": (
+        [{"x": object()}],
+        r"type object at \[0\]\['x'\] cannot travel between ranks; .*register_type",
+    ),
+    "in a field": (
+        (1, Pair(A, {1: lambda: 0})),
+        r"type function at \[1\]\.second\[1\] cannot travel between ranks;",
+    ),
     "a subclass": (Mine([A]), "type Mine"),
     "a dataclass with content of its own": (Letters(1), "type Letters"),
-    "a number of numpy": ({"n": np.float64(1)}, r"float64 stands at \['n'\]; .*as_tensor.*item"),
-    "a tensor as key": ({"x": {A: 1}}, r"the key tensor.* stands at \['x'\]; keys are"),
-    "an object as key": ({"x": {object(): 1}}, r"the key <object.* stands at \['x'\]"),
+    "a number of numpy": (
+        {"n": np.float64(1)},
+        r"float64 at \['n'\] cannot travel between ranks; .*as_tensor.*item",
+    ),
+    "a tensor as key": (
+        {"x": {A: 1}},
+        r"the key tensor.* at \['x'\] cannot travel between ranks; keys are",
+    ),
+    "an object as key": (
+        {"x": {object(): 1}},
+        r"the key <object.* at \['x'\] cannot travel between ranks",
+    ),
     "a factory": (defaultdict(lambda: A), "a defaultdict of <function .* cannot travel"),
     "a class inside a function": (
         (A, local()),
-        r"a Local stands at \[1\]; other ranks cannot find the class .*local.*Local; define it at",
+        r"a Local at \[1\] cannot travel between ranks; other ranks cannot "
+        "find the class .*local.*Local; define it at",
     ),
     "itself": (endless(), "a list contains itself"),
 }

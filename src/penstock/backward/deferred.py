@@ -66,7 +66,8 @@ class DeferredBackward:
     ) -> None:
         if joined < 1:
             raise UsageError(
-                f"joined={joined}: weight gradients of at least 1 microbatch are computed"
+                f"joined={joined}: must be at least 1: the number of microbatches "
+                "whose weight gradients are computed together"
             )
         self._module = module
         self._fused, self._joined = fused, joined

@@ -145,3 +145,4 @@ ENGINES: dict[str, Callable[..., BackwardEngine]] = {
     "graph": Graph,
     "none": Unsplit,
 }
+"""The engines by the name that ``engine=`` takes."""

@@ -5,24 +5,20 @@ Names are found when they are first used, so that ``penstock --help`` does not w
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.lazily import lazily
 
 if TYPE_CHECKING:
     from penstock.checkpoint.about import describe, export
     from penstock.checkpoint.checkpoints import Checkpoints, Saved
 
-_HOMES = {
-    "Checkpoints": "checkpoints",
-    "Saved": "checkpoints",
-    "describe": "about",
-    "export": "about",
-}
-
 __all__ = ["Checkpoints", "Saved", "describe", "export"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "about": "describe export",
+        "checkpoints": "Checkpoints Saved",
+    },
+)

@@ -24,7 +24,7 @@ log = logging.getLogger("penstock")
 _PATIENCE = 300.0
 """Seconds that a rank may take to save or load before it is called silent, and as many again for each ..."""
 _PER_SECOND = 20e6
-"""... bytes a second that a slow disk takes."""
+"""... bytes per second that a slow disk takes."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,11 @@ import typer
 
 from penstock import checkpoint
 
-app = typer.Typer(help="See what checkpoints hold, and export weights.", no_args_is_help=True)
+app = typer.Typer(
+    help="See what checkpoints hold, and export weights.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 Folder = Annotated[
     Path, typer.Argument(help="A run folder, a folder of checkpoints, or one of them.")

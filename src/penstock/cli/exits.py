@@ -14,6 +14,12 @@ from typing import Protocol, runtime_checkable
 import typer
 
 from penstock.errors import (
+    FAILURE,
+    INPUT,
+    INTERRUPTED,
+    NON_FINITE,
+    OK,
+    USAGE,
     InputFileError,
     NonFiniteError,
     PeerFailed,
@@ -21,15 +27,6 @@ from penstock.errors import (
     printable,
 )
 from penstock.faults.processes import interrupt, terminate
-
-OK = 0
-USAGE = 2
-INPUT = 65
-FAILURE = 70
-TEMPORARY = 75
-NON_FINITE = 76
-INTERRUPTED = 130
-TERMINATED = 143
 
 PATIENCE = 10.0
 """Seconds that the other processes of a machine leave to the first one to say what is wrong."""

@@ -71,7 +71,7 @@ def _config_flag() -> inspect.Parameter:
 
 
 def _processes_flag() -> inspect.Parameter:
-    said = "Start so many processes on this machine, one per rank."
+    said = "Start this many processes on this machine, one per rank."
     return _parameter(PROCESSES, typer.Option(None, "--processes", help=said, min=1), int)
 
 

@@ -1,60 +1,83 @@
-"""The ``penstock`` command."""
+"""The ``penstock`` command: finds the subcommand and imports no more than that one needs."""
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
+import platform
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from penstock import train
-from penstock.cli import checkpoint, schedule
 from penstock.cli.exits import guarded, leaving_on_sigterm
-from penstock.cli.flags import PROCESSES, Flags, command
-from penstock.cli.plan import plan
-from penstock.cli.run import run, start
 
-app = typer.Typer(add_completion=False)
+COMMANDS = {
+    "train": "Train a byte-level GPT through pipeline stages.",
+    "run": "Run a script in one process per rank on this machine; when one fails, all end.",
+    "plan": "Find the fastest ways to run a model that fit into memory, before it runs.",
+    "checkpoint": "See what checkpoints hold, and export weights.",
+    "schedule": "List, draw, check, simulate, convert and compare schedules; no model needed.",
+}
+"""What ``penstock --help`` lists. Each is a module of this package with an ``app``, imported when called."""
+
+
+class Lazily(TyperGroup):
+    """A group that imports a command when it is called, not when it is listed."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments name, and what is left for it."""
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, loaded(name) if name in COMMANDS else listed, rest
+
+
+def loaded(name: str) -> Any:
+    """A subcommand, as typer runs it."""
+    command = typer.main.get_command(import_module(f"penstock.cli.{name}").app)
+    command.name = name
+    return command
+
+
+app = typer.Typer(cls=Lazily)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(
+            f"penstock {_installed('penstock')}, torch {_installed('torch')}, "
+            f"Python {platform.python_version()}"
+        )
+        raise typer.Exit
+
+
+def _installed(package: str) -> str:
+    metadata = import_module(
+        "importlib.metadata"
+    )  # slow to import, and needed by nothing else here
+    try:
+        return str(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @app.callback()
-def _root() -> None:
+def _root(
+    shown: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the versions and exit.", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
     """Pipeline parallelism for PyTorch."""
 
 
-def run_training(flags: Flags, config: Path | None) -> int:
-    """Train a byte-level GPT through pipeline stages.
-
-    In one process all ranks take turns; with --processes, or started by torchrun, each has its own, as they
-    always have with --replicas.
-    """
-    processes = flags.pop(PROCESSES, None)
-    if processes is None and "WORLD_SIZE" not in os.environ:
-        processes = train.processes_needed(flags, config)
-    if processes is not None:
-        return start(["-m", "penstock", *_without_processes(sys.argv[1:])], processes)
-    train.train(train.resolve(flags, config))
-    return 0
+def _listed(name: str, help_: str) -> None:
+    """List a command; what it takes is known when it is called."""
+    app.command(name, help=help_)(lambda: None)
 
 
-def _without_processes(arguments: list[str]) -> list[str]:
-    """The arguments for each process: those of this one but for how many there are."""
-    found = iter(arguments)
-    kept = []
-    for argument in found:
-        if argument == "--processes":
-            next(found, None)
-        elif not argument.startswith("--processes="):
-            kept.append(argument)
-    return kept
-
-
-app.command("train")(command(run_training))
-app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run)
-app.command("plan")(plan)
-app.add_typer(schedule.app, name="schedule")
-app.add_typer(checkpoint.app, name="checkpoint")
+for _name, _help in COMMANDS.items():
+    _listed(_name, _help)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,9 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: what follows the program's name; by default from ``sys.argv``.
 
     Returns:
-        The exit status: 0 done, 2 a wrong call, 65 a wrong file, 70 the user's or Penstock's code failed,
-        75 a rank died or was silent, so that trying again is sensible, 76 a loss or gradient that is not
-        finite, 130 interrupted, 143 told to end.
+        The exit status: 0 done, 2 a wrong flag or argument, 65 a file that cannot be used, 70 an exception in
+        the user's code or in Penstock, 75 a rank died or fell silent, so that trying again is sensible, 76 a
+        loss or gradient that is not finite, 130 interrupted, 143 told to end.
     """
     with leaving_on_sigterm():
         return guarded(lambda: app(arguments, prog_name="penstock", standalone_mode=False))

@@ -68,7 +68,10 @@ Seconds = Annotated[float, typer.Option("--seconds", help="How long to improve t
 Report = Annotated[Path | None, typer.Option("--report", help="Write an HTML file with pictures.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the best plan as JSON.")]
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command()
 def plan(  # noqa: PLR0913 - one parameter for each flag
     config: Config = None,
     hf: Hf = None,

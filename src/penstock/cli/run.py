@@ -8,30 +8,39 @@ from typing import Annotated
 
 import typer
 
+from penstock import launch
 from penstock.errors import UsageError
-from penstock.launch import launch
 
-Processes = Annotated[int, typer.Option("--processes", "-n", help="How many, one per rank.")]
-Script = Annotated[str, typer.Argument(help="The script; with --module, a module.")]
-AsModule = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module.")]
+app = typer.Typer(add_completion=False)
+
+Processes = Annotated[
+    int, typer.Option("--processes", "-n", help="Processes to start, one per rank.")
+]
+Script = Annotated[str, typer.Argument(help="The script, or with --module a module's name.")]
+AsModule = Annotated[
+    bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")
+]
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def run(
     context: typer.Context, script: Script, processes: Processes, module: AsModule = False
 ) -> int:
-    """Run a script in one process per rank on this machine, and end all when one fails.
+    """Run a script in one process per rank on this machine; when one fails, all end.
 
-    What follows SCRIPT is passed on to it.
+    Arguments after SCRIPT are passed on to it.
     """
     if not module and not Path(script).is_file():
-        raise UsageError(f"there is no script {script!r}")
+        raise UsageError(
+            f"there is no script {script!r} here; give a path, or with --module the name of a module"
+        )
     program = ["-m", script] if module else [script]
     return start([*program, *context.args], processes)
 
 
 def start(arguments: list[str], processes: int) -> int:
-    """Run Python with these arguments in so many processes; the exit status that says best how it went."""
-    outcome = launch([sys.executable, "-u", *arguments], processes)
+    """Run Python with these arguments in several processes; the exit status that says best how it went."""
+    outcome = launch.launch([sys.executable, "-u", *arguments], processes)
     if outcome.causes:
         print(f"penstock: {outcome}", file=sys.stderr)  # noqa: T201
     return outcome.status

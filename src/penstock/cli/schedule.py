@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,17 +14,20 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock import schedule as ps
-from penstock.cli.exits import INPUT
 from penstock.cli.schedule_options import CostFlags, PassFlags, Shape, Source, grouped
-from penstock.errors import InputFileError, ScheduleError, UsageError
+from penstock.errors import INPUT, InputFileError, ScheduleError, UsageError
 from penstock.schedule.files import csv_table
 from penstock.schedule.library import RECIPES
 
 app = typer.Typer(
-    help="Make, check, simulate and draw schedules; no model needed.", no_args_is_help=True
+    help="List, draw, check, simulate, convert and compare schedules; no model needed.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 SHOWN_PROBLEMS = 20
+GAP = 2
+"""Spaces between columns."""
 COLUMNS = (
     "schedule",
     "ranks",
@@ -34,9 +39,20 @@ COLUMNS = (
     "messages",
 )
 
-WriteSvg = Annotated[Path | None, typer.Option("--svg", help="Write the timeline as SVG.")]
-WriteTrace = Annotated[Path | None, typer.Option("--trace", help="Write it as Chrome trace.")]
-WriteCsv = Annotated[Path | None, typer.Option("--csv", help="Write the table as CSV.")]
+WriteSvg = Annotated[
+    Path | None, typer.Option("--svg", help="Also write the timeline to this file, as SVG.")
+]
+WriteTrace = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Also write it to this file, as a Chrome trace for Perfetto."),
+]
+WriteCsv = Annotated[
+    Path | None, typer.Option("--csv", help="Also write the table to this file, as CSV.")
+]
+Width = Annotated[
+    int | None,
+    typer.Option("--width", help="Characters per line. Default: the terminal's width.", min=40),
+]
 
 
 def list_schedules() -> None:
@@ -49,16 +65,32 @@ def list_schedules() -> None:
 
 
 def show(
-    source: Source, shape: Shape, costs: CostFlags, svg: WriteSvg = None, trace: WriteTrace = None
+    source: Source,
+    shape: Shape,
+    costs: CostFlags,
+    svg: WriteSvg = None,
+    trace: WriteTrace = None,
+    width: Width = None,
 ) -> None:
-    """Draw a schedule: in the terminal, as SVG, as Chrome trace."""
+    """Draw a schedule: in the terminal, as SVG, or as a Chrome trace."""
     ran = _simulated(source, shape, costs)
     made, timeline = ran.schedule, ran.timeline
     typer.echo(_title(made))
-    typer.echo(ps.draw_text(timeline, width=shutil.get_terminal_size().columns))
+    typer.echo(ps.draw_text(timeline, width=_columns(width), colour=_in_colour()))
     note = "Simulated times."
     _write(svg, lambda: ps.draw_svg(timeline, title=_title(made), note=note))
     _write(trace, timeline.to_chrome_trace)
+
+
+def _columns(width: int | None) -> int:
+    return shutil.get_terminal_size().columns if width is None else width
+
+
+def _in_colour() -> bool:
+    """Whether a terminal is there to see it, and its user does not mind (https://no-color.org)."""
+    return (
+        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
 
 
 def validate(source: Source, shape: Shape) -> int:
@@ -105,15 +137,17 @@ def compare(
         list[str] | None, typer.Argument(help="Names or files; by default every name.")
     ] = None,
     csv: WriteCsv = None,
+    width: Width = None,
 ) -> None:
-    """Put schedules side by side. Times are of a rank's whole share of the model, memory in such shares."""
+    """Put schedules side by side.
+
+    Times are those of a rank's whole share of the model, and memory counts such shares.
+    """
     chosen = names or [name for name in ps.names() if name != "forward-only"]
     rows = [_row(name, shape, costs) for name in chosen]
-    table = Table(*COLUMNS, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    _print(table)
-    _write(csv, lambda: csv_table([COLUMNS, *rows]))
+    for line in _columns_of(rows, _columns(width)):
+        typer.echo(line)
+    _write(csv, lambda: csv_table([COLUMNS, *map(_filled, rows)]))
 
 
 _COMMANDS: dict[str, Callable[..., object]] = {
@@ -143,7 +177,7 @@ def _row(name: str, shape: Shape, costs: CostFlags) -> Sequence[str]:
         ran = ps.simulate(made, costs.costs(share=len(made.placement.stages_on(0))))
     except ScheduleError as refused:
         if name in RECIPES:
-            return (name, f"refused: {refused}", *[""] * (len(COLUMNS) - 2))
+            return (name, f"refused: {refused}")
         raise
     return (
         made.name,
@@ -155,6 +189,35 @@ def _row(name: str, shape: Shape, costs: CostFlags) -> Sequence[str]:
         f"{max(ran.peak_memory):g}",
         str(ran.messages),
     )
+
+
+def _filled(row: Sequence[str]) -> Sequence[str]:
+    return (*row, *[""] * (len(COLUMNS) - len(row)))
+
+
+def _columns_of(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    """The lines of the comparison; where they are too long, the last columns are left out, and said to be.
+
+    Names are never shortened: two that begin alike would look the same.
+    """
+    said = [row for row in rows if len(row) == len(COLUMNS)]
+    sizes = [max(map(len, column)) for column in zip(COLUMNS, *said, strict=True)]
+    sizes[0] = max(len(row[0]) for row in (COLUMNS, *rows))
+    shown = len(COLUMNS)
+    while shown > 2 and sum(sizes[:shown]) + GAP * (shown - 1) > width:
+        shown -= 1
+    for row in (COLUMNS, *rows):
+        cells = [
+            text.ljust(size) if at == 0 else text.rjust(size)
+            for at, (text, size) in enumerate(zip(row, sizes, strict=False))
+        ]
+        yield (
+            (" " * GAP)
+            .join(cells[:shown] if len(row) == len(COLUMNS) else [cells[0], row[1]])
+            .rstrip()
+        )
+    if shown < len(COLUMNS):
+        yield f"Not shown, as a line has {width} characters: {', '.join(COLUMNS[shown:])}."
 
 
 def _longest_wait(ran: ps.Simulation, rank: int) -> str:

@@ -47,14 +47,24 @@ class Shape:
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if given:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise UsageError(f"{flags}: only for a named schedule; {path} has its own")
+            raise UsageError(f"{flags} is only for a named schedule; {path} has its own size")
+
+
+def matching_names(incomplete: str) -> list[str]:
+    """The schedules whose name begins so, for the shell to complete."""
+    return [name for name in ps.names() if name.startswith(incomplete)]
 
 
 @dataclass(frozen=True)
 class Source:
     """Where a schedule comes from."""
 
-    source: Annotated[str, typer.Argument(help="Name of a schedule, or a .csv or .json file.")]
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Name of a schedule, or a .csv or .json file.", autocompletion=matching_names
+        ),
+    ]
 
     @property
     def is_file(self) -> bool:
@@ -83,9 +93,9 @@ class CostFlags:
         str | None, typer.Option(help="Time of B. Default: I + W.", rich_help_panel=COSTS)
     ] = None
     latency: Annotated[float, typer.Option(help="Time of a message.", rich_help_panel=COSTS)] = 0
-    unit: Annotated[str, typer.Option(help="Of the times: s, ms or us.", rich_help_panel=COSTS)] = (
-        ""
-    )
+    unit: Annotated[
+        str, typer.Option(help="Unit of the times: s, ms or us.", rich_help_panel=COSTS)
+    ] = ""
 
     def costs(self, share: int = 1) -> ps.Costs:
         """The costs that the flags say.
@@ -121,27 +131,51 @@ class PassFlags:
 
     communication: Annotated[
         bool,
-        typer.Option("--communication", help="Spell out the messages.", rich_help_panel=PASSES),
+        typer.Option(
+            "--communication", help="Add the SEND and RECV actions.", rich_help_panel=PASSES
+        ),
     ] = False
     compute_only: Annotated[
         bool,
-        typer.Option("--compute-only", help="Leave F, I, W and B alone.", rich_help_panel=PASSES),
+        typer.Option("--compute-only", help="Keep only F, I, W and B.", rich_help_panel=PASSES),
     ] = False
     merge_backward: Annotated[
-        bool, typer.Option("--merge-backward", help="I then W becomes B.", rich_help_panel=PASSES)
+        bool,
+        typer.Option(
+            "--merge-backward",
+            help="Merge each I and the W after it into B.",
+            rich_help_panel=PASSES,
+        ),
     ] = False
     prefetch: Annotated[
-        int | None, typer.Option(help="UNSHARD so many stages ahead.", rich_help_panel=PASSES)
+        int | None,
+        typer.Option(
+            help="Gather parameters (UNSHARD) this many stages ahead.", rich_help_panel=PASSES
+        ),
     ] = None
     reduce_gradients: Annotated[
-        bool, typer.Option("--reduce-gradients", help="Add REDUCE_GRAD.", rich_help_panel=PASSES)
+        bool,
+        typer.Option(
+            "--reduce-gradients",
+            help="Add REDUCE_GRAD after each stage's last gradient.",
+            rich_help_panel=PASSES,
+        ),
     ] = False
     delay_receives: Annotated[
-        bool, typer.Option("--delay-receives", help="Post them late.", rich_help_panel=PASSES)
+        bool,
+        typer.Option(
+            "--delay-receives",
+            help="Post each RECV just before it is needed.",
+            rich_help_panel=PASSES,
+        ),
     ] = False
     wait_sends: Annotated[
         bool,
-        typer.Option("--wait-sends/--no-wait-sends", help="Add WAIT_SEND.", rich_help_panel=PASSES),
+        typer.Option(
+            "--wait-sends/--no-wait-sends",
+            help="Add or remove WAIT_SEND actions.",
+            rich_help_panel=PASSES,
+        ),
     ] = False
 
     def apply(self, schedule: ps.Schedule) -> ps.Schedule:

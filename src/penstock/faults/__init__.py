@@ -1,17 +1,27 @@
-"""A fault on one rank is a named error on all: heartbeats, a failure channel, a watch, and a report."""
+"""A fault on one rank is a named error on all: heartbeats, a failure channel, a watch, and a report.
 
-from penstock.faults.activity import Activity, add_probe, has_probes
-from penstock.faults.failure import (
-    Failure,
-    failing_module,
-    status_of,
-    versions,
-    without_own_frames,
-)
-from penstock.faults.processes import this_host
-from penstock.faults.rendezvous import SLACK, Rendezvous
-from penstock.faults.silence import FIRST_STEP, PATIENCE, Patience, Timeout
-from penstock.faults.watch import Watch
+torch is imported when a name is first used, so that the command line can handle signals without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.lazily import lazily
+
+if TYPE_CHECKING:
+    from penstock.faults.activity import Activity, add_probe, has_probes
+    from penstock.faults.failure import (
+        Failure,
+        failing_module,
+        status_of,
+        versions,
+        without_own_frames,
+    )
+    from penstock.faults.processes import this_host
+    from penstock.faults.rendezvous import SLACK, Rendezvous
+    from penstock.faults.silence import FIRST_STEP, PATIENCE, Patience, Timeout
+    from penstock.faults.watch import Watch
 
 __all__ = [
     "FIRST_STEP",
@@ -31,3 +41,15 @@ __all__ = [
     "versions",
     "without_own_frames",
 ]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "activity": "Activity add_probe has_probes",
+        "failure": "Failure failing_module status_of versions without_own_frames",
+        "processes": "this_host",
+        "rendezvous": "SLACK Rendezvous",
+        "silence": "FIRST_STEP PATIENCE Patience Timeout",
+        "watch": "Watch",
+    },
+)

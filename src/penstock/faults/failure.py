@@ -21,13 +21,22 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.errors import InputFileError, NonFiniteError, StageError, UsageError, printable
+from penstock.errors import (
+    FAILURE,
+    INPUT,
+    INTERRUPTED,
+    NON_FINITE,
+    TERMINATED,
+    USAGE,
+    InputFileError,
+    NonFiniteError,
+    StageError,
+    UsageError,
+    printable,
+)
 from penstock.faults.silence import Place
 
 Kind = Literal["raised", "died", "silent", "left", "interrupted", "lost"]
-
-USAGE, INPUT, FAILURE, TEMPORARY, NON_FINITE = 2, 65, 70, 75, 76
-INTERRUPTED, TERMINATED = 130, 143
 
 LONGEST_LINE = 500
 LONGEST_TRACE = 20_000

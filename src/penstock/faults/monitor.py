@@ -12,9 +12,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from penstock.errors import TEMPORARY
 from penstock.faults.activity import Activity
 from penstock.faults.board import BoardLostError
-from penstock.faults.failure import TEMPORARY, Failure, stacks, story, summary, write
+from penstock.faults.failure import Failure, stacks, story, summary, write
 from penstock.faults.processes import DeadMan, Interrupts, launcher, words_of
 from penstock.faults.silence import STALE, Patience, Place, Stragglers, Verdict, find_silent
 from penstock.faults.team import BEAT, STACK, TOLD, Team

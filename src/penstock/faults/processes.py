@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.faults.failure import TERMINATED
+from penstock.errors import TERMINATED
 
 Condition = Literal["runs", "stopped", "ended", "unknown"]
 

@@ -17,11 +17,10 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
-from penstock.errors import MessageError, PeerFailed, PenstockError, UsageError
+from penstock.errors import TEMPORARY, MessageError, PeerFailed, PenstockError, UsageError
 from penstock.faults.activity import Activity
 from penstock.faults.board import BoardLostError
 from penstock.faults.failure import (
-    TEMPORARY,
     Failure,
     is_orderly,
     of_exception,

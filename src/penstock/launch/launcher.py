@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
 
-from penstock.errors import UsageError
+from penstock.errors import FAILURE, TEMPORARY, UsageError
 from penstock.faults.processes import die_with_parent
 
 GRACE = 10.0
@@ -27,7 +27,6 @@ GRACE = 10.0
 FOLLOW = 2.5
 """Seconds that the others have after one has failed."""
 _POLL = 0.05
-_FAILURE, _TEMPORARY = 70, 75
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class Launcher:
             for rank, status in causes
             if (said := self._said(rank, "status") or _meant(status))
         ]
-        return told[0] if told else (_TEMPORARY if causes else 0)
+        return told[0] if told else (TEMPORARY if causes else 0)
 
     def _error_file(self, rank: int) -> dict[str, str]:
         """Where a rank writes why it stops; where there is no room for that, its exit status says it."""
@@ -227,12 +226,12 @@ def _variables(rank: int, processes: int, port: int) -> dict[str, str]:
 def _die_with(parent: int) -> None:
     die_with_parent()
     if os.getppid() != parent:
-        os._exit(_TEMPORARY)
+        os._exit(TEMPORARY)
 
 
 def _meant(status: int) -> int:
     """What an exit status means: Python ends with 1 after any exception."""
-    return _FAILURE if status == 1 else max(status, 0)
+    return FAILURE if status == 1 else max(status, 0)
 
 
 def _words(status: int) -> str:

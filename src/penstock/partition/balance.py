@@ -1,7 +1,7 @@
 """Where to cut a row of blocks into stages, so that the heaviest rank is as light as can be.
 
 A *cut* is the list of the blocks that stages start with. Each stage is a run of at least one block, and
-what a rank costs is the sum of its stages. With one stage a rank the best cut is found for certain. For
+what a rank costs is the sum of its stages. With one stage per rank the best cut is found for certain. For
 other placements it is searched for, from a good one on; the search proves most of its results, and is given
 up after a while.
 """
@@ -81,7 +81,7 @@ def _loads(sums: Sequence[float], starts: Cut, rank_of: Sequence[int]) -> list[f
     return found
 
 
-# ---- one stage a rank: a table of the best cut of each prefix
+# ---- one stage per rank: a table of the best cut of each prefix
 
 
 def _one_a_rank(sums: Sequence[float], stages: int) -> Cut:

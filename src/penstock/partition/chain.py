@@ -152,8 +152,8 @@ def cut_sequential(
     """
     if type(model).forward is not nn.Sequential.forward:
         raise PartitionError(
-            f"{type(model).__name__} has a forward of its own, which need not be the chain of its "
-            "modules; name each stage's modules in stages= if it is"
+            f"{type(model).__name__} has a forward of its own, which may do more than call its modules "
+            "one after the other; if that is all it does, name each stage's modules in stages="
         )
     names = [path for path in _paths(model) if "." not in path]
     if not 1 <= stages <= len(names):

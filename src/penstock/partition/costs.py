@@ -102,7 +102,8 @@ def stage_costs(
     """
     if repeats and any(p.is_meta for m in partition.modules for p in m.parameters()):
         raise UsageError(
-            "a model on the meta device takes no time; balance by flops, parameters or memory"
+            "balance='time' cannot measure a model on the meta device; "
+            "balance it by flops, parameters or memory"
         )
     homes = (parameter.device for module in partition.modules for parameter in module.parameters())
     home = next(homes, None)
@@ -142,7 +143,9 @@ def weigh_units(
         return [float(weight) for weight in balance]
     check_measure(balance)
     if example is None:
-        raise PartitionError(f"balance={balance!r} runs the model: give example=(args, kwargs)")
+        raise PartitionError(
+            f"balance={balance!r} needs a call of the model to measure: give example=(args, kwargs)"
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PartitionError(
             f"balance={balance!r} runs the model, which has no data: balance it by parameters, give a weight "

@@ -155,14 +155,16 @@ class Caller:
 
     def _training_loss(self) -> Loss:
         if self._loss is None:
-            raise UsageError("step needs a loss; give the Pipeline a loss_fn")
+            raise UsageError("step needs a loss; make the Pipeline with loss_fn=")
         if not self._plan.training.trains:
             raise UsageError(
-                f"the schedule {self._plan.training.name!r} has no backward; eval does without"
+                f"the schedule {self._plan.training.name!r} has no backward, so it cannot train; "
+                "use eval, or choose a schedule with a backward"
             )
         if torch.is_inference_mode_enabled():
             raise UsageError(
-                "step under torch.inference_mode() has no gradients; call it outside, or use eval"
+                "step needs gradients, and under torch.inference_mode() there "
+                "are none; call it outside, or use eval"
             )
         return self._loss
 
@@ -171,7 +173,9 @@ class Caller:
 
         def made() -> Order:
             if self._loss is None:
-                raise UsageError("eval needs a loss; give the Pipeline a loss_fn, or use predict")
+                raise UsageError(
+                    "eval needs a loss; make the Pipeline with loss_fn=, or use predict"
+                )
             return self._order(self._batch(given), self._loss, trains=False, outputs=outputs)
 
         return self._without_gradients(made, given)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
@@ -44,6 +45,7 @@ from penstock.pipeline.setup import (
     world_of,
     wrap_stages,
 )
+from penstock.pipeline.watching import StepEvent, StepHook, StepHookHandle, Watchers
 from penstock.pipeline.weights import WeightHolder
 from penstock.plan import answer as planning
 from penstock.rng import Randomness, Seed, own_seed
@@ -291,6 +293,7 @@ class Pipeline(WeightHolder):
         schedule = plan.training
         self._plan = plan
         self._hooks = Hooks()
+        self._watchers = Watchers()
         local.assemble(schedule)
         self._take_up(local, shared, schedule.placement.rank_of, *cut)
         self._replicas = Replicas() if loss is None else loss.replicas
@@ -392,7 +395,8 @@ class Pipeline(WeightHolder):
             PoisonedError: an earlier call failed in the middle.
         """
         self._follow()
-        return self._caller.step(
+        run = partial(
+            self._caller.step,
             Given(args, kwargs, target),
             self._randomness,
             whole_batch=self._statistics == "batch",
@@ -404,6 +408,11 @@ class Pipeline(WeightHolder):
             outputs=outputs,
             record=record,
         )
+        return self._watchers.around(self._coming, run)
+
+    def _coming(self) -> StepEvent:
+        """The step that is about to run."""
+        return StepEvent(self._randomness.step + 1, self.leads, self.stages[0].device)
 
     def eval(
         self, *args: Any, target: Any = MISSING, outputs: bool = False, **kwargs: Any
@@ -435,7 +444,7 @@ class Pipeline(WeightHolder):
             kwargs: as for :meth:`step`.
 
         Returns:
-            A :class:`~penstock.pipeline.nonfinite.NonFiniteFinding`, which names stage, microbatch, action
+            A ``NonFiniteFinding``, which names stage, microbatch, action
             and module, the same on every rank; None where everything is finite.
         """
         self._follow()
@@ -477,6 +486,23 @@ class Pipeline(WeightHolder):
             A handle; its ``remove()`` takes them away, and so does the end of a ``with`` block.
         """
         return self._hooks.add(which, before, after)
+
+    def on_step(
+        self, after: StepHook | None = None, *, before: StepHook | None = None
+    ) -> StepHookHandle:
+        """Call functions after and before each training step of this process.
+
+        They get a :class:`~penstock.StepEvent`: the number of the step, its result, and what it took. The
+        optimizer has not stepped yet when they are called. What a function raises, :meth:`step` raises.
+
+        Args:
+            after: called when the step is done.
+            before: called when the step is about to begin.
+
+        Returns:
+            A handle; its ``remove()`` takes them away, and so does the end of a ``with`` block.
+        """
+        return self._watchers.add(after, before)
 
     def agree(self, value: Any) -> list[Any]:
         """Exchange a JSON value between the ranks: all ranks' values, in rank order."""

@@ -164,7 +164,7 @@ def with_edges(schedule: Schedule, edges: Edges) -> Schedule:
 def _build(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
     if stages % ranks:
         raise PartitionError(
-            f"{stages} stages cannot be shared evenly by {ranks} ranks; "
+            f"{stages} stages cannot be divided evenly among {ranks} ranks; "
             f"use a multiple of {ranks} stages, or give a Schedule that places them"
         )
     made = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages // ranks)
@@ -185,7 +185,7 @@ def _check_alike(made: Schedule, usual: Schedule) -> None:
         raise ScheduleError(
             f"{made.name!r} places the stages on ranks {list(made.placement.rank_of)} for "
             f"{made.microbatches} microbatches, and on {list(usual.placement.rank_of)} for "
-            f"{usual.microbatches}; they do not move"
+            f"{usual.microbatches}; a schedule must place the stages alike for every number of microbatches"
         )
     if made.trains != usual.trains:
         without = usual if made.trains else made
@@ -268,7 +268,10 @@ def _read(schedule: Source) -> str | Schedule | Builder:
 def _ranks_for(schedule: str | Builder, stages: int | None) -> int:
     """How many ranks share so many stages, each as many as the schedule gives a rank."""
     if stages is None or not isinstance(schedule, str):
-        raise UsageError("over how many ranks? Give ranks= or stages=, or run under torchrun")
+        raise UsageError(
+            "how many ranks are there? Give ranks= or stages=, or start one "
+            "process per rank with torchrun or penstock run"
+        )
     each = build(schedule, ranks=1, microbatches=2).stages
     return max(1, stages // each)
 
@@ -431,8 +434,8 @@ def cut(model: nn.Module, stages: Stages, count: int, example: Example | None = 
     if isinstance(stages, Partition):
         if example is not None:
             raise UsageError(
-                "example= shows how to cut a model, which stages= has done already; give it to "
-                "penstock.partition.partition"
+                "example= helps to cut a model, but stages= is a Partition, which is cut already; "
+                "give example= to penstock.partition.partition"
             )
         found = () if stages.shared else find_shared(model, stages.modules)
         made = replace(stages, shared=found) if found else stages

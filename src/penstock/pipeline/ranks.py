@@ -170,7 +170,7 @@ class LocalRanks:
             for text, start, end in row
             for action in flat((parse_action(text),))
         )
-        return Timeline(tuple(spans), schedule.ranks)
+        return Timeline(tuple(spans), schedule.ranks, "s", schedule.pairs)
 
     def leading(self, value: T) -> T:
         """The value that rank 0 has, a JSON one."""
@@ -211,8 +211,7 @@ class LocalRanks:
         ]
         if not told:
             raise UsageError(
-                "there is nothing to explain yet: a program is bound in the first call; call step(), "
-                "eval() or predict() before"
+                "there is nothing to explain yet; call step(), eval() or predict() first"
             )
         return "\n\n".join(told)
 

@@ -61,7 +61,7 @@ def _check_there(device: torch.device, asked: torch.device | str) -> None:
     if not count:
         raise UsageError(
             f"device={str(asked)!r}: torch.{device.type}.is_available() is False in this process; use "
-            "device='cpu', or a torch and a driver for it"
+            "device='cpu', or install a driver and a torch build for it"
         )
     if device.index is not None and device.index >= count:
         numbered = "" if torch.device(asked).index is not None else ", by LOCAL_RANK"
@@ -88,7 +88,7 @@ def check_given(stages: Sequence[PipelineStage]) -> None:
         UsageError: there are none, or they are something else.
     """
     if not stages:
-        raise UsageError("no stages were given; give this rank's stages")
+        raise UsageError("from_stages was given no stages; give it the stages of this rank")
     others = [type(stage).__name__ for stage in stages if not isinstance(stage, PipelineStage)]
     if others:
         raise UsageError(
@@ -254,7 +254,8 @@ def ends_of(plan: Plan, found: Sequence[Transport]) -> Sequence[Transport]:
     """
     if found and found[0].ranks != plan.ranks:
         raise UsageError(
-            f"{found[0].ranks} processes run a pipeline of {plan.ranks} ranks; start one process per rank"
+            f"{found[0].ranks} processes were started for a pipeline of "
+            f"{plan.ranks} ranks; start one process per rank"
         )
     return found or in_process(plan.ranks)
 

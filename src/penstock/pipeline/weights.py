@@ -121,7 +121,7 @@ class WeightHolder:
         told = self._local.each(lambda rank: rank.exchange(self._sharing.table))
         if any(table != told[0] for table in told):
             raise AgreementError(
-                f"ranks were told to share different weights, by rank: {told}; "
+                f"ranks were given different tables of shared weights, by rank: {told}; "
                 "give all of them the same shared="
             )
 

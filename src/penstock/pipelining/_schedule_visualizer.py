@@ -65,7 +65,7 @@ def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
         schedule: a name or a class.
         pp_degree: how many ranks there are.
         num_microbatches: into how many parts a batch is split.
-        num_stages_per_rank: by default 1 for schedules with one stage a rank, else 2.
+        num_stages_per_rank: by default 1 for schedules with one stage per rank, else 2.
         add_spacing: whether ``None`` stands where a rank idles.
         with_comms: whether messages, gathering of parameters and reductions are there too.
         defer_pp_recv: with messages, whether receives stand right before their users.
@@ -85,7 +85,7 @@ def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
 def _class_of(schedule: Any) -> type[PipelineSchedule]:
     found = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
     if not issubclass(found, PipelineScheduleSingle | PipelineScheduleMulti):
-        raise UsageError(f"{found.__name__} is no schedule with one stage a rank, nor with several")
+        raise UsageError(f"{found.__name__} is not a schedule class")
     return found
 
 

@@ -103,5 +103,7 @@ def as_values(given: Sequence[Edge], output: Any, *, wired: bool = False) -> dic
     names = [edge.value for edge in given]
     if not isinstance(output, dict) or not output.keys() >= set(names):
         found = list(output) if isinstance(output, dict) else f"a {type(output).__name__}"
-        raise SpecError(f"stage {given[0].source} must give a dict with {names}; it gave {found}")
+        raise SpecError(
+            f"stage {given[0].source} must give a dict with {names}; it returned {found}"
+        )
     return {name: output[name] for name in names}

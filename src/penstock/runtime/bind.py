@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
+from torch.profiler import record_function
+
 from penstock.errors import MessageError, PenstockError, StageError
 from penstock.faults import Activity, failing_module
 from penstock.parallel import Adapter
@@ -48,6 +50,7 @@ class Wanted:
         replaced: by kind of work, what does it instead.
         hooks: what to call before and after actions; None where nobody asked for any.
         noted: whether anybody looks at what the rank does right now.
+        profiled: whether a profiler of torch runs, which is to show each action as a range of its name.
     """
 
     with_loss: bool = False
@@ -60,6 +63,7 @@ class Wanted:
     replaced: Mapping[str, Replacement] = field(default_factory=dict)
     hooks: Hooks | None = None
     noted: bool = True
+    profiled: bool = False
 
 
 class Lack(NamedTuple):
@@ -152,7 +156,7 @@ class BoundProgram:
             yield from self._run()
             if self._exchange.untaken:
                 left = ", ".join(map(str, self._exchange.untaken))
-                raise MessageError(f"rank {self._rank}: nobody used what came with {left}")
+                raise MessageError(f"rank {self._rank}: no action used what arrived with {left}")
         finally:
             self._exchange.clear()
             for work in self._work.values():
@@ -273,6 +277,8 @@ class _Binder:
             row: tuple[Part, ...] = (self._replaced(entry),)
         else:
             row = tuple(part for action in actions for part in self._row(action))
+        if self._wanted.profiled and row:
+            row = (_as_range(str(entry), row),)
         if self._wanted.noted:
             row = (self._activity.noting(first), *row)
         return BoundAction(first, None, row, first.microbatch or 0)
@@ -456,6 +462,17 @@ class _Binder:
     def _event(self, action: Action, inputs: Any = None, outputs: Any = None) -> ActionEvent:
         module = self._work[action.stage].stage.module
         return ActionEvent(action, self._program.rank, module, inputs, outputs)
+
+
+def _as_range(name: str, row: Sequence[Part]) -> Part:
+    """What is done, as one range that a profiler shows."""
+
+    def run(microbatch: int) -> None:
+        with record_function(name):
+            for part in row:
+                part(microbatch)
+
+    return run
 
 
 _ROWS: dict[Op, Callable[[_Binder, Action], Iterator[Part]]] = {

@@ -155,7 +155,7 @@ def merge_calls(brought: Sequence[Mapping[str, Any]]) -> ModelCall:
         name = _CALLS[next(call for call in _CALLS if mode.startswith(call))]
         raise UsageError(
             f"{name}() was given no batch; call it with the model's arguments, at least on the rank of the "
-            "first stage. A Pipeline has no mode to set: step trains, eval and predict evaluate"
+            "first stage. A Pipeline has no train() mode: step trains, and eval and predict evaluate"
         )
     specs = _merged_specs(brought, count)
     given = tuple(frozenset(key for key, _ in _first_kind(rank)) for rank in brought)
@@ -214,7 +214,8 @@ def _spec_of(specs: Mapping[Key, Any]) -> ValueSpec:
     positions = sorted(key for key in values if isinstance(key, int))
     if positions != list(range(len(positions))):
         raise UsageError(
-            f"arguments {positions} were given by position; those before are missing on all ranks"
+            f"arguments {positions} were given by position, but the arguments "
+            "before them are missing on all ranks"
         )
     kwargs = {key: value for key, value in values.items() if isinstance(key, str)}
     return spec_of_arguments(tuple(values[position] for position in positions), kwargs)

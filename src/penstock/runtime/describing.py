@@ -138,7 +138,7 @@ def describe_whole(
             raise attempt.refusal("" if everywhere else f"rank {rank}, ", rank, answer)
     if len({answer["digest"] for answer in answers}) > 1 or found is None:
         raise AgreementError(
-            "ranks find different values between the stages; build the same model on every rank"
+            "ranks found different values between the stages; build the same model on every rank"
         )
     return found.calls
 
@@ -214,7 +214,9 @@ def _read(spec: dict[str, Any], stage: int) -> ValueSpec:
         return ValueSpec.from_json(spec)
     except SpecError as error:
         # Other ranks may have the class that is not known here, so this is no refusal of all.
-        raise MessageError(f"what stage {stage} gives cannot be read here: {error}") from error
+        raise MessageError(
+            f"what stage {stage} returns cannot be read on this rank: {error}"
+        ) from error
 
 
 def _stage_specs(

@@ -383,8 +383,8 @@ def _checked(value: Any, spec: ValueSpec, edge: Edge, microbatch: int) -> list[T
         gap = str(error)
     raise SpecError(
         f"the value {edge.value!r} of stage {edge.source}, microbatch {microbatch}, is not what was agreed: "
-        f"{gap}; what a stage gives may depend on the shapes and types of what it is called with, not on "
-        "the numbers in it"
+        f"{gap}; what a stage returns may depend only on the shapes and types of its arguments, not on the "
+        "numbers in them"
     )
 
 

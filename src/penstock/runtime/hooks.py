@@ -34,7 +34,9 @@ class ActionEvent:
 
 
 ActionHook = Callable[[ActionEvent], object]
+"""A function that is called before or after an action."""
 Which = str | Callable[[Action], bool]
+"""Which actions are meant: a pattern, or a function of an Action."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,8 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from penstock.errors import AgreementError, PenstockError, SpecError, StageError, UsageError
 from penstock.faults import has_probes
 from penstock.parallel import Adapter, adapter_of, let_cross, unwrapped
@@ -159,6 +161,7 @@ class Rank:
             replaced=order.replaced,
             hooks=order.hooks,
             noted=order.noted or self.transport.separate or has_probes(),
+            profiled=torch.autograd._profiler_enabled(),  # type: ignore[attr-defined]  # no public name for it
         )
         key = (
             wanted.with_loss,
@@ -166,6 +169,7 @@ class Rank:
             wanted.finite,
             wanted.recorded,
             wanted.noted,
+            wanted.profiled,
             order.hooks is None,
             order.draw is None,
             order.whole_batch,
@@ -328,7 +332,7 @@ class Rank:
             return
         if any(call.targets):
             raise UsageError(
-                f"rank {rank}, which has the last stage, was given no target; pass target= there"
+                f"rank {rank}, which has the last stage, was given no target; pass target= on that rank"
             )
         told = None
         if rank == self.number:
@@ -423,7 +427,7 @@ def _check_given(call: ModelCall, inputs: Inputs, schedule: Schedule) -> None:
         if lacking:
             raise UsageError(
                 f"rank {rank} was not given the arguments {lacking}, which stage {stage} takes; pass "
-                "them there, or the whole batch to every rank"
+                "them on that rank, or pass the whole batch on every rank"
             )
 
 

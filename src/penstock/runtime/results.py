@@ -71,7 +71,9 @@ def agree_weights(
     if not callable(loss.weight):
         return loss.weights(loss.counts(call.samples, ()), scale)
     if not any(call.targets):
-        raise UsageError("loss_weight is a function of the target, but no target was given")
+        raise UsageError(
+            "loss_weight is a function of the target, but the step was given no target="
+        )
     if all(call.targets) and counts is not None:
         return loss.weights(counts, scale)
     mine = counts if counts and call.targets.index(True) == transport.rank else [0.0] * call.count
@@ -138,8 +140,9 @@ def _refuse(transport: Transport, weights: Weights) -> Task[None]:
     told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(ticket.take()))
     raise AgreementError(
         f"ranks differ in the weights of the loss: {told}; give every rank the same loss_weight, "
-        "total_weight, accumulate and scaler, and the same targets where it is given any; the gradients of "
-        "this step are no use"
+        "total_weight, accumulate and scaler, and the same targets where "
+        "it is given any; discard the gradients "
+        "of this step"
     )
 
 
@@ -216,7 +219,7 @@ def _checked(output: Any, spec: ValueSpec) -> list[Tensor]:
     if not spec.fits(tensors, structure, gradients=False):
         gap = spec.difference(ValueSpec.of(output), gradients=False)
         raise SpecError(
-            f"the model's output is not what was agreed: {gap}; what is not in a tensor may depend on "
-            "shapes alone, so give numbers that are computed as tensors"
+            f"the model's output is not what was agreed: {gap}; values that are not tensors may depend "
+            "only on shapes; return computed numbers as tensors"
         )
     return [tensor.detach() for tensor in tensors]

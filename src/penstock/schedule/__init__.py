@@ -1,30 +1,41 @@
-"""What happens when: schedules as values. Nothing here imports torch."""
+"""What happens when: schedules as values. Nothing here imports torch.
 
-from penstock.schedule.action import Action, Op, Overlap, parse_action
-from penstock.schedule.base import Schedule
-from penstock.schedule.dependencies import Dependencies
-from penstock.schedule.drawing import draw_svg, draw_text
-from penstock.schedule.edges import Edge, Placement, chain, looped, v_shaped
-from penstock.schedule.files import Limits, from_csv, from_json, load, save, to_csv, to_json
-from penstock.schedule.library import build, names, register
-from penstock.schedule.passes import (
-    Pass,
-    add_communication,
-    add_wait_sends,
-    compose,
-    compute_only,
-    delay_receives,
-    merge_backward,
-    prefetch,
-    reduce_gradients,
-    release_sends,
-    remove_wait_sends,
-)
-from penstock.schedule.patterns import matching
-from penstock.schedule.searching import lower_bound, search
-from penstock.schedule.simulation import Costs, Gap, Simulation, replay, simulate
-from penstock.schedule.timeline import Span, Timeline
-from penstock.schedule.validation import Problem, Report, validate
+Its modules are imported when a name is first used, so that commands which only list schedules are quick.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.lazily import lazily
+
+if TYPE_CHECKING:
+    from penstock.schedule.action import Action, Op, Overlap, parse_action
+    from penstock.schedule.base import Schedule
+    from penstock.schedule.dependencies import Dependencies
+    from penstock.schedule.drawing import draw_svg, draw_text
+    from penstock.schedule.edges import Edge, Placement, chain, looped, v_shaped
+    from penstock.schedule.files import Limits, from_csv, from_json, load, save, to_csv, to_json
+    from penstock.schedule.library import build, names, register
+    from penstock.schedule.passes import (
+        Pass,
+        add_communication,
+        add_wait_sends,
+        compose,
+        compute_only,
+        delay_receives,
+        merge_backward,
+        prefetch,
+        reduce_gradients,
+        release_sends,
+        remove_wait_sends,
+    )
+    from penstock.schedule.patterns import matching
+    from penstock.schedule.searching import lower_bound, search
+    from penstock.schedule.simulation import Costs, Gap, Simulation, replay, simulate
+    from penstock.schedule.timeline import Span, Timeline
+    from penstock.schedule.validation import Problem, Report, validate
+
 
 __all__ = [
     "Action",
@@ -75,3 +86,23 @@ __all__ = [
     "v_shaped",
     "validate",
 ]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "action": "Action Op Overlap parse_action",
+        "base": "Schedule",
+        "dependencies": "Dependencies",
+        "drawing": "draw_svg draw_text",
+        "edges": "Edge Placement chain looped v_shaped",
+        "files": "Limits from_csv from_json load save to_csv to_json",
+        "library": "build names register",
+        "passes": "Pass add_communication add_wait_sends compose compute_only delay_receives merge_backward "
+        "prefetch reduce_gradients release_sends remove_wait_sends",
+        "patterns": "matching",
+        "searching": "lower_bound search",
+        "simulation": "Costs Gap Simulation replay simulate",
+        "timeline": "Span Timeline",
+        "validation": "Problem Report validate",
+    },
+)

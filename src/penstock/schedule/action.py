@@ -133,7 +133,7 @@ def parse_action(text: str) -> Entry:
         return _parse_one(text)
     forward, backward = _parse_one(pair[1]), _parse_one(pair[2])
     if forward.op is not Op.F or backward.op not in GRADIENT_OPS:
-        raise ScheduleError(f"{text[:_SHOWN]!r}: OVERLAP_F_B holds an F and then a B or I")
+        raise ScheduleError(f"{text[:_SHOWN]!r}: OVERLAP_F_B must hold an F and then a B or I")
     return Overlap(forward, backward)
 
 

@@ -110,6 +110,12 @@ class Schedule:
         """Whether there is any backward."""
         return not self.ops.isdisjoint({Op.I, Op.W, Op.B})
 
+    @property
+    def pairs(self) -> tuple[Overlap, ...]:
+        """The forwards and backwards that run as overlapped pairs."""
+        entries = (entry for program in self.programs for entry in program)
+        return tuple(entry for entry in entries if isinstance(entry, Overlap))
+
     def actions(self, rank: int) -> Iterator[Action]:
         """The actions of ``rank`` in order, an overlapped pair as its forward and then its backward."""
         return flat(self.programs[rank])

@@ -128,7 +128,7 @@ class Edge:
     def __post_init__(self) -> None:
         if not self.targets or list(self.targets) != sorted(set(self.targets)):
             raise ScheduleError(
-                f"edge {self.value!r}: targets {self.targets} must ascend, at least one"
+                f"edge {self.value!r}: targets {self.targets} must be at least one stage, in ascending order"
             )
         if self.source < 0 or self.targets[0] <= self.source:
             raise ScheduleError(

@@ -45,15 +45,20 @@ def _parts(pattern: str) -> tuple[str, str, str, str]:
     found = _PATTERN.fullmatch("**" if pattern == "*" else pattern)
     if found is None:
         raise ScheduleError(
-            f"{pattern!r} means no actions; write <stage><op><microbatch> with * for anything, such as "
+            f"{pattern!r} matches no kind of action; write <stage><op><microbatch> "
+            "with * for anything, such as "
             f"3F0, *F*, 3*0 or 3*; ops are {', '.join(op.value for op in Op)}"
         )
     stage, op, microbatch, peer = found.groups()
     whole = op in {o.value for o in STAGE_OPS}
     if microbatch is None and op != "*" and not whole:
-        raise ScheduleError(f"{pattern!r} names no microbatch; {pattern}* means all of them")
+        raise ScheduleError(f"{pattern!r} lacks a microbatch; {pattern}* means all of them")
     if whole and microbatch not in (None, "*"):
-        raise ScheduleError(f"{pattern!r} means nothing: {op} is for all microbatches at once")
+        raise ScheduleError(
+            f"{pattern!r} cannot match: {op} is done once for all microbatches and has none in its name"
+        )
     if peer and op != "*" and op not in {o.value for o in _WITH_PEER}:
-        raise ScheduleError(f"{pattern!r} means nothing: {op} is no message and has no peer")
+        raise ScheduleError(
+            f"{pattern!r} cannot match: {op} is not a message and has no peer stage"
+        )
     return stage, op, microbatch or "*", peer or "*"

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.errors import UsageError
-from penstock.schedule.action import COMPUTE_OPS, Action
+from penstock.schedule.action import COMPUTE_OPS, Action, Overlap
 
 MICROSECONDS: Mapping[str, float] = {"s": 1e6, "ms": 1e3, "us": 1.0, "": 1e3}
 """What a unit of time is in a Chrome trace; where the unit has no name, one is drawn as a millisecond."""
@@ -37,6 +37,7 @@ class Timeline:
         spans: when which action ran on which rank; in any order.
         ranks: how many ranks there are.
         unit: of the times: ``s``, ``ms``, ``us``, or empty where they are just numbers.
+        pairs: the forwards and backwards that the schedule runs as overlapped pairs.
 
     Raises:
         UsageError: an unknown unit, a span of a rank that is not there or that ends before it starts.
@@ -45,6 +46,7 @@ class Timeline:
     spans: tuple[Span, ...]
     ranks: int
     unit: str = "s"
+    pairs: tuple[Overlap, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", tuple(self.spans))

@@ -37,7 +37,7 @@ def measured(name: str, found: Any, weight: float) -> tuple[Number, Number, floa
     if _is_number(found):
         return found, 1.0, weight
     shown = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-    raise UsageError(f"the metric {name!r} must give a number or a pair of numbers, not {shown}")
+    raise UsageError(f"the metric {name!r} must return a number or a pair of numbers, not {shown}")
 
 
 def _is_number(found: Any) -> bool:
@@ -104,7 +104,7 @@ def _numbers(found: Sequence[Any]) -> list[float]:
         return [float(item) for item in found]
     except (TypeError, ValueError, RuntimeError) as error:
         kinds = sorted({type(item).__name__ for item in found})
-        raise UsageError(f"loss_weight gave {', '.join(kinds)}; it must give a number") from error
+        raise UsageError(f"loss_weight gave {', '.join(kinds)}; it must return a number") from error
 
 
 def _checked(counts: list[float]) -> list[float]:
@@ -161,7 +161,7 @@ class Scale:
             raise UsageError(f"total_weight={self.total!r}: must be a number of at least 0")
         if self.total is not None and self.accumulate != 1:
             raise UsageError(
-                "give accumulate= or total_weight=, not both: each says what to divide by"
+                "give accumulate= or total_weight=, not both: each says what the loss is divided by"
             )
 
 
@@ -227,8 +227,11 @@ def _over(parts: Sequence[float], divisor: float) -> list[float]:
 
 
 Reduction = Literal["mean", "sum"]
+"""Whether the loss of a microbatch is a mean or a sum over what is in it."""
 LossFunction = Callable[[Any, Any], Tensor]
+"""From the output and the target of a microbatch: its loss, a scalar."""
 NonFinite = Literal["stop", "skip", "warn"]
+"""What becomes of a step whose loss or gradients are infinite or ``nan``."""
 
 
 class LossOptions(TypedDict, total=False):
@@ -317,8 +320,9 @@ class Loss:
         found = Scale(usual if accumulate is None else accumulate, total, factor)
         if self.weight is not None and found.accumulate > 1:
             raise UsageError(
-                "accumulate= with loss_weight=: what this step weighs among the others is not known; give "
-                "total_weight=, the weight of all of them, or all batches in one step"
+                "accumulate= with loss_weight=: the weights of the other steps "
+                "are not known; give total_weight=, "
+                "the weight of all of them together, or give all batches in one step"
             )
         return found
 
@@ -327,7 +331,7 @@ class Loss:
         return count(self.weight, samples, targets)
 
     def weights(self, counts: Sequence[float], scale: Scale | None = None) -> Weights:
-        """What each microbatch's loss is multiplied by, see :func:`penstock.step.loss.weigh`.
+        """What each microbatch's loss is multiplied by before its backward.
 
         Args:
             counts: the weight of each microbatch.
@@ -350,10 +354,10 @@ class Loss:
         loss = self.function(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise UsageError(f"loss_fn must give a scalar tensor, not {found}")
+            raise UsageError(f"loss_fn must return a scalar tensor, not {found}")
         if _requires_grad(output) and torch.is_grad_enabled() and not loss.requires_grad:
             raise UsageError(
-                "loss_fn gave a loss that requires no grad for an output that does, so nothing would be "
+                "loss_fn returned a loss that requires no grad for an output that does, so nothing would be "
                 "trained; leave out detach(), item() and the like, and for a constant add output.sum() * 0"
             )
         return loss
@@ -376,7 +380,7 @@ def _check_function(name: str, function: Any) -> None:
         return  # some functions that are not written in Python do not tell what they take
     except TypeError as error:
         raise UsageError(
-            f"{name} is called with (output, target), which it refuses: {error}"
+            f"{name} is called with (output, target), which it does not accept: {error}"
         ) from None
 
 

@@ -133,7 +133,7 @@ def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
         raise UsageError(f"add_loss({name!r}, ...): the name must be a text other than {MAIN!r}")
     if losses.differentiable and weight and not torch.is_grad_enabled():
         raise UsageError(
-            f"add_loss({name!r}, ...) with gradients disabled: nothing would be trained by it; call it "
+            f"add_loss({name!r}, ...) was called with gradients disabled, so it would train nothing; call it "
             "outside of no_grad() and of a checkpoint with use_reentrant=True, or with weight=0 to report it"
         )
     losses.add(Term(name, gathered(value), float(weight)))

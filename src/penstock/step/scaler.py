@@ -164,8 +164,8 @@ class LossScaler:
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise UsageError(
-                f"a scaler's state has {sorted(self.state_dict())}; {sorted(missing)} are not there, "
-                "as in the state of a scaler that was not enabled"
+                f"a scaler's state has {sorted(self.state_dict())}; {sorted(missing)} are missing, as "
+                "in the state of a scaler that was not enabled"
             )
         self._scale = _rounded(state["scale"])
         self._growth_factor = float(state["growth_factor"])

@@ -19,6 +19,7 @@ from penstock.step.losses import MAIN, Losses
 
 
 TimelineKind = Literal["measured", "replayed"]
+"""Measured on the ranks' own clocks, or replayed from measured durations."""
 
 
 @dataclass(frozen=True)

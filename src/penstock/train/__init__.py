@@ -5,8 +5,9 @@ torch is imported when a name is first used, so that ``penstock --help`` does no
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.lazily import lazily
 
 if TYPE_CHECKING:
     from penstock.train.config import TrainConfig
@@ -15,17 +16,6 @@ if TYPE_CHECKING:
     from penstock.train.planned import profile_of
     from penstock.train.sources import processes_needed, resolve
     from penstock.train.trainer import Outcome, train
-
-_HOME = {
-    "GPT": "model",
-    "Outcome": "trainer",
-    "TrainConfig": "config",
-    "processes_needed": "sources",
-    "profile_of": "planned",
-    "ranks_of": "plan",
-    "resolve": "sources",
-    "train": "trainer",
-}
 
 __all__ = [
     "GPT",
@@ -38,8 +28,14 @@ __all__ = [
     "train",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "model": "GPT",
+        "trainer": "Outcome train",
+        "config": "TrainConfig",
+        "plan": "ranks_of",
+        "planned": "profile_of",
+        "sources": "processes_needed resolve",
+    },
+)

@@ -47,22 +47,24 @@ class TrainConfig(BaseModel):
         "A plan of penstock plan --json, or auto: the fastest, found from measured costs. It decides "
         "schedule, stages and microbatches.",
     )
-    microbatches: Count = _setting(8, "Pipeline", "Parts into which a batch is split.")
+    microbatches: Count = _setting(8, "Pipeline", "Number of parts that each batch is split into.")
     device: Text = _setting("cpu", "Pipeline", "Where to compute: cpu, cuda or cuda:<index>.")
     threads: Count = _setting(
-        1, "Pipeline", "Threads of each process; with 1, torchrun gives the bits of one process."
+        1,
+        "Pipeline",
+        "Threads of each process; with 1, several processes give the same bits as one.",
     )
 
     layers: Count = _setting(4, "Model", "Transformer blocks.")
     width: Count = _setting(128, "Model", "Features of the residual stream.")
-    heads: Count = _setting(4, "Model", "Attention heads of a block.")
-    sequence: Count = _setting(128, "Model", "Bytes of a sample.")
+    heads: Count = _setting(4, "Model", "Attention heads in each block.")
+    sequence: Count = _setting(128, "Model", "Bytes in each sample.")
 
     steps: Count = _setting(300, "Training", "Optimizer steps.")
-    batch: Count = _setting(16, "Training", "Samples of a step.")
+    batch: Count = _setting(16, "Training", "Samples in each step.")
     learning_rate: Positive = _setting(4e-3, "Training", "Peak learning rate of AdamW.")
     warmup: Amount = _setting(
-        50, "Training", "Steps of linear warm-up; a cosine down to a tenth follows."
+        50, "Training", "Steps of linear warm-up; then a cosine down to a tenth of the peak."
     )
     weight_decay: NotNegative = _setting(0.05, "Training", "Weight decay of the matrices.")
     clip: Positive = _setting(1.0, "Training", "Largest gradient norm.")
@@ -90,7 +92,7 @@ class TrainConfig(BaseModel):
     prompt: Text = _setting("def ", "Text and output", "Beginning of the sample.")
     sample_length: Amount = _setting(200, "Text and output", "Bytes of generated text.")
     temperature: Positive = _setting(0.7, "Text and output", "Randomness of the sample.")
-    log_every: Count = _setting(10, "Text and output", "Steps between measured, printed steps.")
+    log_every: Count = _setting(10, "Text and output", "Steps between printed lines.")
     out: Text | None = _setting(None, "Text and output", "Run folder. Default: runs/<date-time>.")
 
 

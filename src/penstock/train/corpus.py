@@ -95,7 +95,7 @@ def load(data: str | None, sequence: int) -> Corpus:
     if shorter < needed:
         total = len(corpus.training) + len(corpus.held_out)
         raise InputFileError(
-            f"{corpus.name}: {total} bytes are too little text for sequence={sequence}: the training and "
+            f"{corpus.name}: {total} bytes are not enough text for sequence={sequence}: the training and "
             f"the held-out part need {needed} bytes each; give more text or a shorter sequence"
         )
     return corpus
@@ -115,7 +115,7 @@ def _standard_library() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     sources = [path for path in _files(root, skip=NOT_LIBRARY) if path.suffix == ".py"]
     if not sources:
-        raise UsageError(f"no Python sources in {root}; name a text with --data")
+        raise UsageError(f"there are no Python sources in {root}; name a text with --data")
     return _from_files("Python standard library", root, sources)
 
 

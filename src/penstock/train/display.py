@@ -28,7 +28,7 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """A line for each measured step.
+    """A line for each step that is to be shown.
 
     Args:
         console: where to write.
@@ -44,8 +44,8 @@ class PlainDisplay:
         return nullcontext()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Print the step if it was measured."""
-        if metrics.memory is not None:
+        """Print the step if it is to be shown."""
+        if metrics.shown:
             say(self._console, step_line(metrics, self._steps))
 
 
@@ -80,9 +80,9 @@ class LiveDisplay:
         return Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show the step; what it did not measure keeps its last value."""
+        """Show the step; its use of the machine keeps its last value where it did not measure all of it."""
         self._latest = metrics
-        self._usage = metrics.usage or self._usage
+        self._usage = metrics.usage if metrics.shown or not self._usage else self._usage
         self._losses.append(metrics.loss)
         self._progress.update(self._task, completed=metrics.step)
 

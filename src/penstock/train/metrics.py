@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import resource
-import sys
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
+PEAKS: Mapping[str, tuple[float, float]] = {
+    "V100": (15.7, 15.7),
+    "T4": (8.1, 8.1),
+    "L4": (30.3, 60.0),
+    "A100": (19.5, 156.0),
+    "H100 PCIe": (51.0, 378.0),
+    "H100": (67.0, 494.0),
+    "H200": (67.0, 494.0),
+}
+"""Peak teraflops of GPUs by a part of their name: in float32, and in TF32 where they have it, dense."""
 
 
 @dataclass(frozen=True)
@@ -18,30 +27,42 @@ class StepMetrics:
 
     Args:
         step: counted from 1.
-        loss: mean training loss in nats a byte.
+        time: when it ended, in seconds since 1970.
+        rank: the rank that measured it.
+        loss: mean training loss in nats per byte.
         gradient_norm: before clipping.
         learning_rate: that the step used.
         seconds: wall time of the step.
-        tokens_per_second: bytes of text a second.
-        memory: peak bytes of the process that holds most; None on steps without a measurement.
-        bubble: idle share of the ranks' time, 0 to 1; None on steps without a measurement.
+        tokens_per_second: bytes of text per second.
+        memory: peak bytes of the process that holds most.
+        mfu: the share of the devices' peak arithmetic that the model's own operations took; None where the
+            peak is not known.
+        bubble: idle share of the ranks' time, 0 to 1; on a GPU, where recording slows a step down, only of
+            the steps that are shown.
         clocks: how the bubble was found: ``"measured"`` on the clocks of the ranks, or ``"replayed"`` from
             measured durations where the ranks of one process took turns.
+        shown: whether it is one of those that are printed.
     """
 
     step: int
+    time: float
+    rank: int
     loss: float
     gradient_norm: float
     learning_rate: float
     seconds: float
     tokens_per_second: float
-    memory: int | None = None
+    memory: int
+    mfu: float | None = None
     bubble: float | None = None
     clocks: str | None = None
+    shown: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """The numbers that were measured, by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        numbers = asdict(self)
+        del numbers["shown"]
+        return {name: value for name, value in numbers.items() if value is not None}
 
     @property
     def progress(self) -> str:
@@ -53,17 +74,24 @@ class StepMetrics:
 
     @property
     def usage(self) -> str:
-        """How it uses the machine; empty on a step without a measurement."""
-        if self.memory is None or self.bubble is None:
-            return ""
-        return f"memory {self.memory / 1e6:,.0f} MB  bubble {self.bubble:.1%} {self.clocks}"
+        """How it uses the machine."""
+        said = [f"memory {self.memory / 1e6:,.0f} MB"]
+        if self.bubble is not None:
+            said.append(f"bubble {self.bubble:.1%} {self.clocks}")
+        if self.mfu is not None:
+            said.append(f"MFU {self.mfu:.1%}")
+        return "  ".join(said)
 
     def __str__(self) -> str:
-        return f"{self.progress}  {self.usage}".rstrip()
+        return f"{self.progress}  {self.usage}"
 
 
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes of this process so far: allocated on one GPU at most, or resident without a GPU."""
-    if device.type == "cuda":
-        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT
+def peak_flops(device: torch.device) -> float | None:
+    """The most floating-point operations per second that a device can do; None where that is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    tensor_float = torch.get_float32_matmul_precision() != "highest"
+    found = (peaks for part, peaks in PEAKS.items() if re.search(rf"\b{part}\b", name))
+    peaks = next(found, None)
+    return None if peaks is None else peaks[tensor_float] * 1e12

@@ -54,6 +54,13 @@ class Shape:
         return 32 * math.ceil(8 * self.width / 3 / 32)
 
     @property
+    def flops(self) -> int:
+        """Floating-point operations per byte of text, forward and backward: two per product and its sum."""
+        products = self.parameters - (VOCABULARY + 1 + 2 * self.layers) * self.width
+        attention = 2 * self.layers * self.width * self.sequence
+        return 6 * (products + attention)
+
+    @property
     def parameters(self) -> int:
         """How many weights the model has."""
         block = (4 * self.width + 3 * self.hidden + 2) * self.width
@@ -191,7 +198,7 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 
 def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a byte: logits ``(batch, length, 256)``, target ``(batch, length)``."""
+    """Mean cross-entropy in nats per byte: logits ``(batch, length, 256)``, target ``(batch, length)``."""
     return functional.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 

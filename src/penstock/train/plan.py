@@ -109,9 +109,7 @@ def _microbatches_fit(config: TrainConfig) -> None:
 
 def _auto_has_a_folder(config: TrainConfig) -> None:
     if config.resume == AUTO and config.out is None:
-        raise ConfigError(
-            "resume='auto' goes on in the run folder; say with out= which one that is"
-        )
+        raise ConfigError("resume='auto' continues in the run folder; name it with out=")
 
 
 _CHECKS: dict[Callable[[TrainConfig], object], str] = {

@@ -89,7 +89,7 @@ def read(file: Path) -> dict[str, Any]:
             content = stream.read(LARGEST_CONFIG + 1)
         if len(content) > LARGEST_CONFIG:
             raise InputFileError(
-                f"{file}: larger than {LARGEST_CONFIG} bytes; this is no config file"
+                f"{file}: larger than {LARGEST_CONFIG} bytes; such a file is not a config file"
             )
         return tomllib.loads(content.decode("utf-8"))
     except OSError as error:

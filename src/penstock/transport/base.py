@@ -19,9 +19,13 @@ from penstock.faults import Activity, Watch
 from penstock.values import TensorSpec
 
 FORWARD = "F"
+"""The kind of the channels that activations travel on."""
 BACKWARD = "B"
+"""The kind of the channels that gradients travel on."""
 SHARED = "S"
+"""The kind of the channels that shares of shared weights' gradients travel on."""
 CONTROL = "C"
+"""The kind of the channels that control words travel on."""
 KINDS = (FORWARD, BACKWARD, SHARED, CONTROL)
 
 

@@ -61,6 +61,7 @@ class _Missing:
 
 
 MISSING: Any = _Missing()
+"""Stands for an argument that was not given, where ``None`` is a value."""
 
 
 class Microbatches:
@@ -88,7 +89,7 @@ class Microbatches:
         samples: Sequence[int] | None = None,
     ) -> None:
         if not calls:
-            raise MicrobatchError("a list of no microbatches; give at least one")
+            raise MicrobatchError("Microbatches([]) holds no microbatches; give at least one")
         given = {"samples": samples, "targets": targets}
         lengths = {name: len(found) for name, found in given.items() if found is not None}
         wrong = {name: length for name, length in lengths.items() if length != len(calls)}
@@ -114,7 +115,7 @@ class Microbatches:
         """
         if target is not MISSING and target is not None and self.targets is not None:
             raise MicrobatchError(
-                "targets are given with the Microbatches and as target=; give one"
+                "targets were given both in Microbatches(targets=...) and as target=; give one of them"
             )
         found = target if self.targets is None else self.targets
         if found is None:
@@ -159,6 +160,7 @@ class Replicate:
 
 
 REPLICATE = Replicate()
+"""Give every microbatch the whole argument: a rule for ``Pipeline(rules=...)``."""
 Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
 """From an argument and the number of samples of each microbatch: its part in each."""
 Rule: TypeAlias = "Split | Replicate | Splitter | Mapping[Any, Rule]"
@@ -197,7 +199,9 @@ def check_rules(rules: Any) -> None:
 
 
 TARGET = "target"
+"""The name under which rules speak of ``target=``."""
 OUTPUT = "output"
+"""The name under which rules say along which dimension outputs are put together."""
 
 
 # ---- put the outputs of microbatches together

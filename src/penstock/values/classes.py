@@ -234,7 +234,7 @@ def _mapping(kind: Callable[[Any], Any]) -> Record:
             return kind(items)
         except Exception as error:
             raise SpecError(
-                f"a {kind.__name__} cannot be made of a dict ({error}); call "
+                f"a {kind.__name__} cannot be made from a dict ({error}); call "
                 f"penstock.values.register_type({kind.__name__}, take_apart, put_together) on every rank"
             ) from error
 

@@ -15,6 +15,7 @@ from penstock.errors import SpecError
 from penstock.values.classes import enum_named, name_of
 
 Structure = dict[str, Any]
+"""How a value is nested, as JSON data."""
 
 
 def _named(kind: type) -> dict[str, Any]:

@@ -109,7 +109,8 @@ def _ready(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Batch
     found = args[0] if args else None
     if not isinstance(found, Microbatches) or len(args) > 1 or kwargs:
         raise MicrobatchError(
-            "Microbatches(...) hold all arguments of the model, by name too; give nothing beside them"
+            "Microbatches(...) hold all arguments of the model, including "
+            "those by name; give no others beside them"
         )
     return found.batch(targets)
 
@@ -117,11 +118,12 @@ def _ready(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Batch
 def _split_by(found: Any, target: Any, count: int) -> Batch:
     if not isinstance(found, Microbatches):
         raise MicrobatchError(
-            f"the function that splits a call gave a {type(found).__name__}; it must give Microbatches"
+            "the rules= function that splits a call returned a "
+            f"{type(found).__name__}; it must return Microbatches"
         )
     if len(found) > count:
         raise MicrobatchError(
-            f"the function that splits a call gave {len(found)} microbatches of at most {count}"
+            f"the rules= function that splits a call returned {len(found)} microbatches of at most {count}"
         )
     return found.batch(MISSING if target is MISSING else None)
 
@@ -282,7 +284,7 @@ def _cut_along(value: Any, dim: int, sizes: list[int], path: str) -> Sequence[An
         return _cut_tensor(value, dim, sizes, path)
     if isinstance(value, np.ndarray):
         raise MicrobatchError(
-            f"{path} is an array of numpy, which is not split; make a tensor of it with torch.as_tensor"
+            f"{path} is a numpy array, which cannot be split; make it a tensor with torch.as_tensor"
         )
     found = opened(value)
     if found is None or not found.items:

@@ -88,7 +88,9 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
     except _Refusal as refusal:
         raise SpecError(refusal.told()) from None
     except RecursionError:
-        raise SpecError(f"a {type(value).__name__} contains itself, or is too deep") from None
+        raise SpecError(
+            f"a {type(value).__name__} contains itself, or is nested too deeply"
+        ) from None
 
 
 class _Refusal(Exception):
@@ -105,8 +107,8 @@ class _Refusal(Exception):
         return self
 
     def told(self) -> str:
-        where = f"stands at {self.path}" if self.path else "cannot travel between ranks"
-        return f"{self.what} {where}; {self.why}"
+        where = f" at {self.path}" if self.path else ""
+        return f"{self.what}{where} cannot travel between ranks; {self.why}"
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Structure:

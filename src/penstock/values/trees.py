@@ -65,7 +65,8 @@ def _mapping(value: Mapping[Any, Any], items: Sequence[Any]) -> Any:
             return type(value)(dict(pairs))  # type: ignore[call-arg] # a mapping's class makes one of a dict
         except Exception as error:
             raise UsageError(
-                f"a {type(value).__name__} cannot be changed, nor made of a dict ({error}), so there is none "
+                f"a {type(value).__name__} can neither be changed nor made "
+                f"from a dict ({error}), so there is none "
                 "for each microbatch: give a dict instead"
             ) from error
     # A copy keeps what else a class such as a defaultdict or a tokenizer's batch holds.

@@ -139,10 +139,10 @@ class TensorSpec:
         """
         shape, dtype = tuple(map(int, data["shape"])), str(data["dtype"])
         if dtype not in DTYPES:
-            raise SpecError(f"unknown dtypes {[dtype]}")
+            raise SpecError(f"there are no such dtypes: {[dtype]}")
         order = data.get("order")
         if order is not None and sorted(order) != list(range(len(shape))):
-            raise SpecError(f"{order} is no order of {len(shape)} dimensions")
+            raise SpecError(f"{order} is not an order of {len(shape)} dimensions")
         layout = str(data.get("layout", STRIDED))
         return TensorSpec(shape, dtype, bool(data["requires_grad"]), layout, order and tuple(order))
 
@@ -199,7 +199,7 @@ class ValueSpec:
 
     Args:
         tensors: the specs of its tensors, in order.
-        structure: JSON data, see :mod:`penstock.values.structure`.
+        structure: JSON data that says how the value is nested.
     """
 
     tensors: tuple[TensorSpec, ...]

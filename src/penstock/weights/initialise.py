@@ -47,7 +47,7 @@ class Blanks:
         }
         if left:
             raise UsageError(
-                f"nobody gave a value to {', '.join(left.values())}: these were on the meta device, and "
+                f"no value was given to {', '.join(left.values())}: these were on the meta device, and "
                 "their modules have no reset_parameters() that fills them, nor has the model an "
                 "_init_weights(module) that does; give init= a function of a module that fills them, or "
                 "build these modules on a real device"
@@ -274,4 +274,6 @@ def _home(stage: Any, device: torch.device | str | None) -> tuple[nn.Module, tor
         return stage, torch.device(device or "cpu")
     if isinstance(stage, _Stage):
         return stage.own, torch.device(device or stage.device)
-    raise UsageError(f"{type(stage).__name__} is no stage; give modules or PipelineStages")
+    raise UsageError(
+        f"{type(stage).__name__} is neither a module nor a stage; give modules, PipelineStages or a Pipeline"
+    )

@@ -46,7 +46,8 @@ def total_norm(
     if error_if_nonfinite and not torch.tensor(found).isfinite():
         raise NonFiniteError(
             f"after step {steps}: the gradients' norm of order {order} is {found}, so they cannot be "
-            "clipped; look for the first loss or gradient that is no number, or pass error_if_nonfinite=False"
+            "clipped; look for the first loss or gradient that is not "
+            "finite, or pass error_if_nonfinite=False"
         )
     return found
 

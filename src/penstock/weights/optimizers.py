@@ -148,7 +148,7 @@ def check_kept_per_parameter(optimizer: Any, called: str) -> None:
         )
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise UsageError(
-            f"{called} is a ZeroRedundancyOptimizer, whose states are parted by position; use FSDP "
+            f"{called} is a ZeroRedundancyOptimizer, which divides its states by position; use FSDP "
             "(torch.distributed.fsdp.fully_shard), whose states can be saved for any number of processes"
         )
 

@@ -71,7 +71,7 @@ class Entry:
                 count = file.readinto(place)
                 if not count:
                     raise InputFileError(
-                        f"{self.path}: the file ends within a tensor; copy it anew"
+                        f"{self.path}: the file ends in the middle of a tensor; copy the file again"
                     )
                 place = place[count:]
         return made
@@ -88,14 +88,14 @@ def entries(path: Path) -> dict[str, Entry]:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-                raise InputFileError(f"{path}: no safetensors file (a header of {length} bytes)")
+                raise InputFileError(f"{path}: not a safetensors file (a header of {length} bytes)")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         return {name: _entry(path, about, 8 + length, size) for name, about in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, InputFileError):
             raise
-        raise InputFileError(f"{path}: no safetensors file ({error})") from error
+        raise InputFileError(f"{path}: not a safetensors file ({error})") from error
 
 
 def _entry(path: Path, about: Any, start: int, size: int) -> Entry:
@@ -103,7 +103,9 @@ def _entry(path: Path, about: Any, start: int, size: int) -> Entry:
     begin, end = map(int, about["data_offsets"])
     bytes_of_one = torch.empty(0, dtype=dtype).element_size()
     if min((0, *shape)) < 0 or not 0 <= begin <= end <= size - start:
-        raise InputFileError(f"{path}: a tensor lies outside of the file; copy it anew")
+        raise InputFileError(
+            f"{path}: a tensor lies beyond the end of the file; copy the file again"
+        )
     if end - begin != math.prod(shape) * bytes_of_one:
         raise InputFileError(f"{path}: a tensor of {list(shape)} has {end - begin} bytes")
     return Entry(path, dtype, shape, start + begin)
@@ -182,8 +184,8 @@ def weight_files(path: Path) -> dict[Path, set[str] | None]:
 
 def _nothing_in(path: Path) -> InputFileError:
     return InputFileError(
-        f"{path}: there is neither {INDEX} nor model.safetensors; give a folder that Pipeline.save or "
-        "transformers wrote"
+        f"{path}: it holds neither {INDEX} nor model.safetensors; give a folder that Pipeline.save or "
+        "transformers has written"
     )
 
 
@@ -207,12 +209,12 @@ def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
         if isinstance(error, InputFileError):
             raise
         raise InputFileError(
-            f"{folder / INDEX}: no index of weights ({type(error).__name__}: {error}); write it anew"
+            f"{folder / INDEX}: not an index of weights ({type(error).__name__}: {error}); write it again"
         ) from error
     lacking = sorted({path.name for path in files.values() if not path.is_file()})
     if lacking:
         raise InputFileError(
-            f"{folder}: the index names {', '.join(lacking)}, not there; copy the whole folder"
+            f"{folder}: the index names {', '.join(lacking)}, which are missing; copy the whole folder"
         )
     return files, tied
 
@@ -222,7 +224,7 @@ def _inside(folder: Path, file: str) -> Path:
     path = Path(file)
     if path.is_absolute() or ".." in path.parts:
         raise InputFileError(
-            f"{folder / INDEX}: it names {file!r}, outside of its folder; do not use it"
+            f"{folder / INDEX}: it names {file!r}, which is outside of its folder; do not trust this index"
         )
     return path
 
@@ -231,4 +233,4 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise InputFileError(f"{path}: no safetensors file ({error})") from error
+        raise InputFileError(f"{path}: not a safetensors file ({error})") from error

@@ -363,7 +363,7 @@ def check_contents(contents: Sequence[Contents]) -> None:
     others = _union(one.others for one in contents)
     if others:
         raise UsageError(
-            f"{', '.join(others[:5])} are no tensors and cannot be gathered or saved; "
+            f"{', '.join(others[:5])} are not tensors, so they cannot be gathered or saved; "
             "use state_dict() without full=True on each rank"
         )
 

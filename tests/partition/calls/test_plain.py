@@ -93,7 +93,7 @@ def test_a_sum_travels_not_its_summands() -> None:
     found = describe(partition(model, ["layers.2"]), args, {})
     # The model ends with the embedding's weight.
     assert [(e.value, e.source, e.targets) for e in found.edges] == [
-        ("layers.1.1>add", 0, (1,)),
+        ("add after layers.1.1", 0, (1,)),
         ("embed.weight", 0, (1,)),
     ]
 
@@ -103,9 +103,9 @@ def test_skips_go_to_all_who_use_them() -> None:
     found = describe(partition(model, ["down2", "middle", "up2", "up1"]), args, {})
     assert {(e.value, e.source, e.targets) for e in found.edges} == {
         ("down1", 0, (4,)),
-        ("down1>max_pool2d", 0, (1,)),
+        ("max_pool2d after down1", 0, (1,)),
         ("down2", 1, (3,)),
-        ("down2>max_pool2d", 1, (2,)),
+        ("max_pool2d after down2", 1, (2,)),
         ("middle", 2, (3,)),
         ("up2", 3, (4,)),
     }
@@ -177,7 +177,7 @@ def test_an_analysis_is_made_once_for_each_kind_of_call() -> None:
         (["layers.2", "layers.1"], "leave a stage without modules; the model's order is embed, "),
         ([["embed"], ["layers", "norm"], []], r"stages \[2\] have no modules"),
         ([["embed"], ["norm"]], "in no stage: layers"),
-        ([["embed", "layers"], ["layers.1", "norm"]], "also a module that holds it: layers.1"),
+        ([["embed", "layers"], ["layers.1", "norm"]], "also a module that contains them: layers.1"),
         ([["norm", "layers"], ["embed"]], "values travel to later stages only"),
     ],
 )
@@ -220,7 +220,9 @@ def test_a_loop_is_cut_by_count_between_its_calls(stages: int) -> None:
     )
     with pipe:
         assert pipe.step(x, target=target).finite
-    with pytest.raises(UsageError, match="example= shows how to cut a model, which stages= has"):
+    with pytest.raises(
+        UsageError, match="example= helps to cut a model, but stages= is a Partition"
+    ):
         penstock.Pipeline(model, stages=cut, example=((x,), {}))
 
 

@@ -241,7 +241,8 @@ def _check_lists(model: nn.Module, placed: Sequence[Sequence[str]]) -> None:
     nested = [p for p in paths if any(p.startswith(f"{other}.") for other in paths)]
     if nested:
         raise PartitionError(
-            f"named in stages=, and also a module that holds it: {', '.join(dict.fromkeys(nested))}"
+            "stages= names these modules and also a module that contains "
+            f"them: {', '.join(dict.fromkeys(nested))}"
         )
     missing = list(_uncovered(model, paths))
     if missing:

@@ -66,8 +66,8 @@ class Outline:
             return copied
         except Exception as error:
             raise PartitionError(
-                f"the {type(model).__name__} cannot be copied without its data ({error}), which is how the "
-                "values between its stages are found; use how='traced'"
+                f"the {type(model).__name__} cannot be copied without its data ({error}), but that is how "
+                "the values between its stages are found; use how='traced'"
             ) from error
 
     def _find_loose(

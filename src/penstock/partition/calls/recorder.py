@@ -340,7 +340,7 @@ class Recorder(Numbering):
 
     def _operation_label(self, what: Any) -> str:
         last = next((e.label for e in reversed(self.tape.events) if e.is_call), "")
-        return f"{last}>{name_of(what)}" if last else name_of(what)
+        return f"{name_of(what)} after {last}" if last else name_of(what)
 
     def _refuse_hidden(self, given: Iterable[Tensor]) -> None:
         hidden = [t for t in given if isinstance(t, FakeTensor) and self.number_of(t) is None]

@@ -94,8 +94,8 @@ class Runner(Watch):
         missing = [name for n, name in self._part.gives.items() if n not in self._given]
         if missing:
             raise PartitionError(
-                f"{', '.join(missing)} should have been made here, but the model's forward ended before; "
-                + _DIVERGED
+                f"{', '.join(missing)} should have been computed here, but "
+                "the model's forward ended before that; " + _DIVERGED
             )
         return {name: self._given[number] for number, name in self._part.gives.items()}
 
@@ -172,7 +172,7 @@ class Runner(Watch):
         """What is checkpointed is so where all of it is in this stage; else each of its units here is."""
         region, whole = next(self._regions, (None, False))
         if region is None:
-            raise PartitionError(f"the model's forward came to a checkpoint: {_DIVERGED}")
+            raise PartitionError(f"the model's forward reached a checkpoint: {_DIVERGED}")
         # When it runs again nothing takes the place of what the author's code holds.
         if whole and not self._instead:
             return self._whole_region(region, partial(run, *args, **kwargs, **options))
@@ -188,7 +188,7 @@ class Runner(Watch):
         if self._part.end is not None and self._at > self._part.end:
             raise Left
         if self._at != region.start:
-            raise PartitionError(f"the model's forward came to a checkpoint: {_DIVERGED}")
+            raise PartitionError(f"the model's forward reached a checkpoint: {_DIVERGED}")
         with self.unseen():
             result = run()
             for tensor, number in zip(tensors_in(result), region.results, strict=False):
@@ -231,15 +231,15 @@ class Runner(Watch):
         name = what if isinstance(what, str) else getattr(what, "__name__", str(what))
         due = events[self._at].label if self._at < len(events) else "the end"
         raise PartitionError(
-            f"the model's forward came to {name} where {due} was expected: {_DIVERGED}"
+            f"the model's forward reached {name} where {due} was expected: {_DIVERGED}"
         )
 
     def _answer(self, event: Event, result: Any) -> Any:
         if result != event.result:
             raise PartitionError(
-                f"the model asked chance which way to go ({event.label} gave {result}, where the other "
-                f"stages assume {event.result}), and the other stages cannot know; turn that off, "
-                "for example layer dropout"
+                f"the model chose its way at random ({event.label} gave {result}, where the other "
+                f"stages assume {event.result}), which they cannot know; turn that off, for example "
+                "layer dropout"
             )
         self._at += 1
         return result
@@ -426,6 +426,6 @@ def _check_plain(event: Event, result: Any) -> None:
     for found, expected in zip(leaves(result), leaves(event.result), strict=False):
         if isinstance(expected, PLAIN) and isinstance(found, PLAIN) and found != expected:
             raise PartitionError(
-                f"{event.label} gave {found!r} where the other stages assume {expected!r}; a result that "
+                f"{event.label} gave {found!r} but the other stages assume {expected!r}; a result that "
                 "depends on numbers in tensors must be a tensor to be known to other stages"
             )

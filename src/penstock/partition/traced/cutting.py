@@ -81,6 +81,6 @@ def assemble(model: nn.Module, traces: Traces) -> TracedCut:
 def _check_stages(traces: Traces) -> None:
     if traces.layout.marks and traces.layout.stages == 1:
         raise PartitionError(
-            f"the cuts {list(traces.layout.marks)} leave all of the model in one stage; "
+            f"the cuts {list(traces.layout.marks)} leave the whole model in one stage; "
             "cut between two modules that compute something"
         )

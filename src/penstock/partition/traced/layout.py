@@ -179,8 +179,9 @@ def stages_of(graph: fx.Graph, wanted: Wanted, layout: Layout) -> dict[fx.Node, 
     marks, regions = _regions(graph, wanted)
     if tuple(marks) != layout.marks:
         raise PartitionError(
-            f"this call meets the cuts {marks}, the one the model was cut with met {list(layout.marks)}; "
-            "cut where every call comes by"
+            f"this call meets the cuts {marks}, but the call that the model "
+            f"was cut with met {list(layout.marks)}; "
+            "cut at modules that every call reaches"
         )
     found: dict[fx.Node, int] = {}
     for stage, region in zip(layout.stage_of, regions, strict=True):

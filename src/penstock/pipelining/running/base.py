@@ -196,7 +196,7 @@ class PipelineSchedule(LoopParts):
         each, left = divmod(self._num_stages, self.pp_group_size)
         if left:
             raise PlacementError(
-                f"{self._num_stages} stages cannot be shared evenly by {self.pp_group_size} ranks"
+                f"{self._num_stages} stages cannot be divided evenly among {self.pp_group_size} ranks"
             )
         self._adopt(
             build(

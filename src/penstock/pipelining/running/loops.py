@@ -54,7 +54,7 @@ class LoopParts(StepParts):
         if target_mbs is None and not self._has_backward:
             return
         if target_mbs is None:
-            raise CallError("the last stage's rank was given no target; pass target= there")
+            raise CallError("the last stage's rank was given no target; pass target= on that rank")
         loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
         self._internal_losses.append(loss)
 

@@ -27,6 +27,7 @@ _STYLE = (
     "text{font-family:Helvetica,Arial,sans-serif;font-size:12px;fill:#222}"
     ".title{font-size:16px;font-weight:bold}.small{font-size:8px}.box{font-size:11px;text-anchor:middle}"
     ".right{text-anchor:end}.middle{text-anchor:middle}.tight{font-size:8px;text-anchor:middle}.note{font-style:italic;fill:#555}"
+    ".pair{fill:none;stroke:#222;stroke-width:1.6;pointer-events:none}"
     "rect{stroke:#fff;stroke-width:.7}.idle{fill:#f1f1f1;stroke:none}line{stroke:#ccc;stroke-width:1}"
 )
 
@@ -52,7 +53,7 @@ class _Sheet:
 
     @cached_property
     def scale(self) -> float:
-        """Pixels a unit of time: as many as the numbers need, within bounds for the whole."""
+        """Pixels per unit of time: as many as the numbers need, within bounds for the whole."""
         makespan = self.timeline.makespan or 1.0
         durations = sorted(s.duration for s in self.timeline.spans if s.duration > 0)
         typical = durations[len(durations) // 4] if durations else makespan
@@ -111,6 +112,7 @@ def draw_svg(timeline: Timeline, *, title: str = "", note: str = "") -> str:
         *_legend(sheet),
         *_axis(sheet, unit),
         *(part for rank in range(timeline.ranks) for part in _rank(sheet, rank, unit)),
+        *_pairs(sheet),
         _text(LABELS, sheet.rows_bottom + AXIS + 10, note, "note") if note else "",
         "</svg>",
     ]
@@ -134,8 +136,13 @@ def _legend(sheet: _Sheet) -> Iterator[str]:
         yield _rect(x, TOP + 2, 14, 14, colour(op))
         yield _text(x + 19, TOP + 13, name)
         x += 19 + DIGIT * len(name) + 16
+    said = []
     if sheet.most_places > 1:
-        yield _text(x, TOP + 13, "small: stage; paler: later stages of the rank")
+        said.append("small: stage; paler: later stages of the rank")
+    if sheet.timeline.pairs:
+        said.append("framed: F and B that overlap")
+    if said:
+        yield _text(x, TOP + 13, "; ".join(said))
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str) -> str:
@@ -168,6 +175,19 @@ def _rank(sheet: _Sheet, rank: int, unit: Unit) -> Iterator[str]:
         yield from _box(sheet, span, unit, shares=i in together)
     again = f"rank {rank}: " if sheet.length > SCREEN else ""
     yield _text(LABELS + sheet.length + 6, middle, again + percent(sheet.timeline.bubbles[rank]))
+
+
+def _pairs(sheet: _Sheet) -> Iterator[str]:
+    """A frame around each forward and backward that overlap, whether or not that saves time here."""
+    spans = {span.action: span for span in sheet.timeline.spans} if sheet.timeline.pairs else {}
+    for pair in sheet.timeline.pairs:
+        halves = [spans[half] for half in pair if half in spans]
+        if len(halves) < len(pair):
+            continue
+        start, end = min(half.start for half in halves), max(half.end for half in halves)
+        x, y = sheet.x(start), sheet.y(halves[0].rank) + 2
+        size = f'width="{_number((end - start) * sheet.scale)}" height="{sheet.row - 4}"'
+        yield f'<rect class="pair" x="{_number(x)}" y="{_number(y)}" {size} rx="2"/>'
 
 
 def _together(spans: Iterable[Span]) -> set[int]:

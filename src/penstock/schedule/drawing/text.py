@@ -2,69 +2,129 @@
 
 from __future__ import annotations
 
-from penstock.schedule.action import Action
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.schedule.action import Action, Op
 from penstock.schedule.drawing.axis import Unit, percent, short, ticks, unit_for
-from penstock.schedule.timeline import Timeline
+from penstock.schedule.drawing.palette import NAMES, painted
+from penstock.schedule.timeline import Span, Timeline
 
 IDLE = "."
 NARROWEST = 10
+SHARE = "| 100.0 % idle"
 
 
-def draw_text(timeline: Timeline, *, width: int = 100) -> str:
+def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> str:
     """Draw a timeline in characters.
 
-    A box begins with its op and, where they fit, microbatch and stage; ``.`` is idle time.
+    There is one line per rank or, where ranks hold several stages, one per stage. A box begins with its op
+    and, where it fits, its microbatch; ``.`` is time in which the rank is idle. A legend stands below.
 
     Args:
         timeline: of a simulated or measured step.
-        width: characters a line; at least enough for labels and ten columns of time.
+        width: how many characters a line may have; at least enough for labels and ten columns of time.
+        colour: whether to paint the boxes, for a terminal.
     """
-    label = len(f"rank {timeline.ranks - 1}")
-    columns = max(NARROWEST, width - label - len(" |") - len("| 100.0 % idle"))
-    staged = _room_for_stages(timeline, columns)
-    rows = [
-        f"{f'rank {rank}'.ljust(label)} |{_row(timeline, rank, columns, staged)}|"
-        f" {percent(timeline.bubbles[rank]).rjust(7)} idle"
-        for rank in range(timeline.ranks)
-    ]
-    return "\n".join((*rows, " " * (label + 2) + _ruler(timeline, columns, unit_for(timeline))))
+    sheet = _Sheet(timeline, width, colour)
+    lines = [line for rank in range(timeline.ranks) for line in sheet.lines(rank)]
+    return "\n".join((*lines, sheet.ruler(unit_for(timeline)), sheet.legend()))
 
 
-def _room_for_stages(timeline: Timeline, columns: int) -> bool:
-    """Whether there is something to say about stages, and room for it in most boxes."""
-    several = any(
-        len({span.action.stage for span in timeline.of_rank(rank)}) > 1
-        for rank in range(timeline.ranks)
-    )
-    durations = sorted(span.duration for span in timeline.spans)
-    longest = max((len(str(span.action)) for span in timeline.spans), default=0)
-    return several and durations[len(durations) // 4] * columns > longest * timeline.makespan
+@dataclass(frozen=True)
+class _Sheet:
+    """Where everything is in the drawing."""
+
+    timeline: Timeline
+    width: int
+    colour: bool
+
+    @cached_property
+    def stages(self) -> list[list[int]]:
+        """The stages of each rank."""
+        ranks = range(self.timeline.ranks)
+        return [sorted({s.action.stage for s in self.timeline.of_rank(rank)}) for rank in ranks]
+
+    @cached_property
+    def staged(self) -> bool:
+        """Whether a rank holds several stages."""
+        return any(len(found) > 1 for found in self.stages)
+
+    @cached_property
+    def label(self) -> int:
+        """The width of what stands before a line."""
+        highest = max((stage for found in self.stages for stage in found), default=0)
+        stage = len(f" stage {highest}") if self.staged else 0
+        return len(f"rank {self.timeline.ranks - 1}") + stage
+
+    @cached_property
+    def scale(self) -> float:
+        """Columns per unit of time; boxes that take equally long are equally wide, where they can be."""
+        columns = max(NARROWEST, self.width - self.label - len(" |") - len(SHARE))
+        whole = columns / self.timeline.makespan if self.timeline.makespan else 0.0
+        shortest = min((s.duration for s in self.timeline.spans if s.duration > 0), default=0.0)
+        return math.floor(shortest * whole) / shortest if shortest * whole >= 1 else whole
+
+    @cached_property
+    def columns(self) -> int:
+        return max(NARROWEST, math.ceil(self.timeline.makespan * self.scale - 1e-9))
+
+    def lines(self, rank: int) -> Iterator[str]:
+        """A rank's lines; its idle share stands behind the first."""
+        spans = self.timeline.of_rank(rank)
+        busy = [IDLE] * self.columns
+        for span in spans:
+            first, last = self.place(span)
+            busy[first:last] = " " * (last - first)
+        share = f"| {percent(self.timeline.bubbles[rank]).rjust(7)} idle"
+        for number, stage in enumerate(self.stages[rank] or [0]):
+            name = f"rank {rank}" if number == 0 else ""
+            if self.staged:
+                name = f"{name.ljust(self.label - len(f' stage {stage}'))} stage {stage}"
+            row = self.row([span for span in spans if span.action.stage == stage], busy)
+            yield f"{name.ljust(self.label)} |{row}{share if number == 0 else '|'}"
+
+    def place(self, span: Span) -> tuple[int, int]:
+        """The first column of a box, and the one behind it."""
+        start, end = (
+            round((at - self.timeline.start) * self.scale) for at in (span.start, span.end)
+        )
+        return start, min(end, self.columns)
+
+    def row(self, spans: list[Span], idle: list[str]) -> str:
+        """The boxes of one stage."""
+        cells = list(idle)
+        for span in spans:
+            first, last = self.place(span)
+            text = _box(span.action, last - first)
+            cells[first:last] = text
+            if self.colour and last > first:
+                # The whole box is in its first cell.
+                cells[first:last] = [painted(text, span.action.op), *[""] * (last - first - 1)]
+        return "".join(cells)
+
+    def ruler(self, unit: Unit) -> str:
+        """The time below the lines."""
+        length = self.timeline.makespan * unit.factor
+        line = ""
+        for tick in ticks(length, self.columns // 12):
+            column = round(tick / unit.factor * self.scale)
+            if column >= len(line):
+                line = line.ljust(column) + short(tick) + " "
+        return (" " * (self.label + 2) + line + unit.name).rstrip()
+
+    def legend(self) -> str:
+        """What the letters mean."""
+        ops = {span.action.op for span in self.timeline.spans}
+        named = [(op, f"{op.value} {NAMES.get(op, op.value)}") for op in Op if op in ops]
+        shown = [painted(f" {name} ", op) if self.colour else name for op, name in named]
+        return " " * (self.label + 2) + ", ".join([*shown, f"{IDLE} idle"])
 
 
-def _row(timeline: Timeline, rank: int, columns: int, staged: bool) -> str:
-    cells = [IDLE] * columns
-    scale = columns / timeline.makespan if timeline.makespan else 0.0
-    for span in timeline.of_rank(rank):
-        first = round((span.start - timeline.start) * scale)
-        last = round((span.end - timeline.start) * scale)
-        cells[first:last] = _box(span.action, last - first, staged)
-    return "".join(cells[:columns])
-
-
-def _box(action: Action, width: int, staged: bool) -> str:
+def _box(action: Action, width: int) -> str:
     """The longest of the names of an action that leaves a space before the next box, or its op."""
     microbatch = "" if action.microbatch is None else action.microbatch
-    middle = f"{action.op.value}{microbatch}"
-    names = ([f"{action.stage}{middle}"] if staged else []) + [middle]
-    fitting = next((name for name in names if len(name) < width), action.op.value)
-    return fitting[:width].ljust(width)
-
-
-def _ruler(timeline: Timeline, columns: int, unit: Unit) -> str:
-    length = timeline.makespan * unit.factor
-    line = ""
-    for tick in ticks(length, columns // 12):
-        column = round(tick / length * columns) if length else 0
-        if column >= len(line):
-            line = line.ljust(column) + short(tick) + " "
-    return line + unit.name
+    name = f"{action.op.value}{microbatch}"
+    return (name if len(name) < width else action.op.value)[:width].ljust(width)

@@ -105,7 +105,7 @@ def _placement(programs: tuple[tuple[Entry, ...], ...]) -> Placement:
                     f"{rank_of[stage] + 1} already; a stage is on one rank"
                 )
         if not any(home == rank for home in rank_of.values()):
-            raise InputFileError(f"row {rank + 1}: computes nothing; each rank holds a stage")
+            raise InputFileError(f"row {rank + 1}: computes nothing; each rank must hold a stage")
     missing = next((stage for stage in range(len(rank_of)) if stage not in rank_of), None)
     if missing is not None:
         raise InputFileError(f"no row computes stage {missing}, but stage {max(rank_of)} is there")

@@ -86,7 +86,7 @@ def _parse(text: str) -> object:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     if len(set(keys)) < len(keys):
-        raise InputFileError(f"a key stands twice among {sorted(keys)[:8]}")
+        raise InputFileError(f"a key occurs twice among {sorted(keys)[:8]}")
     return dict(pairs)
 
 

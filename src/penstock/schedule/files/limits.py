@@ -37,7 +37,9 @@ def read_text(path: Path, limits: Limits) -> str:
     try:
         with open(path, "rb", opener=_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InputFileError(f"{path}: is no file, but a pipe, a device or a socket")
+                raise InputFileError(
+                    f"{path}: is not a regular file, but a pipe, a device or a socket"
+                )
             data = file.read(limits.size + 1)
     except OSError as error:
         raise InputFileError(f"{path}: cannot be read: {error.strerror}") from error

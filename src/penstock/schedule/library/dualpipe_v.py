@@ -4,8 +4,6 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1, for DualPipe; 
 better without the Dual", 2025, for the cut in half: rank ``r`` of ``p`` holds stages ``r`` and
 ``2p - 1 - r``.
 A pair of F and B runs at the same time, so that each hides the other's communication.
-
-.. image:: ../../../../docs/schedules/dualpipev.svg
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023.
 Rank ``r`` of ``p`` holds at most ``2 * (p - r) - 1`` microbatches. Without latency it takes as long as 1F1B;
 with latency, 1F1B waits for a round trip at every pair and this one does not.
-
-.. image:: ../../../../docs/schedules/eager-1f1b.svg
 """
 
 from __future__ import annotations

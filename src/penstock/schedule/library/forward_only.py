@@ -1,7 +1,4 @@
-"""Forward only: for evaluation and prediction.
-
-.. image:: ../../../../docs/schedules/forward-only.svg
-"""
+"""Forward only: for evaluation and prediction."""
 
 from __future__ import annotations
 

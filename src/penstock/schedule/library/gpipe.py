@@ -2,8 +2,6 @@
 
 Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
 NeurIPS 2019, figure 2(c). A rank holds the activations of all microbatches.
-
-.. image:: ../../../../docs/schedules/gpipe.svg
 """
 
 from __future__ import annotations

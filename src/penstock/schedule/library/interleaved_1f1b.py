@@ -2,8 +2,6 @@
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
 SC 2021, section 2.2 and figure 4.
-
-.. image:: ../../../../docs/schedules/interleaved1f1b.svg
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024: ZB-H1's idea (section 2.1) on the laps of
 interleaved 1F1B. What is left of the bubble is the start, ``p - 1`` forwards of one stage.
-
-.. image:: ../../../../docs/schedules/interleavedzerobubble.svg
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023. The bubble is that of
 GPipe divided by the number of stages per rank; each stage's parameters are needed in one stretch forward and
 one backward, which suits sharded parameters. A rank holds the activations of all microbatches.
-
-.. image:: ../../../../docs/schedules/loopedbfs.svg
 """
 
 from __future__ import annotations

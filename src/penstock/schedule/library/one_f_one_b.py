@@ -3,8 +3,6 @@
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, figure 4;
 with a flush after each step as in "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, figure 3.
 Rank ``r`` of ``p`` holds the activations of at most ``p - r`` microbatches.
-
-.. image:: ../../../../docs/schedules/1f1b.svg
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Qi, Wan, Amar, Lin, "Pipeline Parallelism with Controllable Memory", NeurIPS 2024. Rank
 ``r`` of ``p`` holds stages ``r`` and ``2p - 1 - r``. With an even number of ranks two actions of a block
 would fall on one time of the period; waiting at the loss moves them apart.
-
-.. image:: ../../../../docs/schedules/v-half.svg
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Qi, Wan, Amar, Lin, "Pipeline Parallelism with Controllable Memory", NeurIPS 202
 ``r`` of ``p`` holds stages ``r`` and ``2p - 1 - r``; each microbatch goes down and up the ranks without a
 pause. With a multiple of three ranks two actions of a block would fall on one time of the period; waiting
 at the loss moves them apart.
-
-.. image:: ../../../../docs/schedules/v-min.svg
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 and figure 2. No rank holds
 more than ``p`` microbatches, as in 1F1B, and the bubble is a third of 1F1B's where F = I = W.
-
-.. image:: ../../../../docs/schedules/zb-h1.svg
 """
 
 from __future__ import annotations

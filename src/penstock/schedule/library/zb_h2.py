@@ -4,8 +4,6 @@ Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2 
 the time until the first gradient comes back; weight halves put off for as long fill the end. No rank holds
 more than ``2 * p - 1`` microbatches. Rank ``r`` starts and ends ``r`` late, so that the next step can start
 where this one has not ended.
-
-.. image:: ../../../../docs/schedules/zb-h2.svg
 """
 
 from __future__ import annotations

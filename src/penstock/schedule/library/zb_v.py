@@ -3,8 +3,6 @@
 Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6. Rank ``r`` of ``p`` holds
 stages ``r`` and ``2p - 1 - r``, so the loss is on the rank that began, and a microbatch's activations
 are held for as long on each rank. Rank ``r`` starts and ends ``r`` late, as in ZB-H2.
-
-.. image:: ../../../../docs/schedules/zb-v.svg
 """
 
 from __future__ import annotations

@@ -65,9 +65,8 @@ class Simulation:
     @cached_property
     def timeline(self) -> Timeline:
         """The computing actions as spans."""
-        return Timeline(
-            tuple(map(self._span, self._computes.tolist())), self.schedule.ranks, self.costs.unit
-        )
+        spans = tuple(map(self._span, self._computes.tolist()))
+        return Timeline(spans, self.schedule.ranks, self.costs.unit, self.schedule.pairs)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -224,6 +223,5 @@ def replay(
     times = run_clocks(wiring, Prices(duration, none, none, latency))
     shown = [i for i, action in enumerate(actions) if action.op not in MESSAGE_OPS | WAIT_SEND_OPS]
     rank, start, end = packed.rank.tolist(), times.start.tolist(), times.end.tolist()
-    return Timeline(
-        tuple(Span(rank[i], actions[i], start[i], end[i]) for i in shown), schedule.ranks, "s"
-    )
+    spans = tuple(Span(rank[i], actions[i], start[i], end[i]) for i in shown)
+    return Timeline(spans, schedule.ranks, "s", schedule.pairs)

@@ -1,0 +1,177 @@
+"""What a user may watch a run with: functions that are called at each step, and a writer for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from penstock.errors import UsageError
+from penstock.step import StepResult
+
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """A training step that is about to run, or has run.
+
+    Attributes:
+        step: the number of the step, counted from 1; it goes on where a loaded state left off.
+        leads: whether rank 0 lives in this process: the one that prints and writes for all.
+        device: where the stages of this process live.
+        result: what ``pipe.step`` returns; None before the step.
+        seconds: how long the step took in this process; 0 before it.
+    """
+
+    step: int
+    leads: bool
+    device: torch.device
+    result: StepResult | None = None
+    seconds: float = 0.0
+
+    @property
+    def memory(self) -> int:
+        """The peak bytes of this process so far: allocated on a GPU, or resident without one."""
+        return peak_memory(self.device)
+
+
+StepHook = Callable[[StepEvent], object]
+
+
+class StepHookHandle:
+    """Takes functions away that ``pipe.on_step`` has added."""
+
+    def __init__(
+        self, hooks: dict[StepHookHandle, tuple[StepHook | None, StepHook | None]]
+    ) -> None:
+        self._hooks = hooks
+
+    def remove(self) -> None:
+        """Take them away; a second time does nothing."""
+        self._hooks.pop(self, None)
+
+    def __enter__(self) -> StepHookHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class Watchers:
+    """The functions that are called at each step, in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self._hooks: dict[StepHookHandle, tuple[StepHook | None, StepHook | None]] = {}
+
+    def add(self, after: StepHook | None, before: StepHook | None) -> StepHookHandle:
+        """Call functions after and before each step.
+
+        Raises:
+            UsageError: neither was given, or what was given cannot be called.
+        """
+        given = [function for function in (after, before) if function is not None]
+        if not given or not all(map(callable, given)):
+            raise UsageError(
+                "on_step needs a function of a StepEvent to call after each step, or before=, or both"
+            )
+        handle = StepHookHandle(self._hooks)
+        self._hooks[handle] = (after, before)
+        return handle
+
+    def around(self, coming: Callable[[], StepEvent], run: Callable[[], StepResult]) -> StepResult:
+        """Run a step, and call the functions before and after it.
+
+        Args:
+            coming: tells of the step that is about to run.
+            run: runs it.
+        """
+        if not self._hooks:
+            return run()
+        event = coming()
+        self._call(1, event)
+        started = perf_counter()
+        result = run()
+        self._call(0, replace(event, result=result, seconds=perf_counter() - started))
+        return result
+
+    def _call(self, place: int, event: StepEvent) -> None:
+        for functions in tuple(self._hooks.values()):
+            function = functions[place]
+            if function is not None:
+                function(event)
+
+
+class TensorBoard:
+    """Writes the numbers of each step for TensorBoard; give it to ``pipe.on_step``.
+
+    The leading process writes, and the others do nothing. It needs the package ``tensorboard``.
+
+    Args:
+        folder: where to write.
+
+    Raises:
+        UsageError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            self._module = import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise UsageError(
+                f"TensorBoard({os.fspath(folder)!r}): the package tensorboard is not installed; "
+                "pip install 'penstock[tensorboard]'"
+            ) from error
+        self._folder = os.fspath(folder)
+        self._writer: Any = None
+        self._step = 0
+
+    def __call__(self, event: StepEvent) -> None:
+        """Write the numbers of a step that has run."""
+        self._step = event.step
+        result = event.result
+        if result is None or not event.leads:
+            return
+        if self._writer is None:
+            self._writer = self._module.SummaryWriter(self._folder)
+        self.add("loss", result.loss)
+        self.add("seconds", event.seconds)
+        self.add("memory", event.memory)
+        for name, value in result.losses.items():
+            if len(result.losses) > 1:
+                self.add(f"losses/{name}", value)
+        for name, value in result.metrics.items():
+            self.add(f"metrics/{name}", value)
+        if result.bubble is not None:
+            self.add("bubble", result.bubble)
+
+    def add(self, name: str, value: float) -> None:
+        """Write another number of the last step; in processes that do not lead, nothing."""
+        if self._writer is not None:
+            self._writer.add_scalar(name, value, self._step)
+
+    def close(self) -> None:
+        """Write down what is still in memory."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def __enter__(self) -> TensorBoard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this process so far: allocated on one GPU at most, or resident without a GPU."""
+    if device.type == "cuda":
+        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT

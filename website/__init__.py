@@ -1,0 +1,1 @@
+"""What builds the site from the pages in ``docs/``: the pictures, and the pages made from the code."""
