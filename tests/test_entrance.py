@@ -197,7 +197,7 @@ def test_a_hook_fires_once_a_microbatch_and_step() -> None:
 
 
 def test_what_was_learned_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.stage._REMEMBERED", 3)
+    monkeypatch.setattr("penstock.stage.entrance._REMEMBERED", 3)
     entrance = Entrance(0)
     for length in range(8):
         entrance.leave(entrance.enter((torch.zeros(length),), {}, training=True))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock import PipelineStage
 from penstock.pipeline.plan import prove
-from penstock.runtime import Order, Rank, channels, drive, reports_of
+from penstock.runtime import Call, Rank, channels, drive, reports_of
 from penstock.schedule import Action, Edge, Op, Placement, Schedule
 from penstock.step import Loss
 from penstock.transport import Transport, connect, in_process
@@ -164,14 +164,14 @@ def held(schedule: Schedule, rank: int) -> tuple[int, ...]:
     return schedule.placement.stages_on(rank)
 
 
-def order_of(schedule: Schedule, batch: Tensor = BATCH, *, loss: bool = True) -> Order:
+def order_of(schedule: Schedule, batch: Tensor = BATCH, *, loss: bool = True) -> Call:
     parts = split((batch,), {}, schedule.microbatches)
     brought = Batch(
         parts, [p.args[0] for p in parts], [p.samples for p in parts], schedule.microbatches
     )
     if not loss:
-        return Order(lambda *_: schedule, brought, trains=False, outputs=True)
-    return Order(lambda *_: schedule, brought, Loss(square_loss), trains=schedule.trains)
+        return Call(lambda *_: schedule, brought, trains=False, outputs=True)
+    return Call(lambda *_: schedule, brought, Loss(square_loss), trains=schedule.trains)
 
 
 def pipelined(

@@ -17,7 +17,7 @@ from penstock.pipeline.nonfinite import NonFiniteFinding, seek
 from penstock.pipeline.plan import Plan
 from penstock.pipeline.ranks import LocalRanks
 from penstock.rng import Draw, Randomness
-from penstock.runtime import Hooks, Order, Report
+from penstock.runtime import Call, Hooks, Report
 from penstock.runtime.health import Trouble
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges, whole_number
@@ -92,12 +92,12 @@ class Caller:
     ) -> StepResult:
         """A training step, see :meth:`penstock.Pipeline.step`."""
 
-        def made() -> Order:
+        def made() -> Call:
             loss = self._training_loss().weighed(loss_weight)
             scale = loss.scale(accumulate, total_weight, _attached(scaler, self._is_anywhere))
             batch = self._batch(given, microbatches)
             self._plan.check_trains(batch.count)
-            return self._order(
+            return self._call(
                 batch,
                 loss,
                 trains=True,
@@ -110,14 +110,14 @@ class Caller:
                 finite=scaler is None,
             )
 
-        order = self._prepared(made, trains=True)
+        call = self._prepared(made, trains=True)
         with self._training():
-            reports = self._carried_out(order, given)
+            reports = self._carried_out(call, given)
         randomness.advance()
-        result, trouble = self._result(order, reports), reports[0].trouble
-        if trouble is None or order.loss is None:
+        result, trouble = self._result(call, reports), reports[0].trouble
+        if trouble is None or call.loss is None:
             return result
-        self._meet(trouble, order.loss.nonfinite)
+        self._meet(trouble, call.loss.nonfinite)
         return replace(result, finite=False)
 
     def _meet(self, trouble: Trouble, nonfinite: NonFinite) -> None:
@@ -142,16 +142,16 @@ class Caller:
     ) -> NonFiniteFinding | None:
         """What is first not finite, see :meth:`penstock.Pipeline.find_nonfinite`."""
 
-        def made() -> Order:
+        def made() -> Call:
             loss = self._training_loss()
-            return self._order(
+            return self._call(
                 self._batch(given), loss, trains=True, outputs=False, draw=draw, whole_batch=whole_batch,
                 scale=loss.scale(None, None, 1.0), finite=True, noted=True,
             )  # fmt: skip
 
-        order = self._prepared(made, trains=True)
+        call = self._prepared(made, trains=True)
         with self._training():
-            return seek(self._local, lambda: self._carried_out(order, given))
+            return seek(self._local, lambda: self._carried_out(call, given))
 
     def _training_loss(self) -> Loss:
         if self._loss is None:
@@ -171,30 +171,30 @@ class Caller:
     def evaluate(self, given: Given, *, outputs: bool) -> StepResult:
         """An evaluation, see :meth:`penstock.Pipeline.eval`."""
 
-        def made() -> Order:
+        def made() -> Call:
             if self._loss is None:
                 raise UsageError(
                     "eval needs a loss; make the Pipeline with loss_fn=, or use predict"
                 )
-            return self._order(self._batch(given), self._loss, trains=False, outputs=outputs)
+            return self._call(self._batch(given), self._loss, trains=False, outputs=outputs)
 
         return self._without_gradients(made, given)
 
     def predict(self, given: Given) -> Any:
         """The model's output, see :meth:`penstock.Pipeline.predict`."""
 
-        def made() -> Order:
-            return self._order(self._batch(given), None, trains=False, outputs=True)
+        def made() -> Call:
+            return self._call(self._batch(given), None, trains=False, outputs=True)
 
         return self._without_gradients(made, given).outputs
 
-    def _without_gradients(self, made: Callable[[], Order], given: Given) -> StepResult:
-        order = self._prepared(made, trains=False)
+    def _without_gradients(self, made: Callable[[], Call], given: Given) -> StepResult:
+        call = self._prepared(made, trains=False)
         with self._local.evaluating():
-            return self._result(order, self._carried_out(order, given))
+            return self._result(call, self._carried_out(call, given))
 
-    def _prepared(self, made: Callable[[], Order], *, trains: bool) -> Order:
-        """The order of a call; or one that says what is wrong, which all ranks are to hear."""
+    def _prepared(self, made: Callable[[], Call], *, trains: bool) -> Call:
+        """A call as it was made; or one that says what is wrong with it, which all ranks are to hear."""
         refused: PenstockError
         try:
             return made()
@@ -204,18 +204,18 @@ class Caller:
             # Functions of the user's split batches and weigh them.
             refused = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
             refused.__cause__ = error.with_traceback(without_own_frames(error))
-        return replace(self._order(Batch(), None, trains=trains, outputs=False), refused=refused)
+        return replace(self._call(Batch(), None, trains=trains, outputs=False), refused=refused)
 
-    def _carried_out(self, order: Order, given: Given) -> list[Report]:
+    def _carried_out(self, call: Call, given: Given) -> list[Report]:
         """Carry it out on all ranks; where the model refuses what was not meant for it, say so."""
         try:
-            return self._local.carry_out(order)
+            return self._local.carry_out(call)
         except StageError as error:
             for name in given.kwargs:
                 near = get_close_matches(name, _OPTIONS, n=1)
                 if near and f"unexpected keyword argument {name!r}" in str(error):
                     error.args = (f"{error}; did you mean {near[0]}=?",)
-            if order.loss and given.target is MISSING and " positional argument" in str(error):
+            if call.loss and given.target is MISSING and " positional argument" in str(error):
                 error.args = (f"{error}; the target is given by name, as target=",)
             raise
 
@@ -225,9 +225,9 @@ class Caller:
         args, kwargs, target = given
         return split_batch(args, kwargs, target, self._rules, count, fewer=True)
 
-    def _order(
+    def _call(
         self, batch: Batch, loss: Loss | None, *, trains: bool, outputs: bool, **more: Any
-    ) -> Order:
+    ) -> Call:
         if outputs:
             output_dim(self._rules)
 
@@ -235,7 +235,7 @@ class Caller:
             return self._plan.proven(count, edges, trains=trains)
 
         hooks = self._hooks if self._hooks else None
-        return Order(schedules, batch, loss, trains=trains, outputs=outputs, hooks=hooks, **more)
+        return Call(schedules, batch, loss, trains=trains, outputs=outputs, hooks=hooks, **more)
 
     def _is_anywhere(self, found: bool) -> bool:
         """Whether something was found on any rank, here or in a replica."""
@@ -243,13 +243,13 @@ class Caller:
         here = torch.tensor([float(any(told))], dtype=torch.float64)
         return bool((self._loss.replicas.added(here) if self._loss else here).any())
 
-    def _result(self, order: Order, reports: Sequence[Report]) -> StepResult:
+    def _result(self, call: Call, reports: Sequence[Report]) -> StepResult:
         report = reports[0]
-        found = report.outputs if order.outputs else None
+        found = report.outputs if call.outputs else None
         if found and not report.ready:
             found = merge(found, output_dim(self._rules))
         result = StepResult(**vars(report.numbers), outputs=found)
-        if not order.record:
+        if not call.record:
             return result
         timeline, kind = self._local.timeline(reports)
         return replace(result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble)

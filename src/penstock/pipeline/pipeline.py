@@ -46,7 +46,7 @@ from penstock.pipeline.setup import (
     wrap_stages,
 )
 from penstock.pipeline.watching import StepEvent, StepHook, StepHookHandle, Watchers
-from penstock.pipeline.weights import WeightHolder
+from penstock.pipeline.weights import HeldWeights, WeightMethods
 from penstock.plan import answer as planning
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
@@ -80,7 +80,7 @@ _HABITS = {
 """What a module has and a Pipeline has not, and what to use instead."""
 
 
-class Pipeline(WeightHolder):
+class Pipeline(WeightMethods):
     """A model cut into stages that ranks run as a pipeline.
 
     The same lines run in one process, where all ranks live in it and take turns, and under ``torchrun``,
@@ -295,9 +295,10 @@ class Pipeline(WeightHolder):
         self._hooks = Hooks()
         self._watchers = Watchers()
         local.assemble(schedule)
-        self._take_up(local, shared, schedule.placement.rank_of, *cut)
+        self._local = local
+        self._held = HeldWeights(local, shared, schedule.placement.rank_of, *cut)
         self._replicas = Replicas() if loss is None else loss.replicas
-        self._caller = Caller(plan, local, loss, rules, self._hooks, self._training)
+        self._caller = Caller(plan, local, loss, rules, self._hooks, self._held.training)
 
     # ---- what a pipeline is
 
@@ -394,7 +395,7 @@ class Pipeline(WeightHolder):
             StageError: the model's or the loss's code raised.
             PoisonedError: an earlier call failed in the middle.
         """
-        self._follow()
+        self._held.follow()
         run = partial(
             self._caller.step,
             Given(args, kwargs, target),
@@ -425,12 +426,12 @@ class Pipeline(WeightHolder):
             outputs: whether to give every rank the model's outputs.
             kwargs: the model's arguments by name.
         """
-        self._follow()
+        self._held.follow()
         return self._caller.evaluate(Given(args, kwargs, target), outputs=outputs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch in evaluation mode, on every rank."""
-        self._follow()
+        self._held.follow()
         return self._caller.predict(Given(args, kwargs, MISSING))
 
     def find_nonfinite(self, *args: Any, target: Any = MISSING, **kwargs: Any) -> Any:
@@ -447,7 +448,7 @@ class Pipeline(WeightHolder):
             A ``NonFiniteFinding``, which names stage, microbatch, action
             and module, the same on every rank; None where everything is finite.
         """
-        self._follow()
+        self._held.follow()
         draw = self._randomness.last
         given = Given(args, kwargs, target)
         return self._caller.find_nonfinite(given, draw, whole_batch=self._statistics == "batch")

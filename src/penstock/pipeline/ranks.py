@@ -14,7 +14,7 @@ from penstock.errors import PoisonedError, UsageError
 from penstock.parallel import Siblings
 from penstock.rng import Generators
 from penstock.runtime import (
-    Order,
+    Call,
     Rank,
     Refusal,
     Report,
@@ -129,20 +129,20 @@ class LocalRanks:
         """Run a task that gives the same on every rank."""
         return self.run([task(rank) for rank in self.ranks])[0]
 
-    def carry_out(self, order: Order) -> list[Report]:
+    def carry_out(self, call: Call) -> list[Report]:
         """Run a call of the pipeline; gradients of the batch's tensors go to where they come from.
 
         Raises:
             PenstockError: the call was refused: nothing was sent or changed, and the next one can be made.
         """
         # A step's random numbers are its own: those of its caller go on as if it had drawn none.
-        kept = nullcontext() if order.draw is None else self._generators.kept()
-        with torch.set_grad_enabled(order.trains), kept:
+        kept = nullcontext() if call.draw is None else self._generators.kept()
+        with torch.set_grad_enabled(call.trains), kept:
             started = monotonic()
-            found = self.run([rank.run(order) for rank in self.ranks], training=order.trains)
+            found = self.run([rank.run(call) for rank in self.ranks], training=call.trains)
             if any(isinstance(one, Refusal) for one in found):
                 for rank in self.ranks:
-                    rank.activity.take_back(training=order.trains)
+                    rank.activity.take_back(training=call.trains)
             reports = reports_of(found)
             if self._watch is not None:
                 self._watch.patience.learn(monotonic() - started)

@@ -54,10 +54,21 @@ from penstock.weights.states import (
 )
 
 
-class WeightHolder:
-    """The part of a Pipeline that has to do with weights."""
+class HeldWeights:
+    """The weights of the ranks that live in this process, and what they share with others.
 
-    def _take_up(
+    Args:
+        local: these ranks.
+        shared: what stages share.
+        rank_of: the rank of each stage.
+        model: what was cut, if that is known.
+        parts: all its stages.
+
+    Raises:
+        AgreementError: what ranks share has another shape or type on one of them.
+    """
+
+    def __init__(
         self,
         local: LocalRanks,
         shared: Sequence[Shared],
@@ -65,21 +76,9 @@ class WeightHolder:
         model: nn.Module | None = None,
         parts: Sequence[nn.Module] = (),
     ) -> None:
-        """Start with the weights of a local.
-
-        Args:
-            local: the ranks of this process.
-            shared: what stages share.
-            rank_of: the rank of each stage.
-            model: what was cut, if that is known.
-            parts: all its stages.
-
-        Raises:
-            AgreementError: what ranks share has another shape or type on one of them.
-        """
-        self._local = local
+        self.local = local
         self._rank_of = rank_of
-        self._stage_count = len(rank_of)
+        self.stage_count = len(rank_of)
         self._share(shared)
         here = {stage.index: stage.own for stage in local.stages}
         self._watched = Watched(model, parts or list(here.values()), here)
@@ -88,15 +87,15 @@ class WeightHolder:
         self._introduce()
         for rank in local.ranks:
             rank.transport.open(self._sharing.channels)
-        self._align()
-        remember_names(self._weights.named_parameters())
+        self.align()
+        remember_names(self.weights.named_parameters())
 
     def _share(self, shared: Sequence[Shared]) -> None:
         self._shared = tuple(shared)
-        self._names = Names(shared)
-        self._sharing = Sharing(self._local.stages, shared, self._rank_of)
+        self.names = Names(shared)
+        self._sharing = Sharing(self.local.stages, shared, self._rank_of)
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Take over what the user has changed in the model since the last call.
 
         Raises:
@@ -105,8 +104,8 @@ class WeightHolder:
         self._watched.check_modules()
         if not self._watched.is_changed():
             return
-        remember_names(Weights(self._local.stages, self._names).named_parameters())
-        if len(self._local.stages) < self._stage_count:
+        remember_names(Weights(self.local.stages, self.names).named_parameters())
+        if len(self.local.stages) < self.stage_count:
             self._watched.check_ties(self._shared)
             return
         self._sharing.tie_filled()
@@ -118,18 +117,19 @@ class WeightHolder:
 
     def _introduce(self) -> None:
         """Check that all ranks have the same table of what they share."""
-        told = self._local.each(lambda rank: rank.exchange(self._sharing.table))
+        told = self.local.each(lambda rank: rank.exchange(self._sharing.table))
         if any(table != told[0] for table in told):
             raise AgreementError(
                 f"ranks were given different tables of shared weights, by rank: {told}; "
                 "give all of them the same shared="
             )
 
-    def _align(self, level: int = logging.WARNING) -> None:
-        self._local.run([self._sharing.align(rank.transport, level) for rank in self._local.ranks])
+    def align(self, level: int = logging.WARNING) -> None:
+        """Give weights that ranks share the same numbers on each; where they differed, that is logged."""
+        self.local.run([self._sharing.align(rank.transport, level) for rank in self.local.ranks])
 
     @contextmanager
-    def _training(self) -> Iterator[None]:
+    def training(self) -> Iterator[None]:
         """Goes around a training step: then weights that stages share have the gradient of all of them."""
         self._sharing.prepare()
         before = self._watched.foreign_gradients()
@@ -138,7 +138,7 @@ class WeightHolder:
         if self._sharing.idle:
             return
         self._sharing.collect()
-        self._local.run([self._sharing.exchange(rank.transport) for rank in self._local.ranks])
+        self.local.run([self._sharing.exchange(rank.transport) for rank in self.local.ranks])
         self._sharing.add_up()
 
     def _check_foreign(self, before: Mapping[nn.Parameter, Tensor]) -> None:
@@ -153,20 +153,56 @@ class WeightHolder:
             )
 
     @property
-    def _weights(self) -> Weights:
-        self._follow()
-        return Weights(self._local.stages, self._names)
+    def weights(self) -> Weights:
+        """The parameters and buffers that live in this process."""
+        self.follow()
+        return Weights(self.local.stages, self.names)
+
+    def names_by_identity(self) -> dict[int, str]:
+        """The name of each parameter that lives in this process, by its ``id``."""
+        return {id(parameter): name for name, parameter in self.weights.named_parameters()}
+
+    def norms(self, order: float) -> Tensor:
+        """The norms of the gradients of all ranks' parameters, each counted once."""
+        return self.local.each(lambda rank: self._norms(rank, order))
+
+    def _norms(self, rank: Rank, order: float) -> Task[Tensor]:
+        counted = Weights(list(rank.stages.values()), self.names).counted()
+        return all_norms(rank.transport, counted, order)
+
+    def contents(self) -> list[Contents]:
+        """What each stage has, checked: one name is one weight."""
+        contents = self.local.each(lambda rank: describe_state(rank, self.names))
+        check_contents(contents)
+        return contents
+
+    def load(self, state: Mapping[str, Any], *, strict: bool, any_name: bool) -> LoadResult:
+        """Load values by names; ``any_name`` says that one name of a weight is enough."""
+        self.weights.check_filled()
+        result, sizes = self.local.each(
+            lambda rank: compare_state(rank, self.names, state, any_name=any_name)
+        )
+        check_fits(result, sizes, strict=strict)
+        self.weights.load(state)
+        self.align()
+        return result
+
+
+class WeightMethods:
+    """The methods of a Pipeline that have to do with weights."""
+
+    _held: HeldWeights
 
     @property
     def held_weights(self) -> Weights:
         """The parameters and buffers that live in this process."""
-        return self._weights
+        return self._held.weights
 
     # ---- parameters
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that live in this process, each once, under their names in the unsplit model."""
-        return self._weights.named_parameters()
+        return self._held.weights.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that live in this process, each once."""
@@ -190,14 +226,10 @@ class WeightHolder:
             NonFiniteError: it is.
         """
         order = float(norm_type)
-        norms = self._local.each(lambda rank: self._norms(rank, order))
+        norms = self._held.norms(order)
         return total_norm(
-            norms, order, error_if_nonfinite=error_if_nonfinite, steps=self._local.steps
+            norms, order, error_if_nonfinite=error_if_nonfinite, steps=self._held.local.steps
         )
-
-    def _norms(self, rank: Rank, order: float) -> Task[Tensor]:
-        counted = Weights(list(rank.stages.values()), self._names).counted()
-        return all_norms(rank.transport, counted, order)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -218,9 +250,9 @@ class WeightHolder:
 
     def init_weights(self, seed: int, init: Init | None = None) -> None:
         """Give all weights their first values, as :func:`penstock.init_weights` does. Every rank calls it."""
-        initialise([(stage.own, stage.device) for stage in self._local.stages], seed, init)
+        initialise([(stage.own, stage.device) for stage in self._held.local.stages], seed, init)
         # Each process may have filled a weight that it shares in its own way.
-        self._align(logging.DEBUG)
+        self._held.align(logging.DEBUG)
 
     # ---- state dicts
 
@@ -235,14 +267,9 @@ class WeightHolder:
             UsageError: different stages have different weights of one name.
         """
         if not full:
-            return self._weights.state_dict()
-        contents = self._checked_contents()
-        return self._local.each(lambda rank: gather_state(rank, self._names, contents))
-
-    def _checked_contents(self) -> list[Contents]:
-        contents = self._local.each(lambda rank: describe_state(rank, self._names))
-        check_contents(contents)
-        return contents
+            return self._held.weights.state_dict()
+        contents = self._held.contents()
+        return self._held.local.each(lambda rank: gather_state(rank, self._held.names, contents))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Load the unsplit model's weights: each process picks those of its stages.
@@ -260,17 +287,7 @@ class WeightHolder:
         Raises:
             StateDictError: something is missing, unexpected or of another size; nothing is changed then.
         """
-        return self._load(state_dict, strict=strict, any_name=False)
-
-    def _load(self, state: Mapping[str, Any], *, strict: bool, any_name: bool) -> LoadResult:
-        self._weights.check_filled()
-        result, sizes = self._local.each(
-            lambda rank: compare_state(rank, self._names, state, any_name=any_name)
-        )
-        check_fits(result, sizes, strict=strict)
-        self._weights.load(state)
-        self._align()
-        return result
+        return self._held.load(state_dict, strict=strict, any_name=False)
 
     # ---- optimizers
 
@@ -289,14 +306,14 @@ class WeightHolder:
         Raises:
             UsageError: it has parameters that are not this pipeline's, or keeps one state for all.
         """
-        held = read_states(optimizer, self._names_by_identity(), "the optimizer")
+        held = read_states(optimizer, self._held.names_by_identity(), "the optimizer")
         if not full:
             return named_state_dict(held)
-        if len(self._local.ranks) > 1:
+        if len(self._held.local.ranks) > 1:
             return named_state_dict(
                 replace(held, states=copies(held.states), rest=copies(held.rest))
             )
-        return self._local.each(lambda rank: gather_states(rank, self._names, held))
+        return self._held.local.each(lambda rank: gather_states(rank, self._held.names, held))
 
     def load_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True
@@ -318,7 +335,7 @@ class WeightHolder:
             StateDictError: it does not fit, or holds positions; nothing is changed then.
         """
         check_named(state_dict)
-        names = self._names_by_identity()
+        names = self._held.names_by_identity()
         own = read_states(optimizer, names, "the optimizer")
         members = [list(group["params"]) for group in state_dict["param_groups"]]
         settings = [
@@ -328,7 +345,7 @@ class WeightHolder:
         numbers, problems = find_groups(own.groups, members, settings)
         known, here = {n for of in members for n in of}, {n for of in own.groups for n in of}
         mine = [sorted(here - known), sorted(here), problems]
-        told = self._local.each(lambda rank: rank.exchange(mine))
+        told = self._held.local.each(lambda rank: rank.exchange(mine))
         missing = sorted({name for one in told for name in one[0]})
         unexpected = sorted(known.difference(*(one[1] for one in told)))
         result = LoadResult(missing, unexpected)
@@ -356,10 +373,7 @@ class WeightHolder:
         Args:
             optimizer: of parameters that live in this process.
         """
-        return NamedStates(optimizer, self._names_by_identity)
-
-    def _names_by_identity(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.named_parameters()}
+        return NamedStates(optimizer, self._held.names_by_identity)
 
     # ---- files
 
@@ -371,23 +385,23 @@ class WeightHolder:
         A weight that has several names or stages is written once. :func:`penstock.read_weights` gives it
         under all its names, so that the unsplit model loads it.
         """
-        self._checked_contents()
-        path, count = Path(folder), self._stage_count
+        self._held.contents()
+        path, count = Path(folder), self._held.stage_count
 
         def write(rank: Rank) -> list[Any]:
-            files = Weights(list(rank.stages.values()), self._names).files()
+            files = Weights(list(rank.stages.values()), self._held.names).files()
             whole_ones = {i: {n: whole(t) for n, t in held.items()} for i, held in files.items()}
-            if not self._local.siblings.first:
+            if not self._held.local.siblings.first:
                 return []
             return [[i, save_stage(held, path, i, count)] for i, held in whole_ones.items()]
 
-        with self._local.patient():
-            gathered: list[Any] = self._local.each(lambda rank: rank.exchange(write(rank)))
+        with self._held.local.patient():
+            gathered: list[Any] = self._held.local.each(lambda rank: rank.exchange(write(rank)))
         sizes = {index: found for of in gathered for index, found in of}
-        if self._local.leads:
-            save_index(path, sizes, self._names.tied)
-        with self._local.patient():
-            self._local.siblings.wait()
+        if self._held.local.leads:
+            save_index(path, sizes, self._held.names.tied)
+        with self._held.local.patient():
+            self._held.local.siblings.wait()
 
     def load(self, folder: str | os.PathLike[str], strict: bool = True) -> LoadResult:
         """Load weights from safetensors files; each process reads only those of its stages.
@@ -400,5 +414,5 @@ class WeightHolder:
             InputFileError: there are no such files.
             StateDictError: they hold another model.
         """
-        with self._local.patient():
-            return self._load(read_weights(folder), strict=strict, any_name=True)
+        with self._held.local.patient():
+            return self._held.load(read_weights(folder), strict=strict, any_name=True)

@@ -2,10 +2,10 @@
 
 from penstock.runtime.agreement import agree_plan, describe_stages
 from penstock.runtime.bind import BoundProgram, Wanted
+from penstock.runtime.calls import Call, Refusal, Report, reports_of
 from penstock.runtime.driver import Task, Wait, drive
 from penstock.runtime.explain import explain, table
 from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
-from penstock.runtime.orders import Order, Refusal, Report, reports_of
 from penstock.runtime.program import RankProgram, channels, engine_for
 from penstock.runtime.rank import Rank, check_stages
 from penstock.runtime.work import StepData
@@ -14,9 +14,9 @@ __all__ = [
     "ActionEvent",
     "ActionHook",
     "BoundProgram",
+    "Call",
     "HookHandle",
     "Hooks",
-    "Order",
     "Rank",
     "RankProgram",
     "Refusal",

@@ -90,17 +90,17 @@ def _digest(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Page:
+class Agreement:
     """All that was agreed on for a call.
 
     Args:
-        call: what the model is called with.
+        model_call: what the model is called with.
         specs: for each microbatch, of its values.
         schedule: the one that carries it out.
         bound: the rank's program for it, by what else calls want.
     """
 
-    call: ModelCall
+    model_call: ModelCall
     specs: tuple[Specs, ...]
     schedule: Schedule
     bound: dict[Any, Any] = field(default_factory=dict, compare=False)
@@ -110,19 +110,19 @@ _REMEMBERED = 1024
 """So many calls; the oldest go first, on every rank alike."""
 
 
-class Book:
+class Agreements:
     """What was agreed on: whole calls by what the ranks brought, and the specs of single microbatches."""
 
     def __init__(self) -> None:
-        self.pages: dict[tuple[int, ...], Page] = {}
+        self.of_calls: dict[tuple[int, ...], Agreement] = {}
         self.described: dict[str, tuple[Any, Specs]] = {}
         self._families: dict[Any, Family[Inferred]] = {}
         self._traits: Any = None
 
-    def write(self, key: tuple[int, ...], page: Page) -> None:
-        """Enter a page; of calls that always differ only the last ones are remembered."""
-        self.pages[key] = page
-        for memory in (self.pages, self.described):
+    def write(self, key: tuple[int, ...], agreement: Agreement) -> None:
+        """Remember what was agreed; of calls that always differ only the last ones are remembered."""
+        self.of_calls[key] = agreement
+        for memory in (self.of_calls, self.described):
             while len(memory) > _REMEMBERED:
                 del memory[next(iter(memory))]  # type: ignore[arg-type] # of its own keys
 
@@ -133,7 +133,7 @@ class Book:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.pages.clear()
+        self.of_calls.clear()
         self.described.clear()
         self._families.clear()
 
@@ -145,34 +145,34 @@ class Book:
 
 
 def look_up(
-    transport: Transport, brought: Brought, book: Book, traits: Any
-) -> Task[tuple[tuple[int, ...], Page | None]]:
-    """Find the page of what the ranks bring, by one control word of each.
+    transport: Transport, brought: Brought, agreements: Agreements, traits: Any
+) -> Task[tuple[tuple[int, ...], Agreement | None]]:
+    """Find what was agreed on for what the ranks bring, by one control word of each.
 
-    Every rank has the same pages, since all write them together.
+    Every rank remembers the same, since all write it together.
 
     Args:
         transport: the rank's end.
         brought: what this rank brings.
-        book: of the pages.
+        agreements: all that was agreed on.
         traits: of this rank's parameters.
 
     Returns:
-        The key of the page, and the page where there is one.
+        Its key, and what was agreed on where this call was made before.
 
     Raises:
         PenstockError: what is wrong with what some rank was given; raised on every rank.
     """
-    word = torch.tensor([book.outdated(traits), brought.number], dtype=torch.int64)
+    word = torch.tensor([agreements.outdated(traits), brought.number], dtype=torch.int64)
     ticket = transport.gather(word)
     yield Wait(ticket, transport.rank, "waits to hear whether shapes changed")
     rows = [(int(changed), int(number)) for changed, number in ticket.take()]
     if any(changed for changed, _ in rows):
-        book.clear()
+        agreements.clear()
     key = tuple(number for _, number in rows)
     if REFUSED in key:
         yield from _tell_refusals(transport, brought)
-    return key, book.pages.get(key)
+    return key, agreements.of_calls.get(key)
 
 
 def _tell_refusals(transport: Transport, brought: Brought) -> Task[None]:
@@ -192,7 +192,7 @@ def _tell_refusals(transport: Transport, brought: Brought) -> Task[None]:
     raise error from (None if own is None else own.__cause__)
 
 
-def agree_call(transport: Transport, brought: Brought) -> Task[ModelCall]:
+def agree_model_call(transport: Transport, brought: Brought) -> Task[ModelCall]:
     """Put together what the model is called with.
 
     Raises:

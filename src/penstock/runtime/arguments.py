@@ -11,7 +11,7 @@ from penstock.schedule import Edge
 from penstock.stage import PipelineStage
 from penstock.values import Microbatch
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Inputs:
         taken: Sequence[Edge],
         values: Mapping[str, Any],
         part: Microbatch,
-    ) -> Call:
+    ) -> Arguments:
         """What a stage's module is called with; the values come first, then what is the batch's."""
         if stage.wired:
             return (dict(values), part.args, part.kwargs), {}
@@ -65,7 +65,9 @@ class Inputs:
         args, by_value = as_arguments(taken, values, spread=stage.spreads)
         return args, {**by_value, **own}
 
-    def batch_part(self, stage: PipelineStage, taken: Sequence[Edge], part: Microbatch) -> Call:
+    def batch_part(
+        self, stage: PipelineStage, taken: Sequence[Edge], part: Microbatch
+    ) -> Arguments:
         """The part of a stage's arguments that is the batch's."""
         if stage.wired:
             return part.args, part.kwargs
@@ -75,7 +77,7 @@ class Inputs:
 
 def as_arguments(
     taken: Sequence[Edge], values: Mapping[str, Any], *, spread: Sequence[type] = (tuple,)
-) -> Call:
+) -> Arguments:
     """The arguments of a plain stage that uses these values.
 
     One value is passed by position, one of a type in ``spread`` as several arguments; several values are

@@ -334,14 +334,14 @@ class _Binder:
     def _forward(self, action: Action) -> Iterator[Part]:
         work, wanted = self._work[action.stage], self._wanted
         yield work.gather
-        yield from self._hook("before", action, lambda desk: (desk.call, None))
+        yield from self._hook("before", action, lambda desk: (desk.arguments, None))
         yield from self._timed(action, [*work.told("forward"), work.compute])
         if wanted.finite and not work.stage.is_last:
             yield work.note_output
         yield work.keep
         if wanted.outputs and work.stage.is_last:
             yield work.keep_output
-        yield from self._hook("after", action, lambda desk: (desk.call, desk.output))
+        yield from self._hook("after", action, lambda desk: (desk.arguments, desk.output))
         yield work.end_forward
         yield from self._worked(action)
 

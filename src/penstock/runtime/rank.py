@@ -16,10 +16,10 @@ from penstock.errors import AgreementError, PenstockError, SpecError, StageError
 from penstock.faults import has_probes
 from penstock.parallel import Adapter, adapter_of, let_cross, unwrapped
 from penstock.rng import Generators, Streams
-from penstock.runtime.agreement import Book, Page, agree_call, look_up
+from penstock.runtime.agreement import Agreement, Agreements, agree_model_call, look_up
 from penstock.runtime.arguments import Inputs
 from penstock.runtime.bind import BoundProgram, Wanted
-from penstock.runtime.calls import Brought, ModelCall
+from penstock.runtime.calls import Brought, Call, ModelCall, Refusal, Report
 from penstock.runtime.describing import (
     Describe,
     describe_by_stage,
@@ -29,7 +29,6 @@ from penstock.runtime.describing import (
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.runtime.health import Health, Spot, Trouble, has_finite_gradients
-from penstock.runtime.orders import Order, Refusal, Report
 from penstock.runtime.program import RankProgram, channels
 from penstock.runtime.results import (
     Names,
@@ -72,7 +71,7 @@ class Rank:
         self.stages = {stage.index: stage for stage in stages}
         self._describe = describe
         self._programs: dict[int, tuple[Schedule, RankProgram]] = {}
-        self._book = Book()
+        self._agreements = Agreements()
         self.bound: BoundProgram | None = None
         self._inputs: Inputs | None = None
         self._names: Names = ()
@@ -99,7 +98,7 @@ class Rank:
         """Put something between this rank and its end of the transport."""
         self.transport = wrap(self.transport)
 
-    def run(self, order: Order) -> Task[Report | Refusal]:
+    def run(self, call: Call) -> Task[Report | Refusal]:
         """Carry out a call, as a task: agree on it, run the program, and tell what came out.
 
         What is wrong with the call is found, and told to all ranks, before anything is sent or changed: then
@@ -108,59 +107,63 @@ class Rank:
         let_cross(stage.module for stage in self.stages.values())
         inputs = self._inputs or (yield from self._introduce())
         try:
-            page, data = yield from self._agree(order, inputs)
+            agreement, data = yield from self._agree(call, inputs)
         except (UsageError, SpecError, StageError, AgreementError) as error:
             return Refusal(error)
-        adapted = self._adapted(order, page)
-        with self._accompanied(order) as companions, adapted as adapters:
-            bound = self._bound(order, page, inputs, companions, adapters)
+        adapted = self._adapted(call, agreement)
+        with self._accompanied(call) as companions, adapted as adapters:
+            bound = self._bound(call, agreement, inputs, companions, adapters)
             yield from bound.run(data)
         elapsed = data.recorder.elapsed() if data.recorder else 0.0
         self.activity.wait("waits until what it sent has left", None)
         self.transport.finish()
         self.activity.over()
-        return (yield from self._report(order, page, data, elapsed))
+        return (yield from self._report(call, agreement, data, elapsed))
 
-    def _data(self, order: Order, page: Page, counts: Sequence[float] | None) -> Task[StepData]:
+    def _data(
+        self, call: Call, agreement: Agreement, counts: Sequence[float] | None
+    ) -> Task[StepData]:
         """What the step brings to this rank."""
-        loss, targets = order.loss, order.batch.targets
+        loss, targets = call.loss, call.batch.targets
         weights = Weights()
         if loss is not None:
-            weights = yield from agree_weights(self.transport, loss, page.call, counts, order.scale)
+            weights = yield from agree_weights(
+                self.transport, loss, agreement.model_call, counts, call.scale
+            )
         device = next(iter(self.stages.values())).device
         return StepData(
-            page.call.completed(self.number, order.batch.parts),
+            agreement.model_call.completed(self.number, call.batch.parts),
             loss,
-            targets or [None] * page.call.count,
+            targets or [None] * agreement.model_call.count,
             weights,
             Tally(weights, loss.metrics if loss else {}),
-            recorder=Recorder(self.number, device) if order.record else None,
-            health=Health(self.number, page.schedule.stages) if order.finite else None,
+            recorder=Recorder(self.number, device) if call.record else None,
+            health=Health(self.number, agreement.schedule.stages) if call.finite else None,
         )
 
     def _bound(
         self,
-        order: Order,
-        page: Page,
+        call: Call,
+        agreement: Agreement,
         inputs: Inputs,
         companions: Mapping[int, tuple[Companion, ...]],
         adapters: Mapping[int, Adapter],
     ) -> BoundProgram:
         """The program bound for a call like this; made once."""
         wanted = Wanted(
-            with_loss=order.loss is not None,
-            outputs=order.outputs or order.keep,
-            finite=order.finite,
-            recorded=order.record,
-            inputs=self._for_call(inputs, page.call, page.schedule),
+            with_loss=call.loss is not None,
+            outputs=call.outputs or call.keep,
+            finite=call.finite,
+            recorded=call.record,
+            inputs=self._for_call(inputs, agreement.model_call, agreement.schedule),
             companions={
                 index: (*found, *(adapters[i] for i in adapters if i == index))
                 for index, found in companions.items()
             },
             adapters=adapters,
-            replaced=order.replaced,
-            hooks=order.hooks,
-            noted=order.noted or self.transport.separate or has_probes(),
+            replaced=call.replaced,
+            hooks=call.hooks,
+            noted=call.noted or self.transport.separate or has_probes(),
             profiled=torch.autograd._profiler_enabled(),  # type: ignore[attr-defined]  # no public name for it
         )
         key = (
@@ -170,43 +173,45 @@ class Rank:
             wanted.recorded,
             wanted.noted,
             wanted.profiled,
-            order.hooks is None,
-            order.draw is None,
-            order.whole_batch,
+            call.hooks is None,
+            call.draw is None,
+            call.whole_batch,
             tuple(adapters.items()),
-            tuple(order.replaced.items()),
+            tuple(call.replaced.items()),
         )
-        found: BoundProgram | None = page.bound.get(key)
+        found: BoundProgram | None = agreement.bound.get(key)
         if found is None:
-            program = self._program(page.schedule)
+            program = self._program(agreement.schedule)
             found = BoundProgram(
-                program, self.stages, self.transport, page.specs, wanted, self.activity
+                program, self.stages, self.transport, agreement.specs, wanted, self.activity
             )
-            page.bound[key] = found
+            agreement.bound[key] = found
         self.bound = found
         return found
 
-    def _report(self, order: Order, page: Page, data: StepData, elapsed: float) -> Task[Report]:
+    def _report(
+        self, call: Call, agreement: Agreement, data: StepData, elapsed: float
+    ) -> Task[Report]:
         """What all ranks made of the call together, and what this one has to give back."""
         tally, health = data.tally, data.health
         ill = health is not None and not has_finite_gradients(self.stages.values())
         numbers, self._names, ill = yield from share_numbers(
-            self.transport, order.loss, tally.sums(), data.weights, self._names, ill=ill
+            self.transport, call.loss, tally.sums(), data.weights, self._names, ill=ill
         )
         trouble = None
         if health is not None and ill:
             spots = health.spots(tally.mains(), self.stages.values())
             trouble = yield from self._trouble(numbers.loss, spots)
         return Report(
-            page.schedule,
+            agreement.schedule,
             numbers,
-            (yield from self._outputs(page, data)) if order.outputs else [],
+            (yield from self._outputs(agreement, data)) if call.outputs else [],
             data.recorder.spans if data.recorder else [],
             elapsed,
             data.owed,
-            page.call.ready,
+            agreement.model_call.ready,
             tally.mains(),
-            [data.outputs[index] for index in sorted(data.outputs)] if order.keep else [],
+            [data.outputs[index] for index in sorted(data.outputs)] if call.keep else [],
             trouble,
         )
 
@@ -217,30 +222,30 @@ class Rank:
         return Trouble(loss, min(found, default=None))
 
     @contextmanager
-    def _accompanied(self, order: Order) -> Iterator[Mapping[int, tuple[Companion, ...]]]:
+    def _accompanied(self, call: Call) -> Iterator[Mapping[int, tuple[Companion, ...]]]:
         """What goes along with the stages' microbatches in this call."""
         found: list[tuple[int, Companion]] = []
         with ExitStack() as stack:
             for index, streams in self._streams.items():
-                if order.draw is not None:
-                    stack.enter_context(streams.installed(order.draw))
+                if call.draw is not None:
+                    stack.enter_context(streams.installed(call.draw))
                     found.append((index, streams))
             for index, stage in self.stages.items():
-                if order.whole_batch:
+                if call.whole_batch:
                     norms = self._norms.setdefault(index, WholeBatch(stage.own))
                     stack.enter_context(norms.installed())
                     found.append((index, norms))
             yield {i: tuple(c for at, c in found if at == i) for i in self.stages}
 
     @contextmanager
-    def _adapted(self, order: Order, page: Page) -> Iterator[Mapping[int, Adapter]]:
+    def _adapted(self, call: Call, agreement: Agreement) -> Iterator[Mapping[int, Adapter]]:
         """What replicated and sharded stages need around a call; their gradients are reduced when it ends."""
         adapters = self._find_adapters()
-        gathers = Op.UNSHARD not in page.schedule.ops
+        gathers = Op.UNSHARD not in agreement.schedule.ops
         for index, adapter in adapters.items():
-            if order.trains and adapter.whole_backward:
+            if call.trains and adapter.whole_backward:
                 self.stages[index].reduce_later()
-            adapter.begin(page.call.count, trains=order.trains, gathers=gathers)
+            adapter.begin(agreement.model_call.count, trains=call.trains, gathers=gathers)
         try:
             yield adapters
             for adapter in adapters.values():
@@ -262,11 +267,13 @@ class Rank:
                     self._adapters.pop(index, None)
         return dict(self._adapters)
 
-    def _for_call(self, inputs: Inputs, call: ModelCall, schedule: Schedule) -> Inputs:
+    def _for_call(self, inputs: Inputs, model_call: ModelCall, schedule: Schedule) -> Inputs:
         """Which arguments each stage is given in a call."""
         if not self._by_hand:
             return inputs
-        named = [frozenset(key for key in given if isinstance(key, str)) for given in call.given]
+        named = [
+            frozenset(key for key in given if isinstance(key, str)) for given in model_call.given
+        ]
         rank_of = schedule.placement.rank_of
         return replace(inputs, by_hand={stage: named[rank] for stage, rank in enumerate(rank_of)})
 
@@ -280,47 +287,49 @@ class Rank:
         self._inputs = Inputs({index: names for rank in told for index, names in rank})
         return self._inputs
 
-    def _agree(self, order: Order, inputs: Inputs) -> Task[tuple[Page, StepData]]:
+    def _agree(self, call: Call, inputs: Inputs) -> Task[tuple[Agreement, StepData]]:
         """The page of the book for what all ranks bring, written where there is none; and the data."""
-        refused, counts = order.refused, None
+        refused, counts = call.refused, None
         try:
-            counts = own_counts(order.loss, order.batch)
+            counts = own_counts(call.loss, call.batch)
         except PenstockError as error:
             refused = error
-        brought = Brought(order.batch, order.mode, refused)
+        brought = Brought(call.batch, call.mode, refused)
         traits = _traits(self.stages.values())
-        key, page = yield from look_up(self.transport, brought, self._book, traits)
-        if page is None:
-            call = yield from agree_call(self.transport, brought)
-            page = yield from self._page(order, call, inputs)
-            self._book.write(key, page)
-        if order.outputs:
-            check_outputs(page.specs)
-        return page, (yield from self._data(order, page, counts))
+        key, agreement = yield from look_up(self.transport, brought, self._agreements, traits)
+        if agreement is None:
+            model_call = yield from agree_model_call(self.transport, brought)
+            agreement = yield from self._agreement(call, model_call, inputs)
+            self._agreements.write(key, agreement)
+        if call.outputs:
+            check_outputs(agreement.specs)
+        return agreement, (yield from self._data(call, agreement, counts))
 
-    def _page(self, order: Order, call: ModelCall, inputs: Inputs) -> Task[Page]:
-        described = self._book.described
-        digests = [f"{order.mode} {spec.digest()}" for spec in call.specs]
-        news = {d: spec for d, spec in zip(digests, call.specs, strict=True) if d not in described}
+    def _agreement(self, call: Call, model_call: ModelCall, inputs: Inputs) -> Task[Agreement]:
+        described = self._agreements.described
+        digests = [f"{call.mode} {spec.digest()}" for spec in model_call.specs]
+        news = {
+            d: spec for d, spec in zip(digests, model_call.specs, strict=True) if d not in described
+        }
         if self._describe is None:
             # Before a stage is asked what it gives for arguments that it has not got.
-            schedule = order.schedules(call.count, None)
-            inputs = self._for_call(inputs, call, schedule)
-            if order.batch.parts:
-                inputs = replace(inputs, aside=order.batch.parts[0].aside)
-            _check_given(call, inputs, schedule)
+            schedule = call.schedules(model_call.count, None)
+            inputs = self._for_call(inputs, model_call, schedule)
+            if call.batch.parts:
+                inputs = replace(inputs, aside=call.batch.parts[0].aside)
+            _check_given(model_call, inputs, schedule)
         if news:
-            found = yield from self._describe_all(order, call, inputs, list(news.values()))
+            found = yield from self._describe_all(call, model_call, inputs, list(news.values()))
             described.update(zip(news, found, strict=True))
         edges = _one_table([described[digest][0] for digest in digests])
-        schedule = order.schedules(call.count, edges)
-        _check_given(call, inputs, schedule)
-        yield from self._check_target(order, call, schedule, described[digests[0]][1])
+        schedule = call.schedules(model_call.count, edges)
+        _check_given(model_call, inputs, schedule)
+        yield from self._check_target(call, model_call, schedule, described[digests[0]][1])
         self.transport.open(channels(schedule))
-        return Page(call, tuple(described[digest][1] for digest in digests), schedule)
+        return Agreement(model_call, tuple(described[digest][1] for digest in digests), schedule)
 
     def _check_target(
-        self, order: Order, call: ModelCall, schedule: Schedule, specs: Specs
+        self, call: Call, model_call: ModelCall, schedule: Schedule, specs: Specs
     ) -> Task[None]:
         """Check that the rank of the last stage was given a target, or that the loss needs none.
 
@@ -328,30 +337,30 @@ class Rank:
             UsageError: it was not, and the loss function fails without.
         """
         rank, last = schedule.placement.rank_of[-1], schedule.stages - 1
-        if order.loss is None or call.targets[rank]:
+        if call.loss is None or model_call.targets[rank]:
             return
-        if any(call.targets):
+        if any(model_call.targets):
             raise UsageError(
                 f"rank {rank}, which has the last stage, was given no target; pass target= on that rank"
             )
         told = None
         if rank == self.number:
-            told = why_not_without(order.loss.function, specs, self.stages[last].device)
+            told = why_not_without(call.loss.function, specs, self.stages[last].device)
         why = (yield from self.exchange(told))[rank]
         if why:
             raise UsageError(
-                f"no target was given{_where_it_went(call)}, and {why}; pass it as target="
+                f"no target was given{_where_it_went(model_call)}, and {why}; pass it as target="
             )
 
     def _describe_all(
-        self, order: Order, call: ModelCall, inputs: Inputs, calls: Sequence[ValueSpec]
+        self, call: Call, model_call: ModelCall, inputs: Inputs, calls: Sequence[ValueSpec]
     ) -> Task[Sequence[tuple[tuple[Edge, ...] | None, Specs]]]:
         """The edges, where they depend on the call, and specs of what travels for each of these calls."""
         if self._describe is not None:
-            whole = describe_whole(self.transport, self._describe, calls, trains=order.trains)
+            whole = describe_whole(self.transport, self._describe, calls, trains=call.trains)
             return (yield from whole)
-        program = self._program(order.schedules(call.count, None))
-        kin = self._book.families(order.mode)
+        program = self._program(call.schedules(model_call.count, None))
+        kin = self._agreements.families(call.mode)
         task = describe_by_stage(program, self.stages, self.transport, inputs, calls, kin)
         return [(None, specs) for specs in (yield from task)]
 
@@ -361,10 +370,12 @@ class Rank:
             self._programs[id(schedule)] = (schedule, RankProgram(schedule, self.number))
         return self._programs[id(schedule)][1]
 
-    def _outputs(self, page: Page, data: StepData) -> Task[list[Any]]:
-        source = page.schedule.placement.rank_of[-1]
+    def _outputs(self, agreement: Agreement, data: StepData) -> Task[list[Any]]:
+        source = agreement.schedule.placement.rank_of[-1]
         device = next(iter(self.stages.values())).device
-        return (yield from share_outputs(self.transport, source, data.outputs, page.specs, device))
+        return (
+            yield from share_outputs(self.transport, source, data.outputs, agreement.specs, device)
+        )
 
     def exchange(self, value: Any) -> Task[list[Any]]:
         """Give every rank's JSON value to all."""
@@ -409,13 +420,13 @@ def _one_table(tables: Sequence[tuple[Edge, ...] | None]) -> tuple[Edge, ...] | 
     return tables[0]
 
 
-def _check_given(call: ModelCall, inputs: Inputs, schedule: Schedule) -> None:
+def _check_given(model_call: ModelCall, inputs: Inputs, schedule: Schedule) -> None:
     """Check that the ranks were given what their stages need; the same on every rank.
 
     Raises:
         UsageError: a rank lacks an argument of a stage.
     """
-    positions, names = call.names
+    positions, names = model_call.names
     rank_of = schedule.placement.rank_of
     used = {stage for edge in schedule.edges for stage in edge.targets}
     for stage, rank in enumerate(rank_of):
@@ -423,7 +434,7 @@ def _check_given(call: ModelCall, inputs: Inputs, schedule: Schedule) -> None:
             continue
         first = stage not in used
         needed = [*(positions if first else ()), *inputs.by_name(stage, names, first=first)]
-        lacking = [key for key in needed if key not in call.given[rank]]
+        lacking = [key for key in needed if key not in model_call.given[rank]]
         if lacking:
             raise UsageError(
                 f"rank {rank} was not given the arguments {lacking}, which stage {stage} takes; pass "
@@ -431,9 +442,9 @@ def _check_given(call: ModelCall, inputs: Inputs, schedule: Schedule) -> None:
             )
 
 
-def _where_it_went(call: ModelCall) -> str:
+def _where_it_went(model_call: ModelCall) -> str:
     """Which of the model's arguments may have been meant for the target."""
-    positions, names = call.names
+    positions, names = model_call.names
     if near := get_close_matches("target", names, n=1):
         return f" ({near[0]}= went to the model)"
     if len(positions) > 1:

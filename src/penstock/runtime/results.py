@@ -50,7 +50,7 @@ def own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
 def agree_weights(
     transport: Transport,
     loss: Loss,
-    call: ModelCall,
+    model_call: ModelCall,
     counts: Sequence[float] | None,
     scale: Scale | None,
 ) -> Task[Weights]:
@@ -61,7 +61,7 @@ def agree_weights(
     Args:
         transport: the rank's end.
         loss: whose weights.
-        call: what all ranks were given.
+        model_call: what all ranks were given.
         counts: of :func:`own_counts`.
         scale: what else gradients are scaled by.
 
@@ -69,14 +69,18 @@ def agree_weights(
         UsageError: no rank has the targets that the weights are found from.
     """
     if not callable(loss.weight):
-        return loss.weights(loss.counts(call.samples, ()), scale)
-    if not any(call.targets):
+        return loss.weights(loss.counts(model_call.samples, ()), scale)
+    if not any(model_call.targets):
         raise UsageError(
             "loss_weight is a function of the target, but the step was given no target="
         )
-    if all(call.targets) and counts is not None:
+    if all(model_call.targets) and counts is not None:
         return loss.weights(counts, scale)
-    mine = counts if counts and call.targets.index(True) == transport.rank else [0.0] * call.count
+    mine = (
+        counts
+        if counts and model_call.targets.index(True) == transport.rank
+        else [0.0] * model_call.count
+    )
     ticket = transport.sum(torch.tensor(mine, dtype=torch.float64))
     yield Wait(ticket, transport.rank, "waits for the weights of the microbatches")
     return loss.weights(ticket.take().tolist(), scale)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.parallel import gathered, replicated
-from penstock.runtime.arguments import Call, Inputs, chosen
+from penstock.runtime.arguments import Arguments, Inputs, chosen
 from penstock.runtime.describing import OUTPUT
 from penstock.runtime.exchange import Exchange, Gradients
 from penstock.runtime.health import Health
@@ -128,7 +128,7 @@ class StepData:
 class Desk:
     """What lies before a stage while one of its actions runs; empty between actions."""
 
-    __slots__ = ("call", "found", "grads", "microbatch", "output")
+    __slots__ = ("arguments", "found", "grads", "microbatch", "output")
 
     def __init__(self) -> None:
         self.microbatch = 0
@@ -136,7 +136,7 @@ class Desk:
 
     def clear(self) -> None:
         """Let go of everything."""
-        self.call: Call = ((), {})
+        self.arguments: Arguments = ((), {})
         self.output: Any = None
         self.grads: Gradients = ()
         self.found: Gradients = ()
@@ -208,7 +208,7 @@ class StageWork:
 
         def gather(microbatch: int) -> None:
             values = dict(zip(names, read(microbatch), strict=True))
-            desk.call = inputs.arguments(stage, taken, values, self.data.parts[microbatch])
+            desk.arguments = inputs.arguments(stage, taken, values, self.data.parts[microbatch])
 
         def gather_one(microbatch: int) -> None:
             """The common case, in which nothing is to be chosen: one value and no arguments by name."""
@@ -216,7 +216,7 @@ class StageWork:
                 gather(microbatch)
                 return
             (value,) = read(microbatch)
-            desk.call = (tuple(value) if type(value) in spreads else (value,)), {}
+            desk.arguments = (tuple(value) if type(value) in spreads else (value,)), {}
 
         spreads = stage.spreads
         return gather_one if len(taken) == 1 and not stage.wired else gather
@@ -228,7 +228,7 @@ class StageWork:
             return self._compute_restored()
 
         def compute(microbatch: int) -> None:
-            args, kwargs = desk.call
+            args, kwargs = desk.arguments
             desk.microbatch = microbatch
             with added:
                 desk.output = run(
@@ -245,7 +245,7 @@ class StageWork:
         desk, run, names = self.desk, self.stage.forward, [edge.value for edge in self._given]
 
         def compute(microbatch: int) -> None:
-            args, kwargs = desk.call
+            args, kwargs = desk.arguments
             specs = self._exchange.specs[microbatch]
 
             def restored(output: Any) -> Any:
@@ -279,7 +279,7 @@ class StageWork:
 
     def end_forward(self, microbatch: int) -> None:
         """Clears the desk; the tensors live on only where somebody needs them."""
-        self.desk.call = _NO_CALL
+        self.desk.arguments = _NO_ARGUMENTS
         self.desk.output = None
 
     # ---- what backward starts from
@@ -409,7 +409,7 @@ def _as_agreed(value: Any, spec: ValueSpec | None) -> Any:
     return unflatten(structure, [tensor.to(one.torch_dtype) for tensor, one in pairs])
 
 
-_NO_CALL: Call = ((), {})
+_NO_ARGUMENTS: Arguments = ((), {})
 
 
 def _saveable(target: Any) -> Any:

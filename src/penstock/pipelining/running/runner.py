@@ -13,12 +13,12 @@ from penstock.faults import FIRST_STEP, Patience
 from penstock.pipeline.plan import Plan
 from penstock.pipeline.ranks import LocalRanks
 from penstock.pipeline.setup import being_made, connect_if_launched, ends_of, ranks_of
-from penstock.pipeline.weights import WeightHolder
+from penstock.pipeline.weights import HeldWeights
 from penstock.pipelining.microbatch import merge_chunks, split_args_kwargs_into_chunks
 from penstock.pipelining.refusals import CallError
 from penstock.pipelining.rows.orders import ActionTuple, to_entry, to_tuple
 from penstock.pipelining.stages.base import StageBase
-from penstock.runtime import Order, Report
+from penstock.runtime import Call, Report
 from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.action import OVERLAPPED, Entry
 from penstock.stage import PipelineStage as OwnStage
@@ -119,7 +119,7 @@ def _detached(tensor: Tensor) -> Tensor:
     return arrived(tensor).detach()
 
 
-class Runner(WeightHolder):
+class Runner:
     """The ranks of this process for one schedule; made together by all processes of the group.
 
     Args:
@@ -147,7 +147,8 @@ class Runner(WeightHolder):
             local = LocalRanks(ranks_of(self._plan, ends, self._held, describe, by_hand=True))
             local.assemble(training)
             shared = next((stage.shared for stage in stages if stage.shared), ())
-            self._take_up(local, shared, training.placement.rank_of)
+            self._local = local
+            self._weights = HeldWeights(local, shared, training.placement.rank_of)
 
     def serves(self, schedule: Schedule, stages: Sequence[StageBase]) -> bool:
         """Whether this is still the runner for a schedule and the modules of its stages."""
@@ -177,9 +178,9 @@ class Runner(WeightHolder):
             self._custom = dict(custom)
             self._replaced = {name: self._replacing(custom[name]) for name in custom}
         replaced = self._replaced
-        order = Order(schedules, batch, loss, trains=trains, keep=True, replaced=replaced)
-        with self._training() if trains else nullcontext():
-            reports: list[Report] = self._local.carry_out(order)
+        call = Call(schedules, batch, loss, trains=trains, keep=True, replaced=replaced)
+        with self._weights.training() if trains else nullcontext():
+            reports: list[Report] = self._local.carry_out(call)
         return Outcome(
             [found for report in reports for found in report.losses],
             # Backward has used up the graph that they came from.
@@ -193,7 +194,7 @@ class Runner(WeightHolder):
             PenstockError: that, on every rank.
         """
         self._local.carry_out(
-            Order(lambda *_: self._plan.training, Batch(), trains=trains, refused=error)
+            Call(lambda *_: self._plan.training, Batch(), trains=trains, refused=error)
         )
 
     def _replacing(self, function: Custom) -> Callable[[Entry, Any], None]:

@@ -1,0 +1,19 @@
+"""One stage of a model: the work of one microbatch, without any communication."""
+
+from penstock.stage.entrance import Entrance
+from penstock.stage.stage import (
+    Compilation,
+    Gradients,
+    PipelineStage,
+    home_of,
+    without_compilation,
+)
+
+__all__ = [
+    "Compilation",
+    "Entrance",
+    "Gradients",
+    "PipelineStage",
+    "home_of",
+    "without_compilation",
+]
