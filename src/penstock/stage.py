@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -277,7 +278,9 @@ class PipelineStage:
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
         """A call with new shapes, or the like, which may compile something that backward is to be cut in."""
-        with compiled.graphs_kept():
+        with compiled.graphs_kept(), warnings.catch_warnings():
+            # Dynamo looks at the gradient of each argument, also of those that are no leaves.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             return self._call(*args, **kwargs)
 
     def _is_refused(self, error: Exception) -> bool:

@@ -235,10 +235,12 @@ def _sharded_parts(module: nn.Module) -> list[FSDPModule]:
 
 
 def _may_be_held(module: FSDPModule) -> bool:
-    """Whether its user has not asked that it be freed after each forward.
+    """Whether its parameters are gathered, and its user has not asked that they be freed after each forward.
 
-    torch 2.13 has no public word for that.
+    torch 2.13 has no public word for that. Of a replicated module nothing is gathered.
     """
     state = module._get_fsdp_state()
+    if any(not hasattr(group.mesh_info, "shard_mesh_size") for group in state._fsdp_param_groups):
+        return False
     asked = any(group.post_forward_mesh_info for group in state._fsdp_param_groups)
     return state._auto_reshard_after_forward is not False or not asked

@@ -3,8 +3,8 @@
 from penstock.partition.balance import choose_cuts
 from penstock.partition.base import Describe, Description, Partition, Shared, named_tensors
 from penstock.partition.chain import cut_chain, cut_sequential
-from penstock.partition.costs import StageCost, stage_costs
-from penstock.partition.entry import Example, partition
+from penstock.partition.costs import StageCost, stage_costs, untouched
+from penstock.partition.entry import Example, partition, unit_paths
 from penstock.partition.shared import Watched, find_shared, find_shared_between
 from penstock.partition.table import Table, table
 from penstock.partition.traced import cut_into, cut_traced, weigh_blocks
@@ -29,5 +29,7 @@ __all__ = [
     "partition",
     "stage_costs",
     "table",
+    "unit_paths",
+    "untouched",
     "weigh_blocks",
 ]

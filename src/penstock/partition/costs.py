@@ -108,7 +108,7 @@ def stage_costs(
     homes = (parameter.device for module in partition.modules for parameter in module.parameters())
     home = next(homes, None)
     run = _Run(tuple(args), dict(kwargs or {}), repeats, home)
-    with _untouched(partition.modules, home):
+    with untouched(partition.modules, home):
         return tuple(map(run.stage, partition.modules))
 
 
@@ -156,7 +156,7 @@ def weigh_units(
 
 
 @contextlib.contextmanager
-def _untouched(modules: Sequence[nn.Module], home: torch.device | None) -> Iterator[None]:
+def untouched(modules: Sequence[nn.Module], home: torch.device | None) -> Iterator[None]:
     """What runs inside leaves no trace: not in buffers and attributes, nor by hooks that note something."""
     buffers = [buffer for module in modules for buffer in module.buffers() if not buffer.is_meta]
     before = [buffer.clone() for buffer in buffers]

@@ -11,7 +11,7 @@ from torch import nn
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.balance import choose_cuts
 from penstock.partition.base import Partition
-from penstock.partition.calls import cut_calls, cut_points
+from penstock.partition.calls import cut_calls, cut_points, units_in_order
 from penstock.partition.chain import cut_chain, cut_sequential
 from penstock.partition.shared import find_shared
 from penstock.partition.traced import Cuts, Point, cut_into, cut_traced
@@ -92,6 +92,22 @@ def partition(
         made, reason = _calls(model, stages, asked), "it has a forward of its own"
         how = "calls"
     return replace(made, how=how, reason=reason)
+
+
+def unit_paths(model: nn.Module, stages: int, *, example: Example | None = None) -> list[str]:
+    """The modules that can be placed for so many stages, in the order of their calls.
+
+    Args:
+        model: any module.
+        stages: how many there may have to be: the model is taken apart as far as they need.
+        example: arguments for one microbatch, where the source does not tell the order of the calls.
+
+    Returns:
+        Their paths; a run of them for each stage is a ``stages=`` of :func:`partition`.
+    """
+    if type(model).forward is nn.Sequential.forward:
+        return [name for name, _ in model.named_children()]
+    return units_in_order(model, stages, example)
 
 
 def _compiled_name(model: nn.Module) -> str:

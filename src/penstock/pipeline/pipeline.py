@@ -17,8 +17,19 @@ from torch import nn
 from penstock.faults import PATIENCE, Patience, Timeout
 from penstock.parallel import Siblings, siblings_of
 from penstock.partition import Example, Shared, find_shared_between
+from penstock.pipeline.again import FrugalStage
 from penstock.pipeline.calls import Caller, Given
-from penstock.pipeline.plan import Plan, Source, Stages, check_model, cut, make_plan
+from penstock.pipeline.plan import (
+    Asked,
+    Plan,
+    Source,
+    Stages,
+    check_model,
+    computed_again,
+    cut,
+    make_plan,
+    planned,
+)
 from penstock.pipeline.ranks import LocalRanks
 from penstock.pipeline.setup import (
     Wrap,
@@ -36,6 +47,7 @@ from penstock.pipeline.setup import (
 )
 from penstock.pipeline.watching import StepEvent, StepHook, StepHookHandle, Watchers
 from penstock.pipeline.weights import WeightHolder
+from penstock.plan import answer as planning
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
 from penstock.schedule import Schedule
@@ -77,7 +89,8 @@ class Pipeline(WeightHolder):
     Args:
         model: any module; see docs/partition.md for how it is cut.
         schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, a
-            :class:`~penstock.schedule.Schedule`, or a function of ranks and microbatches that gives one.
+            :class:`~penstock.schedule.Schedule`, or a function of ranks and microbatches that gives one; by
+            default 1F1B. ``"auto"`` measures the model with ``example=`` and takes the fastest plan.
         ranks: how many ranks; by default the world size under torchrun, else as the stages need.
         microbatches: into how many parts a batch is split; by default two per rank.
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
@@ -112,6 +125,10 @@ class Pipeline(WeightHolder):
             the Pipeline is being made.
         weights: a folder of safetensors files, of which each process reads its own stages. The model may be
             on the meta device: its stages then get memory, on ``device`` or the CPU.
+        plan: what :func:`penstock.plan.search` has found, in place of schedule, ranks, microbatches, stages
+            and checkpoint.
+        checkpoint: whether every unit of the model keeps what it is given alone, so that backward computes
+            its forward again; or the paths of the modules that do. By default none.
         loss: ``reduction="mean"`` or ``"sum"``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas``:
             see :class:`penstock.step.LossOptions` and docs/training.md.
 
@@ -124,7 +141,7 @@ class Pipeline(WeightHolder):
         self,
         model: nn.Module,
         *,
-        schedule: Source = "1F1B",
+        schedule: Source | None = None,
         ranks: int | None = None,
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
@@ -142,6 +159,8 @@ class Pipeline(WeightHolder):
         batch_statistics: BatchStatistics = "microbatch",
         rendezvous_timeout: float = PATIENCE,
         weights: str | os.PathLike[str] | None = None,
+        plan: planning.Plan | None = None,
+        checkpoint: bool | Sequence[str] = False,
         **loss: Unpack[LossOptions],
     ) -> None:
         check_options(loss, Pipeline.__init__)
@@ -155,32 +174,46 @@ class Pipeline(WeightHolder):
         found = connect_if_launched(home or home_of(model), group, patience, mesh)
         with being_made(found) as now:
             now("cuts the model")
-            plan = make_plan(
-                schedule, world_of(found) if ranks is None else ranks, stages, microbatches
+            asked = Asked(schedule, ranks, microbatches, stages, checkpoint)
+            if schedule == "auto":
+                now("measures the model and plans")
+                plan, asked = planned(asked, model, world_of(found), example, found)
+            schedule, ranks, microbatches, stages, checkpoint = asked.by(plan)
+            own = make_plan(
+                schedule or "1F1B",
+                world_of(found) if ranks is None else ranks,
+                stages,
+                microbatches,
             )
-            ends = ends_of(plan, found)
-            partition = cut(model, stages, plan.stages, example)
-            parts, plan = partition.modules, replace(plan, edges=partition.edges or None)
+            ends = ends_of(own, found)
+            partition = cut(model, stages, own.stages, example)
+            parts, own = partition.modules, replace(own, edges=partition.edges or None)
+            again = computed_again(model, partition, checkpoint, compiled=bool(compile))
             # Only these are moved to the device: the others may not fit there.
-            held = sorted(s for e in ends for s in plan.training.placement.stages_on(e.rank))
+            held = sorted(s for e in ends for s in own.training.placement.stages_on(e.rank))
             partition.keep(held)
             if weights is not None:
                 load_partition(partition, held, weights, device=home or home_of(model), seen=now)
             now("makes its stages")
+            kinds = [FrugalStage if again[i] else PipelineStage for i in held]
             made = [
-                PipelineStage(parts[i], i, plan.stages, home, engine=engine, compile=compile)
-                for i in held
+                kind(parts[i], i, own.stages, home, engine=engine, compile=compile)
+                for kind, i in zip(kinds, held, strict=True)
             ]
+            for stage in made:
+                if isinstance(stage, FrugalStage):
+                    stage.again = again[stage.index]
             # After weights are loaded, and before anybody looks at what the stages have.
             wrap_stages(made, wrap)
             told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
             siblings = siblings_of(mesh, loss.get("replicas"))
-            local = LocalRanks(ranks_of(plan, ends, made, partition.describe), told, siblings)
+            local = LocalRanks(ranks_of(own, ends, made, partition.describe), told, siblings)
             self._set_up(
-                plan, local, partition.shared, loss_of(loss_fn, **loss), rules, model, parts
+                own, local, partition.shared, loss_of(loss_fn, **loss), rules, model, parts
             )
             self._randomness = Randomness(self._local.leading(own_seed(seed)))
         self._statistics = batch_statistics
+        self._chosen = plan
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -245,6 +278,7 @@ class Pipeline(WeightHolder):
             pipe._randomness = Randomness(pipe._local.leading(own_seed(seed)))
             pipe._local.tell_stages_apart()
         pipe._statistics = batch_statistics
+        pipe._chosen = None
         return pipe
 
     def _set_up(
@@ -271,6 +305,11 @@ class Pipeline(WeightHolder):
     def schedule(self) -> Schedule:
         """The schedule of a training step, with its messages; a call may need other edges than this."""
         return self._plan.training
+
+    @property
+    def plan(self) -> planning.Plan | None:
+        """The plan that it was made by, given or found."""
+        return self._chosen
 
     @property
     def randomness(self) -> Randomness:

@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError, UsageError
 from penstock.parallel import spreads_over_processes
-from penstock.partition import Example, Partition, find_shared, partition
+from penstock.partition import Example, Partition, find_shared, partition, unit_paths
+from penstock.plan import answer as planning
+from penstock.plan import measure, search
 from penstock.schedule import (
     Schedule,
     add_communication,
@@ -24,6 +27,8 @@ from penstock.schedule import (
 from penstock.schedule.edges import Edges, whole_number
 from penstock.schedule.library.forward_only import forward_only
 from penstock.schedule.library.registry import built
+from penstock.transport import Transport
+from penstock.values import MISSING, split_batch
 
 Builder = Callable[[int, int], Schedule]
 """An own schedule for so many ranks and microbatches."""
@@ -35,6 +40,36 @@ Stages = int | Sequence[str] | Sequence[Sequence[str]] | Partition | None
 
 AHEAD = 2
 """Messages of a channel for which a buffer waits: one alone comes late where ranks do not keep step."""
+
+
+class Asked(NamedTuple):
+    """What a Pipeline is asked for, as far as a plan decides it too."""
+
+    schedule: Source | None
+    ranks: int | None
+    microbatches: int | None
+    stages: Stages
+    checkpoint: bool | Sequence[str]
+
+    def by(self, plan: planning.Plan | None) -> Asked:
+        """The same with what a plan decides.
+
+        Raises:
+            UsageError: something is said beside the plan that it says too.
+        """
+        if plan is None:
+            return self
+        if not isinstance(plan, planning.Plan):
+            raise UsageError(
+                f"plan={plan!r}: must be a penstock.plan.Plan, such as plans[0] of penstock.plan.search"
+            )
+        said = [name for name, value in self._asdict().items() if value not in (None, False)]
+        if said:
+            raise UsageError(
+                f"plan= says {', '.join(f'{name}=' for name in said)} already; give one or the other"
+            )
+        stages = [list(paths) for paths in plan.stages]
+        return Asked(plan.source, plan.ranks, plan.microbatches, stages, plan.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -269,6 +304,99 @@ def _check_value(
         has = ", ".join(f"{name}={getattr(schedule, name)}" for name in wrong)
         wanted = ", ".join(f"{name}={number}" for name, number in wrong.items())
         raise UsageError(f"the schedule {schedule.name!r} has {has}, but {wanted} was asked for")
+
+
+def planned(
+    asked: Asked,
+    model: nn.Module,
+    world: int | None,
+    example: Example | None,
+    found: Sequence[Transport],
+) -> tuple[planning.Plan, Asked]:
+    """The fastest plan for a model, which rank 0 finds for all.
+
+    Args:
+        asked: of ranks and microbatches, what is left open is the default.
+        model: with data.
+        world: how many ranks there are, where each is a process.
+        example: arguments for one microbatch.
+        found: this process's end.
+
+    Returns:
+        The plan, and what is asked for beside it.
+
+    Raises:
+        UsageError: too little is given, or nothing fits.
+    """
+    ranks = world if asked.ranks is None else asked.ranks
+    if example is None or ranks is None:
+        raise UsageError(
+            'schedule="auto" measures the model: give example=(args, kwargs) for one microbatch, and '
+            "ranks= where torchrun does not tell them"
+        )
+    if asked.stages is not None or asked.checkpoint:
+        raise UsageError('schedule="auto" decides stages= and checkpoint= itself; leave them out')
+    text = ""
+    if not found or found[0].rank == 0:
+        count = asked.microbatches or 2 * ranks
+        args, kwargs = example
+        samples = split_batch(tuple(args), dict(kwargs), MISSING, None, 1).samples or (1,)
+        profile = measure(model, *args, stages=ranks, **kwargs)
+        plans = search(
+            profile,
+            ranks=ranks,
+            pipeline=ranks,
+            batch=samples[0] * count,
+            microbatches=count,
+            keep=1,
+        )
+        text = plans[0].to_json()
+    if found:
+        text = found[0].agree(text).take()[0]
+    return planning.Plan.from_json(text), Asked(None, None, None, None, checkpoint=False)
+
+
+def computed_again(
+    model: nn.Module,
+    made: Partition,
+    checkpoint: bool | Sequence[str],
+    *,
+    compiled: bool = False,
+) -> list[list[nn.Module]]:
+    """For each stage the modules that backward computes again.
+
+    Args:
+        model: what was cut.
+        made: its stages.
+        checkpoint: whether all units are, or the paths of those that are.
+        compiled: whether the stages are to be compiled.
+
+    Raises:
+        UsageError: a path of no module, or stages that do not run the model's own modules.
+    """
+    if isinstance(checkpoint, str):
+        raise UsageError(f"checkpoint={checkpoint!r}: must be True, or a list of module paths")
+    if checkpoint and compiled:
+        raise UsageError(
+            "checkpoint= computes modules again as they are, not compiled; leave compile= out"
+        )
+    paths = list(unit_paths(model, len(made.modules)) if checkpoint is True else checkpoint or ())
+    known = dict(model.named_modules(remove_duplicate=False))
+    unknown = [path for path in paths if path not in known]
+    if unknown:
+        raise UsageError(
+            f"checkpoint=: no module {unknown[0]!r} in the model; its paths are like "
+            f"{', '.join(list(known)[1:6])}"
+        )
+    wanted = [known[path] for path in dict.fromkeys(paths)]
+    inside = [set(part.modules()) for part in made.modules]
+    lost = [path for path in paths if not any(known[path] in own for own in inside)]
+    if lost:
+        raise UsageError(
+            f"checkpoint=: {lost[0]!r} is run by no stage as a module; name units of the model, "
+            "and cut it by calls or as a chain"
+        )
+    return [[module for module in wanted if module in own] for own in inside]
 
 
 def check_model(model: nn.Module, stages: Stages = None) -> None:

@@ -12,10 +12,21 @@ from penstock.lazily import lazily
 if TYPE_CHECKING:
     from penstock.train.config import TrainConfig
     from penstock.train.model import GPT
+    from penstock.train.plan import ranks_of
+    from penstock.train.planned import profile_of
     from penstock.train.sources import processes_needed, resolve
     from penstock.train.trainer import Outcome, train
 
-__all__ = ["GPT", "Outcome", "TrainConfig", "processes_needed", "resolve", "train"]
+__all__ = [
+    "GPT",
+    "Outcome",
+    "TrainConfig",
+    "processes_needed",
+    "profile_of",
+    "ranks_of",
+    "resolve",
+    "train",
+]
 
 __getattr__ = lazily(
     __name__,
@@ -24,5 +35,7 @@ __getattr__ = lazily(
         "trainer": "Outcome train",
         "config": "TrainConfig",
         "sources": "processes_needed resolve",
+        "planned": "profile_of",
+        "plan": "ranks_of",
     },
 )

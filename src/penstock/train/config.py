@@ -41,6 +41,12 @@ class TrainConfig(BaseModel):
         False, "Pipeline", "Whether each replica holds a part of each weight (FSDP2), and not all."
     )
     schedule: Text = _setting("1F1B", "Pipeline", "Name of the schedule.")
+    plan: Text | None = _setting(
+        None,
+        "Pipeline",
+        "A plan of penstock plan --json, or auto: the fastest, found from measured costs. It decides "
+        "schedule, stages and microbatches.",
+    )
     microbatches: Count = _setting(8, "Pipeline", "Number of parts that each batch is split into.")
     device: Text = _setting("cpu", "Pipeline", "Where to compute: cpu, cuda or cuda:<index>.")
     threads: Count = _setting(

@@ -56,6 +56,10 @@ class RunFolder:
         self._write("timeline.json", timeline.to_chrome_trace())
         self._write("timeline.svg", draw_svg(timeline, title=title, note=note))
 
+    def write_report(self, html: str) -> None:
+        """Keep the report of a measured step beside the predicted one."""
+        self._write("report.html", html)
+
     def _write(self, name: str, text: str) -> None:
         if self._writes:
             (self.path / name).write_text(text, encoding="utf-8")

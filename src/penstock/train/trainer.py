@@ -16,7 +16,8 @@ from rich.text import Text
 from penstock.checkpoint import Checkpoints
 from penstock.errors import CheckpointError, NonFiniteError, UsageError
 from penstock.pipeline import Pipeline, peak_memory
-from penstock.schedule import Timeline
+from penstock.plan import Plan
+from penstock.schedule import Schedule, Timeline
 from penstock.train import corpus as texts
 from penstock.train import runfolder
 from penstock.train.config import TrainConfig
@@ -27,6 +28,7 @@ from penstock.train.metrics import StepMetrics, peak_flops
 from penstock.train.model import GPT, VOCABULARY, next_byte_loss
 from penstock.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from penstock.train.plan import device_of, schedule_of, shape_of, stages_of
+from penstock.train.planned import chosen_plan, plans_itself, report_of_run
 from penstock.train.replicas import Side
 from penstock.train.resuming import (
     AUTO,
@@ -80,35 +82,51 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
     torch.set_num_threads(config.threads)
     corpus = texts.load(config.data, config.sequence)
     side = Side(config)
-    with make_pipeline(config, side) as pipe:
+    with make_pipeline(config, side, find_plan(config, side, corpus)) as pipe:
         out = (console or Console()) if pipe.leads else Console(quiet=True)
         folder, checkpoints = _claim(pipe, config)
         pipe.report_failures_to(folder.path)
-        say(out, introduction(config, corpus))
+        say(out, introduction(config, corpus, pipe.schedule))
         with checkpoints, Stop(config.time_limit, lambda text: say(out, text)) as stop:
             return Run(config, pipe, corpus, folder, checkpoints, out, side).complete(stop)
 
 
-def make_pipeline(config: TrainConfig, side: Side | None = None) -> Pipeline:
+def find_plan(config: TrainConfig, side: Side, corpus: Corpus) -> Plan | None:
+    """The plan that the settings ask for, from a file or from a pipeline as they have it without one."""
+    if not plans_itself(config):
+        return chosen_plan(config, None, None)
+    batch = corpus.training_batch(1, seed=config.seed, batch=config.batch, sequence=config.sequence)
+    with make_pipeline(config, side) as usual:
+        return chosen_plan(config, usual, batch)
+
+
+def make_pipeline(
+    config: TrainConfig, side: Side | None = None, plan: Plan | None = None
+) -> Pipeline:
     """The pipeline of a model whose weights follow from the seed, or one of its replicas."""
+    decided: dict[str, Any] = {"plan": plan}
+    if plan is None:
+        decided = {
+            "schedule": schedule_of(config),
+            "microbatches": config.microbatches,
+            "stages": stages_of(config),
+        }
     return Pipeline(
         GPT(shape_of(config), config.seed),
-        schedule=schedule_of(config),
-        microbatches=config.microbatches,
-        stages=stages_of(config),
+        **decided,
         loss_fn=next_byte_loss,
         device=device_of(config),
         **(side.options if side else {}),
     )
 
 
-def introduction(config: TrainConfig, corpus: Corpus) -> str:
+def introduction(config: TrainConfig, corpus: Corpus, schedule: Schedule) -> str:
     """What is about to be trained, how and on what, in three lines."""
-    schedule, shape = schedule_of(config), shape_of(config)
+    shape = shape_of(config)
     return (
         f"model: {shape.parameters:,} parameters, {config.layers} layers in {schedule.stages} stages on "
         f"{schedule.ranks} ranks{_replicas(config)}\n"
-        f"schedule: {schedule.name}, {config.microbatches} microbatches; {config.device}, "
+        f"schedule: {schedule.name}, {schedule.microbatches} microbatches; {config.device}, "
         f"threads per process: {config.threads}\n"
         f"text: {corpus.name}, {corpus.files:,} files, {len(corpus.training) / 1e6:.2f} MB to train on, "
         f"{len(corpus.held_out) / 1e6:.2f} MB held out"
@@ -174,6 +192,7 @@ class Run:
         self._checkpoints = checkpoints
         self._console = console
         self._device = device_of(config)
+        self._plan = pipe.plan
         self._optimizer = make_optimizer(pipe.named_parameters(), config)
         self._timeline: tuple[int, Timeline, str] | None = None
 
@@ -366,7 +385,10 @@ class Run:
             return
         step, timeline, clocks = self._timeline
         kind = CLOCKS[clocks]
-        schedule = schedule_of(self._config)
+        schedule = self._pipe.schedule
         title = f"{schedule.name}: step {step}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"
         self._folder.write_timeline(timeline, title=title, note=kind)
+        if self._pipe.leads:
+            report = report_of_run(self._config, self._pipe, self._plan, timeline, title)
+            self._folder.write_report(report)
         say(self._console, f"timeline of step {step}: bubble {timeline.bubble:.1%}, {kind}")

@@ -6,6 +6,6 @@ tensors each stage needs from earlier ones (``routing``). What the author's code
 done by the stage that can know it first. Nothing is changed in the model but while a stage runs.
 """
 
-from penstock.partition.calls.cut import cut_calls, cut_points
+from penstock.partition.calls.cut import cut_calls, cut_points, units_in_order
 
-__all__ = ["cut_calls", "cut_points"]
+__all__ = ["cut_calls", "cut_points", "units_in_order"]

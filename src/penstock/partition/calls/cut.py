@@ -79,6 +79,12 @@ def _assembled(
 # ---- by count
 
 
+def units_in_order(model: nn.Module, stages: int, example: Example | None) -> list[str]:
+    """The units of a model for so many stages, in the order of their calls as far as that is known."""
+    units = find_units(model, stages)
+    return _in_order(model, units, _calls(model, units, example))
+
+
 def cut_points(
     model: nn.Module, stages: int | Sequence[str] | Sequence[Sequence[str]]
 ) -> list[str]:

@@ -1,0 +1,256 @@
+"""What a plan says beside what its step does: time and memory on two gloo ranks, of three models.
+
+The costs are measured in both processes at once, as the ranks compute at once in a step. The plans of a model
+then take turns. Two times are told of each: the fastest step on the clock of the wall, and the step as it is
+on a machine that does nothing else: the middle CPU times of its actions, with what its ranks spend around
+them, laid out on a clock for each rank. On a machine that others use too only the second says something.
+Memory is the most that a rank's tensors take at any moment of a step, weights and gradients included.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from time import perf_counter, thread_time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.predictions import latency as latency_of
+from benchmarks.work import RANKS
+from penstock import ActionEvent, Pipeline
+from penstock import plan as planning
+from penstock.plan import Plan, Profile
+from penstock.plan.answer import with_messages
+from penstock.plan.metering import Meter
+from penstock.schedule import parse_action, replay
+from penstock.schedule.action import COMPUTE_OPS
+from penstock.testing import WorkerPool
+from penstock.train.model import GPT, Shape, next_byte_loss
+
+BATCH = 16
+SCHEDULES = ("GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZB-V")
+SPACE = 8
+"""The microbatches of each plan, and of the small space the other number."""
+OTHER = 4
+Made = tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]
+
+
+# ---- three models
+
+
+def gpt() -> Made:
+    """Blocks that are alike."""
+    model = GPT(Shape(layers=6, width=192, heads=4, sequence=128))
+    tokens = torch.randint(0, 256, (BATCH, 129))
+    return model, tokens[:, :-1], tokens[:, 1:], next_byte_loss
+
+
+def heavy_head() -> Made:
+    """Three blocks, and a head that weighs more than all of them."""
+    model = GPT(Shape(layers=3, width=192, heads=4, sequence=128))
+    model.head = nn.Linear(192, 6000, bias=False)
+    tokens = torch.randint(0, 256, (BATCH, 129))
+    return model, tokens[:, :-1], tokens[:, 1:], next_byte_loss
+
+
+class UNet(nn.Module):
+    """Each level of the way down is used on the way up."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.enter = _block(3, width)
+        self.down = _block(width, 2 * width)
+        self.lower = _block(2 * width, 4 * width)
+        self.middle = _block(4 * width, 4 * width)
+        self.up = _block(8 * width, 2 * width)
+        self.upper = _block(4 * width, width)
+        self.leave = nn.Conv2d(2 * width, 3, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """An image to one of its size."""
+        first = self.enter(image)
+        second = self.down(nn.functional.max_pool2d(first, 2))
+        third = self.lower(nn.functional.max_pool2d(second, 2))
+        hidden = self.up(torch.cat([self.middle(third), third], 1))
+        hidden = self.upper(torch.cat([_grown(hidden), second], 1))
+        found: Tensor = self.leave(torch.cat([_grown(hidden), first], 1))
+        return found
+
+
+def _block(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU()
+    )
+
+
+def _grown(image: Tensor) -> Tensor:
+    return nn.functional.interpolate(image, scale_factor=2.0)
+
+
+def unet() -> Made:
+    """Values that skip stages."""
+    image = torch.rand(BATCH, 3, 48, 48)
+    return UNet(), image, image, nn.functional.mse_loss
+
+
+MODELS: dict[str, Callable[[], Made]] = {"gpt": gpt, "heavy head": heavy_head, "unet": unet}
+
+
+def made(name: str) -> Made:
+    """A model and its batch, the same in every process."""
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+# ---- tasks of workers
+
+
+def costs(group: Any, name: str) -> str:
+    """Costs that are measured while the other rank computes too, as JSON."""
+    model, batch, target, loss = made(name)
+    profile = planning.measure(model, batch, target=target, loss_fn=loss, stages=2 * RANKS)
+    for count in (SPACE, OTHER):
+        profile.at(BATCH // count)
+    profile.latency = latency_of(group)
+    return profile.to_json()
+
+
+def measure(group: Any, name: str, plans: list[str], rounds: int) -> list[dict[str, Any]]:
+    """Seconds of steps of each plan, in turn, and the most bytes that are held in one."""
+    runs = []
+    for text in plans:
+        model, batch, target, loss = made(name)
+        pipe = Pipeline(model, plan=Plan.from_json(text), loss_fn=loss, group=group)
+        runs.append((pipe, batch, target))
+    found: list[dict[str, Any]] = [{"seconds": [], "around": [], "actions": {}} for _ in runs]
+    for number in range(rounds + 2):
+        for run, one in zip(runs, found, strict=True):
+            _step(*run, one if number > 1 else {"seconds": [], "around": [], "actions": {}})
+    for (pipe, batch, target), one in zip(runs, found, strict=True):
+        own = {id(p): p for stage in pipe.stages for p in stage.module.parameters()}.values()
+        buffers = {id(b): b for stage in pipe.stages for b in stage.module.buffers()}.values()
+        with Meter() as meter:
+            pipe.step(batch, target=target)
+        one["bytes"] = meter.peak + sum(2 * p.nbytes for p in own) + sum(b.nbytes for b in buffers)
+        pipe.close()
+    return found
+
+
+def _step(pipe: Pipeline, batch: Tensor, target: Tensor, found: dict[str, Any]) -> None:
+    """Make a step, and note how long it took on the wall, and each of its actions on the CPU."""
+    since, spent = 0.0, 0.0
+
+    def before(event: ActionEvent) -> None:
+        nonlocal since
+        since = thread_time()
+
+    def after(event: ActionEvent) -> None:
+        nonlocal spent
+        seconds = thread_time() - since
+        spent += seconds
+        found["actions"].setdefault(str(event.action), []).append(seconds)
+
+    handle = pipe.on(lambda action: action.op in COMPUTE_OPS, before=before, after=after)
+    start, cpu = perf_counter(), thread_time()
+    pipe.step(batch, target=target)
+    found["seconds"].append(perf_counter() - start)
+    found["around"].append(thread_time() - cpu - spent)
+    handle.remove()
+
+
+# ---- both
+
+
+def plans_of(profile: Profile) -> list[Plan]:
+    """A plan of each schedule, some with the other number of microbatches; one computes all again."""
+    asked: dict[str, Any] = {"ranks": RANKS, "pipeline": RANKS, "batch": BATCH, "keep": 1}
+    asked |= {"memory": 0.0, "seconds": 0.0, "states": 0.0, "stages_per_rank": (1, 2)}
+    wanted = [(name, SPACE, "none") for name in SCHEDULES]
+    wanted += [(name, OTHER, "none") for name in SCHEDULES[1:4]] + [("1F1B", SPACE, "all")]
+    return [
+        planning.search(profile, **asked, schedules=name, microbatches=count, checkpoint=again)[0]
+        for name, count, again in wanted
+    ]
+
+
+def compare(rounds: int) -> dict[str, Any]:
+    """Each plan of each model, printed, and as JSON data."""
+    found: dict[str, Any] = {}
+    with WorkerPool(RANKS) as workers:
+        for name in MODELS:
+            texts = workers.run("benchmarks.plan:costs", RANKS, timeout=900, name=name)
+            plans = plans_of(Profile.from_json(texts[0]))
+            told = [plan.to_json() for plan in plans]
+            ran = workers.run(
+                "benchmarks.plan:measure", RANKS, timeout=1800, name=name, plans=told, rounds=rounds
+            )
+            found[name] = [_figures(plan, [r[i] for r in ran]) for i, plan in enumerate(plans)]
+            print(name)
+            for one in found[name]:
+                print(_line(one))
+            _choice(found[name])
+    _summary([one for of in found.values() for one in of])
+    return found
+
+
+def _figures(plan: Plan, ran: list[dict[str, Any]]) -> dict[str, Any]:
+    # A step is over when its last rank is.
+    seconds = [max(times) for times in zip(*(one["seconds"] for one in ran), strict=True)]
+    quiet = _quiet(plan, ran)
+    return {
+        "schedule": plan.shape.schedule,
+        "microbatches": plan.microbatches,
+        "checkpoint": plan.shape.checkpoint,
+        "predicted": plan.seconds,
+        "measured": quiet,
+        "wall": min(seconds),
+        "predicted bytes": plan.memory,
+        "measured bytes": [one["bytes"] for one in ran],
+    }
+
+
+def _quiet(plan: Plan, ran: list[dict[str, Any]]) -> float:
+    """The step on an idle machine: each action takes its CPU time, and a share of the rest."""
+    durations: dict[Any, float] = {}
+    for one in ran:
+        around = statistics.median(one["around"]) / len(one["actions"])
+        for text, seconds in one["actions"].items():
+            durations[parse_action(text)] = statistics.median(seconds) + max(around, 0.0)
+    schedule = with_messages(plan.schedule)
+    return replay(schedule, durations, latency=plan.stage_costs.costs.latency).makespan
+
+
+def _line(one: dict[str, Any]) -> str:
+    held = ", ".join(
+        f"{seen / 2**20:.1f} MiB ({seen / said:.3f} x)"
+        for seen, said in zip(one["measured bytes"], one["predicted bytes"], strict=True)
+    )
+    return (
+        f"  {one['schedule']:16} {one['microbatches']} microbatches, again {one['checkpoint']:4}: "
+        f"{1e3 * one['measured']:.1f} ms is {one['measured'] / one['predicted']:.3f} x the "
+        f"{1e3 * one['predicted']:.1f} predicted (wall {1e3 * one['wall']:.1f}); {held}"
+    )
+
+
+def _choice(figures: list[dict[str, Any]]) -> None:
+    chosen = min(figures, key=lambda one: one["predicted"])
+    best = min(figures, key=lambda one: one["measured"])
+    print(
+        f"  chosen: {chosen['schedule']}, {chosen['measured'] / best['measured'] - 1:+.1%} beside the best "
+        f"measured, {best['schedule']}"
+    )
+
+
+def _summary(figures: list[dict[str, Any]]) -> None:
+    times = [abs(one["measured"] / one["predicted"] - 1) for one in figures]
+    sizes = [
+        abs(seen / said - 1)
+        for one in figures
+        for seen, said in zip(one["measured bytes"], one["predicted bytes"], strict=True)
+    ]
+    print(
+        f"{len(figures)} plans: time off by {statistics.median(times):.1%} in the median, {max(times):.1%} "
+        f"at worst; memory by {statistics.median(sizes):.1%}, {max(sizes):.1%}"
+    )

@@ -1,0 +1,83 @@
+"""Plan a run before it runs: from what the units of a model cost to the fastest ways to run it that fit.
+
+::
+
+    profile = penstock.plan.measure(model, batch, target=target, loss_fn=loss_fn)
+    plans = penstock.plan.search(profile, ranks=4, batch=64, memory=16e9)
+    pipe = penstock.Pipeline(model, plan=plans[0], loss_fn=loss_fn)
+
+Names are found when they are first used, so that the command line does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.plan.answer import Plan, Plans, Shape
+    from penstock.plan.costs import (
+        MeasuredStages,
+        Profile,
+        StageCosts,
+        UnitCost,
+        UnitCosts,
+        ValueCost,
+        costs_from,
+        cut_of,
+    )
+    from penstock.plan.devices import DEVICES, Device, device_named
+    from penstock.plan.hf import predict_hf
+    from penstock.plan.measuring import measure
+    from penstock.plan.predicting import predict
+    from penstock.plan.searching import plan_for, search
+
+_HOME = {
+    "DEVICES": "devices",
+    "Device": "devices",
+    "MeasuredStages": "costs",
+    "Plan": "answer",
+    "Plans": "answer",
+    "Profile": "costs",
+    "Shape": "answer",
+    "StageCosts": "costs",
+    "UnitCost": "costs",
+    "UnitCosts": "costs",
+    "ValueCost": "costs",
+    "costs_from": "costs",
+    "cut_of": "costs",
+    "device_named": "devices",
+    "measure": "measuring",
+    "plan_for": "searching",
+    "predict": "predicting",
+    "predict_hf": "hf",
+    "search": "searching",
+}
+
+__all__ = [
+    "DEVICES",
+    "Device",
+    "MeasuredStages",
+    "Plan",
+    "Plans",
+    "Profile",
+    "Shape",
+    "StageCosts",
+    "UnitCost",
+    "UnitCosts",
+    "ValueCost",
+    "costs_from",
+    "cut_of",
+    "device_named",
+    "measure",
+    "plan_for",
+    "predict",
+    "predict_hf",
+    "search",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

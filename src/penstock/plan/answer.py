@@ -1,0 +1,441 @@
+"""The answer: plans as values, best first, as a table for people and as JSON for files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from penstock.errors import InputFileError
+from penstock.plan.costs import Profile, StageCosts, UnitCosts
+from penstock.schedule import (
+    Costs,
+    Edge,
+    Placement,
+    Schedule,
+    Simulation,
+    Timeline,
+    add_communication,
+    build,
+    from_json,
+    release_sends,
+    simulate,
+    to_json,
+)
+from penstock.schedule.packed import Packed
+from penstock.schedule.simulation.memory import changes
+
+FORMAT, VERSION = "penstock-plan", 1
+AHEAD = 2
+"""As the runtime posts receives."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan decides, but for the cut.
+
+    Args:
+        schedule: the name of the schedule.
+        ranks: of a pipeline.
+        replicas: how many pipelines share the batch.
+        stages_per_rank: how many stages each rank has.
+        microbatches: of a pipeline's part of the batch.
+        samples: of a microbatch.
+        checkpoint: ``"none"``, ``"needed"`` or ``"all"``: which units keep what they are given alone.
+    """
+
+    schedule: str
+    ranks: int
+    replicas: int
+    stages_per_rank: int
+    microbatches: int
+    samples: int
+    checkpoint: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to run a model: schedule, cut, microbatches, checkpointing; and what it comes to.
+
+    ``Pipeline(model, plan=plan)`` runs it.
+
+    Args:
+        shape: what was decided.
+        stages: for each stage the paths of its modules.
+        checkpoint: the paths of the modules that are computed again in backward.
+        own: the schedule itself, where the library has it not.
+        seconds: of a step, with messages, and gradients summed over the replicas.
+        reduce: of these, for that sum.
+        recompute: of these, on the busiest rank, for what is computed again.
+        bubble: the share of the ranks' time in which they do not compute.
+        memory: the most that each rank holds, in bytes.
+        limit: the most that a rank may hold; 0 where there is none.
+        tokens: of a step, or samples where the profile does not say what a sample has.
+        stage_costs: what the simulation was fed with.
+    """
+
+    shape: Shape
+    stages: tuple[tuple[str, ...], ...]
+    checkpoint: tuple[str, ...]
+    own: Schedule | None = field(repr=False)
+    seconds: float
+    reduce: float
+    recompute: float
+    bubble: float
+    memory: tuple[float, ...]
+    limit: float
+    tokens: int
+    stage_costs: StageCosts = field(repr=False, compare=False)
+
+    @property
+    def ranks(self) -> int:
+        """Of one pipeline."""
+        return self.shape.ranks
+
+    @property
+    def replicas(self) -> int:
+        """How many pipelines share the batch."""
+        return self.shape.replicas
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many parts each pipeline splits its batch."""
+        return self.shape.microbatches
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule, without messages, for the values that travel."""
+        if self.own is not None:
+            return self.own
+        shape = self.shape
+        return scheduled(shape).with_edges(self.stage_costs.edges)
+
+    @property
+    def source(self) -> str | Schedule:
+        """What a Pipeline is told: a name that any number of microbatches suits, or a value for its own."""
+        return self.shape.schedule if self.own is None else self.own
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The step, simulated with its messages."""
+        return simulate(with_messages(self.schedule), self.stage_costs.costs)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The simulated step."""
+        return self.simulation.timeline
+
+    @property
+    def busiest(self) -> float:
+        """Seconds that the busiest rank computes."""
+        return max(self.simulation.busy)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, or samples where the profile does not say what a sample has."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        shape = self.shape
+        again = {"none": "", "all": ", all units computed again"}.get(
+            shape.checkpoint, f", {len(self.checkpoint)} units computed again"
+        )
+        copies = f" x {shape.replicas} replicas" if shape.replicas > 1 else ""
+        return (
+            f"{shape.schedule} on {shape.ranks} ranks{copies}, {len(self.stages)} stages, "
+            f"{shape.microbatches} microbatches of {shape.samples}{again}: {seconds_as_text(self.seconds)} "
+            f"a step, bubble {self.bubble:.1%}, {bytes_as_text(max(self.memory))} on the fullest rank"
+        )
+
+    def to_json(self) -> str:
+        """The plan as JSON."""
+        costs = self.stage_costs
+        of = costs.costs
+        stages = len(self.stages)
+        times = {kind: of.per_stage(kind, stages) for kind in _KINDS}
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            **{name: getattr(self.shape, name) for name in _SHAPE},
+            "stages": self.stages,
+            "checkpointed": self.checkpoint,
+            "own": None if self.own is None else json.loads(to_json(self.own)),
+            **{name: getattr(self, name) for name in _NUMBERS},
+            "memory": self.memory,
+            "tokens": self.tokens,
+            "costs": {
+                **times,
+                "latency": of.latency,
+                "bandwidth": None if of.bandwidth == float("inf") else of.bandwidth,
+                "message": of.message,
+                "edges": [[e.value, e.source, list(e.targets), e.gradient] for e in costs.edges],
+                "kinds": [dict(kind) for kind in costs.kinds],
+                "forward_extra": costs.forward_extra,
+                "backward_extra": costs.backward_extra,
+                "waiting": costs.waiting,
+            },
+        }
+        return json.dumps(data, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            InputFileError: the text is something else.
+        """
+        try:
+            data = json.loads(text)
+            if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (
+                FORMAT,
+                VERSION,
+            ):
+                raise ValueError(f"expected format {FORMAT!r}, version {VERSION}")
+            own = None if data["own"] is None else from_json(json.dumps(data["own"]))
+            return Plan(
+                Shape(**{name: kind(data[name]) for name, kind in _SHAPE.items()}),
+                tuple(tuple(map(str, paths)) for paths in data["stages"]),
+                tuple(map(str, data["checkpointed"])),
+                own,
+                **{name: float(data[name]) for name in _NUMBERS},
+                memory=tuple(map(float, data["memory"])),
+                tokens=int(data["tokens"]),
+                stage_costs=_costs_of(data["costs"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InputFileError(
+                f"not a plan as penstock.plan writes it: {error}; write it with Plan.to_json"
+            ) from error
+
+
+_SHAPE: dict[str, Callable[[Any], Any]] = {
+    "schedule": str,
+    "ranks": int,
+    "replicas": int,
+    "stages_per_rank": int,
+    "microbatches": int,
+    "samples": int,
+    "checkpoint": str,
+}
+_NUMBERS = ("seconds", "reduce", "recompute", "bubble", "limit")
+_KINDS = ("forward", "input", "weight", "backward", "activation", "stash")
+
+
+def _costs_of(data: Mapping[str, Any]) -> StageCosts:
+    bandwidth = float("inf") if data["bandwidth"] is None else float(data["bandwidth"])
+    times: dict[str, Any] = {kind: [float(number) for number in data[kind]] for kind in _KINDS}
+    message = {str(name): float(size) for name, size in data["message"].items()}
+    kinds = tuple({str(k): float(v) for k, v in kind.items()} for kind in data["kinds"])
+    costs = Costs(
+        **times, latency=float(data["latency"]), bandwidth=bandwidth, message=message, unit="s"
+    )
+    return StageCosts(
+        costs,
+        tuple(Edge(v, int(s), tuple(map(int, t)), bool(g)) for v, s, t, g in data["edges"]),
+        tuple(map(float, data["forward_extra"])),
+        tuple(map(float, data["backward_extra"])),
+        tuple(sum(kind.values()) for kind in kinds),
+        kinds,
+        tuple(map(float, data["waiting"])),
+    )
+
+
+def scheduled(shape: Shape) -> Schedule:
+    """The schedule of the library that a shape names."""
+    return build(
+        shape.schedule,
+        ranks=shape.ranks,
+        microbatches=shape.microbatches,
+        stages_per_rank=shape.stages_per_rank,
+    )
+
+
+def with_messages(schedule: Schedule) -> Schedule:
+    """A schedule as the runtime runs it."""
+    return release_sends(add_communication(schedule, ahead=AHEAD))
+
+
+# ---- memory
+
+
+def held(packed: Packed, stage_costs: StageCosts) -> list[np.ndarray[Any, Any]]:
+    """For each rank the bytes that it holds at most during each of its actions, in their order."""
+    stages = packed.schedule.stages
+    of = stage_costs.costs
+    changed = changes(packed, of.per_stage("activation", stages), of.per_stage("stash", stages))
+    forward = np.array(stage_costs.forward_extra)[packed.stage]
+    backward = np.array(stage_costs.backward_extra)[packed.stage]
+    extra = np.where(packed.op == 0, forward, backward)
+    found = []
+    for rank in range(packed.schedule.ranks):
+        mine = slice(packed.starts[rank], packed.starts[rank + 1])
+        after = np.cumsum(changed[mine])
+        found.append(
+            static_of(packed.schedule.placement, stage_costs, rank)
+            + np.maximum(after, after - changed[mine])
+            + extra[mine]
+        )
+    return found
+
+
+def static_of(placement: Placement, stage_costs: StageCosts, rank: int) -> float:
+    """What a rank holds all the time: weights, gradients, optimizer states, room for messages."""
+    return sum(
+        stage_costs.static[stage] + stage_costs.waiting[stage]
+        for stage in placement.stages_on(rank)
+    )
+
+
+def peak_memory(schedule: Schedule, stage_costs: StageCosts) -> tuple[float, ...]:
+    """The most that each rank holds in a step."""
+    return tuple(float(rank.max(initial=0.0)) for rank in held(Packed(schedule), stage_costs))
+
+
+# ---- several
+
+
+@dataclass(frozen=True)
+class Plans(Sequence[Plan]):
+    """Plans, the fastest first; as text a table.
+
+    Args:
+        plans: in this order.
+        profile: the costs that they were made from.
+        looked_at: how many candidates there were.
+        simulated: how many of them were simulated; the others were proven to be slower, or too large.
+    """
+
+    plans: tuple[Plan, ...]
+    profile: Profile = field(repr=False)
+    looked_at: int = 0
+    simulated: int = 0
+
+    @overload
+    def __getitem__(self, index: int) -> Plan: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Plan]: ...
+    def __getitem__(self, index: int | slice) -> Plan | Sequence[Plan]:
+        return self.plans[index]
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
+
+    def costs(self, plan: Plan) -> UnitCosts:
+        """The costs of the units that a plan was made from."""
+        return self.profile.at(plan.shape.samples)
+
+    def __str__(self) -> str:
+        rows = [_HEAD, *(self.row(number) for number in range(len(self)))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if _LEFT[column] else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        kind = "measured on" if self.profile.measured else "predicted for"
+        return "\n".join(
+            (
+                *lines,
+                f"costs {kind} {self.profile.device}; "
+                f"{self.looked_at} candidates, {self.simulated} simulated",
+            )
+        )
+
+    def row(self, number: int) -> list[str]:
+        """A plan as the cells of a table."""
+        plan = self[number]
+        shape = plan.shape
+        again = (
+            shape.checkpoint if shape.checkpoint != "needed" else f"{len(plan.checkpoint)} units"
+        )
+        return [
+            str(number + 1),
+            shape.schedule,
+            str(shape.ranks),
+            str(shape.replicas),
+            str(len(plan.stages)),
+            f"{shape.microbatches} x {shape.samples}",
+            again,
+            seconds_as_text(plan.seconds),
+            f"{plan.rate:,.4g}" if plan.rate < 1e4 else f"{plan.rate:,.0f}",
+            f"{plan.bubble:.1%}",
+            _memories(plan.memory),
+            self.why(number),
+        ]
+
+    def why(self, number: int) -> str:
+        """Why a plan is slower than the best one."""
+        plan, best = self[number], self[0]
+        more = plan.seconds - best.seconds
+        if not number:
+            return "the fastest"
+        if more <= 1e-9 * best.seconds:
+            return "as fast"
+        return f"+{more / best.seconds:.1%}: " + _largest(plan, best)
+
+    def to_json(self) -> str:
+        """All plans as JSON, each as :meth:`Plan.to_json` writes it."""
+        return json.dumps([json.loads(plan.to_json()) for plan in self], indent=1)
+
+    def report(self, path: str | Path, *, title: str = "") -> None:
+        """Write the report: one HTML file that needs nothing else."""
+        made = import_module("penstock.plan.report").report_of(self, title=title)
+        Path(path).write_text(made, encoding="utf-8")
+
+
+_HEAD = [
+    "", "schedule", "ranks", "replicas", "stages", "microbatches", "computed again", "step", "per second",
+    "bubble", "memory by rank", "why not",
+]  # fmt: skip
+_LEFT = [False, True, *[False] * 8, True, True]
+
+
+def _largest(plan: Plan, best: Plan) -> str:
+    """What costs a plan most beside another."""
+    work, best_work = plan.busiest - plan.recompute, best.busiest - best.recompute
+    waits = plan.seconds - plan.reduce - plan.busiest
+    best_waits = best.seconds - best.reduce - best.busiest
+    causes = {
+        "its busiest rank waits {} longer": waits - best_waits,
+        "its busiest rank computes {} more": work - best_work,
+        "it computes {} more again": plan.recompute - best.recompute,
+        "its replicas sum gradients {} longer": plan.reduce - best.reduce,
+    }
+    text = max(causes, key=lambda cause: causes[cause])
+    return text.format(seconds_as_text(causes[text]))
+
+
+def _memories(memory: Sequence[float]) -> str:
+    """The memory of each rank; of many the least and the most."""
+    scale, unit = (2**30, "GiB") if max(memory) >= 2**30 else (2**20, "MiB")
+    shown = [f"{held / scale:.1f}" for held in memory]
+    if len(shown) > 4:
+        shown = [f"{min(memory) / scale:.1f} to {max(memory) / scale:.1f}"]
+    return f"{' '.join(shown)} {unit}"
+
+
+def seconds_as_text(seconds: float) -> str:
+    """A time as people read it."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def bytes_as_text(number: float) -> str:
+    """A size as people read it."""
+    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:.0f} B"

@@ -1,0 +1,505 @@
+"""What the units of a model cost for a microbatch, and from that what the stages of a cut cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from penstock.errors import InputFileError, UsageError
+from penstock.schedule import Costs, Edge, Op, Placement, Schedule, Timeline
+
+Cut = tuple[int, ...]
+"""The units that stages start with, beginning with unit 0."""
+AHEAD = 2
+"""How many messages of a channel a rank has memory for before they are there."""
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """What one unit costs for one microbatch: seconds and bytes.
+
+    Args:
+        path: of its module.
+        forward: time of F.
+        input: time of I, the gradients of what it takes.
+        weight: time of W, the gradients of its weights.
+        backward: time of B, both at once.
+        spread: half of the range between the quartiles of its times, as a share of them; 0 where predicted.
+        held: what F leaves until I or B, but for the values that units hand on.
+        stash: what I leaves until W.
+        forward_extra: what F needs while it runs, beside what is held before or after it.
+        backward_extra: the same of I, W and B.
+        parameters: bytes of its weights and buffers.
+        trained: of these, the bytes that get gradients.
+        numbers: how many numbers its weights hold.
+        flops: of its forward.
+    """
+
+    path: str
+    forward: float
+    input: float
+    weight: float
+    backward: float
+    spread: float = 0.0
+    held: float = 0.0
+    stash: float = 0.0
+    forward_extra: float = 0.0
+    backward_extra: float = 0.0
+    parameters: int = 0
+    trained: int = 0
+    numbers: int = 0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class ValueCost:
+    """A value that units hand on.
+
+    Args:
+        name: unique among the values.
+        source: the unit that makes it.
+        targets: the units that use it, ascending.
+        bytes: its size.
+        gradient: whether a gradient comes back.
+        kept: the units of which the graph keeps it until backward.
+    """
+
+    name: str
+    source: int
+    targets: tuple[int, ...]
+    bytes: float
+    gradient: bool = True
+    kept: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What the stages of a cut cost: what the simulator takes, and what it does not know of.
+
+    Args:
+        costs: of the actions, and of what lies between them.
+        edges: the values that travel between stages.
+        forward_extra: for each stage what an F needs while it runs.
+        backward_extra: for each stage what an I, W or B needs.
+        static: for each stage the bytes of weights, gradients and optimizer states.
+        kinds: the same by kind, for each stage.
+        waiting: for each stage what messages to it take before they are used.
+    """
+
+    costs: Costs
+    edges: tuple[Edge, ...]
+    forward_extra: tuple[float, ...]
+    backward_extra: tuple[float, ...]
+    static: tuple[float, ...]
+    kinds: tuple[Mapping[str, float], ...]
+    waiting: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """The units of a model, in order, and the values between them, for microbatches of one size.
+
+    Args:
+        samples: of a microbatch.
+        units: what each costs.
+        values: what they hand on.
+        between: seconds that one more unit in a stage saves in F, since a stage is entered once, and in B.
+    """
+
+    samples: int
+    units: tuple[UnitCost, ...]
+    values: tuple[ValueCost, ...]
+    between: tuple[float, float] = (0.0, 0.0)
+
+    @cached_property
+    def weights(self) -> tuple[float, ...]:
+        """What a cut makes equal: the seconds of each unit, forward and backward."""
+        return tuple(unit.forward + max(unit.backward, unit.input) for unit in self.units)
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward of a microbatch, on one device."""
+        return sum(self.weights)
+
+    def stages(
+        self,
+        cut: Cut,
+        placement: Placement,
+        *,
+        checkpoint: Collection[int] = (),
+        states: float = 2.0,
+        latency: float = 0.0,
+        bandwidth: float = float("inf"),
+    ) -> StageCosts:
+        """What the stages of a cut cost.
+
+        Args:
+            cut: the units that stages start with.
+            placement: which rank holds which stage: between stages of one rank nothing travels.
+            checkpoint: the units that keep what they are given alone, and compute the rest again.
+            states: bytes of optimizer state for each byte of trained weights; 2 for AdamW.
+            latency: of a message.
+            bandwidth: bytes per second of a channel.
+        """
+        return _Composed(self, cut, placement, frozenset(checkpoint)).all(
+            states, latency, bandwidth
+        )
+
+
+class _Composed:
+    """Adds units up to stages."""
+
+    def __init__(
+        self, unit_costs: UnitCosts, cut: Cut, placement: Placement, checkpoint: frozenset[int]
+    ) -> None:
+        self._of = unit_costs
+        self._units = unit_costs.units
+        self._again = checkpoint
+        self._runs = [range(a, b) for a, b in pairwise((*cut, len(self._units)))]
+        self._stage_of = [stage for stage, run in enumerate(self._runs) for _ in run]
+        self._rank_of = placement.rank_of
+        stages = len(self._runs)
+        self._inside, self._enters, self._leaves = ([0.0] * stages for _ in range(3))
+        self._edges: list[Edge] = []
+        self._bytes: dict[str, float] = {}
+        for value in unit_costs.values:
+            self._place(value)
+
+    def _place(self, value: ValueCost) -> None:
+        """Where a value lies until backward, and whether it travels."""
+        home = self._stage_of[value.source]
+        rank = self._rank_of[home]
+        users = sorted({self._stage_of[target] for target in value.targets} - {home})
+        if users:
+            # The source keeps what it gave, to start backward from.
+            self._leaves[home] += value.bytes
+            self._edges.append(Edge(value.name, home, tuple(users), value.gradient))
+            self._bytes[value.name] = value.bytes
+        elif self._keeps(value, home):
+            self._inside[home] += value.bytes
+        held = {rank}
+        for user in users:
+            if self._rank_of[user] not in held:
+                held.add(self._rank_of[user])
+                self._enters[user] += value.bytes
+
+    def _keeps(self, value: ValueCost, stage: int) -> bool:
+        ends = [end for end in (value.source, *value.targets) if self._stage_of[end] == stage]
+        kept = any(end in value.kept for end in ends if end not in self._again)
+        return kept or any(target in self._again for target in value.targets)
+
+    def all(self, states: float, latency: float, bandwidth: float) -> StageCosts:
+        """Everything about the stages."""
+        kinds = [self._kinds(run, states) for run in self._runs]
+        costs = Costs(
+            forward=self._times("forward"),
+            input=self._times("input"),
+            weight=[sum(self._units[u].weight for u in run) for run in self._runs],
+            backward=self._times("backward"),
+            latency=latency,
+            bandwidth=bandwidth,
+            message=self._bytes,
+            activation=[
+                sum(self._units[u].held for u in run if u not in self._again)
+                + self._inside[stage] + self._enters[stage] + self._leaves[stage]
+                for stage, run in enumerate(self._runs)
+            ],
+            stash=[sum(self._units[u].stash for u in run) for run in self._runs],
+            unit="s",
+        )  # fmt: skip
+        return StageCosts(
+            costs,
+            tuple(self._edges),
+            tuple(max(self._units[u].forward_extra for u in run) for run in self._runs),
+            tuple(self._backward_extra(stage) for stage in range(len(self._runs))),
+            tuple(sum(kind.values()) for kind in kinds),
+            tuple(kinds),
+            tuple(AHEAD * entered for entered in self._enters),
+        )
+
+    def _times(self, kind: str) -> list[float]:
+        """Seconds of each stage; a backward computes forward again where that is not kept."""
+        backward = kind != "forward"
+        saved = self._of.between[backward]
+        found = []
+        for run in self._runs:
+            seconds = sum(getattr(self._units[unit], kind) for unit in run)
+            if backward:
+                seconds += sum(self._units[unit].forward for unit in run if unit in self._again)
+            found.append(max(seconds - saved * (len(run) - 1), 0.0))
+        return found
+
+    def _backward_extra(self, stage: int) -> float:
+        """The most that a unit needs; what is computed again is there while it is used."""
+        most = 0.0
+        for number in self._runs[stage]:
+            unit = self._units[number]
+            again = unit.held if number in self._again else 0.0
+            most = max(most, unit.backward_extra + again)
+        return most
+
+    def _kinds(self, run: range, states: float) -> dict[str, float]:
+        units = [self._units[unit] for unit in run]
+        trained = float(sum(unit.trained for unit in units))
+        return {
+            "weights": float(sum(unit.parameters for unit in units)),
+            "gradients": trained,
+            "optimizer": trained * states,
+        }
+
+
+# ---- of one model, for every size that is asked for
+
+
+Coster = Callable[[int], UnitCosts]
+
+
+@dataclass
+class Profile:
+    """What the units of a model cost, found for each size of a microbatch when it is first asked for.
+
+    Args:
+        device: what computes: a name of the table of devices, or what it was measured on.
+        known: what was found, by samples.
+        memory: bytes of the device; 0 where that is not known.
+        latency: of a message between ranks.
+        bandwidth: bytes per second of a channel between ranks.
+        node: how many devices are joined by ``latency`` and ``bandwidth``; more are by the network.
+        network: latency and bandwidth beyond that.
+        tokens: positions of a sample, by which tokens are counted; 0 counts samples.
+        measured: whether times are of real runs.
+        model: what it is called.
+        coster: finds what is not known.
+    """
+
+    device: str
+    known: dict[int, UnitCosts] = field(default_factory=dict)
+    memory: float = 0.0
+    latency: float = 0.0
+    bandwidth: float = float("inf")
+    node: int = 0
+    network: tuple[float, float] = (0.0, float("inf"))
+    tokens: int = 0
+    measured: bool = False
+    model: str = ""
+    coster: Coster | None = field(default=None, repr=False, compare=False)
+
+    def at(self, samples: int) -> UnitCosts:
+        """What a microbatch of so many samples costs.
+
+        Raises:
+            UsageError: that is not known, and there is no model to look at.
+        """
+        if samples not in self.known:
+            if self.coster is None:
+                raise UsageError(
+                    f"the costs are known for microbatches of {sorted(self.known)} samples, not of "
+                    f"{samples}; ask for microbatches of such a size, or measure or predict them again"
+                )
+            self.known[samples] = self.coster(samples)
+        return self.known[samples]
+
+    def wire(self, devices: int) -> tuple[float, float]:
+        """Latency and bandwidth between ranks of a job of so many devices."""
+        if self.node and devices > self.node:
+            return self.network
+        return self.latency, self.bandwidth
+
+    def corrected(self, factors: Mapping[str, Sequence[float]]) -> Profile:
+        """The same with times multiplied, for each unit by its own factor and for every size alike.
+
+        Args:
+            factors: by ``forward``, ``input``, ``weight`` and ``backward``.
+        """
+
+        def multiplied(of: UnitCosts) -> UnitCosts:
+            units = (
+                replace(unit, **{k: getattr(unit, k) * f[n] for k, f in factors.items()})
+                for n, unit in enumerate(of.units)
+            )
+            return replace(of, units=tuple(units))
+
+        known = {samples: multiplied(of) for samples, of in self.known.items()}
+        ask = self.coster
+        coster = None if ask is None else lambda samples: multiplied(ask(samples))
+        return replace(self, known=known, coster=coster)
+
+    def to_json(self) -> str:
+        """The numbers as JSON: what was found, not the model."""
+        data = {name: getattr(self, name) for name in _PLAIN}
+        data["bandwidth"] = _told(self.bandwidth)
+        data["network"] = [self.network[0], _told(self.network[1])]
+        data["known"] = [asdict(costs) for costs in self.known.values()]
+        return json.dumps({"format": "penstock-costs", "version": 1, **data}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            InputFileError: the text is something else.
+        """
+        try:
+            data = json.loads(text)
+            if (data.pop("format"), data.pop("version")) != ("penstock-costs", 1):
+                raise ValueError("it is no file of costs, version 1")
+            known = [_costs_read(one) for one in data.pop("known")]
+            latency, bandwidth = data.pop("network")
+            data["bandwidth"] = _read(data["bandwidth"])
+            made = Profile(
+                **data, network=(latency, _read(bandwidth)), known={c.samples: c for c in known}
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InputFileError(
+                f"not costs as penstock.plan writes them: {error}; write them with Profile.to_json"
+            ) from error
+        return made
+
+
+_PLAIN = [each.name for each in fields(Profile) if each.name not in ("coster", "known", "network")]
+
+
+def _told(bandwidth: float) -> float | None:
+    """JSON has no infinity."""
+    return None if bandwidth == float("inf") else bandwidth
+
+
+def _read(bandwidth: float | None) -> float:
+    return float("inf") if bandwidth is None else float(bandwidth)
+
+
+def _costs_read(data: dict[str, Any]) -> UnitCosts:
+    return UnitCosts(
+        int(data["samples"]),
+        tuple(UnitCost(**unit) for unit in data["units"]),
+        tuple(
+            ValueCost(**{**value, "targets": tuple(value["targets"]), "kept": tuple(value["kept"])})
+            for value in data["values"]
+        ),
+        (float(data["between"][0]), float(data["between"][1])),
+    )
+
+
+# ---- what a recorded step tells
+
+
+_KIND = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
+
+
+@dataclass(frozen=True)
+class MeasuredStages:
+    """What the actions of a recorded step took.
+
+    Args:
+        seconds: for each stage its middle times, by ``forward``, ``input``, ``weight`` and ``backward``.
+        makespan: of the step.
+        timeline: of the step.
+    """
+
+    seconds: tuple[Mapping[str, float], ...]
+    makespan: float
+    timeline: Timeline
+
+    def correct(self, profile: Profile, samples: int, cut: Cut) -> Profile:
+        """Costs that say what was measured: each unit's times grow or shrink like its stage's.
+
+        Args:
+            profile: what was said before.
+            samples: of a microbatch of the step.
+            cut: what the step's stages started with.
+
+        Raises:
+            UsageError: the cut has other stages than the step.
+        """
+        if len(cut) != len(self.seconds):
+            raise UsageError(
+                f"the step had {len(self.seconds)} stages and the cut has {len(cut)}; give the cut that ran"
+            )
+        of = profile.at(samples)
+        stages = of.stages(cut, Placement(tuple(range(len(cut))))).costs
+        runs = [range(a, b) for a, b in pairwise((*cut, len(of.units)))]
+        ratios = {kind: self._ratios(stages, kind) for kind in _KIND.values()}
+        spread = {
+            kind: [ratio for ratio, run in zip(found, runs, strict=True) for _ in run]
+            for kind, found in ratios.items()
+        }
+        return profile.corrected(spread)
+
+    def _ratios(self, stages: Costs, kind: str) -> list[float]:
+        """For each stage what was measured over what was said; for what did not run, what the rest shows."""
+        said = stages.per_stage(kind, len(self.seconds))
+        found: list[float] = []
+        for measured, expected in zip(self.seconds, said, strict=True):
+            own = measured.get(kind)
+            if own is None:
+                own, expected = (
+                    sum(measured.values()),
+                    _expected(stages, measured, len(found), self),
+                )
+            found.append(own / expected if expected else 1.0)
+        return found
+
+
+def _expected(
+    stages: Costs, measured: Mapping[str, float], stage: int, step: MeasuredStages
+) -> float:
+    return sum(stages.per_stage(kind, len(step.seconds))[stage] for kind in measured)
+
+
+def costs_from(result: Any) -> MeasuredStages:
+    """The costs that a recorded step gives back.
+
+    Args:
+        result: of ``pipe.step(..., record=True)``; or its timeline.
+
+    Raises:
+        UsageError: the step was not recorded.
+    """
+    timeline = result if isinstance(result, Timeline) else result.timeline
+    if timeline is None:
+        raise UsageError("the step was not recorded; make it with pipe.step(..., record=True)")
+    found: dict[int, dict[str, list[float]]] = {}
+    for span in timeline.spans:
+        if span.action.op in _KIND:
+            kinds = found.setdefault(span.action.stage, {})
+            kinds.setdefault(_KIND[span.action.op], []).append(span.duration)
+    seconds = tuple(
+        {kind: middle(times) for kind, times in found[stage].items()} for stage in sorted(found)
+    )
+    return MeasuredStages(seconds, timeline.makespan, timeline)
+
+
+def middle(numbers: Iterable[float]) -> float:
+    """The median."""
+    ordered = sorted(numbers)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def cut_of(units: Sequence[str], stages: Sequence[Sequence[str]]) -> Cut:
+    """The units that the stages of a partition start with.
+
+    Raises:
+        UsageError: the stages are no runs of the units.
+    """
+    if [path for paths in stages for path in paths] != list(units):
+        raise UsageError("these stages do not hold the units of the costs, in their order")
+    starts, at = [], 0
+    for paths in stages:
+        starts.append(at)
+        at += len(paths)
+    return tuple(starts)
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Check that a plan can use a schedule.
+
+    Raises:
+        UsageError: it has no backward.
+    """
+    if not schedule.trains:
+        raise UsageError(f"the schedule {schedule.name!r} has no backward; plan one that trains")

@@ -1,0 +1,239 @@
+"""Measure what the units of a model cost where it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import UsageError
+from penstock.partition import Partition, partition, untouched
+from penstock.plan.costs import Profile, UnitCost, UnitCosts, ValueCost, middle
+from penstock.plan.metering import Meter
+from penstock.plan.probing import (
+    Bench,
+    Holding,
+    Known,
+    Laps,
+    LossFunction,
+    Subject,
+    Work,
+    chain_edges,
+    cost_of,
+    flops_of,
+    gradients_kept,
+    holding_of,
+    work_of,
+)
+from penstock.stage import home_of
+from penstock.values import MISSING, Rules, ValueSpec, flatten, unflatten
+
+REPEATS = 5
+"""How often times are measured by default, after one run that is not counted."""
+
+
+def measure(  # noqa: PLR0913 - the arguments of a step, by name
+    model: nn.Module,
+    *args: Any,
+    target: Any = MISSING,
+    loss_fn: LossFunction | None = None,
+    rules: Rules | None = None,
+    stages: int = 1,
+    repeats: int = REPEATS,
+    memory: float = 0.0,
+    latency: float = 0.0,
+    bandwidth: float = float("inf"),
+    tokens: int = 0,
+    **kwargs: Any,
+) -> Profile:
+    """Measure what the units of a model cost where it is.
+
+    Nothing runs yet: each size of a microbatch is measured when it is asked for. The model is left as it is,
+    with its gradients, buffers and random numbers.
+
+    Args:
+        model: any module, with data.
+        args: its arguments for a batch, from which microbatches are taken.
+        target: what the loss compares with.
+        loss_fn: ``(output, target) -> scalar``, as for a Pipeline.
+        rules: how arguments are split, as for a Pipeline.
+        stages: into how many stages the model may have to be cut: it is taken apart as far as they need.
+        repeats: how often each unit runs, after once that is not counted.
+        memory: bytes of the device; by default what a GPU has, and unknown of a CPU.
+        latency: of a message between ranks, in seconds.
+        bandwidth: of a channel between ranks, in bytes per second.
+        tokens: positions in a sample, by which tokens are counted.
+        kwargs: the model's arguments by name.
+
+    Raises:
+        UsageError: the model has no data, or the batch has no such parts.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UsageError(
+            "a model on the meta device takes no time; predict its costs for a device instead: "
+            "penstock.plan.predict(model, ..., device='h100')"
+        )
+    work = work_of(model, args, kwargs, target, loss_fn, rules, stages)
+    home = home_of(model)
+    fine = partition(model, [[path] for path in work.units], example=(work.args, work.kwargs))
+    found = Profile(
+        "cpu" if home.type == "cpu" else torch.cuda.get_device_name(home),
+        memory=memory or _memory_of(home),
+        latency=latency,
+        bandwidth=bandwidth,
+        tokens=tokens,
+        measured=True,
+        model=type(model).__name__,
+    )
+    found.coster = lambda samples: _measured(work, fine, samples, repeats, home)
+    return found
+
+
+def _memory_of(home: torch.device) -> float:
+    if home.type != "cuda":
+        return 0.0
+    return float(torch.cuda.get_device_properties(home).total_memory)
+
+
+def _measured(
+    work: Work, fine: Partition, samples: int, repeats: int, home: torch.device
+) -> UnitCosts:
+    args, kwargs, target = work.part(samples)
+    args, kwargs = _on(home, (args, kwargs))
+    clock = _clock(home)
+    with untouched(fine.modules, home), gradients_kept(work.model):
+        subjects, values = _in_turn(work, fine, (args, kwargs), _on(home, target))
+        bench, known = Bench(clock), Known()
+        for subject in subjects:
+            known.add(
+                subject,
+                work.model.get_submodule(subject.path),
+                partial(_measured_unit, subject, bench, repeats),
+            )
+        between = _between(work, (args, kwargs), _on(home, target), known.units, bench, repeats)
+    return UnitCosts(samples, tuple(known.units), known.with_keepers(values), between)
+
+
+def _measured_unit(subject: Subject, bench: Bench, repeats: int) -> tuple[UnitCost, Holding]:
+    laps, holding = Laps(), holding_of(subject, Meter())
+    bench.run(subject, Laps())
+    with Meter() as meter:
+        bench.run(subject, held := Laps(), meter)
+    for _ in range(repeats):
+        bench.run(subject, laps)
+    laps.stash, laps.forward_extra = held.stash, held.forward_extra
+    laps.backward_extra = held.backward_extra
+    return cost_of(subject, laps, holding, flops_of(subject)), holding
+
+
+def _clock(home: torch.device) -> Callable[[], float]:
+    """Tells the time when the device has done what it was given."""
+    if home.type == "cpu":
+        # What else runs on the machine does not count, as long as one thread does all the work.
+        return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def after_all() -> float:
+        torch.accelerator.synchronize(home)
+        return time.perf_counter()
+
+    return after_all
+
+
+def _on(home: torch.device, value: Any) -> Any:
+    if value is MISSING:
+        return value
+    tensors, structure = flatten(value)
+    return unflatten(structure, [tensor.to(home) for tensor in tensors])
+
+
+def _in_turn(
+    work: Work, made: Partition, call: tuple[Any, Any], target: Any
+) -> tuple[list[Subject], list[ValueCost]]:
+    """The stages of a partition, each with what those before it give; and the values that they hand on."""
+    described = made.describe(ValueSpec.of(call), True) if made.describe is not None else None
+    edges = described.edges if described else chain_edges(len(made.modules))
+    subjects, sizes = [], {}
+    last: Any = None
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    names: list[str | None]
+    store: dict[str, Any] = {}
+    for index, module in enumerate(made.modules):
+        given = tuple(edge.value for edge in edges if edge.source == index)
+        wired = bool(getattr(module, "wired", False))
+        if wired:
+            uses = {e.value: store[e.value] for e in edges if index in e.targets}
+            arguments, keywords = (uses, *call), {}
+            names = [name for name, value in uses.items() for _ in flatten(value)[0]]
+        elif index == 0:
+            arguments, keywords, names = call[0], call[1], []
+        else:
+            spread = type(last) is tuple and getattr(module, "spreads", True)
+            arguments, keywords = (last if spread else (last,)), {}
+            names = [edges[index - 1].value] * len(flatten(last)[0])
+        count = len(flatten((arguments, keywords))[0])
+        final = index == len(made.modules) - 1
+        subject = Subject(
+            work.units[index] if len(work.units) == len(made.modules) else str(index),
+            module,
+            arguments,
+            keywords,
+            (*names, *[None] * (count - len(names))),
+            given,
+            (lambda output: work.root(output, target)) if final else None,
+        )
+        subjects.append(subject)
+        args, kwargs, _ = subject.fresh(leaf=True)
+        with torch.enable_grad():
+            last = _detached(module(*args, **kwargs))
+        if wired and type(last) is dict:
+            store.update(last)
+        for name in given:
+            value = last[name] if wired else last
+            sizes[name] = sum(tensor.nbytes for tensor in flatten(value)[0])
+    values = [ValueCost(e.value, e.source, e.targets, sizes[e.value], e.gradient) for e in edges]
+    return subjects, values
+
+
+def _detached(value: Any) -> Any:
+    """Values as another stage gets them."""
+    try:
+        tensors, structure = flatten(value)
+    except Exception:  # a model's output may be anything; none is handed on
+        return value
+    return unflatten(structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors])
+
+
+def _between(
+    work: Work,
+    call: tuple[Any, Any],
+    target: Any,
+    units: Sequence[UnitCost],
+    bench: Bench,
+    repeats: int,
+) -> tuple[float, float]:
+    """What each further unit of a stage saves: from two stages of half of the units each."""
+    count = len(units)
+    if count < 4:
+        return 0.0, 0.0
+    half = count // 2
+    placed = [list(work.units[:half]), list(work.units[half:])]
+    coarse = partition(work.model, placed, example=(work.args, work.kwargs))
+    subjects, _ = _in_turn(work, coarse, call, target)
+    forward = backward = 0.0
+    for subject in subjects:
+        laps = Laps()
+        bench.run(subject, Laps())
+        for _ in range(repeats):
+            bench.run(subject, laps)
+        forward += middle(laps.forward)
+        backward += middle(laps.backward)
+    alone = sum(unit.forward for unit in units), sum(unit.backward for unit in units)
+    return (
+        max(alone[0] - forward, 0.0) / (count - 2),
+        max(alone[1] - backward, 0.0) / (count - 2),
+    )

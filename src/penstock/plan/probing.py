@@ -1,0 +1,443 @@
+"""Find what the units of a model cost: measured where it is, or predicted for a device that is not there.
+
+Either way each unit runs alone as a :class:`~penstock.stage.PipelineStage`, as it will in a pipeline, once
+whole and once in halves. Measured, it is a stage of the finest partition of the model and gets what the
+stages before it gave. Predicted, the model is copied without its data, which takes no memory however large
+it is; its forward shows what each unit is given, and of units that are alike one is looked at.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from statistics import quantiles
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import UsageError
+from penstock.partition import unit_paths
+from penstock.plan.costs import UnitCost, ValueCost, middle
+from penstock.plan.devices import Device
+from penstock.plan.metering import Meter, shapes
+from penstock.schedule import Edge
+from penstock.stage import PipelineStage
+from penstock.values import (
+    MISSING,
+    Rules,
+    flatten,
+    split_batch,
+    unflatten,
+)
+
+LossFunction = Callable[..., Any]
+REPEATS = 5
+"""How often times are measured by default, after one run that is not counted."""
+
+
+# ---- what is asked for
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model and a batch that it is trained with.
+
+    Args:
+        model: any module.
+        args: its arguments for a batch.
+        kwargs: those by name.
+        target: what the loss compares with.
+        loss_fn: ``(output, target) -> scalar``; by default the sum of what the model gives.
+        rules: how the batch is split, as for a Pipeline.
+        units: the paths of the modules that are placed as a whole, in the order of their calls.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    loss_fn: LossFunction | None
+    rules: Rules | None
+    units: tuple[str, ...]
+
+    def part(self, samples: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The arguments and the target of a microbatch of so many samples."""
+        count = max(1, self.samples // samples)
+        batch = split_batch(self.args, self.kwargs, self.target, self.rules, count)
+        if not batch.parts:
+            raise UsageError("give the arguments of the model for a batch")
+        found = batch.parts[0]
+        if found.samples != samples:
+            raise UsageError(
+                f"a batch of {self.samples} samples has no part of {samples}; give one that has"
+            )
+        target = batch.targets[0] if batch.targets is not None else MISSING
+        return found.args, found.kwargs, target
+
+    @property
+    def samples(self) -> int:
+        """Of the batch."""
+        whole = split_batch(self.args, self.kwargs, MISSING, self.rules, 1).samples
+        return whole[0] if whole else 1
+
+    def root(self, output: Any, target: Any) -> Any:
+        """What backward starts from."""
+        if self.loss_fn is not None:
+            return self.loss_fn(output, target) if target is not MISSING else self.loss_fn(output)
+        return sum(t.float().sum() for t in flatten(output)[0] if t.requires_grad)
+
+
+def work_of(  # noqa: PLR0913 - the arguments of a step, by name
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    target: Any,
+    loss_fn: LossFunction | None,
+    rules: Rules | None,
+    stages: int,
+) -> Work:
+    """A model and a batch, and the units for so many stages."""
+    call = tuple(args), dict(kwargs or {})
+    example = None if any(t.is_meta for t in flatten(call)[0]) else call
+    units = unit_paths(model, stages, example=example)
+    return Work(model, *call, target, loss_fn, rules, tuple(units))
+
+
+# ---- one unit, run as a stage
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A unit, and what it is run with.
+
+    Args:
+        path: of its module.
+        module: what runs.
+        arguments: positional, of which tensors are replaced by fresh ones.
+        keywords: by name.
+        names: for each tensor among these, in order, the value that it is of; None for one of the batch.
+        given: the values that it gives.
+        loss: makes a scalar of the output, in the last one.
+        calls: how often the model calls it.
+    """
+
+    path: str
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    names: tuple[str | None, ...]
+    given: tuple[str, ...]
+    loss: Callable[[Any], Any] | None = None
+    calls: int = 1
+
+    def fresh(self, *, leaf: bool) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+        """Arguments that nothing else holds; what a graph is to reach is a leaf, or stands over one."""
+        tensors, structure = flatten((self.arguments, dict(self.keywords)))
+        made = []
+        for tensor in tensors:
+            own = tensor.detach().clone().requires_grad_(tensor.requires_grad and leaf)
+            if tensor.requires_grad and not leaf:
+                # So that the graph holds another tensor's memory, and this one's only if it is used.
+                own = _anchor(own.device) + own
+            made.append(own)
+        args, kwargs = unflatten(structure, made)
+        return args, kwargs, made
+
+
+@cache
+def _anchor(device: torch.device) -> Tensor:
+    """A leaf that graphs end in; where it is made, no meter is held."""
+    return torch.zeros((), device=device, requires_grad=True)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a unit's forward leaves."""
+
+    inner: float
+    kept: frozenset[str]
+
+
+def holding_of(subject: Subject, meter: Meter) -> Holding:
+    """Which values the graph of a unit keeps, and how much beside."""
+    for tensor in flatten((subject.arguments, dict(subject.keywords)))[0]:
+        _anchor(tensor.device)
+    with meter, torch.enable_grad():
+        before = meter.live
+        args, kwargs, made = subject.fresh(leaf=False)
+        known = [
+            (name, weakref.ref(tensor.untyped_storage()), tensor.nbytes)
+            for name, tensor in zip(subject.names, made, strict=True)
+        ]
+        output = subject.module(*args, **kwargs)
+        root = subject.loss(output) if subject.loss is not None else None
+        tensors = flatten(output)[0]
+        names = _names_of(output, subject.given, len(tensors))
+        known += [
+            (name, weakref.ref(tensor.untyped_storage()), tensor.nbytes)
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+        graph = [t.grad_fn for t in ([root] if root is not None else tensors)]
+        del args, kwargs, made, output, tensors, root
+        alive = [(name, size) for name, storage, size in known if storage() is not None]
+        held = meter.live - before
+        # Of the loss's own input nothing travels: it is the unit's.
+        outside = {n for n in subject.names if n} | (
+            set(subject.given) if subject.loss is None else set()
+        )
+        seen: dict[int, float] = {
+            id(s): size
+            for name, ref, size in known
+            if (s := ref()) is not None and (name in outside or name is None)
+        }
+        del graph
+    return Holding(
+        max(held - sum(seen.values()), 0.0), frozenset(name for name, _ in alive if name)
+    )
+
+
+def _names_of(output: Any, given: Sequence[str], tensors: int) -> list[str | None]:
+    """The value that each tensor of an output is of."""
+    if isinstance(output, Mapping) and set(given) <= set(output):
+        return [
+            name if name in given else None
+            for name, item in output.items()
+            for _ in flatten(item)[0]
+        ]
+    if len(given) == 1:
+        return [given[0]] * tensors
+    return [given[i] if i < len(given) else None for i in range(tensors)]
+
+
+@dataclass
+class Laps:
+    """The times of one run of a unit, in halves and whole; and what it holds on the way."""
+
+    forward: list[float] = field(default_factory=list)
+    input: list[float] = field(default_factory=list)
+    weight: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    stash: float = 0.0
+    forward_extra: float = 0.0
+    backward_extra: float = 0.0
+
+
+class Bench:
+    """Runs a unit again and again.
+
+    Args:
+        clock: tells the time.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+
+    def run(self, subject: Subject, laps: Laps, meter: Meter | None = None) -> None:
+        """Run a unit once in halves and once whole."""
+        for engine in ("deferred", "none"):
+            stage = PipelineStage(subject.module, 0, 2, engine=engine)
+            laps_of = _Peaks(meter)
+            args, kwargs, given = subject.fresh(leaf=True)
+            laps_of.beyond()
+            start = self._clock()
+            output = stage.forward(0, args, kwargs, subject.loss)
+            laps.forward.append(self._clock() - start)
+            gradients = _gradients(subject, output)
+            del output, args, kwargs, given
+            laps.forward_extra = max(laps.forward_extra, laps_of.beyond())
+            if engine == "deferred":
+                self._halves(stage, gradients, laps, laps_of)
+            else:
+                start = self._clock()
+                found = stage.backward(0, gradients)
+                laps.backward.append(self._clock() - start)
+                del found
+                gradients = None
+                laps.backward_extra = max(laps.backward_extra, laps_of.beyond())
+
+    def _halves(
+        self,
+        stage: PipelineStage,
+        gradients: list[Tensor | None] | None,
+        laps: Laps,
+        peaks: _Peaks,
+    ) -> None:
+        start = self._clock()
+        found = stage.backward_input(0, None if gradients is None else list(gradients))
+        laps.input.append(self._clock() - start)
+        # What is held from here on, the stage holds.
+        del found
+        if gradients is not None:
+            gradients.clear()
+        laps.backward_extra = max(laps.backward_extra, peaks.beyond())
+        laps.stash = peaks.live
+        start = self._clock()
+        stage.backward_weight(0)
+        laps.weight.append(self._clock() - start)
+        laps.backward_extra = max(laps.backward_extra, peaks.beyond())
+
+
+class _Peaks:
+    """How much more than before and after it something takes while it runs."""
+
+    def __init__(self, meter: Meter | None) -> None:
+        self._meter = meter or Meter()
+        self._base = self._before = self._meter.live
+        self._meter.reset_peak()
+
+    @property
+    def live(self) -> float:
+        """What is held now beyond what was at first."""
+        return float(max(self._meter.live - self._base, 0))
+
+    def beyond(self) -> float:
+        """Of what ran since the last call."""
+        found = self._meter.peak - max(self._before, self._meter.live)
+        self._before = self._meter.live
+        self._meter.reset_peak()
+        return float(max(found, 0))
+
+
+def _gradients(subject: Subject, output: Any) -> list[Tensor | None] | None:
+    """What comes back for an output."""
+    if subject.loss is not None:
+        return None
+    return [torch.ones_like(t) if t.requires_grad else None for t in flatten(output)[0]]
+
+
+def cost_of(subject: Subject, laps: Laps, holding: Holding, flops: float) -> UnitCost:
+    """What a unit costs, by what was seen of it."""
+    own = {id(t): t for t in (*subject.module.parameters(), *subject.module.buffers())}.values()
+    spreads = [_spread(times) for times in (laps.forward, laps.input, laps.backward)]
+    return UnitCost(
+        path=subject.path,
+        forward=middle(laps.forward),
+        input=middle(laps.input),
+        weight=middle(laps.weight),
+        backward=middle(laps.backward),
+        spread=max(spreads),
+        held=holding.inner,
+        stash=laps.stash,
+        forward_extra=laps.forward_extra,
+        backward_extra=laps.backward_extra,
+        parameters=sum(tensor.nbytes for tensor in own),
+        trained=sum(tensor.nbytes for tensor in own if tensor.requires_grad),
+        numbers=sum(p.numel() for p in subject.module.parameters()),
+        flops=flops,
+    )
+
+
+def _spread(times: Sequence[float]) -> float:
+    if len(times) < 3 or not middle(times):
+        return 0.0
+    low, _, high = quantiles(times, n=4)
+    return (high - low) / 2 / middle(times)
+
+
+class Known:
+    """The units that were looked at. Of those that are alike one is.
+
+    Attributes:
+        units: what each costs.
+    """
+
+    def __init__(self) -> None:
+        self.units: list[UnitCost] = []
+        self._kept: list[frozenset[str]] = []
+        self._kinds: dict[Any, tuple[UnitCost, list[bool], list[bool]]] = {}
+
+    def add(
+        self, subject: Subject, module: nn.Module, cost: Callable[[], tuple[UnitCost, Holding]]
+    ) -> None:
+        """Add a unit.
+
+        Args:
+            subject: what runs.
+            module: of the model.
+            cost: looks at it.
+        """
+        kind = len(self.units) if subject.loss is not None else _kind(subject, module)
+        if kind not in self._kinds:
+            found, holding = cost()
+            takes = [name in holding.kept for name in subject.names]
+            gives = [name in holding.kept for name in subject.given]
+            self._kinds[kind] = found, takes, gives
+        found, takes, gives = self._kinds[kind]
+        self.units.append(replace(found, path=subject.path))
+        names = (*zip(subject.names, takes, strict=True), *zip(subject.given, gives, strict=True))
+        self._kept.append(frozenset(name for name, kept in names if name and kept))
+
+    def with_keepers(self, values: Sequence[ValueCost]) -> tuple[ValueCost, ...]:
+        """The values, with the units that keep them."""
+        return tuple(
+            replace(
+                value,
+                kept=tuple(unit for unit, names in enumerate(self._kept) if value.name in names),
+            )
+            for value in values
+        )
+
+
+_POSITIONS = {"layer_idx", "layer_number", "layer_id", "index", "idx", "training"}
+"""Attributes that tell layers apart which are alike."""
+
+
+def _kind(subject: Subject, module: nn.Module) -> Any:
+    """What is the same for units that cost the same."""
+    tensors = shapes(flatten((subject.arguments, dict(subject.keywords)))[0])
+    roles = tuple(name is not None for name in subject.names), len(subject.given), subject.calls
+    return parts_of(module), tensors, roles
+
+
+def parts_of(module: nn.Module) -> Any:
+    """What is the same for modules that are alike."""
+    return tuple(
+        (
+            type(part),
+            part.extra_repr(),
+            tuple(
+                (name, value)
+                for name, value in vars(part).items()
+                if isinstance(value, int | float | str | bool) and name not in _POSITIONS
+            ),
+            tuple(
+                (name, tuple(p.shape), p.dtype, p.requires_grad)
+                for name, p in part._parameters.items()
+                if p is not None
+            ),
+        )
+        for part in module.modules()
+    )
+
+
+@contextmanager
+def gradients_kept(module: nn.Module) -> Iterator[None]:
+    """The parameters have their ``.grad`` back afterwards."""
+    before = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+def flops_of(subject: Subject) -> float:
+    """The operations of a unit's forward."""
+    args, kwargs, _ = subject.fresh(leaf=True)
+    with Meter(_ANY) as meter, torch.enable_grad():
+        subject.module(*args, **kwargs)
+    return float(meter.flops)
+
+
+_ANY = Device("any", {"float32": 1.0}, 1.0, 1.0)
+
+
+def chain_edges(count: int) -> list[Edge]:
+    """The values of units of which each feeds the next."""
+    return [Edge(f"unit{index}", index, (index + 1,)) for index in range(count - 1)]

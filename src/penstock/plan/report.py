@@ -1,0 +1,210 @@
+"""The report: one HTML file that stands alone, with the table, timelines, memory and the cut of each plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from penstock.plan.answer import Plan, Plans, bytes_as_text, seconds_as_text, static_of
+from penstock.plan.costs import UnitCosts
+from penstock.schedule import Action, Op, Simulation, Span, Timeline
+from penstock.schedule.drawing.palette import COLOURS, NAMES
+
+TEMPLATE = Path(__file__).with_name("report.html")
+MOST_SPANS = 60_000
+"""How many actions are drawn: of more plans than they suffice for, the first have pictures."""
+HELD = ("weights", "gradients", "optimizer", "messages", "activations", "between I and W")
+"""What lies in a rank's memory, from the bottom up."""
+
+
+def report_of(
+    plans: Plans | Sequence[Plan], *, title: str = "", measured: Timeline | None = None
+) -> str:
+    """The report as the text of an HTML file that needs no other file and no network.
+
+    Args:
+        plans: the fastest first.
+        title: what stands above; by default of what model and device they are.
+        measured: a step that the first plan was run for, to stand beside its simulation.
+    """
+    profile = plans.profile if isinstance(plans, Plans) else None
+    if not title:
+        title = f"Plans for {profile.model or 'a model'}" if profile else "A plan and its step"
+    data = {
+        "title": title,
+        "note": _note(plans),
+        "head": ["schedule", *_COLUMNS],
+        "colours": {op.value: colour for op, colour in COLOURS.items()},
+        "names": {op.value: name for op, name in NAMES.items()},
+        "held": HELD,
+        "plans": list(_plans(plans, measured)),
+    }
+    # In a script element, "</" would end it, wherever it stands.
+    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    return TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", text)
+
+
+_COLUMNS = (
+    "ranks", "replicas", "stages", "microbatches", "computed again", "step", "tokens/s", "bubble",
+    "memory by rank", "why not",
+)  # fmt: skip
+
+
+def _note(plans: Plans | Sequence[Plan]) -> str:
+    if not isinstance(plans, Plans):
+        return ""
+    kind = "measured on" if plans.profile.measured else "predicted for"
+    return (
+        f"Costs {kind} {plans.profile.device}. {plans.looked_at} candidates, of which {plans.simulated} were "
+        "simulated; the others were proven to be slower, or do not fit."
+    )
+
+
+def _plans(plans: Plans | Sequence[Plan], measured: Timeline | None) -> Iterator[dict[str, Any]]:
+    left = MOST_SPANS
+    for number, plan in enumerate(plans):
+        left -= sum(map(len, plan.schedule.programs))
+        row = plans.row(number)[1:] if isinstance(plans, Plans) else _row(plan)
+        units = plans.costs(plan) if isinstance(plans, Plans) else None
+        found: dict[str, Any] = {
+            "row": row,
+            "limit": plan.limit,
+            "cut": list(_cut(plan, units)),
+            "timelines": [],
+        }
+        if left >= 0 or number == 0:
+            found["timelines"].append(_timeline("simulated", plan, plan.simulation))
+            if measured is not None and number == 0:
+                found["timelines"].append(_measured(plan, measured))
+        yield found
+
+
+def _row(plan: Plan) -> list[str]:
+    return [str(cell) for cell in (
+        plan.shape.schedule, plan.ranks, plan.replicas, len(plan.stages),
+        f"{plan.microbatches} x {plan.shape.samples}", len(plan.checkpoint),
+        seconds_as_text(plan.seconds), f"{plan.rate:,.4g}", f"{plan.bubble:.1%}",
+        bytes_as_text(max(plan.memory)), "",
+    )]  # fmt: skip
+
+
+def _timeline(label: str, plan: Plan, ran: Simulation) -> dict[str, Any]:
+    ranks = range(plan.ranks)
+    return {
+        "label": label,
+        "seconds": ran.makespan,
+        "spans": [[_span(span, 0.0) for span in ran.timeline.of_rank(rank)] for rank in ranks],
+        "gaps": [
+            [
+                [_short(gap.start), _short(gap.end), str(gap.action), awaited(gap.waits_for)]
+                for gap in ran.gaps(rank)
+            ]
+            for rank in ranks
+        ],
+        "memory": [_memory(plan, rank, ran.timeline.of_rank(rank), 0.0) for rank in ranks],
+    }
+
+
+def _measured(plan: Plan, timeline: Timeline) -> dict[str, Any]:
+    """A step that was run: what its gaps waited for is not recorded, but what came next is."""
+    start, ranks = timeline.start, range(timeline.ranks)
+    computing = [
+        [span for span in timeline.of_rank(rank) if span.action.op in COLOURS] for rank in ranks
+    ]
+    awaited = _awaited(plan, timeline)
+    return {
+        "label": "measured",
+        "seconds": timeline.makespan,
+        "spans": [[_span(span, start) for span in spans] for spans in computing],
+        "gaps": [
+            [
+                [
+                    _short(a.end - start),
+                    _short(b.start - start),
+                    str(b.action),
+                    awaited.get(b.action, ""),
+                ]
+                for a, b in pairwise(spans)
+                if b.start > a.end
+            ]
+            for spans in computing
+        ],
+        "memory": [_memory(plan, rank, computing[rank], start) for rank in ranks],
+    }
+
+
+def _awaited(plan: Plan, timeline: Timeline) -> dict[Any, str]:
+    """What each action of a measured step has to wait for, by the simulation's own account of the gaps."""
+    ran = plan.simulation
+    return {
+        gap.action: awaited(gap.waits_for) for rank in range(plan.ranks) for gap in ran.gaps(rank)
+    }
+
+
+def awaited(action: Action) -> str:
+    """What a rank waits for, in words: an action of its own or of another rank."""
+    _, op, microbatch, _ = action
+    if op is Op.RECV_F:
+        return f"what {action.peer_stage}F{microbatch} sends"
+    if op is Op.RECV_B:
+        return f"the gradient of microbatch {microbatch} from stage {action.peer_stage}"
+    return str(action)
+
+
+def _span(span: Span, origin: float) -> list[Any]:
+    stage, op, microbatch, _ = span.action
+    return [op.value, stage, microbatch, _short(span.start - origin), _short(span.end - origin)]
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.7g}")
+
+
+def _memory(plan: Plan, rank: int, spans: Sequence[Span], origin: float) -> dict[str, Any]:
+    """What a rank holds: all the time, and from each moment on."""
+    costs, placement = plan.stage_costs, plan.schedule.placement
+    mine = placement.stages_on(rank)
+    fixed = [sum(costs.kinds[stage][kind] for stage in mine) for kind in HELD[:3]]
+    fixed.append(static_of(placement, costs, rank) - sum(fixed))
+    stages = len(plan.stages)
+    activation = costs.costs.per_stage("activation", stages)
+    stash = costs.costs.per_stage("stash", stages)
+    held, left = 0.0, 0.0
+    steps: list[tuple[float, float, float]] = []
+    for span in spans:
+        op, stage = span.action.op, span.action.stage
+        if op is Op.F:
+            held += activation[stage]
+        elif op in (Op.I, Op.B):
+            held -= activation[stage]
+        left += {Op.I: stash[stage], Op.W: -stash[stage]}.get(op, 0.0)
+        when = span.start if op is Op.F else span.end
+        steps.append((_short(when - origin), round(max(held, 0.0)), round(max(left, 0.0))))
+    return {"fixed": [round(size) for size in fixed], "steps": steps}
+
+
+def _cut(plan: Plan, units: UnitCosts | None) -> Iterator[dict[str, Any]]:
+    known = {unit.path: unit for unit in units.units} if units is not None else {}
+    again = set(plan.checkpoint)
+    for stage, paths in enumerate(plan.stages):
+        yield {
+            "stage": stage,
+            "rank": plan.schedule.placement.rank_of[stage],
+            "units": [
+                {
+                    "path": path,
+                    "again": path in again,
+                    "forward": unit.forward if unit else None,
+                    "backward": unit.backward if unit else None,
+                    "spread": unit.spread if unit else None,
+                    "held": unit.held if unit else None,
+                    "stash": unit.stash if unit else None,
+                    "weights": unit.parameters if unit else None,
+                }
+                for path in paths
+                for unit in (known.get(path),)
+            ],
+        }

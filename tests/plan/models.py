@@ -1,0 +1,83 @@
+"""Small models, and devices for which their costs are round numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from penstock.plan import Device, Profile, UnitCost, UnitCosts, ValueCost
+
+SLOW = Device("slow", {"float32": 1e9}, 1e6, 1e12, compute_efficiency=1.0, launch=1e-9)
+"""A billion operations per second, and memory that is never in the way."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inputs = nn.Linear(width, 4 * width)
+        self.outputs = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.outputs(nn.functional.gelu(self.inputs(self.norm(x))))
+        return x + hidden
+
+
+class Tower(nn.Module):
+    """Blocks, of which the head is heavier than the rest."""
+
+    def __init__(self, blocks: int = 4, width: int = 16, head: int = 64) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+class Skips(nn.Module):
+    """What the first block gives is also used at the end."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, width)
+        self.middle = nn.Sequential(nn.Linear(width, width), nn.ReLU())
+        self.up = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = self.down(x)
+        late = self.middle(early)
+        found: Tensor = self.up(torch.cat([early, late], dim=-1))
+        return found
+
+
+def profile(
+    weights: list[float], held: float = 10.0, sizes: tuple[int, ...] = (1, 2, 4)
+) -> Profile:
+    """Costs of a chain whose units take so long for a sample."""
+
+    def at(samples: int) -> UnitCosts:
+        units = tuple(
+            UnitCost(
+                path=f"unit{index}",
+                forward=samples * weight,
+                input=samples * weight,
+                weight=samples * weight,
+                backward=2 * samples * weight,
+                held=samples * held,
+                stash=samples * held / 2,
+                parameters=8,
+                trained=8,
+            )
+            for index, weight in enumerate(weights)
+        )
+        values = tuple(
+            ValueCost(f"unit{index}", index, (index + 1,), samples * 1.0)
+            for index in range(len(weights) - 1)
+        )
+        return UnitCosts(samples, units, values)
+
+    return Profile("paper", {size: at(size) for size in sizes}, latency=0.01, bandwidth=1e6)

@@ -1,0 +1,198 @@
+"""What units cost, measured and predicted, and what stages cost by them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import Pipeline
+from penstock.errors import InputFileError, UsageError
+from penstock.plan import DEVICES, Profile, costs_from, device_named, measure, predict
+from penstock.plan.metering import Meter
+from penstock.schedule import looped, v_shaped
+from tests.plan.models import SLOW, Skips, Tower, profile
+
+mse = nn.functional.mse_loss
+
+
+def batch(samples: int = 4, width: int = 16, out: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, width), torch.randn(samples, out)
+
+
+def test_predicted_times_are_the_operations_over_the_rate() -> None:
+    x, y = batch()
+    found = predict(Tower(), x, target=y, loss_fn=mse, device=SLOW).at(4)
+    block, head = found.units[0], found.units[-1]
+    products = 2 * 4 * 16 * 64 * 2  # two products of 4 x 16 x 64
+    assert block.flops == products
+    assert block.forward == pytest.approx(products / 1e9, rel=0.01)
+    assert block.input == pytest.approx(products / 1e9, rel=0.01)
+    assert block.weight == pytest.approx(products / 1e9, rel=0.01)
+    assert block.backward == pytest.approx(2 * products / 1e9, rel=0.01)
+    assert head.flops == 2 * 4 * 16 * 64
+    assert [unit.path for unit in found.units] == [f"blocks.{i}" for i in range(4)] + ["head"]
+
+
+def test_measured_and_predicted_memory_agree() -> None:
+    """Of every unit and value, byte by byte: one with data, the other without."""
+    x, y = batch()
+    told = predict(Tower(), x, target=y, loss_fn=mse, device=SLOW).at(4)
+    seen = measure(Tower(), x, target=y, loss_fn=mse, repeats=1).at(4)
+    kinds = ("held", "stash", "parameters", "trained", "numbers")
+    for one, other in zip(told.units, seen.units, strict=True):
+        assert [getattr(one, k) for k in kinds] == [getattr(other, k) for k in kinds], one.path
+    assert [(v.source, v.targets, v.bytes, v.kept) for v in told.values] == [
+        (v.source, v.targets, v.bytes, v.kept) for v in seen.values
+    ]
+
+
+def test_values_that_skip_units_are_found() -> None:
+    """What is put together between units travels as it is put together."""
+    x, y = batch(out=16)
+    for found in (
+        predict(Skips(), x, target=y, loss_fn=mse, device=SLOW).at(4),
+        measure(Skips(), x, target=y, loss_fn=mse, repeats=1).at(4),
+    ):
+        assert [(v.source, v.targets, v.bytes) for v in found.values] == [
+            (0, (1,), 4 * 16 * 4),
+            (1, (2,), 4 * 32 * 4),
+        ]
+        cut = found.stages((0, 1), looped(2))
+        assert [(e.source, e.targets) for e in cut.edges] == [(0, (1,))]
+
+
+def test_what_forward_holds_is_what_backward_needs() -> None:
+    """A linear layer keeps its input; so does the layer norm, and GELU, and nothing else is kept."""
+    x, y = batch()
+    costs = predict(Tower(), x, target=y, loss_fn=mse, device=SLOW).at(4)
+    block = costs.units[1]
+    wide, narrow = 4 * 64 * 4, 4 * 16 * 4
+    statistics = 2 * 4 * 4
+    # Inside: what the norm gives, what the first product gives, what GELU gives.
+    assert block.held == narrow + wide + wide + statistics
+    # Between the halves: both products' inputs and gradients.
+    assert block.stash == narrow + wide + wide + narrow
+    first = costs.values[0]
+    assert (first.source, first.targets, first.bytes, first.kept) == (0, (1,), narrow, (1,))
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    x = torch.randn(6, 4)
+    mse(model(x), x).backward()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    gradients = [p.grad for p in model.parameters()]
+    state = torch.get_rng_state()
+    measure(model, x, target=x, loss_fn=mse, repeats=1).at(3)
+    predict(model, x, target=x, loss_fn=mse, device="h100").at(3)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_large_model_takes_no_memory() -> None:
+    with torch.device("meta"):
+        model = Tower(blocks=40, width=4096, head=100_000)
+    x = torch.empty(8, 4096, device="meta")
+    costs = predict(
+        model, x, target=x[:, :1].long()[:, 0], loss_fn=nn.functional.cross_entropy, device="h100"
+    ).at(2)
+    assert sum(unit.numbers for unit in costs.units) > 5e9
+    assert len({round(unit.forward, 12) for unit in costs.units[:39]}) == 1
+
+
+def test_stages_add_up_their_units() -> None:
+    costs = profile([1.0, 2.0, 3.0]).at(1)
+    stages = costs.stages((0, 2), looped(2), latency=0.5, bandwidth=10.0)
+    assert stages.costs.forward == [3.0, 3.0]
+    assert stages.costs.backward == [6.0, 6.0]
+    # Both ends of what travels hold it; what stays inside is nobody's, as no graph keeps it.
+    assert stages.costs.activation == [10 + 10 + 1, 10 + 1]
+    assert [(e.value, e.source, e.targets) for e in stages.edges] == [("unit1", 0, (1,))]
+    assert stages.static == (2 * 8 * 4, 8 * 4)
+    again = costs.stages((0, 2), looped(2), checkpoint=[0])
+    assert again.costs.input == [4.0, 3.0]
+    assert again.costs.activation == [10 + 1, 10 + 1]
+
+
+def test_between_stages_of_a_rank_a_value_is_held_once() -> None:
+    costs = profile([1.0] * 4).at(1)
+    stages = costs.stages((0, 1, 2, 3), v_shaped(2))
+    # Stages 1 and 2 are on one rank: what goes from one to the other lies there once.
+    assert stages.costs.activation == [11.0, 12.0, 11.0, 11.0]
+
+
+def test_a_recorded_step_corrects_costs() -> None:
+    model = Tower(blocks=3)
+    x, y = batch(8)
+    said = predict(model, x, target=y, loss_fn=mse, device=SLOW)
+    stages = [["blocks.0", "blocks.1"], ["blocks.2", "head"]]
+    pipe = Pipeline(model, stages=stages, ranks=2, microbatches=2, loss_fn=mse)
+    result = pipe.step(x, target=y, record=True)
+    measured = costs_from(result)
+    corrected = measured.correct(said, 4, (0, 2))
+    again = corrected.at(4).stages((0, 2), looped(2)).costs
+    for stage in range(2):
+        assert again.per_stage("forward", 2)[stage] == pytest.approx(
+            measured.seconds[stage]["forward"]
+        )
+        assert again.per_stage("backward", 2)[stage] == pytest.approx(
+            measured.seconds[stage]["backward"]
+        )
+    with pytest.raises(UsageError, match="give the cut that ran"):
+        measured.correct(said, 4, (0, 1, 2))
+    with pytest.raises(UsageError, match="record=True"):
+        costs_from(pipe.step(x, target=y))
+
+
+def test_costs_travel_as_json() -> None:
+    known = profile([1.0, 2.0])
+    again = Profile.from_json(known.to_json())
+    assert again == known
+    with pytest.raises(InputFileError, match="not costs"):
+        Profile.from_json('{"format": "penstock-costs", "version": 1}')
+    with pytest.raises(InputFileError, match="not costs"):
+        Profile.from_json("[]")
+    with pytest.raises(
+        UsageError, match=r"known for microbatches of \[1, 2, 4\] samples, not of 3"
+    ):
+        again.at(3)
+
+
+def test_refusals() -> None:
+    x, y = batch()
+    with torch.device("meta"):
+        model = Tower()
+    with pytest.raises(UsageError, match="predict its costs for a device"):
+        measure(model, x, target=y, loss_fn=mse)
+    with pytest.raises(UsageError, match="did you mean 'h100'"):
+        predict(model, x, device="h10")
+    with pytest.raises(UsageError, match="no part of 3"):
+        predict(model, x, target=y, loss_fn=mse, device="h100").at(3)
+    with pytest.raises(UsageError, match="compute_efficiency"):
+        device_named("h100", compute_efficiency=2)
+
+
+def test_every_number_of_the_table_has_a_source() -> None:
+    for device in DEVICES.values():
+        assert device.sources is not None
+        numbers = {"flops", "memory", "bandwidth", "link_bandwidth", "link_latency", "launch"}
+        assert numbers | {"network_bandwidth", "network_latency"} == set(device.sources)
+        assert device.wire(8)[1] > 0
+        assert device.wire(9)[0] >= device.wire(8)[0]
+
+
+def test_a_meter_counts_what_is_alive() -> None:
+    with Meter(SLOW) as meter:
+        first = torch.zeros(100)
+        second = first.view(10, 10) @ torch.ones(10, 10)
+        assert meter.live == 800
+        del first
+        assert (meter.live, meter.flops) == (400, 2000)
+        del second
+    assert meter.live == 0
+    assert meter.peak == 1200
+    json.dumps(meter.seconds)
