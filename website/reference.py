@@ -20,6 +20,7 @@ PARTS = {
     "penstock.values": "What travels",
     "penstock.step": "Losses and results",
     "penstock.weights": "Weights",
+    "penstock.plan": "Planning a run",
     "penstock.checkpoint": "Saving and resuming",
     "penstock.rng": "Random numbers",
     "penstock.backward": "Backward in two halves",

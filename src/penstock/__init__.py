@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock import partition as partition
     from penstock import pipeline as pipeline
     from penstock import pipelining as pipelining
+    from penstock import plan as plan
     from penstock import rng as rng
     from penstock import runtime as runtime
     from penstock import schedule as schedule
