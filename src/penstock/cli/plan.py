@@ -180,7 +180,3 @@ def bytes_of(text: str) -> float:
     number, unit = float(found[1]), found[2].lower()
     base = 1024 if "i" in unit else 1000
     return float(number * base ** _POWERS[unit.rstrip("b").rstrip("i")])
-
-
-app = typer.Typer(add_completion=False)
-app.command()(plan)

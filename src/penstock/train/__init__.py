@@ -37,7 +37,5 @@ __getattr__ = lazily(
         "plan": "ranks_of",
         "planned": "profile_of",
         "sources": "processes_needed resolve",
-        "planned": "profile_of",
-        "plan": "ranks_of",
     },
 )
