@@ -14,7 +14,7 @@ from penstock.cli.exits import guarded, leaving_on_sigterm
 COMMANDS = {
     "train": "Train a byte-level GPT through pipeline stages.",
     "run": "Run a script in one process per rank on this machine; when one fails, all end.",
-    "plan": "Find the fastest ways to run a model that fit into memory, before it runs.",
+    "plan": "Find the fastest ways to run a model on so many devices, before it runs.",
     "checkpoint": "See what checkpoints hold, and export weights.",
     "schedule": "List, draw, check, simulate, convert and compare schedules; no model needed.",
 }
