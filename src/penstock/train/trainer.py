@@ -116,6 +116,7 @@ def make_pipeline(
         **decided,
         loss_fn=next_byte_loss,
         device=device_of(config),
+        seed=config.seed,
         **(side.options if side else {}),
     )
 
