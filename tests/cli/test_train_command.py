@@ -198,7 +198,7 @@ def test_torchrun_gives_the_losses_of_one_process_bit_for_bit(text: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("shard", [(), ("--shard",)])
+@pytest.mark.parametrize("shard", [pytest.param((), marks=pytest.mark.nightly), ("--shard",)])
 def test_replicas_give_the_losses_of_one_process(text: Path, shard: tuple[str, ...]) -> None:
     options = {"ranks": 2, "replicas": 2}
     many = run("penstock", "train", *small(text, out=text.parent / "many", **options), *shard)

@@ -26,7 +26,13 @@ def steps(*command: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PROCESSES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("llama", "mesh") else [pytest.mark.nightly])
+        for name in sorted(PROCESSES)
+    ],
+)
 def test_examples_run_in_one_process_and_in_several(name: str) -> None:
     if name == "llama" and find_spec("transformers") is None:
         pytest.skip("transformers is not installed")

@@ -105,9 +105,9 @@ def listening(found: list[int]) -> set[str]:
 @pytest.mark.parametrize(
     ("launcher", "how", "status"),
     [
-        pytest.param(OWN, "exception", 70, id="own, exception"),
+        pytest.param(OWN, "exception", 70, id="own, exception", marks=pytest.mark.nightly),
         pytest.param(OWN, "SIGKILL", 75, id="own, SIGKILL"),
-        pytest.param(TORCHRUN, "exception", 1, id="torchrun, exception"),
+        pytest.param(TORCHRUN, "exception", 1, id="torchrun, exception", marks=pytest.mark.nightly),
         pytest.param(TORCHRUN, "SIGSTOP", 1, id="torchrun, SIGSTOP"),
     ],
 )
@@ -136,7 +136,13 @@ def test_a_launcher_ends_in_time_and_names_the_cause(
         assert "rank 1 was killed by SIGKILL" in output
 
 
-@pytest.mark.parametrize("launcher", [OWN, TORCHRUN], ids=["own", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(OWN, id="own"),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_launcher_that_is_killed_takes_its_workers_along(
     launcher: list[str], tmp_path: Path
 ) -> None:
@@ -150,7 +156,10 @@ def test_a_launcher_that_is_killed_takes_its_workers_along(
         assert all_gone(found, 2.0 * SLACK)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly)],
+)
 def test_a_signal_to_the_launcher_ends_all(number: int, status: int, tmp_path: Path) -> None:
     with launched(OWN, tmp_path, "wait") as job:
         found = pids(tmp_path)

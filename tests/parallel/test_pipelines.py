@@ -259,6 +259,7 @@ def run_in_three(group: Any, schedule: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_pipeline_replicas_and_tensor_parallelism_together() -> None:
     with WorkerPool(8) as pool:

@@ -211,11 +211,6 @@ MAKING: dict[str, Refusal] = {
         r"rules=\{0: 1\}: must be Split\(dim\)",
     ),
     "no rules": (lambda: make(rules=[1]), MicrobatchError, r"rules=\[1\]: must be a mapping"),
-    "no schedule": (
-        lambda: make(schedule=None),
-        UsageError,
-        "schedule=None: must be a name, a file, a Schedule, or a function of ranks and microbatches",
-    ),
     "a function that gives no schedule": (
         lambda: make(schedule=lambda ranks, microbatches: "1F1B"),
         ScheduleError,

@@ -243,7 +243,7 @@ def lose_all(folder: Path) -> None:
     [
         (break_index, "not an index of weights"),
         (break_file, "not a safetensors file"),
-        (lose_file, "names model-00001-of-00002.safetensors, not there"),
+        (lose_file, "names model-00001-of-00002.safetensors, which are missing"),
         (lose_all, "neither model.safetensors.index.json nor model.safetensors"),
     ],
 )

@@ -122,7 +122,7 @@ def test_drawings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = visualizer.get_schedule_ops("DualPipeV", 2, 4, add_spacing=True)
     assert len({len(row) + sum(map(extra, row)) for row in rows}) == 1
     visualizer.visualize_schedule(rows)
-    assert capsys.readouterr().out.startswith("rank 0 |")
+    assert capsys.readouterr().out.startswith("rank 0 stage 0 |")
     file = tmp_path / "schedule.svg"
     visualizer.visualize_schedule(rows, str(file))
     assert "0F0" in file.read_text()

@@ -167,7 +167,7 @@ def test_misuse_is_refused(name: str, says: str) -> None:
 def test_numbers_that_do_not_scale_are_refused() -> None:
     with pytest.raises(UsageError, match=r"growth_factor=1\.0 must be above 1"):
         LossScaler(growth_factor=1.0)
-    with pytest.raises(UsageError, match=r"\['scale'\] are not there"):
+    with pytest.raises(UsageError, match=r"\['scale'\] are missing"):
         LossScaler().load_state_dict(
             {k: v for k, v in LossScaler().state_dict().items() if k != "scale"}
         )

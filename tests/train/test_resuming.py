@@ -194,6 +194,7 @@ def children(process: int) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_killed_rank_under_torchrun(text: Path, tmp_path: Path) -> None:
     """With restarts it costs the steps since the last checkpoint, and no number changes."""

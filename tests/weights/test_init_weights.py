@@ -269,7 +269,7 @@ def test_a_pipeline_of_a_meta_model_trains_after_it() -> None:
     [
         (lambda: penstock.init_weights(model(), 1.5), "whole number"),  # type: ignore[arg-type]
         (lambda: penstock.init_weights(3, 1), "has no weights"),
-        (lambda: penstock.init_weights([model(), 3], 1), "is no stage"),
+        (lambda: penstock.init_weights([model(), 3], 1), "is neither"),
         (
             lambda: penstock.init_weights(Pipeline(model(), ranks=2), 1, device="cpu"),
             "leave out device",
