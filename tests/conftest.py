@@ -2,8 +2,8 @@
 
 A test with several parameters is a product. By default one case runs for each value of the largest parameter,
 with the values of the others in turn, so that every value of each is there; the rest of the product is marked
-``nightly``, as some long tests of launchers are, and `make test-all` runs it too. Tests marked ``whole`` always
-run all their cases.
+``nightly``, as some long tests of launchers are, and `make test-all` runs it too. Tests marked ``whole``
+always run all their cases.
 """
 
 from __future__ import annotations
