@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.backward import Ours, Stage, ratio, stage_of
+from benchmarks.backward import Ours, Stage, ratio, stage_of, time_once
 from benchmarks.pairs import Ratios, alternate
 from benchmarks.work import RANKS, gpt, placement
 from penstock import Pipeline, PipelineStage
@@ -73,30 +73,12 @@ def moment() -> float:
     return perf_counter()
 
 
-def time_once(way: Ours) -> dict[str, float]:
-    """Seconds of one microbatch's parts."""
-    start = moment()
-    made = way.forward()
-    forward = moment()
-    state = way.input_half(made)
-    del made
-    first = moment()
-    way.weight_half(state)
-    second = moment()
-    return {
-        "F": forward - start,
-        "I": first - forward,
-        "W": second - first,
-        "I+W": second - forward,
-    }
-
-
 def compare_times(ways: dict[str, Ours], rounds: int, title: str) -> dict[str, Any]:
     """Times and ratios of one width, in turn."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for index in range(rounds + 3):
         for name in list(ways) if index % 2 else list(reversed(ways)):
-            found[name].append(time_once(ways[name]))
+            found[name].append(time_once(ways[name], moment))
     found = {name: measured[3:] for name, measured in found.items()}
     figures: dict[str, Any] = {
         "milliseconds": {

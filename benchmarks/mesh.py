@@ -88,7 +88,7 @@ def measure(group: Any, case: str, schedule: str, rounds: int) -> dict[str, Any]
         "bounded": lambda: bounded.step(works["bounded"].batch, target=works["bounded"].target),
         "peer": peer.step,
     }
-    ways = {name: _cleared(step, works[name]) for name, step in steps.items()}
+    ways = {name: works[name].cleared(step) for name, step in steps.items()}
     counts: dict[str, dict[str, int]] = {}
     for name, way in ways.items():
         way()
@@ -122,14 +122,6 @@ def _pipeline(work: Work, schedule: Schedule, mesh: DeviceMesh) -> Pipeline:
         mesh=mesh,
         replicas=mesh["dp"],
     )
-
-
-def _cleared(step: Callable[[], object], work: Work) -> Callable[[], None]:
-    def run() -> None:
-        step()
-        work.zero_grad()
-
-    return run
 
 
 def compare(rounds: int) -> dict[str, Any]:

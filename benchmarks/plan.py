@@ -1,9 +1,9 @@
 """What a plan says beside what its step does: time and memory on two gloo ranks, of three models.
 
 The costs are measured in both processes at once, as the ranks compute at once in a step. The plans of a model
-then take turns. Two times are told of each: the fastest step on the clock of the wall, and the step as it is
-on a machine that does nothing else: the middle CPU times of its actions, with what its ranks spend around
-them, laid out on a clock for each rank. On a machine that others use too only the second says something.
+then take turns. Two times of each are told: its fastest step by the wall clock, and the step as it would be
+on a machine that does nothing else: the median CPU times of its actions, with what its ranks spend around
+them, laid out on a timeline for each rank. On a machine that others use too, only the second means anything.
 Memory is the most that a rank's tensors take at any moment of a step, weights and gradients included.
 """
 

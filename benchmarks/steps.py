@@ -91,21 +91,13 @@ def measure(group: Any, case: str, schedule: str, rounds: int) -> dict[str, dict
     }
     if "hand" in AIMS[case, schedule]:
         steps["hand"] = ByHand(work, group).step
-    ways = {name: _cleared(step, work) for name, step in steps.items()}
+    ways = {name: work.cleared(step) for name, step in steps.items()}
     for way in ways.values():
         way()
         way()
     found = take_turns(ways, rounds, REPEATS[case])
     pipe.close()
     return {name: {"elapsed": t.elapsed, "cpu": t.cpu} for name, t in found.items()}
-
-
-def _cleared(step: Callable[[], object], work: Work) -> Callable[[], None]:
-    def run() -> None:
-        step()
-        work.zero_grad()
-
-    return run
 
 
 def compare(rounds: int) -> dict[str, Any]:

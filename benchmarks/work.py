@@ -49,6 +49,15 @@ class Work:
         for stage in self.stages:
             stage.zero_grad()
 
+    def cleared(self, step: Callable[[], object]) -> Callable[[], None]:
+        """A step that drops its gradients."""
+
+        def run() -> None:
+            step()
+            self.zero_grad()
+
+        return run
+
 
 def gpt(stages: int, microbatches: int = 8) -> Work:
     """A GPT of width 256 with 4 blocks, sequences of 128, microbatches of 2."""

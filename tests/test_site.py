@@ -28,22 +28,21 @@ FLAGS = (
 )
 SIZES = {"phone": (390, 844), "desktop": (1280, 800)}
 
+# A page that has loaded still moves for a while, until its scripts have run: what is wrong must stay wrong.
+SETTLED = """(async wrong => {
+    let found = wrong();
+    for (let turn = 0; found && turn < 50; turn++) {
+        await new Promise(done => setTimeout(done, 100));
+        found = wrong();
+    }
+    return found;
+})"""
 LOOK = """({
     broken: [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src),
     links: [...document.links].map(a => a.href),
-    scheme: document.body.getAttribute("data-md-color-scheme"),
 })"""
-
-
-OVERFLOW = """(async () => {
-    let over = 0;
-    for (let turn = 0; turn < 50; turn++) {  // a page that was resized moves for a while
-        over = document.documentElement.scrollWidth - innerWidth;
-        if (over <= 0) return 0;
-        await new Promise(done => setTimeout(done, 100));
-    }
-    return over;
-})()"""
+OVERFLOW = SETTLED + "(() => Math.max(0, document.documentElement.scrollWidth - innerWidth))"
+NOT_OF_SCHEME = SETTLED + "(() => document.body.getAttribute('data-md-color-scheme') !== '%s')"
 
 
 class Browser:
@@ -224,7 +223,7 @@ def test_every_page_loads_without_a_complaint(site: Path, address: str, browser:
         found = browser.evaluate(LOOK)
         told = browser.complaints() + [f"image {one}" for one in found["broken"]]
         told += [f"asks elsewhere for {one}" for one in browser.requested(but=address)]
-        if found["scheme"] != {"light": "default", "dark": "slate"}[scheme]:
+        if browser.evaluate(NOT_OF_SCHEME % {"light": "default", "dark": "slate"}[scheme]):
             told.append(f"is not {scheme}")
         for name, size in SIZES.items():
             browser.resize(size)

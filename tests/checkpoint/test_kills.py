@@ -26,7 +26,7 @@ MOST = 200
 
 
 def kill_at(moment: int) -> None:
-    """Have this process be killed when it does something with files for the so-manieth time."""
+    """Have this process killed once it has done so many things with files."""
     left = moment
 
     def count(*_: Any) -> None:

@@ -30,7 +30,7 @@ Capture: TypeAlias = tuple[int, Node, Gradients]
 
 Leaves: TypeAlias = dict[Node, Tensor]
 
-# Freeing takes microseconds a tensor, which only tiny stages notice, and those have little to free.
+# Freeing takes microseconds per tensor, which only tiny stages notice, and those have little to free.
 RELEASE_BYTES = 2**20
 
 

@@ -95,11 +95,13 @@ def _setting(value: Any) -> Any:
 
 
 def _bytes(size: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
+    if size < 1000:
+        return f"{size:,.0f} bytes"
+    for unit in ("kB", "MB"):
         size /= 1000
-    return ""
+        if size < 1000:
+            return f"{size:,.1f} {unit}"
+    return f"{size / 1000:,.1f} GB"
 
 
 def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[Path]:

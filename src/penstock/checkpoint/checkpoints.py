@@ -77,7 +77,7 @@ class Checkpoints:
             pipeline and of the replicas that it knows.
 
     Raises:
-        UsageError: ``keep`` is no number from 1.
+        UsageError: ``keep`` is not a whole number of at least 1.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Checkpoints:
             else:
                 job.mine = self._snapshots.of(job.mine)
                 self._pending = Background(job, team, self._writer)
-        self._last = Saved(step, time.perf_counter() - started, job.path, job.size, job.seconds)
+        self._last = _saved(job, time.perf_counter() - started)
         return self._last
 
     def _write(self, job: Job, team: Team) -> None:
@@ -161,15 +161,13 @@ class Checkpoints:
             return
         pending.wait()
         if self._last is not None:
-            job = pending.job
-            self._last = Saved(self._last.step, self._last.stall, job.path, job.size, job.seconds)
+            self._last = _saved(pending.job, self._last.stall)
 
     @property
     def last(self) -> Saved | None:
         """What the last saving came to, as far as it is known."""
         if self._pending is not None and self._pending.is_done and self._last is not None:
-            job = self._pending.job
-            return Saved(self._last.step, self._last.stall, job.path, job.size, job.seconds)
+            return _saved(self._pending.job, self._last.stall)
         return self._last
 
     # ---- loading
@@ -285,6 +283,10 @@ class Checkpoints:
         else:
             # The other processes may be gone: what is being written becomes whole without this call.
             self._writer.close()
+
+
+def _saved(job: Job, stall: float) -> Saved:
+    return Saved(job.step, stall, job.path, job.size, job.seconds)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from penstock.checkpoint.shards import NAMES, Region, memory_of
+from penstock.checkpoint.shards import NAMES, Region, all_of, memory_of
 from penstock.errors import UsageError
 from penstock.parallel import local_part, region_of, whole
 from penstock.partition import find_shared
@@ -26,7 +26,7 @@ from penstock.pipeline import Pipeline
 from penstock.rng import unwrapped
 from penstock.weights.optimizers import check_kept_per_parameter, merge_groups, read_states
 from penstock.weights.states import Names, Weights, WholeModel, check_apart
-from penstock.weights.trees import encode, encode_inline
+from penstock.weights.trees import MARK, encode, encode_inline
 
 MODEL = "model"
 RANDOMNESS = "randomness"
@@ -45,6 +45,7 @@ class Targets:
         optimizers: of their parameters.
         states: whatever else has a state dict.
         pipe: the pipeline, if there is one.
+        names: of the parameters of all weights, by identity.
     """
 
     weights: dict[str, Weights] = field(default_factory=dict)
@@ -144,7 +145,7 @@ def part_of(tensor: Tensor) -> Part:
     region = region_of(tensor)
     if region is None:
         tensor = whole(tensor)
-        region = (0,) * tensor.dim(), tuple(tensor.shape)
+        region = all_of(tensor.shape)
     return Part(local_part(tensor), tuple(tensor.shape), region)
 
 
@@ -190,7 +191,8 @@ class Own:
         weights.check_filled()
         tensors: dict[str, Tensor] = {}
         tied, others = {}, {}
-        for name, (names, value) in weights.held().items():
+        held = weights.held()
+        for name, (names, value) in held.items():
             name = unwrapped(name)
             if isinstance(value, Tensor):
                 tensors[f"{label}/{name}"] = value
@@ -198,7 +200,7 @@ class Own:
             else:
                 others[name] = encode(value, f"{label}/{name}", tensors)
         self.parts.update({key: part_of(tensor) for key, tensor in tensors.items()})
-        shared = [name for name in weights.held() if weights.is_shared(name)]
+        shared = [name for name in held if weights.is_shared(name)]
         self.structure["weights"][label] = {"tied": tied, "others": others, "shared": shared}
 
     def _take_optimizer(self, label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
@@ -318,43 +320,37 @@ def spread_groups(state: Any, numbers: Sequence[int]) -> Any:
         state: as JSON data.
         numbers: of each of its groups the number of the merged one.
     """
-
-    def change(values: list[Any]) -> Any:
-        by_number = {str(number): value for number, value in zip(numbers, values, strict=True)}
-        return {"$": "groups", "of": by_number}
-
-    return _per_group(
-        state, change, lambda values: isinstance(values, list) and len(values) == len(numbers)
-    )
-
-
-def _per_group(state: Any, change: Any, concerns: Any) -> Any:
     if isinstance(state, list):
-        return [_per_group(one, change, concerns) for one in state]
+        return [spread_groups(one, numbers) for one in state]
     if not isinstance(state, dict):
         return state
     return {
-        key: change(value)
-        if key in PER_GROUP and concerns(value)
-        else _per_group(value, change, concerns)
+        key: _by_number(value, numbers)
+        if key in PER_GROUP and isinstance(value, list) and len(value) == len(numbers)
+        else spread_groups(value, numbers)
         for key, value in state.items()
     }
+
+
+def _by_number(values: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
+    by_number = {str(number): value for number, value in zip(numbers, values, strict=True)}
+    return {MARK: "groups", "of": by_number}
+
+
+def _is_by_number(state: Any) -> bool:
+    return isinstance(state, dict) and state.get(MARK) == "groups"
 
 
 def join_groups(states: Sequence[Any]) -> Any:
     """Several ranks' states of a scheduler as one that knows all groups."""
     known: dict[str, dict[str, Any]] = {}
-    _walk_groups(list(states), "", known)
+    for state in states:
+        _collect(state, "", known)
     return _filled(states[0], "", known)
 
 
-def _walk_groups(states: Any, path: str, known: dict[str, dict[str, Any]]) -> None:
-    for state in states:
-        _collect(state, path, known)
-
-
 def _collect(state: Any, path: str, known: dict[str, dict[str, Any]]) -> None:
-    if isinstance(state, dict) and state.get("$") == "groups":
+    if _is_by_number(state):
         known.setdefault(path, {}).update(state["of"])
     elif isinstance(state, (dict, list)):
         for key, value in state.items() if isinstance(state, dict) else enumerate(state):
@@ -363,7 +359,7 @@ def _collect(state: Any, path: str, known: dict[str, dict[str, Any]]) -> None:
 
 def _filled(state: Any, path: str, known: Mapping[str, Mapping[str, Any]]) -> Any:
     if path in known:
-        return {"$": "groups", "of": dict(known[path])}
+        return {MARK: "groups", "of": dict(known[path])}
     if isinstance(state, list):
         return [_filled(one, f"{path}/{i}", known) for i, one in enumerate(state)]
     if isinstance(state, dict):
@@ -379,7 +375,7 @@ def pick_groups(state: Any, numbers: Sequence[int | None], now: Any) -> Any:
         numbers: of each group here the number of the merged one.
         now: the scheduler's state here, from which a group that was not saved has its part.
     """
-    if isinstance(state, dict) and state.get("$") == "groups":
+    if _is_by_number(state):
         here = now if isinstance(now, list) and len(now) == len(numbers) else [None] * len(numbers)
         return [
             state["of"].get(str(number), own) for number, own in zip(numbers, here, strict=True)

@@ -69,7 +69,8 @@ class Found:
         """
         if Path(name).name != name:
             raise InputFileError(
-                f"{self.path / TABLE} names {name!r}, outside of its folder; do not use it"
+                f"{self.path / TABLE} names {name!r}, which is outside of its folder; do not trust "
+                "this checkpoint"
             )
         return self.path / name
 

@@ -18,7 +18,7 @@ from penstock.checkpoint.contents import (
     spread_groups,
 )
 from penstock.checkpoint.folder import TABLE, Found
-from penstock.checkpoint.shards import BLOCK, Region, Stored, verify_header
+from penstock.checkpoint.shards import BLOCK, Region, Stored, all_of, verify_header
 from penstock.checkpoint.team import Team
 from penstock.errors import InputFileError, StateDictError
 from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
@@ -31,7 +31,7 @@ from penstock.weights.optimizers import (
 )
 from penstock.weights.reading import DTYPES
 from penstock.weights.states import Weights, check_apart
-from penstock.weights.trees import decode, decode_inline
+from penstock.weights.trees import decode, decode_inline, keys_of
 
 log = logging.getLogger("penstock")
 Need = tuple[str, Region]
@@ -64,8 +64,13 @@ class Table:
             if isinstance(error, InputFileError):
                 raise
             raise InputFileError(
-                f"{found.path / TABLE} is no table of a checkpoint ({type(error).__name__}: {error})"
+                f"{found.path / TABLE} is not the table of a checkpoint ({type(error).__name__}: {error})"
             ) from error
+
+    @property
+    def labels(self) -> list[str]:
+        """Of everything that was saved."""
+        return [*self.weights, *self.optimizers, *self.states]
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -77,8 +82,7 @@ class Table:
 
     def everything(self, key: str) -> Region:
         """All of a tensor."""
-        shape = self.shape(key)
-        return (0,) * len(shape), shape
+        return all_of(self.shape(key))
 
     def pieces(self, key: str) -> Iterator[tuple[Stored, Region]]:
         """Where a tensor is: its pieces, each with its place."""
@@ -199,9 +203,7 @@ class Loading:
         weights.check_filled()
         saved, found = self._table.weights.get(label), []
         if saved is None:
-            self._problems.add(
-                "others", f"{label}= was not saved; there are {self._saved_labels()}"
-            )
+            self._note_unsaved(label)
             return []
         for first, (names, value) in weights.held().items():
             known = [unwrapped(name) for name in names]
@@ -213,9 +215,7 @@ class Loading:
             if key is None:
                 self._problems.add("missing", f"{label}/{unwrapped(first)}")
                 continue
-            if (isinstance(value, Tensor) and self._fits(key, value)) or not isinstance(
-                value, Tensor
-            ):
+            if not isinstance(value, Tensor) or self._fits(key, value):
                 found.append((first, value, key))
         return found
 
@@ -243,9 +243,7 @@ class Loading:
         saved, optimizer = self._table.optimizers.get(label), self._targets.optimizers[label]
         own = read_states(optimizer, self._targets.names, f"{label}=")
         if saved is None:
-            self._problems.add(
-                "others", f"{label}= was not saved; there are {self._saved_labels()}"
-            )
+            self._note_unsaved(label)
             return [None] * len(own.groups)
         if saved["kind"] != own.kind:
             self._problems.add(
@@ -269,9 +267,7 @@ class Loading:
         saved = self._table.states.get(label)
         if saved is None:
             if label != RANDOMNESS:
-                self._problems.add(
-                    "others", f"{label}= was not saved; there are {self._saved_labels()}"
-                )
+                self._note_unsaved(label)
             return None
         numbers = saved["of"]
         if len(saved["variants"]) == 1:
@@ -298,9 +294,9 @@ class Loading:
         own = {n for n in numbers[replica * processes : (replica + 1) * processes] if n >= 0}
         return own.pop() if len(own) == 1 else None
 
-    def _saved_labels(self) -> str:
-        labels = [*self._table.weights, *self._table.optimizers, *self._table.states]
-        return ", ".join(f"{label}=" for label in labels)
+    def _note_unsaved(self, label: str) -> None:
+        saved = ", ".join(f"{one}=" for one in self._table.labels)
+        self._problems.add("others", f"{label}= was not saved; there are {saved}")
 
     # ---- checking
 
@@ -319,13 +315,13 @@ class Loading:
                     yield key, region_of(own) or self._table.everything(key)
         for label, optimizer in self._targets.optimizers.items():
             for _, parameter, state in self._states_of(label, optimizer):
-                for key in _keys(state):
+                for key in keys_of(state):
                     yield key, self._region(key, parameter)
         for state in self._states.values():
-            yield from ((key, self._table.everything(key)) for key in _keys(state))
+            yield from ((key, self._table.everything(key)) for key in keys_of(state))
         for label in self._weights:
             others = self._table.weights.get(label, {}).get("others", {})
-            yield from ((key, self._table.everything(key)) for key in _keys(others))
+            yield from ((key, self._table.everything(key)) for key in keys_of(others))
 
     def told(self) -> list[Any]:
         """What the other processes have to know: what does not fit here, and what was saved for this one."""
@@ -343,7 +339,7 @@ class Loading:
             for name in saved["others"]
         ]
         weights = [key for key in self._table.tensors if key.partition("/")[0] in self._weights]
-        inner = {key for of in self._table.weights.values() for key in _keys(of["others"])}
+        inner = {key for of in self._table.weights.values() for key in keys_of(of["others"])}
         parameters = [
             f"{label}/{name}"
             for label, saved in self._table.optimizers.items()
@@ -522,19 +518,5 @@ class Loading:
     def left_out(self) -> list[str]:
         """What was saved and not asked for, where more than weights were."""
         given = {*self._targets.labels, RANDOMNESS}
-        saved = [*self._table.weights, *self._table.optimizers, *self._table.states]
         asks = self._targets.optimizers or self._targets.states.keys() - {RANDOMNESS}
-        return [label for label in saved if label not in given] if asks else []
-
-
-def _keys(state: Any) -> Iterator[str]:
-    """The tensors of a state in JSON data."""
-    if isinstance(state, list):
-        for one in state:
-            yield from _keys(one)
-    elif isinstance(state, dict):
-        if state.get("$") in ("tensor", "array"):
-            yield state["key"]
-        else:
-            for one in state.values():
-                yield from _keys(one)
+        return [label for label in self._table.labels if label not in given] if asks else []

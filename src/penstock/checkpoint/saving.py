@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -27,10 +28,10 @@ from penstock.checkpoint.contents import (
     spread_groups,
 )
 from penstock.checkpoint.folder import Writer
-from penstock.checkpoint.shards import write_shard
+from penstock.checkpoint.shards import Region, all_of, write_shard
 from penstock.checkpoint.team import Team
 from penstock.errors import CheckpointError
-from penstock.weights.trees import encode_inline
+from penstock.weights.trees import encode_inline, with_keys
 
 _POLL = 0.02
 _ORPHANED = 60.0
@@ -50,8 +51,8 @@ class Plan:
 
     def __init__(self, told: Sequence[Mapping[str, Any]], team: Team) -> None:
         self.about: dict[str, tuple[str, list[int]]] = {}
-        self.writers: dict[str, dict[tuple[tuple[int, ...], ...], int]] = {}
-        holders: dict[str, dict[tuple[tuple[int, ...], ...], list[int]]] = {}
+        self.writers: dict[str, dict[Region, int]] = {}
+        holders: dict[str, dict[Region, list[int]]] = {}
         for process, tensors in enumerate(told):
             for key, (dtype, shape, region) in tensors.items():
                 known = self.about.setdefault(key, (dtype, shape))
@@ -60,7 +61,7 @@ class Plan:
                         f"{key} is {dtype} {shape} on {team.name(process)} and {known[0]} {known[1]} on "
                         "another; one name must mean one tensor"
                     )
-                box = tuple(map(tuple, region))
+                box = tuple(region[0]), tuple(region[1])
                 holders.setdefault(key, {}).setdefault(box, []).append(process)
         load = [0] * len(told)
         for key, boxes in holders.items():
@@ -68,14 +69,14 @@ class Plan:
             self.writers[key] = {}
             for box, processes in boxes.items():
                 least = min(processes, key=lambda process: load[process])
-                load[least] += _count(box[1])
+                load[least] += math.prod(box[1])
                 self.writers[key][box] = least
 
-    def _check_whole(self, key: str, boxes: Sequence[tuple[tuple[int, ...], ...]]) -> None:
+    def _check_whole(self, key: str, boxes: Sequence[Region]) -> None:
         dtype, shape = self.about[key]
         if dtype is None:
             raise CheckpointError(f"{key} is of a type that safetensors files cannot hold")
-        if sum(_count(sizes) for _, sizes in boxes) != _count(shape):
+        if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
             raise CheckpointError(
                 f"{key} has the shape {shape}, and the processes that save have the parts "
                 f"{[list(sizes) for _, sizes in boxes]} of it; give penstock.Checkpoints(group=...) the "
@@ -96,13 +97,6 @@ def name_of(key: str, region: Sequence[Sequence[int]], shape: Sequence[int]) -> 
     if list(region[1]) == list(shape):
         return key
     return f"{key}@{','.join(map(str, region[0]))}"
-
-
-def _count(sizes: Sequence[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
 
 
 # ---- what is to be written
@@ -281,7 +275,7 @@ class States:
         """This process's tensors, by their keys in the checkpoint."""
         return {
             _variant(key, self._of[label][process]): Part(
-                tensor, tuple(tensor.shape), ((0,) * tensor.dim(), tuple(tensor.shape))
+                tensor, tuple(tensor.shape), all_of(tensor.shape)
             )
             for label, (_, tensors) in own.states.items()
             for key, tensor in tensors.items()
@@ -333,13 +327,7 @@ def _variant(key: str, number: int) -> str:
 
 def _keyed(state: Any, number: int) -> Any:
     """A state whose tensors have the keys of a variant."""
-    if isinstance(state, list):
-        return [_keyed(one, number) for one in state]
-    if not isinstance(state, dict):
-        return state
-    if state.get("$") in ("tensor", "array"):
-        return {**state, "key": _variant(state["key"], number)}
-    return {key: _keyed(one, number) for key, one in state.items()}
+    return with_keys(state, lambda key: _variant(key, number))
 
 
 # ---- beside the training

@@ -32,6 +32,11 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]
 """A part of a tensor: where it begins in each dimension, and how long it is there."""
 
 
+def all_of(shape: Sequence[int]) -> Region:
+    """The whole of a tensor."""
+    return (0,) * len(shape), tuple(shape)
+
+
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Write tensors into a new file, and see it onto the disk.
 

@@ -14,7 +14,7 @@ from penstock.cli.exits import guarded, leaving_on_sigterm
 COMMANDS = {
     "train": "Train a byte-level GPT through pipeline stages.",
     "run": "Run a script in one process per rank on this machine; when one fails, all end.",
-    "plan": "Find the fastest ways to run a model on so many devices, before it runs.",
+    "plan": "Find the fastest ways to run a model on a number of devices, before it runs.",
     "checkpoint": "See what checkpoints hold, and export weights.",
     "schedule": "List, draw, check, simulate, convert and compare schedules; no model needed.",
 }
@@ -50,9 +50,8 @@ def _show_version(wanted: bool) -> None:
 
 
 def _installed(package: str) -> str:
-    metadata = import_module(
-        "importlib.metadata"
-    )  # slow to import, and needed by nothing else here
+    # Slow to import, and needed by nothing else here.
+    metadata = import_module("importlib.metadata")
     try:
         return str(metadata.version(package))
     except metadata.PackageNotFoundError:

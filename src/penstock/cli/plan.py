@@ -91,7 +91,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     report: Report = None,
     json: Json = None,
 ) -> None:
-    """Find the fastest ways to run a model on so many devices, before it runs.
+    """Find the fastest ways to run a model on a number of devices, before it runs.
 
     The model is the one of penstock train (--config), or one of transformers (--hf) without its weights.
     """

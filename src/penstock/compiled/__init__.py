@@ -5,8 +5,9 @@ Names are found when they are first used: most of them need parts of torch that 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.lazily import lazily
 
 if TYPE_CHECKING:
     from penstock.compiled.halves import places_in
@@ -22,10 +23,11 @@ __all__ = [
     "settings_of",
 ]
 
-_HOMES = {"places_in": "halves", "graphs_kept": "names", "has_compiler": "names"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'stages')}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "halves": "places_in",
+        "names": "graphs_kept has_compiler",
+        "stages": "CompiledModule RefusedError settings_of",
+    },
+)

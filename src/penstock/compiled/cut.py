@@ -129,16 +129,23 @@ def _output(graph: Graph) -> Node:
     return found
 
 
-def _above(nodes: Iterable[Any]) -> dict[Node, None]:
-    """Returns the nodes and all that they depend on."""
+def _reached(
+    nodes: Iterable[Any], onward: Callable[[Node], Iterable[Node]], stop: Collection[Node] = ()
+) -> dict[Node, None]:
+    """Returns the nodes and all that a walk onward from them comes to, up to where it is to stop."""
     found: dict[Node, None] = {}
     pending = list(nodes)
     while pending:
         node = pending.pop()
-        if node not in found:
+        if node not in found and node not in stop:
             found[node] = None
-            pending += node.all_input_nodes
+            pending += onward(node)
     return found
+
+
+def _above(nodes: Iterable[Any], stop: Collection[Node] = ()) -> dict[Node, None]:
+    """Returns the nodes and all that they depend on."""
+    return _reached(nodes, lambda node: node.all_input_nodes, stop)
 
 
 def _separate_convolutions(graph: Graph) -> None:
@@ -236,7 +243,8 @@ def _cheapest(prices: _Prices, results: Iterable[Node], policy: Policy) -> list[
 
 
 def _repetition(graph: Graph, policy: Policy) -> Callable[[Node], bool]:
-    of_gradients = _below(n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name)
+    gradients = (n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name)
+    of_gradients = _reached(gradients, lambda node: node.users)
 
     def may_repeat(node: Node) -> bool:
         if (
@@ -250,17 +258,6 @@ def _repetition(graph: Graph, policy: Policy) -> Callable[[Node], bool]:
         return policy.fused and is_light(node) and not _is_reduction(node)
 
     return may_repeat
-
-
-def _below(nodes: Iterable[Node]) -> set[Node]:
-    found: set[Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.users
-    return found
 
 
 def _value(node: Node) -> Any:
@@ -289,13 +286,7 @@ def _graph_of(
     for node in arguments:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-    needed = set[Node]()
-    pending = [*results, *besides]
-    while pending:
-        node = pending.pop()
-        if node not in needed and node not in copies:
-            needed.add(node)
-            pending += node.all_input_nodes
+    needed = _above([*results, *besides], stop=copies)
     for node in whole.graph.nodes:
         if node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)

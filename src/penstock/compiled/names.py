@@ -66,9 +66,6 @@ def propagate(graph: GraphModule, inputs: Sequence[Any]) -> None:
 
 # ---- the backward of what is compiled
 
-COMPILED = "CompiledFunctionBackward"
-"""The name of the nodes in autograd's graph that are compiled, each kind of one compiled graph."""
-
 
 class Later:
     """The backward graph of a kind of compiled nodes, which torch compiles when it is first run.

@@ -196,7 +196,7 @@ def _settings(module: nn.Module) -> dict[str, Any]:
 def _undone_on_error(module: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    states = [torch.get_rng_state()]
+    state = torch.get_rng_state()
     modules = [torch.get_device_module(device) for device in devices if device.type != "cpu"]
     others = [(of, of.get_rng_state()) for of in modules]
     try:
@@ -205,9 +205,9 @@ def _undone_on_error(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        torch.set_rng_state(states[0])
-        for of, state in others:
-            of.set_rng_state(state)
+        torch.set_rng_state(state)
+        for of, other in others:
+            of.set_rng_state(other)
         raise
 
 

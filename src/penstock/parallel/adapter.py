@@ -15,7 +15,7 @@ Apart = Callable[[], AbstractContextManager[Any]]
 
 
 class Adapter:
-    """Goes along with a stage through a call; what it does not do otherwise is nothing.
+    """Goes along with a stage through a call; a method that is not overridden does nothing.
 
     Attributes:
         whole_backward: whether the graph of a stage's backward must be run in one piece. Gradients of weights
@@ -85,7 +85,7 @@ _SHARDS = "torch.distributed.fsdp"
 
 
 def over_replicas(module: nn.Module, mesh: Any, *, shard: bool) -> nn.Module:
-    """A stage's module spread over the replicas of a pipeline, for those who have no wish of their own.
+    """A stage's module spread over the replicas of a pipeline, in the usual way.
 
     Args:
         module: of the stage.

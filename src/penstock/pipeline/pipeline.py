@@ -45,7 +45,7 @@ from penstock.pipeline.setup import (
     world_of,
     wrap_stages,
 )
-from penstock.pipeline.watching import StepEvent, StepHook, StepHookHandle, Watchers
+from penstock.pipeline.watching import StepEvent, StepHook, Watchers
 from penstock.pipeline.weights import HeldWeights, WeightMethods
 from penstock.plan import answer as planning
 from penstock.rng import Randomness, Seed, own_seed
@@ -490,7 +490,7 @@ class Pipeline(WeightMethods):
 
     def on_step(
         self, after: StepHook | None = None, *, before: StepHook | None = None
-    ) -> StepHookHandle:
+    ) -> HookHandle:
         """Call functions after and before each training step of this process.
 
         They get a :class:`~penstock.StepEvent`: the number of the step, its result, and what it took. The

@@ -30,7 +30,7 @@ from penstock.step import (
     Reduction,
     Replicas,
 )
-from penstock.transport import Circle, Transport, connect, in_process, launched, sum_over
+from penstock.transport import Circle, Transport, connect, in_process, launched
 
 
 def placed_on(device: torch.device | str | None) -> torch.device | None:
@@ -197,7 +197,7 @@ def replicas_of(replicas: Any) -> Replicas:
             "mesh of that dimension, or penstock.Replicas"
         )
     circle = Circle(group)
-    return Replicas(*sum_over(group), index=circle.rank, exchange=circle.exchange)
+    return Replicas(circle.size, circle.sum, index=circle.rank, exchange=circle.exchange)
 
 
 def connect_if_launched(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from penstock.errors import UsageError
+from penstock.runtime import HookHandle
 from penstock.step import StepResult
 
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -46,32 +47,13 @@ class StepEvent:
 StepHook = Callable[[StepEvent], object]
 
 
-class StepHookHandle:
-    """Takes functions away that ``pipe.on_step`` has added."""
-
-    def __init__(
-        self, hooks: dict[StepHookHandle, tuple[StepHook | None, StepHook | None]]
-    ) -> None:
-        self._hooks = hooks
-
-    def remove(self) -> None:
-        """Take them away; a second time does nothing."""
-        self._hooks.pop(self, None)
-
-    def __enter__(self) -> StepHookHandle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-
 class Watchers:
     """The functions that are called at each step, in the order in which they were given."""
 
     def __init__(self) -> None:
-        self._hooks: dict[StepHookHandle, tuple[StepHook | None, StepHook | None]] = {}
+        self._hooks: dict[HookHandle, tuple[StepHook | None, StepHook | None]] = {}
 
-    def add(self, after: StepHook | None, before: StepHook | None) -> StepHookHandle:
+    def add(self, after: StepHook | None, before: StepHook | None) -> HookHandle:
         """Call functions after and before each step.
 
         Raises:
@@ -82,7 +64,7 @@ class Watchers:
             raise UsageError(
                 "on_step needs a function of a StepEvent to call after each step, or before=, or both"
             )
-        handle = StepHookHandle(self._hooks)
+        handle = HookHandle(self._hooks)
         self._hooks[handle] = (after, before)
         return handle
 

@@ -11,8 +11,9 @@ Names are found when they are first used, so that the command line does not wait
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.lazily import lazily
 
 if TYPE_CHECKING:
     from penstock.plan.answer import Plan, Plans, Shape
@@ -31,28 +32,6 @@ if TYPE_CHECKING:
     from penstock.plan.measuring import measure
     from penstock.plan.predicting import predict
     from penstock.plan.searching import plan_for, search
-
-_HOME = {
-    "DEVICES": "devices",
-    "Device": "devices",
-    "MeasuredStages": "costs",
-    "Plan": "answer",
-    "Plans": "answer",
-    "Profile": "costs",
-    "Shape": "answer",
-    "StageCosts": "costs",
-    "UnitCost": "costs",
-    "UnitCosts": "costs",
-    "ValueCost": "costs",
-    "costs_from": "costs",
-    "cut_of": "costs",
-    "device_named": "devices",
-    "measure": "measuring",
-    "plan_for": "searching",
-    "predict": "predicting",
-    "predict_hf": "hf",
-    "search": "searching",
-}
 
 __all__ = [
     "DEVICES",
@@ -76,8 +55,15 @@ __all__ = [
     "search",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "answer": "Plan Plans Shape",
+        "costs": "MeasuredStages Profile StageCosts UnitCost UnitCosts ValueCost costs_from cut_of",
+        "devices": "DEVICES Device device_named",
+        "hf": "predict_hf",
+        "measuring": "measure",
+        "predicting": "predict",
+        "searching": "plan_for search",
+    },
+)

@@ -13,7 +13,14 @@ from typing import Any, overload
 import numpy as np
 
 from penstock.errors import InputFileError
-from penstock.plan.costs import Profile, StageCosts, UnitCosts
+from penstock.plan.costs import (
+    AHEAD,
+    Profile,
+    StageCosts,
+    UnitCosts,
+    bandwidth_from_json,
+    bandwidth_to_json,
+)
 from penstock.schedule import (
     Costs,
     Edge,
@@ -32,13 +39,11 @@ from penstock.schedule.packed import Packed
 from penstock.schedule.simulation.memory import changes
 
 FORMAT, VERSION = "penstock-plan", 1
-AHEAD = 2
-"""As the runtime posts receives."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a plan decides, but for the cut.
+    """What a plan decides, apart from the cut.
 
     Args:
         schedule: the name of the schedule.
@@ -47,7 +52,7 @@ class Shape:
         stages_per_rank: how many stages each rank has.
         microbatches: of a pipeline's part of the batch.
         samples: of a microbatch.
-        checkpoint: ``"none"``, ``"needed"`` or ``"all"``: which units keep what they are given alone.
+        checkpoint: ``"none"``, ``"needed"`` or ``"all"``: which units keep only what they are given.
     """
 
     schedule: str
@@ -69,10 +74,10 @@ class Plan:
         shape: what was decided.
         stages: for each stage the paths of its modules.
         checkpoint: the paths of the modules that are computed again in backward.
-        own: the schedule itself, where the library has it not.
-        seconds: of a step, with messages, and gradients summed over the replicas.
-        reduce: of these, for that sum.
-        recompute: of these, on the busiest rank, for what is computed again.
+        own: the schedule itself, where it is not one of the library.
+        seconds: of a step, with its messages and the sum of gradients over the replicas.
+        reduce: how many of these that sum takes.
+        recompute: how many of these the busiest rank takes to compute things again.
         bubble: the share of the ranks' time in which they do not compute.
         memory: the most that each rank holds, in bytes.
         limit: the most that a rank may hold; 0 where there is none.
@@ -113,12 +118,11 @@ class Plan:
         """The schedule, without messages, for the values that travel."""
         if self.own is not None:
             return self.own
-        shape = self.shape
-        return scheduled(shape).with_edges(self.stage_costs.edges)
+        return scheduled(self.shape).with_edges(self.stage_costs.edges)
 
     @property
     def source(self) -> str | Schedule:
-        """What a Pipeline is told: a name that any number of microbatches suits, or a value for its own."""
+        """What a Pipeline is given: a name, good for any number of microbatches, or the plan's schedule."""
         return self.shape.schedule if self.own is None else self.own
 
     @cached_property
@@ -172,7 +176,7 @@ class Plan:
             "costs": {
                 **times,
                 "latency": of.latency,
-                "bandwidth": None if of.bandwidth == float("inf") else of.bandwidth,
+                "bandwidth": bandwidth_to_json(of.bandwidth),
                 "message": of.message,
                 "edges": [[e.value, e.source, list(e.targets), e.gradient] for e in costs.edges],
                 "kinds": [dict(kind) for kind in costs.kinds],
@@ -228,12 +232,15 @@ _KINDS = ("forward", "input", "weight", "backward", "activation", "stash")
 
 
 def _costs_of(data: Mapping[str, Any]) -> StageCosts:
-    bandwidth = float("inf") if data["bandwidth"] is None else float(data["bandwidth"])
     times: dict[str, Any] = {kind: [float(number) for number in data[kind]] for kind in _KINDS}
     message = {str(name): float(size) for name, size in data["message"].items()}
     kinds = tuple({str(k): float(v) for k, v in kind.items()} for kind in data["kinds"])
     costs = Costs(
-        **times, latency=float(data["latency"]), bandwidth=bandwidth, message=message, unit="s"
+        **times,
+        latency=float(data["latency"]),
+        bandwidth=bandwidth_from_json(data["bandwidth"]),
+        message=message,
+        unit="s",
     )
     return StageCosts(
         costs,
@@ -265,7 +272,7 @@ def with_messages(schedule: Schedule) -> Schedule:
 
 
 def held(packed: Packed, stage_costs: StageCosts) -> list[np.ndarray[Any, Any]]:
-    """For each rank the bytes that it holds at most during each of its actions, in their order."""
+    """For each rank the most bytes that it holds during each of its actions, in their order."""
     stages = packed.schedule.stages
     of = stage_costs.costs
     changed = changes(packed, of.per_stage("activation", stages), of.per_stage("stash", stages))

@@ -1,9 +1,9 @@
-"""Look at all ways to run a model that come into question, and keep the fastest that fit.
+"""Try all ways to run a model that are worth considering, and keep the fastest that fit.
 
 Each candidate is a schedule, a number of ranks, replicas, stages and microbatches, and how much is computed
-again. Its stages are cut so that the ranks of its own placement are made equal. It is simulated twice: at
-first without messages being spelled out, which is never longer than with them, and then with them. What is
-proven to be slower than what is known is not simulated at all:
+again. It is cut so that the ranks of its own placement have about equal work. It is simulated twice: first
+without its messages spelled out, which is never longer than with them, and then with them. What is proven
+to be slower than what is known is not simulated at all:
 
 - no cut of the units makes the step shorter than all work shared evenly;
 - with a cut, a rank cannot start before the stages ahead of it have had a microbatch, then has all its own
@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import product
 
 from penstock.errors import ScheduleError
 from penstock.partition import choose_cuts
 from penstock.plan import answer
 from penstock.plan.answer import Shape, peak_memory
-from penstock.plan.costs import Cut, Profile, StageCosts, UnitCost, UnitCosts
+from penstock.plan.costs import Cut, Profile, StageCosts, UnitCost, UnitCosts, runs_of
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.library.registry import find
 
@@ -31,9 +31,9 @@ MOST_MICROBATCHES = 6
 LAPS = (2, 3, 4)
 """How many stages per rank are tried by default, where a schedule takes any number."""
 MANY_STAGES = 32
-"""Up to which ranks are made equal, and not their stages, where each has more than two."""
+"""With more stages than these, and more than two per rank, the stages are made equal and not the ranks."""
 SEARCHED = "searched"
-"""What a schedule is called that was searched for these costs."""
+"""The name of a schedule that was found by a search for these costs."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def built(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Sch
 @lru_cache(maxsize=1024)
 def _even_cut(shares: tuple[float, ...], placement: Placement) -> Cut:
     laps, many = placement.stages // placement.ranks, placement.stages > MANY_STAGES
-    # With many laps the sum of a rank's stages is even where they are; to make it more so takes long.
+    # With many laps even stages make even ranks; to make the ranks more even than that takes long.
     return choose_cuts(shares, placement.stages, None if many and laps > 2 else placement)
 
 
@@ -234,30 +234,9 @@ class Candidates:
             latency=latency,
             bandwidth=bandwidth,
         )
-        reduce = self._reduce(shape, schedule, stage_costs, latency, bandwidth)
+        reduce = _reduce(shape, schedule.placement, stage_costs)
         made = schedule.with_edges(stage_costs.edges)
         return Candidate(shape, made, cut, again, stage_costs, reduce)
-
-    def _reduce(
-        self,
-        shape: Shape,
-        schedule: Schedule,
-        stage_costs: StageCosts,
-        latency: float,
-        bandwidth: float,
-    ) -> float:
-        """How long the replicas take to sum gradients in a ring, on the rank that has most."""
-        if shape.replicas == 1:
-            return 0.0
-        most = max(
-            sum(
-                stage_costs.kinds[stage]["gradients"]
-                for stage in schedule.placement.stages_on(rank)
-            )
-            for rank in range(schedule.ranks)
-        )
-        rounds = 2 * (shape.replicas - 1)
-        return rounds * (most / shape.replicas / bandwidth + latency)
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether a candidate keeps to the memory; notes what each rank holds."""
@@ -270,7 +249,7 @@ class Candidates:
     def _to_compute_again(self, candidate: Candidate, costs: UnitCosts) -> frozenset[int]:
         """On each rank that holds too much, the units that give most memory for their time."""
         placement = candidate.schedule.placement
-        bounds = list(pairwise((*candidate.cut, len(costs.units))))
+        runs = runs_of(candidate.cut, len(costs.units))
         found: set[int] = set()
         for rank, most in enumerate(candidate.memory):
             lacking = most - self.wanted.memory
@@ -279,7 +258,7 @@ class Candidates:
             units = [
                 unit
                 for stage in placement.stages_on(rank)
-                for unit in range(*bounds[stage])
+                for unit in runs[stage]
                 if unit not in candidate.again and costs.units[unit].held > 0
             ]
             if not units:
@@ -292,6 +271,19 @@ class Candidates:
                 if lacking <= 0:
                     break
         return frozenset(found)
+
+
+def _reduce(shape: Shape, placement: Placement, stage_costs: StageCosts) -> float:
+    """How long the replicas take to sum gradients in a ring, on the rank that has most."""
+    if shape.replicas == 1:
+        return 0.0
+    most = max(
+        sum(stage_costs.kinds[stage]["gradients"] for stage in placement.stages_on(rank))
+        for rank in range(placement.ranks)
+    )
+    wire = stage_costs.costs
+    rounds = 2 * (shape.replicas - 1)
+    return rounds * (most / shape.replicas / wire.bandwidth + wire.latency)
 
 
 def _work(unit: UnitCost, policy: str) -> float:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from penstock.errors import InputFileError, UsageError
-from penstock.schedule import Costs, Edge, Op, Placement, Schedule, Timeline
+from penstock.schedule import Costs, Edge, Op, Placement, Timeline
 
 Cut = tuple[int, ...]
 """The units that stages start with, beginning with unit 0."""
+
+
+def runs_of(cut: Cut, units: int) -> list[range]:
+    """The units of each stage, of so many in all."""
+    return [range(a, b) for a, b in pairwise((*cut, units))]
+
+
 AHEAD = 2
-"""How many messages of a channel a rank has memory for before they are there."""
+"""How many messages per channel a rank has memory ready for before they arrive, as in the runtime."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class UnitCost:
         weight: time of W, the gradients of its weights.
         backward: time of B, both at once.
         spread: half of the range between the quartiles of its times, as a share of them; 0 where predicted.
-        held: what F leaves until I or B, but for the values that units hand on.
+        held: what F leaves until I or B, apart from the values that units hand on.
         stash: what I leaves until W.
         forward_extra: what F needs while it runs, beside what is held before or after it.
         backward_extra: the same of I, W and B.
@@ -107,7 +115,7 @@ class UnitCosts:
         samples: of a microbatch.
         units: what each costs.
         values: what they hand on.
-        between: seconds that one more unit in a stage saves in F, since a stage is entered once, and in B.
+        between: seconds that one more unit in a stage saves, since a stage is entered once: in F, and in B.
     """
 
     samples: int
@@ -140,7 +148,7 @@ class UnitCosts:
         Args:
             cut: the units that stages start with.
             placement: which rank holds which stage: between stages of one rank nothing travels.
-            checkpoint: the units that keep what they are given alone, and compute the rest again.
+            checkpoint: the units that keep only what they are given, and compute the rest again.
             states: bytes of optimizer state for each byte of trained weights; 2 for AdamW.
             latency: of a message.
             bandwidth: bytes per second of a channel.
@@ -159,7 +167,7 @@ class _Composed:
         self._of = unit_costs
         self._units = unit_costs.units
         self._again = checkpoint
-        self._runs = [range(a, b) for a, b in pairwise((*cut, len(self._units)))]
+        self._runs = runs_of(cut, len(self._units))
         self._stage_of = [stage for stage, run in enumerate(self._runs) for _ in run]
         self._rank_of = placement.rank_of
         stages = len(self._runs)
@@ -331,8 +339,8 @@ class Profile:
     def to_json(self) -> str:
         """The numbers as JSON: what was found, not the model."""
         data = {name: getattr(self, name) for name in _PLAIN}
-        data["bandwidth"] = _told(self.bandwidth)
-        data["network"] = [self.network[0], _told(self.network[1])]
+        data["bandwidth"] = bandwidth_to_json(self.bandwidth)
+        data["network"] = [self.network[0], bandwidth_to_json(self.network[1])]
         data["known"] = [asdict(costs) for costs in self.known.values()]
         return json.dumps({"format": "penstock-costs", "version": 1, **data}, indent=1)
 
@@ -349,9 +357,11 @@ class Profile:
                 raise ValueError("it is no file of costs, version 1")
             known = [_costs_read(one) for one in data.pop("known")]
             latency, bandwidth = data.pop("network")
-            data["bandwidth"] = _read(data["bandwidth"])
+            data["bandwidth"] = bandwidth_from_json(data["bandwidth"])
             made = Profile(
-                **data, network=(latency, _read(bandwidth)), known={c.samples: c for c in known}
+                **data,
+                network=(latency, bandwidth_from_json(bandwidth)),
+                known={c.samples: c for c in known},
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputFileError(
@@ -363,12 +373,13 @@ class Profile:
 _PLAIN = [each.name for each in fields(Profile) if each.name not in ("coster", "known", "network")]
 
 
-def _told(bandwidth: float) -> float | None:
+def bandwidth_to_json(bandwidth: float) -> float | None:
     """JSON has no infinity."""
     return None if bandwidth == float("inf") else bandwidth
 
 
-def _read(bandwidth: float | None) -> float:
+def bandwidth_from_json(bandwidth: float | None) -> float:
+    """What :func:`bandwidth_to_json` was given."""
     return float("inf") if bandwidth is None else float(bandwidth)
 
 
@@ -395,7 +406,7 @@ class MeasuredStages:
     """What the actions of a recorded step took.
 
     Args:
-        seconds: for each stage its middle times, by ``forward``, ``input``, ``weight`` and ``backward``.
+        seconds: for each stage its median times, by ``forward``, ``input``, ``weight`` and ``backward``.
         makespan: of the step.
         timeline: of the step.
     """
@@ -421,33 +432,22 @@ class MeasuredStages:
             )
         of = profile.at(samples)
         stages = of.stages(cut, Placement(tuple(range(len(cut))))).costs
-        runs = [range(a, b) for a, b in pairwise((*cut, len(of.units)))]
-        ratios = {kind: self._ratios(stages, kind) for kind in _KIND.values()}
-        spread = {
-            kind: [ratio for ratio, run in zip(found, runs, strict=True) for _ in run]
-            for kind, found in ratios.items()
+        runs = runs_of(cut, len(of.units))
+        factors = {
+            kind: [r for r, run in zip(self._ratios(stages, kind), runs, strict=True) for _ in run]
+            for kind in _KIND.values()
         }
-        return profile.corrected(spread)
+        return profile.corrected(factors)
 
     def _ratios(self, stages: Costs, kind: str) -> list[float]:
         """For each stage what was measured over what was said; for what did not run, what the rest shows."""
-        said = stages.per_stage(kind, len(self.seconds))
+        said = {each: stages.per_stage(each, len(self.seconds)) for each in _KIND.values()}
         found: list[float] = []
-        for measured, expected in zip(self.seconds, said, strict=True):
-            own = measured.get(kind)
-            if own is None:
-                own, expected = (
-                    sum(measured.values()),
-                    _expected(stages, measured, len(found), self),
-                )
-            found.append(own / expected if expected else 1.0)
+        for stage, measured in enumerate(self.seconds):
+            shown = [kind] if kind in measured else list(measured)
+            expected = sum(said[each][stage] for each in shown)
+            found.append(sum(measured[each] for each in shown) / expected if expected else 1.0)
         return found
-
-
-def _expected(
-    stages: Costs, measured: Mapping[str, float], stage: int, step: MeasuredStages
-) -> float:
-    return sum(stages.per_stage(kind, len(step.seconds))[stage] for kind in measured)
 
 
 def costs_from(result: Any) -> MeasuredStages:
@@ -468,16 +468,9 @@ def costs_from(result: Any) -> MeasuredStages:
             kinds = found.setdefault(span.action.stage, {})
             kinds.setdefault(_KIND[span.action.op], []).append(span.duration)
     seconds = tuple(
-        {kind: middle(times) for kind, times in found[stage].items()} for stage in sorted(found)
+        {kind: median(times) for kind, times in found[stage].items()} for stage in sorted(found)
     )
     return MeasuredStages(seconds, timeline.makespan, timeline)
-
-
-def middle(numbers: Iterable[float]) -> float:
-    """The median."""
-    ordered = sorted(numbers)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def cut_of(units: Sequence[str], stages: Sequence[Sequence[str]]) -> Cut:
@@ -493,13 +486,3 @@ def cut_of(units: Sequence[str], stages: Sequence[Sequence[str]]) -> Cut:
         starts.append(at)
         at += len(paths)
     return tuple(starts)
-
-
-def check_schedule(schedule: Schedule) -> None:
-    """Check that a plan can use a schedule.
-
-    Raises:
-        UsageError: it has no backward.
-    """
-    if not schedule.trains:
-        raise UsageError(f"the schedule {schedule.name!r} has no backward; plan one that trains")

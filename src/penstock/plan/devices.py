@@ -13,8 +13,6 @@ from typing import Any
 
 from penstock.errors import UsageError
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Device:
@@ -91,7 +89,7 @@ def _nvidia(
         bandwidth,
         link_bandwidth=link,
         sources={
-            "flops": f"{_NVIDIA}{sheet}; dense, half of what is told with sparsity",
+            "flops": f"{_NVIDIA}{sheet}; dense, half of the figure with sparsity",
             "memory": f"{_NVIDIA}{sheet}",
             "bandwidth": f"{_NVIDIA}{sheet}",
             "link_bandwidth": f"{_NVIDIA}{sheet}; one direction, half of the total",

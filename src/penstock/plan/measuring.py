@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.partition import Partition, partition, untouched
-from penstock.plan.costs import Profile, UnitCost, UnitCosts, ValueCost, middle
+from penstock.plan.costs import Profile, UnitCost, UnitCosts, ValueCost
 from penstock.plan.metering import Meter
 from penstock.plan.probing import (
     Bench,
@@ -74,7 +75,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError(
-            "a model on the meta device takes no time; predict its costs for a device instead: "
+            "a model on the meta device cannot be measured; predict its costs for a device instead: "
             "penstock.plan.predict(model, ..., device='h100')"
         )
     work = work_of(model, args, kwargs, target, loss_fn, rules, stages)
@@ -230,8 +231,8 @@ def _between(
         bench.run(subject, Laps())
         for _ in range(repeats):
             bench.run(subject, laps)
-        forward += middle(laps.forward)
-        backward += middle(laps.backward)
+        forward += median(laps.forward)
+        backward += median(laps.backward)
     alone = sum(unit.forward for unit in units), sum(unit.backward for unit in units)
     return (
         max(alone[0] - forward, 0.0) / (count - 2),

@@ -167,7 +167,8 @@ def _watched(work: Work, call: tuple[Any, Any], device: Device) -> tuple[dict[st
     """Run the model once without data and note what each unit is given.
 
     It runs among torch's fake tensors, which unlike those on the meta device let code between the units ask
-    for a device, or for numbers of what it makes itself. What runs between two units counts to the first.
+    for a device, or for numbers of what it makes itself. What runs between two units is counted with the
+    first.
 
     Returns:
         For each unit what was seen, and the model's output; their tensors are on the meta device.

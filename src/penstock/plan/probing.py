@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.partition import unit_paths
-from penstock.plan.costs import UnitCost, ValueCost, middle
+from penstock.plan.costs import UnitCost, ValueCost
 from penstock.plan.devices import Device
 from penstock.plan.metering import Meter, shapes
 from penstock.schedule import Edge
@@ -35,8 +35,6 @@ from penstock.values import (
 )
 
 LossFunction = Callable[..., Any]
-REPEATS = 5
-"""How often times are measured by default, after one run that is not counted."""
 
 
 # ---- what is asked for
@@ -163,7 +161,7 @@ class Holding:
 
 
 def holding_of(subject: Subject, meter: Meter) -> Holding:
-    """Which values the graph of a unit keeps, and how much beside."""
+    """Which values the graph of a unit keeps, and how many bytes besides."""
     for tensor in flatten((subject.arguments, dict(subject.keywords)))[0]:
         _anchor(tensor.device)
     with meter, torch.enable_grad():
@@ -315,10 +313,10 @@ def cost_of(subject: Subject, laps: Laps, holding: Holding, flops: float) -> Uni
     spreads = [_spread(times) for times in (laps.forward, laps.input, laps.backward)]
     return UnitCost(
         path=subject.path,
-        forward=middle(laps.forward),
-        input=middle(laps.input),
-        weight=middle(laps.weight),
-        backward=middle(laps.backward),
+        forward=median(laps.forward),
+        input=median(laps.input),
+        weight=median(laps.weight),
+        backward=median(laps.backward),
         spread=max(spreads),
         held=holding.inner,
         stash=laps.stash,
@@ -332,10 +330,10 @@ def cost_of(subject: Subject, laps: Laps, holding: Holding, flops: float) -> Uni
 
 
 def _spread(times: Sequence[float]) -> float:
-    if len(times) < 3 or not middle(times):
+    if len(times) < 3 or not median(times):
         return 0.0
     low, _, high = quantiles(times, n=4)
-    return (high - low) / 2 / middle(times)
+    return (high - low) / 2 / median(times)
 
 
 class Known:

@@ -15,7 +15,7 @@ from penstock.schedule.drawing.palette import COLOURS, NAMES
 
 TEMPLATE = Path(__file__).with_name("report.html")
 MOST_SPANS = 60_000
-"""How many actions are drawn: of more plans than they suffice for, the first have pictures."""
+"""How many actions are drawn: if that is not enough for all plans, the first ones have pictures."""
 HELD = ("weights", "gradients", "optimizer", "messages", "activations", "between I and W")
 """What lies in a rank's memory, from the bottom up."""
 
@@ -114,7 +114,7 @@ def _measured(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     computing = [
         [span for span in timeline.of_rank(rank) if span.action.op in COLOURS] for rank in ranks
     ]
-    awaited = _awaited(plan, timeline)
+    waits = _awaited(plan)
     return {
         "label": "measured",
         "seconds": timeline.makespan,
@@ -125,7 +125,7 @@ def _measured(plan: Plan, timeline: Timeline) -> dict[str, Any]:
                     _short(a.end - start),
                     _short(b.start - start),
                     str(b.action),
-                    awaited.get(b.action, ""),
+                    waits.get(b.action, ""),
                 ]
                 for a, b in pairwise(spans)
                 if b.start > a.end
@@ -136,7 +136,7 @@ def _measured(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _awaited(plan: Plan, timeline: Timeline) -> dict[Any, str]:
+def _awaited(plan: Plan) -> dict[Action, str]:
     """What each action of a measured step has to wait for, by the simulation's own account of the gaps."""
     ran = plan.simulation
     return {

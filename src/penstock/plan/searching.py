@@ -11,7 +11,7 @@ from time import monotonic
 from penstock.errors import ScheduleError, UsageError
 from penstock.plan.answer import Plan, Plans, Shape, bytes_as_text, static_of, with_messages
 from penstock.plan.candidates import POLICIES, SEARCHED, Candidate, Candidates, Wanted, built
-from penstock.plan.costs import Cut, Profile, cut_of
+from penstock.plan.costs import Cut, Profile, cut_of, runs_of
 from penstock.schedule import Schedule, compute_only, names, simulate
 from penstock.schedule import search as search_schedule
 from penstock.schedule.library.registry import find
@@ -63,7 +63,7 @@ def search(  # noqa: PLR0913 - the whole question, by name
         The plans, the fastest first.
 
     Raises:
-        UsageError: nothing fits, and what would; or a number or name that is none.
+        UsageError: nothing fits, and what would; or a number or name is not valid.
     """
     limit = profile.memory if memory is None else memory
     policies = POLICIES if limit else ("none",)
@@ -92,7 +92,7 @@ def plan_for(
     batch: int,
     states: float = 2.0,
 ) -> Plan:
-    """The plan that somebody has made by hand, to see what it comes to.
+    """The plan of a schedule and a cut that somebody chose by hand, to see what it costs.
 
     Args:
         profile: what the units cost.
@@ -341,13 +341,14 @@ class _Search:
     def _plan(self, candidate: Candidate) -> Plan:
         costs = self._profile.at(candidate.shape.samples)
         paths = [unit.path for unit in costs.units]
+        runs = runs_of(candidate.cut, len(paths))
         shape, schedule = candidate.shape, candidate.schedule
         ran = simulate(with_messages(schedule), candidate.stage_costs.costs)
         again = [
             sum(
                 costs.units[unit].forward
                 for stage in schedule.placement.stages_on(rank)
-                for unit in range(*list(pairwise((*candidate.cut, len(paths))))[stage])
+                for unit in runs[stage]
                 if unit in candidate.again
             )
             for rank in range(schedule.ranks)
@@ -356,7 +357,7 @@ class _Search:
         tokens = self._wanted.batch * (self._profile.tokens or 1)
         return Plan(
             shape,
-            tuple(tuple(paths[a:b]) for a, b in pairwise((*candidate.cut, len(paths)))),
+            tuple(tuple(paths[unit] for unit in run) for run in runs),
             tuple(paths[unit] for unit in sorted(candidate.again)),
             schedule if shape.schedule == SEARCHED else None,
             candidate.seconds,

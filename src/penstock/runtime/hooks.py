@@ -65,9 +65,9 @@ class _Hook:
 
 
 class HookHandle:
-    """Takes a hook away again."""
+    """Takes away again what was added by one call, of functions around actions or around steps."""
 
-    def __init__(self, hooks: dict[HookHandle, _Hook]) -> None:
+    def __init__(self, hooks: dict[HookHandle, Any]) -> None:
         self._hooks = hooks
 
     def remove(self) -> None:

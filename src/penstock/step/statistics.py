@@ -47,7 +47,7 @@ def _unfit(model: nn.Module, compiled: bool) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class _Moments:
-    """What a norm saw in one call: how many numbers a channel, their mean, and squared deviations."""
+    """What a norm saw in one call: how many numbers per channel, their mean, and squared deviations."""
 
     count: int
     mean: Tensor

@@ -55,7 +55,7 @@ class Corpus:
             step: which step; the same step always gives the same batch.
             seed: another seed gives other batches.
             batch: number of samples.
-            sequence: bytes a sample.
+            sequence: length of a sample in bytes.
 
         Returns:
             Bytes and the bytes that follow them, each ``(batch, sequence)`` int64.
@@ -83,7 +83,7 @@ def load(data: str | None, sequence: int) -> Corpus:
     Args:
         data: a file, or a folder whose text files are taken; None takes the sources of the Python
             standard library of this machine.
-        sequence: bytes a sample; each part must hold one sample at least.
+        sequence: length of a sample in bytes; each part must hold at least one sample.
 
     Raises:
         UsageError: there is no such file or folder.

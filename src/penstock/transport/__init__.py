@@ -8,7 +8,6 @@ from penstock.transport.process_group import (
     Relay,
     connect,
     launched,
-    sum_over,
 )
 
 __all__ = [
@@ -25,5 +24,4 @@ __all__ = [
     "connect",
     "in_process",
     "launched",
-    "sum_over",
 ]

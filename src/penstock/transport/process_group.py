@@ -175,7 +175,7 @@ def _checked(group: dist.ProcessGroup | None) -> Any:
 
 
 class Circle:
-    """Processes that tell each other JSON values, outside of a pipeline's own wires.
+    """Processes that tell each other values, outside of a pipeline's own wires.
 
     Args:
         group: of these processes; all where it is None.
@@ -183,43 +183,26 @@ class Circle:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         alone = group is None and not (dist.is_available() and dist.is_initialized())
-        self._group = None if alone else group or dist.group.WORLD
-        self.rank = 0 if self._group is None else self._group.rank()
-        self.size = 1 if self._group is None else self._group.size()
+        found: Any = None if alone else group or dist.group.WORLD
+        self._group = found
+        self.rank = 0 if alone else found.rank()
+        self.size = 1 if alone else found.size()
+        backend = dist.get_backend(self._group) if dist.is_initialized() else "gloo"
+        self._device = torch.accelerator.current_accelerator() if backend == "nccl" else None
 
     def exchange(self, value: Any) -> list[Any]:
-        """The values of all, in order of rank; all call it."""
-        if self._group is None:
-            return [value]
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [int(one) for one in self._gathered(torch.tensor([len(data)]))]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(data)] = data
-        rows = zip(self._gathered(padded), lengths, strict=True)
-        return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
+        """The JSON values of all, in order of rank; all call it."""
+        return [value] if self._group is None else _Agreed(value, self._gathered).take()
 
-    def _gathered(self, values: Tensor) -> list[Tensor]:
-        backend = dist.get_backend(self._group) if dist.is_initialized() else "gloo"
-        device = torch.accelerator.current_accelerator() if backend == "nccl" else None
-        mine = values.to(device) if device else values
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of the CPU tensors of all, the same bits on each; all call it."""
+        rows = [values] if self._group is None else self._gathered(values).take()
+        return torch.stack(rows).sum(0)
+
+    def _gathered(self, values: Tensor) -> _Gathered:
+        mine = values.to(self._device) if self._device else values
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        if self._group is not None:
-            self._group.allgather([rows], [mine]).wait()
-        return [row.cpu() for row in rows]
-
-
-def sum_over(group: dist.ProcessGroup) -> tuple[int, Callable[[Tensor], Tensor]]:
-    """How many ranks a group has, and a sum over them of a CPU tensor, the same bits on each."""
-    backend = dist.get_backend(group) if dist.is_initialized() else "gloo"
-    device = torch.accelerator.current_accelerator() if backend == "nccl" else None
-
-    def add(values: Tensor) -> Tensor:
-        mine = values.to(device) if device else values
-        rows = [torch.empty_like(mine) for _ in range(group.size())]
-        group.allgather([rows], [mine]).wait()
-        return torch.stack(rows).cpu().sum(0)
-
-    return group.size(), add
+        return _Gathered(self._group.allgather([rows], [mine]), rows)
 
 
 class ProcessGroupTransport(Transport):
@@ -322,8 +305,7 @@ class ProcessGroupTransport(Transport):
 
     def agree(self, value: Any) -> Ticket:
         """Exchange JSON bytes: first their lengths, then all padded to the longest."""
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        return _Agreed(data, self._gathered)
+        return _Agreed(value, self._gathered)
 
     def sum(self, values: Tensor) -> Ticket:
         """Gather, then add in rank order, so that the bits do not depend on the backend."""
@@ -418,7 +400,7 @@ class _Gathered(Ticket):
 
     def take(self) -> list[Tensor]:
         self.wait()
-        return self._rows
+        return [row.cpu() for row in self._rows]
 
 
 class _Collected(Ticket):
@@ -456,10 +438,11 @@ class _Sum(Ticket):
 class _Agreed(Ticket):
     """JSON bytes of every rank, in two rounds: the second can only begin when the first is over."""
 
-    def __init__(self, data: Tensor, gather: Callable[[Tensor], Ticket]) -> None:
-        self._data = data
+    def __init__(self, value: Any, gather: Callable[[Tensor], Ticket]) -> None:
+        text = bytearray(json.dumps(value).encode())
+        self._data = torch.frombuffer(text, dtype=torch.uint8)
         self._gather = gather
-        self._lengths = gather(torch.tensor([data.numel()]))
+        self._lengths = gather(torch.tensor([len(text)]))
         self._texts: list[bytes] | None = None
 
     def ready(self) -> bool:
@@ -471,7 +454,7 @@ class _Agreed(Ticket):
             padded = torch.zeros(max(lengths), dtype=torch.uint8)
             padded[: self._data.numel()] = self._data
             rows = zip(self._gather(padded).take(), lengths, strict=True)
-            self._texts = [bytes(row[:length].tolist()) for row, length in rows]
+            self._texts = [row[:length].numpy().tobytes() for row, length in rows]
 
     def take(self) -> list[Any]:
         self.wait()

@@ -154,12 +154,10 @@ def check_kept_per_parameter(optimizer: Any, called: str) -> None:
 
 
 def _as_kept(value: Any, parameter: Tensor, key: str) -> Any:
-    return as_held(value, parameter, key) if isinstance(value, Tensor) else value
-
-
-def as_held(value: Tensor, parameter: Tensor, key: str) -> Tensor:
-    """A whole tensor of a state as an optimizer of a sharded parameter keeps it."""
-    if not is_sharded(parameter) or is_sharded(value) or key == "step" or not value.dim():
+    """A value of a state as the optimizer of a parameter keeps it, which may be sharded."""
+    if not isinstance(value, Tensor) or not is_sharded(parameter) or is_sharded(value):
+        return value
+    if key == "step" or not value.dim():
         return value
     if value.shape == parameter.shape:
         return spread(parameter, value)
@@ -230,10 +228,8 @@ def find_groups(
                 f"group {place} has parameters that were saved in groups of different settings: "
                 + "; ".join(f"{saved[n][0]!r} with {_told(settings[n])}" for n in numbers)
             )
-        same_count = len(own) == len(saved)
-        found.append(
-            numbers[0] if numbers else place if same_count and place < len(saved) else None
-        )
+        by_place = place if len(own) == len(saved) else None
+        found.append(numbers[0] if numbers else by_place)
     return found, problems
 
 

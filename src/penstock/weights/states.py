@@ -377,17 +377,9 @@ def gather_state(rank: Rank, names: Names, contents: Sequence[Contents]) -> Task
         contents: what :func:`describe_state` gave.
     """
     mine = Weights(list(rank.stages.values()), names).owned()
-    transport = rank.transport
-    transport.open([Channel(other, 0, SHARED) for other in range(1, transport.ranks)])
+    found = yield from _gather(rank, mine, [one.tensors for one in contents])
     if rank.number:
-        for _, value in mine:
-            transport.post_send(Channel(rank.number, 0, SHARED), [whole(value)])
-        transport.finish()
         return {}
-    found = {name: whole(value).cpu().clone() for name, value in mine}
-    for other, one in enumerate(contents):
-        if other:
-            yield from _receive(rank, other, one.tensors, found)
     return {key: found[names.first(key)] for key in _union(one.keys for one in contents)}
 
 
@@ -418,23 +410,16 @@ def gather_states(rank: Rank, names: Names, held: OptimizerStates) -> Task[dict[
     members = [name for one in told for _, of in one[1] for name in of]
     check_apart([name for name in members if not names.is_shared(name)])
     owner = {name: number for number, one in reversed(list(enumerate(told))) for name in one[0]}
-    transport = rank.transport
-    transport.open([Channel(other, 0, SHARED) for other in range(1, transport.ranks)])
-    whole_ones = {
-        key: whole(value)
-        for name, of in tensors.items()
-        if owner[name] == rank.number
-        for key, value in of.items()
-    }
+    given = [
+        pair for name, of in tensors.items() if owner[name] == rank.number for pair in of.items()
+    ]
+    sent = [
+        [one for name, of in about.items() if owner[name] == number for one in of]
+        for number, (_, _, about) in enumerate(told)
+    ]
+    found = yield from _gather(rank, given, sent)
     if rank.number:
-        for value in whole_ones.values():
-            transport.post_send(Channel(rank.number, 0, SHARED), [value])
-        transport.finish()
         return {}
-    found = {key: value.cpu().clone() for key, value in whole_ones.items()}
-    for other, (_, _, about) in list(enumerate(told))[1:]:
-        sent = [one for name, of in about.items() if owner[name] == other for one in of]
-        yield from _receive(rank, other, sent, found)
     groups = merge_groups([one[1] for one in told])
     states = {name: decode(told[owner[name]][0][name], found.__getitem__) for name in owner}
     decoded = [{k: decode_inline(v, None) for k, v in of.items()} for of in groups.settings]
@@ -455,6 +440,29 @@ def check_apart(names: Sequence[str]) -> None:
             f"several stages have weights named {', '.join(twice[:5])}; give the stages modules with the "
             "names of the unsplit model, or save each stage's module by itself"
         )
+
+
+def _gather(
+    rank: Rank, given: Sequence[tuple[str, Any]], sent: Sequence[Any]
+) -> Task[dict[str, Any]]:
+    """The tensors of all ranks on rank 0, whole, as copies on the CPU; none on the others.
+
+    Args:
+        rank: this one.
+        given: those of this rank, by name.
+        sent: of each rank, the name, shape and type of each that it gives.
+    """
+    transport = rank.transport
+    transport.open([Channel(other, 0, SHARED) for other in range(1, transport.ranks)])
+    if rank.number:
+        for _, value in given:
+            transport.post_send(Channel(rank.number, 0, SHARED), [whole(value)])
+        transport.finish()
+        return {}
+    found = {name: whole(value).cpu().clone() for name, value in given}
+    for other, tensors in list(enumerate(sent))[1:]:
+        yield from _receive(rank, other, tensors, found)
+    return found
 
 
 def _receive(rank: Rank, other: int, sent: Any, found: dict[str, Any]) -> Task[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,14 @@ Read = Callable[[str], Any]
 
 _PLAIN = (bool, int, str, type(None))
 _DICTS: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
-_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
+_SEQUENCES: dict[str, type] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
-    "size": lambda items: torch.Size(items),
+    "size": torch.Size,
 }
+_TENSORS = ("tensor", "array")
+"""What stands for a tensor, by its ``key``."""
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -55,12 +57,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if kind is deque:
         items = [encode(one, f"{path}/{i}", tensors) for i, one in enumerate(value)]
         return {MARK: "deque", "of": items, "longest": value.maxlen}
-    for name, of in (
-        ("tuple", tuple),
-        ("set", set),
-        ("frozenset", frozenset),
-        ("size", torch.Size),
-    ):
+    for name, of in _SEQUENCES.items():
         if kind is of:
             members = sorted(value, key=repr) if "set" in name else value
             return {MARK: name, "of": encode(list(members), path, tensors)}
@@ -166,6 +163,30 @@ def _scalar(kind: str, of: Any, value: Mapping[str, Any]) -> Any:
     if kind == "device":
         return torch.device(of)
     raise InputFileError(f"{kind!r} is nothing that a checkpoint holds")
+
+
+def keys_of(value: Any) -> Iterator[str]:
+    """The keys of the tensors in a state that was encoded."""
+    if isinstance(value, list):
+        for one in value:
+            yield from keys_of(one)
+    elif isinstance(value, dict):
+        if value.get(MARK) in _TENSORS:
+            yield value["key"]
+        else:
+            for one in value.values():
+                yield from keys_of(one)
+
+
+def with_keys(value: Any, change: Callable[[str], str]) -> Any:
+    """A state that was encoded, with other keys for its tensors."""
+    if isinstance(value, list):
+        return [with_keys(one, change) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get(MARK) in _TENSORS:
+        return {**value, "key": change(value["key"])}
+    return {key: with_keys(one, change) for key, one in value.items()}
 
 
 # ---- settings: a value, or a tensor of one number

@@ -44,8 +44,8 @@ class Wiring:
     """The slices of a graph and the edges between them.
 
     Args:
-        slices: one a stage.
-        edges: ``gradient`` is left true; who knows the specs decides it.
+        slices: one per stage.
+        edges: ``gradient`` is left true; whoever knows the specs decides it.
         outputs: the leaves of the model's output, as the graph's output node holds them.
     """
 
