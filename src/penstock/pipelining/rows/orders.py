@@ -26,7 +26,7 @@ from penstock.schedule import (
     validate,
 )
 from penstock.schedule.action import OVERLAPPED, WAIT_SEND_OPS, Entry
-from penstock.schedule.files.limits import read_text
+from penstock.schedule.files import read_text
 
 # ---- actions and their kinds under torch's names, and the way to and from Penstock's own
 

@@ -1,16 +1,96 @@
-"""A timeline as SVG: a row per rank, a colour per op, numbers of the microbatches."""
+"""Timelines drawn: as SVG for a browser, as text for a terminal."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from typing import NamedTuple
 
-from penstock.schedule.action import COMPUTE_OPS, Op
-from penstock.schedule.drawing.axis import Unit, percent, short, ticks, unit_for
-from penstock.schedule.drawing.palette import NAMES, colour
+from penstock.schedule.action import COMPUTE_OPS, Action, Op
 from penstock.schedule.timeline import Span, Timeline
+
+# ---- time as people read it: a unit, round ticks, short numbers
+
+
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_STEPS = (1, 2, 5, 10)
+
+
+class Unit(NamedTuple):
+    """A unit to write times in: its name, and how many of it one unit of the timeline is."""
+
+    name: str
+    factor: float
+
+
+def unit_for(timeline: Timeline) -> Unit:
+    """The unit in which the makespan is a number from 1 to 1000, where its unit is one of time."""
+    if timeline.unit not in _SECONDS:
+        return Unit("", 1.0)
+    seconds = timeline.makespan * _SECONDS[timeline.unit]
+    name = next((name for name, size in _SECONDS.items() if seconds >= size), "us")
+    return Unit(name, _SECONDS[timeline.unit] / _SECONDS[name])
+
+
+def ticks(length: float, wanted: int) -> list[float]:
+    """About ``wanted`` round numbers from 0 to ``length``, 1, 2 or 5 times a power of 10 apart."""
+    if length <= 0:
+        return [0.0]
+    rough = length / max(1, wanted)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * s for s in _STEPS if power * s >= rough * (1 - 1e-9))
+    return [step * i for i in range(math.floor(length / step * (1 + 1e-9)) + 1)]
+
+
+def short(number: float) -> str:
+    """A number in at most five digits."""
+    return f"{number:.5g}"
+
+
+def percent(share: float) -> str:
+    """A share as a percentage."""
+    return f"{100 * share:.1f} %"
+
+
+def stages_of(timeline: Timeline) -> list[list[int]]:
+    """For each rank the stages that it has spans of, ascending."""
+    ranks = range(timeline.ranks)
+    return [sorted({span.action.stage for span in timeline.of_rank(rank)}) for rank in ranks]
+
+
+# ---- the colours of the ops
+# Okabe and Ito, "Color Universal Design", 2008: eight colours that every kind of colour vision separates.
+COLOURS = {Op.F: "#56b4e9", Op.I: "#e69f00", Op.W: "#009e73", Op.B: "#cc79a7"}
+OTHER = "#999999"
+NAMES = {
+    Op.F: "forward",
+    Op.I: "input backward",
+    Op.W: "weight backward",
+    Op.B: "full backward",
+}
+RESET = "\x1b[0m"
+PALEST = 0.6
+"""How far towards white the last of several stages on a rank goes."""
+
+
+def colour(op: Op, place: int = 0, places: int = 1) -> str:
+    """The colour of an op on the ``place``-th of a rank's ``places`` stages: later ones are paler."""
+    white = PALEST * place / max(1, places - 1)
+    parts = (int(COLOURS.get(op, OTHER)[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+
+
+def painted(text: str, op: Op) -> str:
+    """A text on the colour of an op, for a terminal of 256 colours."""
+    red, green, blue = (round(int(colour(op)[at : at + 2], 16) / 51) for at in (1, 3, 5))
+    return f"\x1b[30;48;5;{16 + 36 * red + 6 * green + blue}m{text}{RESET}"
+
+
+# ---- as SVG: a row per rank, a colour per op, numbers of the microbatches
+
 
 LABELS, SHARES = 62, 58
 """Width left and right of the rows, for ranks and idle shares."""
@@ -41,11 +121,9 @@ class _Sheet:
     @cached_property
     def places(self) -> list[dict[int, int]]:
         """For each rank its stages and their order there."""
-        stages = [
-            sorted({span.action.stage for span in self.timeline.of_rank(rank)})
-            for rank in range(self.timeline.ranks)
+        return [
+            {stage: place for place, stage in enumerate(held)} for held in stages_of(self.timeline)
         ]
-        return [{stage: place for place, stage in enumerate(found)} for found in stages]
 
     @cached_property
     def most_places(self) -> int:
@@ -226,3 +304,123 @@ def _labels(span: Span, x: float, y: float, kind: str, with_stage: bool) -> Iter
     yield _text(x, y + (1 if with_stage else 4), str(span.action.microbatch), kind)
     if with_stage:
         yield _text(x, y + 12, str(span.action.stage), "middle small")
+
+
+# ---- as lines of text, fitted to the width of a terminal
+
+
+IDLE = "."
+FEWEST = 10
+SHARE = "| 100.0 % idle"
+
+
+def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> str:
+    """Draw a timeline in characters.
+
+    There is one line per rank or, where ranks hold several stages, one per stage. A box begins with its op
+    and, where it fits, its microbatch; ``.`` is time in which the rank is idle. A legend stands below.
+
+    Args:
+        timeline: of a simulated or measured step.
+        width: how many characters a line may have; at least enough for labels and ten columns of time.
+        colour: whether to paint the boxes, for a terminal.
+    """
+    sheet = _Page(timeline, width, colour)
+    lines = [line for rank in range(timeline.ranks) for line in sheet.lines(rank)]
+    return "\n".join((*lines, sheet.ruler(unit_for(timeline)), sheet.legend()))
+
+
+@dataclass(frozen=True)
+class _Page:
+    """Where everything is in the drawing."""
+
+    timeline: Timeline
+    width: int
+    colour: bool
+
+    @cached_property
+    def stages(self) -> list[list[int]]:
+        """The stages of each rank."""
+        return stages_of(self.timeline)
+
+    @cached_property
+    def staged(self) -> bool:
+        """Whether a rank holds several stages."""
+        return any(len(found) > 1 for found in self.stages)
+
+    @cached_property
+    def label(self) -> int:
+        """The width of what stands before a line."""
+        highest = max((stage for found in self.stages for stage in found), default=0)
+        stage = len(f" stage {highest}") if self.staged else 0
+        return len(f"rank {self.timeline.ranks - 1}") + stage
+
+    @cached_property
+    def scale(self) -> float:
+        """Columns per unit of time; boxes that take equally long are equally wide, where they can be."""
+        columns = max(FEWEST, self.width - self.label - len(" |") - len(SHARE))
+        whole = columns / self.timeline.makespan if self.timeline.makespan else 0.0
+        shortest = min((s.duration for s in self.timeline.spans if s.duration > 0), default=0.0)
+        return math.floor(shortest * whole) / shortest if shortest * whole >= 1 else whole
+
+    @cached_property
+    def columns(self) -> int:
+        return max(FEWEST, math.ceil(self.timeline.makespan * self.scale - 1e-9))
+
+    def lines(self, rank: int) -> Iterator[str]:
+        """A rank's lines; its idle share stands behind the first."""
+        spans = self.timeline.of_rank(rank)
+        busy = [IDLE] * self.columns
+        for span in spans:
+            first, last = self.place(span)
+            busy[first:last] = " " * (last - first)
+        share = f"| {percent(self.timeline.bubbles[rank]).rjust(7)} idle"
+        for number, stage in enumerate(self.stages[rank] or [0]):
+            name = f"rank {rank}" if number == 0 else ""
+            if self.staged:
+                name = f"{name.ljust(self.label - len(f' stage {stage}'))} stage {stage}"
+            row = self.row([span for span in spans if span.action.stage == stage], busy)
+            yield f"{name.ljust(self.label)} |{row}{share if number == 0 else '|'}"
+
+    def place(self, span: Span) -> tuple[int, int]:
+        """The first column of a box, and the one behind it."""
+        start, end = (
+            round((at - self.timeline.start) * self.scale) for at in (span.start, span.end)
+        )
+        return start, min(end, self.columns)
+
+    def row(self, spans: list[Span], idle: list[str]) -> str:
+        """The boxes of one stage."""
+        cells = list(idle)
+        for span in spans:
+            first, last = self.place(span)
+            text = _cell(span.action, last - first)
+            cells[first:last] = text
+            if self.colour and last > first:
+                # The whole box is in its first cell.
+                cells[first:last] = [painted(text, span.action.op), *[""] * (last - first - 1)]
+        return "".join(cells)
+
+    def ruler(self, unit: Unit) -> str:
+        """The time below the lines."""
+        length = self.timeline.makespan * unit.factor
+        line = ""
+        for tick in ticks(length, self.columns // 12):
+            column = round(tick / unit.factor * self.scale)
+            if column >= len(line):
+                line = line.ljust(column) + short(tick) + " "
+        return (" " * (self.label + 2) + line + unit.name).rstrip()
+
+    def legend(self) -> str:
+        """What the letters mean."""
+        ops = {span.action.op for span in self.timeline.spans}
+        named = [(op, f"{op.value} {NAMES.get(op, op.value)}") for op in Op if op in ops]
+        shown = [painted(f" {name} ", op) if self.colour else name for op, name in named]
+        return " " * (self.label + 2) + ", ".join([*shown, f"{IDLE} idle"])
+
+
+def _cell(action: Action, width: int) -> str:
+    """The longest of the names of an action that leaves a space before the next box, or its op."""
+    microbatch = "" if action.microbatch is None else action.microbatch
+    name = f"{action.op.value}{microbatch}"
+    return (name if len(name) < width else action.op.value)[:width].ljust(width)

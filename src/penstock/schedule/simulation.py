@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -12,12 +13,8 @@ from numpy.typing import NDArray
 from penstock.errors import UsageError
 from penstock.schedule.action import COMPUTE_OPS, MESSAGE_OPS, WAIT_SEND_OPS, Action, Op
 from penstock.schedule.base import Schedule, paused_collection
-from penstock.schedule.packed import CODE, NOWHERE, Wiring
-from penstock.schedule.simulation.causes import Causes
-from penstock.schedule.simulation.clock import Numbers, Prices, Times, run_clocks
-from penstock.schedule.simulation.costs import Costs
-from penstock.schedule.simulation.memory import changes, peaks
-from penstock.schedule.simulation.prices import prices
+from penstock.schedule.clock import Costs, Numbers, Prices, Times, prices, run_clocks
+from penstock.schedule.packed import CODE, NOWHERE, Packed, Wiring
 from penstock.schedule.timeline import Span, Timeline
 
 
@@ -225,3 +222,99 @@ def replay(
     rank, start, end = packed.rank.tolist(), times.start.tolist(), times.end.tolist()
     spans = tuple(Span(rank[i], actions[i], start[i], end[i]) for i in shown)
     return Timeline(spans, schedule.ranks, "s", schedule.pairs)
+
+
+# ---- why an action started when it did
+
+
+class Causes:
+    """Follows the times of a run backwards.
+
+    Args:
+        wiring: the schedule.
+        times: when each action ran.
+    """
+
+    def __init__(self, wiring: Wiring, times: Times) -> None:
+        packed = wiring.packed
+        self._wiring = wiring
+        self._packed = packed
+        self._times = times
+        self._computes = packed.having(COMPUTE_OPS)
+
+    def awaited(self, number: int) -> int:
+        """The action that the rank last waited for before ``number`` could start; ``NOWHERE`` if for none.
+
+        Messages and other actions that take no time stand between two computing actions; the wait may have
+        been at any of them.
+        """
+        at: int | None = number
+        while at is not None:
+            if self._idle_before(at):
+                return self._latest_wait(at)
+            at = self._before(at)
+            if at is not None and self._computes[at]:
+                return NOWHERE
+        return NOWHERE
+
+    def cause(self, number: int) -> int:
+        """The computing action whose end let ``number`` start; ``NOWHERE`` for the first."""
+        awaited = self.awaited(number)
+        if awaited == NOWHERE:
+            return self._compute_before(number)
+        if self._computes[awaited]:
+            return awaited
+        other = int(self._wiring.partner[awaited])
+        later = max(awaited, other, key=lambda end: float(self._times.start[end]))
+        return self.cause(later)
+
+    def _before(self, number: int) -> int | None:
+        first = self._packed.starts[self._packed.rank[number]]
+        return number - 1 if number > first else None
+
+    def _compute_before(self, number: int) -> int:
+        at = self._before(number)
+        while at is not None and not self._computes[at]:
+            at = self._before(at)
+        return NOWHERE if at is None else at
+
+    def _idle_before(self, number: int) -> bool:
+        before = self._before(number)
+        free = 0.0 if before is None else self._times.end[before]
+        return bool(self._times.start[number] > free)
+
+    def _latest_wait(self, number: int) -> int:
+        waits = [int(column[number]) for column in self._wiring.waits]
+        found = [awaited for awaited in waits if awaited != NOWHERE]
+        return max(found, key=lambda awaited: float(self._times.there[awaited]), default=NOWHERE)
+
+
+# ---- what each rank holds
+
+
+Amounts = NDArray[np.float64]
+
+
+def changes(packed: Packed, activation: Sequence[float], stash: Sequence[float]) -> Amounts:
+    """By how much each action changes what its rank holds.
+
+    Args:
+        packed: the schedule.
+        activation: for each stage what its F holds until I or B.
+        stash: for each stage what its I leaves until W.
+    """
+    table = np.zeros((len(CODE), packed.schedule.stages))
+    table[CODE[Op.F]] = activation
+    table[CODE[Op.B]] = np.negative(activation)
+    table[CODE[Op.I]] = np.subtract(stash, activation)
+    table[CODE[Op.W]] = np.negative(stash)
+    found: Amounts = table[packed.op, packed.stage]
+    return found
+
+
+def peaks(packed: Packed, changed: Amounts) -> tuple[float, ...]:
+    """The most that each rank holds at any time."""
+    ends = packed.starts.tolist()
+    return tuple(
+        float(np.cumsum(changed[first:last]).max(initial=0.0)) for first, last in pairwise(ends)
+    )

@@ -1,19 +1,112 @@
-"""Run a schedule on simulated clocks, one per rank."""
+"""What the actions of a schedule cost, and when each runs on simulated clocks, one per rank."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ScheduleError
-from penstock.schedule.action import SEND_OPS, Op
-from penstock.schedule.packed import NOWHERE, Packed, Wiring
+from penstock.errors import ScheduleError, UsageError
+from penstock.schedule.action import COMPUTE_OPS, GRADIENT_OPS, SEND_OPS, Action, Op
+from penstock.schedule.base import Schedule
+from penstock.schedule.packed import CODE, NOWHERE, Packed, Wiring
+
+Cost = float | Sequence[float]
+"""One number for every stage, or one per stage."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What each action costs, one number for all stages or one per stage.
+
+    Args:
+        forward: time of F.
+        input: time of I.
+        weight: time of W.
+        backward: time of B; input + weight where not given.
+        latency: time from the moment a message is posted at both ends until it is there.
+        bandwidth: bytes that a channel carries in a unit of time; its messages go one after the other.
+        message: bytes of each value by its name in the edge table, or one number for all.
+        activation: what F of a stage holds until its I or B is done.
+        stash: what I leaves until W is done.
+        overlap: the share of the shorter half that an overlapped pair of F and B hides, from 0 to 1.
+        unit: the unit of the times: ``s``, ``ms``, ``us``, or empty for plain numbers.
+
+    Raises:
+        UsageError: a number that is negative or not finite, or a bandwidth of 0.
+    """
+
+    forward: Cost = 1
+    input: Cost = 1
+    weight: Cost = 1
+    backward: Cost | None = None
+    latency: float = 0
+    bandwidth: float = math.inf
+    message: float | Mapping[str, float] = 0
+    activation: Cost = 1
+    stash: Cost = 1
+    overlap: float = 0
+    unit: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "input", "weight", "activation", "stash", "latency"):
+            _check(name, getattr(self, name))
+        if self.backward is not None:
+            _check("backward", self.backward)
+        _check(
+            "message",
+            list(self.message.values()) if isinstance(self.message, Mapping) else self.message,
+        )
+        if not self.bandwidth > 0:
+            raise UsageError(f"bandwidth={self.bandwidth}: must be above 0")
+        if not 0 <= self.overlap <= 1:
+            raise UsageError(f"overlap={self.overlap}: must be from 0 to 1")
+
+    def per_stage(self, name: str, stages: int) -> list[float]:
+        """One of the costs, a number per stage.
+
+        Args:
+            name: ``forward``, ``input``, ``weight``, ``backward``, ``activation`` or ``stash``.
+            stages: how many stages there are.
+
+        Raises:
+            UsageError: a list of another length.
+        """
+        if name == "backward" and self.backward is None:
+            halves = zip(
+                self.per_stage("input", stages), self.per_stage("weight", stages), strict=True
+            )
+            return [first + second for first, second in halves]
+        cost: Cost = getattr(self, name)
+        if not isinstance(cost, Sequence):
+            return [cost] * stages
+        if len(cost) != stages:
+            raise UsageError(
+                f"{name} has {len(cost)} numbers for {stages} stages: give one for each stage, or one for all"
+            )
+        return list(cost)
+
+    def bytes_of(self, value: str) -> float:
+        """The bytes of one message of a value of the edge table."""
+        return self.message.get(value, 0) if isinstance(self.message, Mapping) else self.message
+
+
+def _check(name: str, cost: Cost) -> None:
+    for number in cost if isinstance(cost, Sequence) else (cost,):
+        if not (math.isfinite(number) and number >= 0):
+            raise UsageError(f"{name}={number}: must be a finite number, at least 0")
+
+
+# ---- from costs per stage to prices per action
+
 
 Numbers = NDArray[np.float64]
+_COST_OF = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +124,65 @@ class Prices:
     transfer: Numbers
     hidden: Numbers
     latency: float
+
+
+def prices(wiring: Wiring, costs: Costs) -> Prices:
+    """What each action of a schedule costs."""
+    packed = wiring.packed
+    table = np.zeros((len(CODE), packed.schedule.stages))
+    for op in COMPUTE_OPS:
+        table[CODE[op]] = costs.per_stage(_COST_OF[op], packed.schedule.stages)
+    duration = table[packed.op, packed.stage]
+    return Prices(
+        duration, _transfers(wiring, costs), _hidden(packed, duration, costs), costs.latency
+    )
+
+
+def _hidden(packed: Packed, duration: Numbers, costs: Costs) -> Numbers:
+    hidden = np.zeros(len(packed))
+    shorter = np.minimum(duration[packed.halves], duration[packed.halves - 1])
+    hidden[packed.halves] = costs.overlap * shorter
+    return hidden
+
+
+def _transfers(wiring: Wiring, costs: Costs) -> Numbers:
+    """How long each message is under way: at its SEND and its RECV, or at the action that makes its value."""
+    packed = wiring.packed
+    transfer = np.zeros(len(packed))
+    if not costs.message:
+        return transfer
+    ops = SEND_OPS if packed.schedule.communicates else frozenset({Op.F}) | GRADIENT_OPS
+    for lane, at in packed.lanes():
+        if lane.op in ops:
+            there = at[at != NOWHERE]
+            transfer[there] = (
+                _bytes(packed, Action(lane.stage, lane.op, 0, lane.peer), costs) / costs.bandwidth
+            )
+    sends = packed.messages & (wiring.partner != NOWHERE)
+    transfer[sends] = np.maximum(transfer[sends], transfer[wiring.partner[sends]])
+    return transfer
+
+
+def _bytes(packed: Packed, action: Action, costs: Costs) -> float:
+    """The bytes of a SEND, or of the largest message that an action makes possible."""
+    sends = [action] if action.op in SEND_OPS else packed.rule.sends(action)
+    return max((_message_bytes(packed.schedule, send, costs) for send in sends), default=0)
+
+
+def _message_bytes(schedule: Schedule, send: Action, costs: Costs) -> float:
+    forward = send.op is Op.SEND_F
+    maker, user = (send.stage, send.peer_stage) if forward else (send.peer_stage, send.stage)
+    rank_of = schedule.placement.rank_of
+    return sum(
+        costs.bytes_of(edge.value)
+        for edge in schedule.edges
+        if edge.source == maker
+        and (forward or edge.gradient)
+        and rank_of[user] in {rank_of[target] for target in edge.targets}
+    )
+
+
+# ---- simulated clocks
 
 
 @dataclass(frozen=True)
