@@ -34,7 +34,7 @@ def one_forward_one_backward(
             backwards behind; the last ``lag`` Ws come at the end.
     """
     ahead = min(ahead, len(forwards))
-    program = _run(Op.F, forwards[:ahead])
+    program = [Action(stage, Op.F, m) for stage, m in forwards[:ahead]]
     op = Op.B if lag is None else Op.I
     for turn, (stage, m) in enumerate(backwards):
         if turn + ahead < len(forwards):
@@ -43,18 +43,59 @@ def one_forward_one_backward(
         if lag is not None and turn >= lag:
             program.append(Action(backwards[turn - lag][0], Op.W, backwards[turn - lag][1]))
     if lag is not None:
-        program += _run(Op.W, backwards[max(0, len(backwards) - lag) :])
+        late = backwards[max(0, len(backwards) - lag) :]
+        program += [Action(stage, Op.W, m) for stage, m in late]
     return tuple(program)
 
 
-def _run(op: Op, turns: Iterable[Turn]) -> list[Action]:
-    """One op for several stages and microbatches in turn."""
-    return [Action(stage, op, microbatch) for stage, microbatch in turns]
+def _in_turn(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    ahead: Callable[[int], int],
+    lag: Callable[[int], int] | None = None,
+    *,
+    stages: int = 1,
+) -> Schedule:
+    """One forward, one backward on every rank, over as many stages there.
+
+    Args:
+        name: of the schedule.
+        ranks: how many.
+        microbatches: how many.
+        ahead: for a rank, how many forwards of its last stage are ahead.
+        lag: for a rank, how far its Ws lag behind; without it backwards are full.
+        stages: how many on each rank, taken in laps.
+    """
+    placement = looped(ranks, stages)
+    rounds = _rounds(ranks, microbatches)
+    lap = (stages - 1) * max(map(len, rounds))
+    programs = tuple(
+        one_forward_one_backward(
+            *_laps(placement.stages_on(rank), rounds), ahead(rank) + lap, lag=lag and lag(rank)
+        )
+        for rank in range(ranks)
+    )
+    return Schedule(name, placement, microbatches, programs)
 
 
-def _turns(stages: Iterable[int], microbatches: int) -> list[Turn]:
-    """Stage after stage, each with all microbatches in order."""
-    return [(stage, microbatch) for stage in stages for microbatch in range(microbatches)]
+def _laps(held: Sequence[int], rounds: Sequence[range]) -> tuple[list[Turn], list[Turn]]:
+    """The forwards and backwards of a rank that takes its stages in laps, a round of microbatches each.
+
+    Returns:
+        Forwards: for each round each stage, for each stage each microbatch of the round; and backwards:
+        the same with the last stage first.
+    """
+    forwards = [(stage, m) for round_ in rounds for stage in held for m in round_]
+    backwards = [(stage, m) for round_ in rounds for stage in reversed(held) for m in round_]
+    return forwards, backwards
+
+
+def _rounds(ranks: int, microbatches: int) -> list[range]:
+    """As many microbatches each as there are ranks; what is left over is spread over the rounds."""
+    count = max(1, microbatches // ranks)
+    bounds = [microbatches * i // count for i in range(count + 1)]
+    return [range(first, last) for first, last in pairwise(bounds)]
 
 
 # ---- one stage per rank
@@ -76,18 +117,19 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     with a flush after each step as in "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, figure 3.
     Rank ``r`` of ``p`` holds the activations of at most ``p - r`` microbatches.
     """
-    return _chain("1F1B", ranks, microbatches, lambda rank: ranks - 1 - rank)
+    return _in_turn("1F1B", ranks, microbatches, lambda rank: ranks - 1 - rank)
 
 
 def eager_1f1b(ranks: int, microbatches: int) -> Schedule:
     """1F1B that hides latency for more memory; one stage per rank, any number of ranks and microbatches.
 
     Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023. Twice the forwards
-    ahead, so that messages travel while both ends compute. Rank ``r`` of ``p`` holds at most ``2 * (p - r) -
-    1`` microbatches. Without latency it takes as long as 1F1B; with latency, 1F1B waits for a round trip at
+    ahead, so that messages travel while both ends compute. Rank ``r`` of ``p`` holds at most
+    ``2 * (p - r) - 1`` microbatches. Without latency it takes as long as 1F1B; with latency, 1F1B waits for a
+    round trip at
     every pair and this one does not.
     """
-    return _chain("Eager-1F1B", ranks, microbatches, lambda rank: 2 * (ranks - 1 - rank))
+    return _in_turn("Eager-1F1B", ranks, microbatches, lambda rank: 2 * (ranks - 1 - rank))
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
@@ -98,7 +140,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     and the bubble is a third of 1F1B's where F = I = W.
     """
     ahead, lag = lambda rank: ranks - 1 - rank, lambda rank: rank
-    return _chain("ZB-H1", ranks, microbatches, ahead, lag)
+    return _in_turn("ZB-H1", ranks, microbatches, ahead, lag)
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
@@ -110,24 +152,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     can start where this one has not ended.
     """
     ahead, lag = lambda rank: 2 * (ranks - 1 - rank), lambda rank: 2 * rank
-    return _chain("ZB-H2", ranks, microbatches, ahead, lag)
-
-
-def _chain(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    ahead: Callable[[int], int],
-    lag: Callable[[int], int] | None = None,
-) -> Schedule:
-    """One stage per rank; by rank, how many forwards are ahead and how far the Ws lag behind."""
-    placement = looped(ranks)
-    order = [_turns([rank], microbatches) for rank in range(ranks)]
-    programs = tuple(
-        one_forward_one_backward(turns, turns, ahead(rank), lag=lag and lag(rank))
-        for rank, turns in enumerate(order)
-    )
-    return Schedule(name, placement, microbatches, programs)
+    return _in_turn("ZB-H2", ranks, microbatches, ahead, lag)
 
 
 # ---- several stages per rank, in laps
@@ -139,15 +164,13 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Sch
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     SC 2021, section 2.2 and figure 4. The bubble is divided by the number of stages per rank.
     """
-    placement = looped(ranks, stages_per_rank)
-    lap = (stages_per_rank - 1) * _longest_round(ranks, microbatches)
-    programs = tuple(
-        one_forward_one_backward(
-            *_laps(placement.stages_on(rank), ranks, microbatches), 2 * (ranks - 1 - rank) + lap
-        )
-        for rank in range(ranks)
+    return _in_turn(
+        "Interleaved1F1B",
+        ranks,
+        microbatches,
+        lambda rank: 2 * (ranks - 1 - rank),
+        stages=stages_per_rank,
     )
-    return Schedule("Interleaved1F1B", placement, microbatches, programs)
 
 
 def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
@@ -156,40 +179,10 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int)
     Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024: ZB-H1's idea (section 2.1) on the laps
     of interleaved 1F1B. What is left of the bubble is the start, ``p - 1`` forwards of one stage.
     """
-    placement = looped(ranks, stages_per_rank)
-    lap = (stages_per_rank - 1) * _longest_round(ranks, microbatches)
-    programs = tuple(
-        one_forward_one_backward(
-            *_laps(placement.stages_on(rank), ranks, microbatches), ranks - 1 - rank + lap, lag=rank
-        )
-        for rank in range(ranks)
+    ahead, lag = lambda rank: ranks - 1 - rank, lambda rank: rank
+    return _in_turn(
+        "InterleavedZeroBubble", ranks, microbatches, ahead, lag, stages=stages_per_rank
     )
-    return Schedule("InterleavedZeroBubble", placement, microbatches, programs)
-
-
-def _laps(held: Sequence[int], ranks: int, microbatches: int) -> tuple[list[Turn], list[Turn]]:
-    """The forwards and backwards of a rank that takes its stages in laps, a round of microbatches each.
-
-    A round has as many microbatches as there are ranks; what is left over is spread over the rounds.
-
-    Returns:
-        Forwards: for each round each stage, for each stage each microbatch of the round; and backwards:
-        the same with the last stage first.
-    """
-    rounds = _rounds(ranks, microbatches)
-    forwards = [(stage, m) for round_ in rounds for stage in held for m in round_]
-    backwards = [(stage, m) for round_ in rounds for stage in reversed(held) for m in round_]
-    return forwards, backwards
-
-
-def _rounds(ranks: int, microbatches: int) -> list[range]:
-    count = max(1, microbatches // ranks)
-    bounds = [microbatches * i // count for i in range(count + 1)]
-    return [range(first, last) for first, last in pairwise(bounds)]
-
-
-def _longest_round(ranks: int, microbatches: int) -> int:
-    return max(map(len, _rounds(ranks, microbatches)))
 
 
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
@@ -214,6 +207,16 @@ def _breadth_first(name: str, ranks: int, microbatches: int, stages_per_rank: in
         for stages in held
     )
     return Schedule(name, placement, microbatches, programs)
+
+
+def _run(op: Op, turns: Iterable[Turn]) -> list[Action]:
+    """One op for several stages and microbatches in turn."""
+    return [Action(stage, op, microbatch) for stage, microbatch in turns]
+
+
+def _turns(stages: Iterable[int], microbatches: int) -> list[Turn]:
+    """Stage after stage, each with all microbatches in order."""
+    return [(stage, microbatch) for stage in stages for microbatch in range(microbatches)]
 
 
 # ---- no backward

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import MicrobatchError, PenstockError, UsageError
 from penstock.pipeline.plan import prove
-from penstock.pipelining.microbatch import TensorChunkSpec, split_tensor
+from penstock.pipelining.microbatch import (
+    TensorChunkSpec,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+    split_tensor,
+)
 from penstock.pipelining.refusals import CallError, PlacementError
-from penstock.pipelining.rows.orders import (
+from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
     check_format,
@@ -24,13 +31,10 @@ from penstock.pipelining.rows.orders import (
     read_rows,
     schedule_of,
     to_order,
-    without_releases,
 )
-from penstock.pipelining.rows.turns import count_steps
-from penstock.pipelining.running.context import Arrived, PipelineContext
-from penstock.pipelining.running.loops import LoopParts, check_losses
-from penstock.pipelining.running.runner import CUSTOM_OPS, Chunks, Custom, Runner
-from penstock.pipelining.stages.base import StageBase
+from penstock.pipelining.runner import CUSTOM_OPS, Chunks, Custom, Runner
+from penstock.pipelining.stage import StageBase
+from penstock.pipelining.turns import count_steps
 from penstock.schedule import (
     Op,
     Schedule,
@@ -38,12 +42,184 @@ from penstock.schedule import (
     compute_only,
     prefetch,
     reduce_gradients,
+    remove_wait_sends,
     to_csv,
 )
 from penstock.step import Loss
 
 
-class PipelineSchedule(LoopParts):
+@dataclass
+class PipelineContext:
+    """What a custom function is told besides its action.
+
+    Attributes:
+        schedule_ref: the schedule that runs.
+        arg_mbs: for each microbatch the positional arguments; empty where this process was given none.
+        kwarg_mbs: for each microbatch the arguments by name.
+        target_mbs: for each microbatch the target.
+        losses: the list that the caller gave for the losses.
+    """
+
+    schedule_ref: Any
+    arg_mbs: list[tuple[Any, ...]] | None = None
+    kwarg_mbs: list[dict[str, Any]] | None = None
+    target_mbs: list[Any] | None = None
+    losses: list[Any] | None = None
+
+    @property
+    def stages(self) -> list[StageBase]:
+        """The stages of this process."""
+        found: list[StageBase] = self.schedule_ref.stages
+        return found
+
+
+class Arrived:
+    """The receives that a custom function may ask for: all have arrived, there is nothing to wait for."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def pop(self, key: object, default: Any = None) -> list[Any]:
+        """No work to wait for."""
+        return []
+
+
+# ---- the parts of a step that a subclass may replace: how a batch is split, its loss, its output
+
+
+class StepParts:
+    """What a step does besides running stages. A subclass may replace each; ``step`` calls it.
+
+    From :meth:`_initialize_stage` on they are for a ``_step_microbatches`` of one's own, which says itself
+    what happens, stage call by stage call. Where Penstock's engine runs the step these do nothing: losses are
+    computed where the last stage's forward runs, and what travels is agreed on beforehand.
+    """
+
+    _stages: list[StageBase]
+    _has_backward: bool
+
+    _n_microbatches: int
+    _loss_fn: Callable[..., Any] | None
+    _args_chunk_spec: Any
+    _kwargs_chunk_spec: Any
+    _output_merge_spec: Any
+
+    def __init__(self) -> None:
+        self._internal_losses: list[Tensor] = []
+        self._engine_runs = False
+        self._prepared: bool | None = None
+
+    def _split_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        """Each microbatch's positional arguments, and those by name."""
+        if not args and not kwargs:
+            count = self._n_microbatches
+            return [()] * count, [{} for _ in range(count)]
+        return split_args_kwargs_into_chunks(
+            args, kwargs, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
+        )
+
+    def _check_inputs(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Check a split batch; what is not given is empty for each microbatch.
+
+        Raises:
+            TypeError: something is no list.
+            MicrobatchError: a list of another length than there are microbatches.
+        """
+        count = self._n_microbatches
+        given = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+        for name, found in {**given, "losses": losses}.items():
+            if found is not None and not isinstance(found, list):
+                raise TypeError(f"{name} must be a list, not a {type(found).__name__}")
+        for name, found in given.items():
+            if found is not None and len(found) != count:
+                raise MicrobatchError(
+                    f"expected {count} microbatches, but {name} has {len(found)}; give one for each"
+                )
+        return (
+            [()] * count if arg_mbs is None else arg_mbs,
+            [{} for _ in range(count)] if kwarg_mbs is None else kwarg_mbs,
+        )
+
+    def _compute_loss(
+        self, output: Any, target: Any, loss_kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A microbatch's loss.
+
+        Raises:
+            CallError: the schedule has no loss function.
+        """
+        if self._loss_fn is None:
+            raise CallError("there is no loss; give the schedule a loss_fn")
+        return self._loss_fn(output, target, **(loss_kwargs or {}))
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+        """The output of the batch from those of its microbatches."""
+        return merge_chunks(output_chunks, self._output_merge_spec)
+
+    def _initialize_stage(
+        self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None
+    ) -> None:
+        """Agree on what travels, from a microbatch's arguments; once for training and once for forward."""
+        if self._prepared is self._has_backward:
+            return
+        self._prepared = self._has_backward
+        given: Any = None
+        for stage in sorted(self._stages, key=lambda stage: stage.stage_index):
+            given = stage.agree(self._n_microbatches, args if stage.is_first else given, kwargs)
+
+    _initialize_stages = _initialize_stage
+
+    def _maybe_compute_loss(
+        self,
+        stage: StageBase,
+        output: Any,
+        target_mbs: Sequence[Any] | None,
+        mb_index: int,
+        loss_kwargs: Any = None,
+    ) -> None:
+        """Compute and keep a microbatch's loss, on the last stage."""
+        if self._engine_runs or not stage.is_last or self._loss_fn is None:
+            return
+        if target_mbs is None and not self._has_backward:
+            return
+        if target_mbs is None:
+            raise CallError("the last stage's rank was given no target; pass target= on that rank")
+        loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+        self._internal_losses.append(loss)
+
+    def _maybe_get_loss(self, stage: StageBase, mb_index: int) -> Tensor | None:
+        """A microbatch's loss, on the last stage."""
+        if self._engine_runs or not stage.is_last or self._loss_fn is None:
+            return None
+        if not 0 <= mb_index < len(self._internal_losses):
+            raise CallError(
+                f"there is no loss of microbatch {mb_index} yet; there are {len(self._internal_losses)}"
+            )
+        return self._internal_losses[mb_index]
+
+    def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
+        """Hand the losses to the caller's list, on the rank of the last stage, and forget them."""
+        held = stages if isinstance(stages, list) else [stages]
+        if losses is not None and any(stage.is_last for stage in held):
+            found = len(self._internal_losses)
+            if found != self._n_microbatches:
+                raise CallError(f"expected {self._n_microbatches} losses, found {found}")
+            losses[:] = [loss.detach() for loss in self._internal_losses]
+        self._internal_losses.clear()
+
+
+# ---- a schedule
+
+
+class PipelineSchedule(StepParts):
     """A schedule over stages that are already placed; the base of all.
 
     Args:
@@ -154,7 +330,7 @@ class PipelineSchedule(LoopParts):
 
     def _spelt_out(self) -> Schedule:
         """The schedule with its messages, as files say it: not when sends are let go."""
-        return without_releases(prove(self.schedule))
+        return remove_wait_sends(prove(self.schedule))
 
     def _take(self, order: dict[int, list[ActionTuple | None]]) -> None:
         """Take actions that were written by hand, and prove that they can run."""
@@ -249,7 +425,6 @@ class PipelineSchedule(LoopParts):
         """
         if self._has_backward and self._requires_autograd and not torch.is_grad_enabled():
             raise CallError("step needs gradients; under torch.no_grad() call eval")
-        check_losses(losses)
         self._follow_count()
         for stage in self._stages:
             stage.start(self._placement(), self._n_microbatches, trains=self._has_backward)
@@ -258,7 +433,7 @@ class PipelineSchedule(LoopParts):
             target_mbs = None
             if target is not None:
                 target_mbs = list(split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
-            self._check_inputs(arg_mbs, kwarg_mbs, target_mbs)
+            self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         except PenstockError as error:
             if type(self)._step_microbatches is PipelineSchedule._step_microbatches:
                 self._current_runner().refuse(error, trains=self._has_backward)

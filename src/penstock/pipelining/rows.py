@@ -1,4 +1,4 @@
-"""Schedules as the rows of actions that torch's package knows."""
+"""Schedules as the rows of actions that torch's package knows, and the way to and from Penstock's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.schedule import (
     reduce_gradients,
     validate,
 )
-from penstock.schedule.action import OVERLAPPED, WAIT_SEND_OPS, Entry
+from penstock.schedule.action import OVERLAPPED, Entry
 from penstock.schedule.files import read_text
 
 # ---- actions and their kinds under torch's names, and the way to and from Penstock's own
@@ -199,14 +199,6 @@ def proven(schedule: Schedule) -> Schedule:
     except ScheduleError as error:
         raise PlacementError(str(error)) from error
     return schedule
-
-
-def without_releases(schedule: Schedule) -> Schedule:
-    """A schedule that does not say when sends are let go."""
-    return schedule.with_programs(
-        [e for e in program if not (isinstance(e, Action) and e.op in WAIT_SEND_OPS)]
-        for program in schedule.programs
-    )
 
 
 FORMATS = ("compute_only", "compute_comms")

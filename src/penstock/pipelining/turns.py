@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from penstock.pipelining.refusals import PlacementError
-from penstock.pipelining.rows.orders import (
+from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
     Order,
