@@ -23,7 +23,7 @@ from penstock.partition.traced import (
     pipe_split,
     summary,
 )
-from penstock.partition.traced.layout import check_points
+from penstock.partition.traced.marks import check_points
 from penstock.pipelining._utils import PipeInfo
 from penstock.pipelining.refusals import CutError, PathError
 from penstock.pipelining.stage import PipelineStage, build_stage

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import PartitionError
-from penstock.partition.calls.trees import leaves, replaced, skeleton, tensors_in
+from penstock.partition.calls.tape import leaves, replaced, skeleton, tensors_in
 from penstock.values import (
     Family,
     Form,

@@ -22,7 +22,6 @@ from penstock.partition.calls.inference import (
     memory_of,
     run_for_real,
 )
-from penstock.partition.calls.numbering import Numbering
 from penstock.partition.calls.tape import (
     NO_VALUE,
     Event,
@@ -31,8 +30,13 @@ from penstock.partition.calls.tape import (
     Region,
     Slot,
     Tape,
+    leaves,
+    replaced,
+    tensors_deep_in,
+    tensors_in,
+    without,
 )
-from penstock.partition.calls.trees import leaves, replaced, tensors_deep_in, tensors_in, without
+from penstock.partition.calls.watch import Numbering
 from penstock.partition.faces import EFFECTS, HOOKS, REQUIRES_GRAD, SET_DATA, Run, uncheckpointed
 from penstock.rng import Generators, identity
 from penstock.step.losses import add_loss

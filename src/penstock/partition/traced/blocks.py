@@ -13,10 +13,9 @@ from torch import fx, nn
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.balance import choose_cuts
 from penstock.partition.costs import Measure, check_measure, stage_costs
-from penstock.partition.traced.cutting import TracedCut, assemble
-from penstock.partition.traced.export import Exported, export
-from penstock.partition.traced.layout import Layout, Point, SplitPoint, computes, lay_out, mark_of
-from penstock.partition.traced.skeleton import Skeleton
+from penstock.partition.traced.export import Exported, Skeleton, export
+from penstock.partition.traced.marks import Layout, Point, SplitPoint, computes, lay_out, mark_of
+from penstock.partition.traced.stages import TracedCut, assemble
 from penstock.partition.traced.traces import Cuts, Traces
 from penstock.schedule import Placement
 from penstock.values import spec_of_arguments
