@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
 
 LIMIT = 110.0
 """Seconds until the processes are killed and the test fails."""
