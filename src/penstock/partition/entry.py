@@ -92,7 +92,7 @@ def partition(
         made, reason = _chain(model, stages, asked), "its forward is the chain of them"
         how = "chain"
     else:
-        made, reason = _calls(model, stages, asked), "it has a forward of its own"
+        made, reason = cut_calls(model, stages, **asked._asdict()), "it has a forward of its own"
         how = "calls"
     return replace(made, how=how, reason=reason)
 
@@ -136,18 +136,7 @@ def _chain(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
             f"a {type(model).__name__} is cut at module paths: stages=[['embed', 'blocks.0'], ['blocks.1', "
             "'head']] names each stage's modules in the order of the calls"
         )
-    example, balance, placement = asked
-    return cut_sequential(model, stages, example=example, balance=balance, placement=placement)
-
-
-def _calls(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
-    return cut_calls(
-        model,
-        stages,
-        example=asked.example,
-        balance=asked.balance,
-        placement=asked.placement,
-    )
+    return cut_sequential(model, stages, **asked._asdict())
 
 
 def _traced(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
@@ -162,7 +151,11 @@ def _traced(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
     return cut_traced(model, args, kwargs, Cuts(points, in_code=False)).partition
 
 
-_CUTTERS = {"calls": _calls, "traced": _traced, "chain": _chain}
+_CUTTERS: dict[str, Callable[[nn.Module, Where, _Asked], Partition]] = {
+    "calls": lambda model, stages, asked: cut_calls(model, stages, **asked._asdict()),
+    "traced": _traced,
+    "chain": _chain,
+}
 
 
 # ---- a model whose forward is a chain of modules: each one's output is the next one's input

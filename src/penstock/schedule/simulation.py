@@ -52,7 +52,8 @@ class Simulation:
         self.costs = costs
         self._packed = packed
         self._times = times
-        self._computes = np.flatnonzero(packed.having(COMPUTE_OPS))
+        self._is_computing = packed.having(COMPUTE_OPS)
+        self._computes = np.flatnonzero(self._is_computing)
 
     @cached_property
     def makespan(self) -> float:
@@ -97,10 +98,6 @@ class Simulation:
     def longest_stage_bubble(self) -> float:
         """The share of :attr:`longest_stage` in which the busiest rank does not compute."""
         return 1 - max(self.busy) / self.longest_stage if self.longest_stage else 0.0
-
-    @cached_property
-    def _causes(self) -> Causes:
-        return Causes(self._wiring, self._times)
 
     @cached_property
     def _changes(self) -> Numbers:
@@ -149,7 +146,7 @@ class Simulation:
         for number in self._numbers(rank).tolist():
             span = self._span(number)
             if span.start > before:
-                awaited = self._packed.action(self._causes.awaited(number))
+                awaited = self._packed.action(self._awaited(number))
                 found.append(Gap(rank, before, span.start, span.action, awaited))
             before = max(before, span.end)
         return found
@@ -161,8 +158,56 @@ class Simulation:
         number = int(self._computes[np.argmax(self._times.end[self._computes])])
         while number != NOWHERE:
             path.append(self._span(number))
-            number = self._causes.cause(number)
+            number = self._cause(number)
         return tuple(reversed(path))
+
+    # ---- why an action started when it did
+
+    def _awaited(self, number: int) -> int:
+        """The action that the rank last waited for before ``number`` could start; ``NOWHERE`` if for none.
+
+        Messages and other actions that take no time stand between two computing actions; the wait may have
+        been at any of them.
+        """
+        at: int | None = number
+        while at is not None:
+            if self._idle_before(at):
+                return self._latest_wait(at)
+            at = self._before(at)
+            if at is not None and self._is_computing[at]:
+                return NOWHERE
+        return NOWHERE
+
+    def _cause(self, number: int) -> int:
+        """The computing action whose end let ``number`` start; ``NOWHERE`` for the first."""
+        awaited = self._awaited(number)
+        if awaited == NOWHERE:
+            return self._compute_before(number)
+        if self._is_computing[awaited]:
+            return awaited
+        other = int(self._wiring.partner[awaited])
+        later = max(awaited, other, key=lambda end: float(self._times.start[end]))
+        return self._cause(later)
+
+    def _before(self, number: int) -> int | None:
+        first = self._packed.starts[self._packed.rank[number]]
+        return number - 1 if number > first else None
+
+    def _compute_before(self, number: int) -> int:
+        at = self._before(number)
+        while at is not None and not self._is_computing[at]:
+            at = self._before(at)
+        return NOWHERE if at is None else at
+
+    def _idle_before(self, number: int) -> bool:
+        before = self._before(number)
+        free = 0.0 if before is None else self._times.end[before]
+        return bool(self._times.start[number] > free)
+
+    def _latest_wait(self, number: int) -> int:
+        waits = [int(column[number]) for column in self._wiring.waits]
+        found = [awaited for awaited in waits if awaited != NOWHERE]
+        return max(found, key=lambda awaited: float(self._times.there[awaited]), default=NOWHERE)
 
     def _numbers(self, rank: int) -> NDArray[np.int64]:
         bounds = np.searchsorted(self._computes, self._packed.starts[rank : rank + 2])
@@ -222,71 +267,6 @@ def replay(
     rank, start, end = packed.rank.tolist(), times.start.tolist(), times.end.tolist()
     spans = tuple(Span(rank[i], actions[i], start[i], end[i]) for i in shown)
     return Timeline(spans, schedule.ranks, "s", schedule.pairs)
-
-
-# ---- why an action started when it did
-
-
-class Causes:
-    """Follows the times of a run backwards.
-
-    Args:
-        wiring: the schedule.
-        times: when each action ran.
-    """
-
-    def __init__(self, wiring: Wiring, times: Times) -> None:
-        packed = wiring.packed
-        self._wiring = wiring
-        self._packed = packed
-        self._times = times
-        self._computes = packed.having(COMPUTE_OPS)
-
-    def awaited(self, number: int) -> int:
-        """The action that the rank last waited for before ``number`` could start; ``NOWHERE`` if for none.
-
-        Messages and other actions that take no time stand between two computing actions; the wait may have
-        been at any of them.
-        """
-        at: int | None = number
-        while at is not None:
-            if self._idle_before(at):
-                return self._latest_wait(at)
-            at = self._before(at)
-            if at is not None and self._computes[at]:
-                return NOWHERE
-        return NOWHERE
-
-    def cause(self, number: int) -> int:
-        """The computing action whose end let ``number`` start; ``NOWHERE`` for the first."""
-        awaited = self.awaited(number)
-        if awaited == NOWHERE:
-            return self._compute_before(number)
-        if self._computes[awaited]:
-            return awaited
-        other = int(self._wiring.partner[awaited])
-        later = max(awaited, other, key=lambda end: float(self._times.start[end]))
-        return self.cause(later)
-
-    def _before(self, number: int) -> int | None:
-        first = self._packed.starts[self._packed.rank[number]]
-        return number - 1 if number > first else None
-
-    def _compute_before(self, number: int) -> int:
-        at = self._before(number)
-        while at is not None and not self._computes[at]:
-            at = self._before(at)
-        return NOWHERE if at is None else at
-
-    def _idle_before(self, number: int) -> bool:
-        before = self._before(number)
-        free = 0.0 if before is None else self._times.end[before]
-        return bool(self._times.start[number] > free)
-
-    def _latest_wait(self, number: int) -> int:
-        waits = [int(column[number]) for column in self._wiring.waits]
-        found = [awaited for awaited in waits if awaited != NOWHERE]
-        return max(found, key=lambda awaited: float(self._times.there[awaited]), default=NOWHERE)
 
 
 # ---- what each rank holds

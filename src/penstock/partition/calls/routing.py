@@ -132,10 +132,17 @@ def first_uses(tape: Tape, homes: Homes, stages: int) -> dict[str, int]:
 def _owners(tape: Tape, homes: Homes, stages: int) -> list[int]:
     """The stage of each event."""
     owners: list[int | None] = []
-    made = _MadeIn(tape, homes)
     called = _Turns(tape, homes)
+
+    def made_in(number: int) -> int | None:
+        value = tape.values[number]
+        if value.parameter is not None:
+            return homes[value.parameter][0] if value.parameter in homes else None
+        assert value.maker is not None
+        return owners[value.maker]
+
     for event in tape.events:
-        known = [(s, n) for n in event.inputs if (s := made.stage(n, owners)) is not None]
+        known = [(s, n) for n in event.inputs if (s := made_in(n)) is not None]
         latest = max(known, default=None)
         if event.is_call:
             home = called.home(event.what, 0 if latest is None else latest[0])
@@ -162,19 +169,6 @@ class _Turns:
         self._been[unit] += 1
         mine = stages[turn * len(stages) // self._calls[unit]]
         return max(mine, next((stage for stage in stages if stage >= earliest), mine))
-
-
-@dataclass(frozen=True)
-class _MadeIn:
-    tape: Tape
-    homes: Homes
-
-    def stage(self, number: int, owners: list[int | None]) -> int | None:
-        value = self.tape.values[number]
-        if value.parameter is not None:
-            return self.homes[value.parameter][0] if value.parameter in self.homes else None
-        assert value.maker is not None
-        return owners[value.maker]
 
 
 def _with_free(tape: Tape, owners: list[int | None], stages: int) -> list[int]:

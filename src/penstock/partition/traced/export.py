@@ -276,7 +276,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _attempt(skeleton: Skeleton, call: ValueSpec, *, free: bool, strict: bool) -> Exported:
-    flat = _Strict(skeleton.model, call) if strict else _Flat(skeleton.model, call)
+    flat = _Flat(skeleton.model, call, strict=strict)
     tensors = tuple(skeleton.empty(spec) for spec in call.tensors)
     dims = (tuple(map(_free_dims, call.tensors)),) if free else None
     plain = nullcontext() if strict else _plainly()
@@ -285,9 +285,9 @@ def _attempt(skeleton: Skeleton, call: ValueSpec, *, free: bool, strict: bool) -
         module = made.module()
     place_seeds(module)
     guard = _take_guard(module)
-    if isinstance(flat, _Flat):
-        return Exported(call, module.graph, module, flat.rebuild, guard, free, flat.losses)
-    return Exported(call, module.graph, module, made.call_spec.out_spec.unflatten, guard, free)
+    if strict:
+        return Exported(call, module.graph, module, made.call_spec.out_spec.unflatten, guard, free)
+    return Exported(call, module.graph, module, flat.rebuild, guard, free, flat.losses)
 
 
 def _free_dims(spec: TensorSpec) -> dict[int, Any]:
@@ -334,20 +334,27 @@ def _plainly() -> AbstractContextManager[None]:
 
 
 class _Flat(nn.Module):
-    """A model as a function of tensors alone, giving tensors alone."""
+    """A model as a function of tensors alone, giving these alone; traced strictly it gives what it gives."""
 
-    def __init__(self, model: nn.Module, call: ValueSpec) -> None:
+    def __init__(self, model: nn.Module, call: ValueSpec, *, strict: bool) -> None:
         super().__init__()
         self.model = model
-        self._call = call
+        self._call, self._strict = call, strict
         seen: list[tuple[Structure, list[Term]]] = []
         # Not the list itself: torch.export takes back what forward changes in a module's attributes.
         self._note, self._noted = seen.append, seen.__getitem__
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *tensors: Tensor) -> Any:
         args, kwargs = self._call.fill(tensors)
         with collect_losses() as added:
-            leaves, structure = flatten(self.model(*args, **kwargs))
+            output = self.model(*args, **kwargs)
+        if self._strict:
+            if len(added):
+                raise RuntimeError(
+                    "it adds losses, and can only be traced strictly, which loses them"
+                )
+            return output
+        leaves, structure = flatten(output)
         self._note((structure, list(added)))
         # A copy is computed, whatever it is that is added.
         return (*leaves, *(term.value.clone() for term in added))
@@ -360,23 +367,6 @@ class _Flat(nn.Module):
     def losses(self) -> tuple[tuple[str, float], ...]:
         """Name and weight of what the model added."""
         return tuple((term.name, term.weight) for term in self._noted(-1)[1])
-
-
-class _Strict(nn.Module):
-    """A model as a function of tensors alone, giving what it gives."""
-
-    def __init__(self, model: nn.Module, call: ValueSpec) -> None:
-        super().__init__()
-        self.model = model
-        self._call = call
-
-    def forward(self, *tensors: Tensor) -> Any:
-        args, kwargs = self._call.fill(tensors)
-        with collect_losses() as added:
-            output = self.model(*args, **kwargs)
-        if len(added):
-            raise RuntimeError("it adds losses, and can only be traced strictly, which loses them")
-        return output
 
 
 def _take_guard(module: fx.GraphModule) -> Callable[[Sequence[Tensor]], None]:

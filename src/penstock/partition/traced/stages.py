@@ -30,32 +30,23 @@ from penstock.values import TensorSpec, ValueSpec, flatten, spec_of_arguments
 # ---- which stage holds which parameter and buffer, and under which of its names
 
 
-@dataclass(frozen=True)
-class Ownership:
-    """What each stage holds.
-
-    Args:
-        tensors: per stage, what it holds under which name.
-        names: per stage, for each name of what it holds the one it is read by there.
-    """
-
-    tensors: tuple[dict[str, Tensor], ...]
-    names: tuple[dict[str, str], ...]
+Share = tuple[dict[str, Tensor], dict[str, str]]
+"""What a stage holds by name, and for each of its names in the model the one it is read by there."""
 
 
-def share_out(model: nn.Module, trace: Trace, stages: int) -> Ownership:
+def share_out(model: nn.Module, trace: Trace, stages: int) -> list[Share]:
     """Give each parameter and buffer to the stages that use it, and those that none uses to a neighbour."""
-    tensors: list[dict[str, Tensor]] = [{} for _ in range(stages)]
-    names: list[dict[str, str]] = [{} for _ in range(stages)]
+    shares: list[Share] = [({}, {}) for _ in range(stages)]
     groups = _groups(model)
     users = {group: _users(trace, group) for group in groups}
     used = {name: min(users[group]) for group in groups if users[group] for name in group}
     for group, tensor in groups.items():
         given = _given(group, users[group] or {_neighbour(group[0], used): []})
         for stage, own in given.items():
-            tensors[stage].update(dict.fromkeys(own, tensor))
-            names[stage].update(dict.fromkeys(group, own[0]))
-    return Ownership(tuple(tensors), tuple(names))
+            tensors, names = shares[stage]
+            tensors.update(dict.fromkeys(own, tensor))
+            names.update(dict.fromkeys(group, own[0]))
+    return shares
 
 
 def _groups(model: nn.Module) -> dict[tuple[str, ...], Tensor]:
@@ -363,10 +354,10 @@ def cut_traced(
 
 def assemble(model: nn.Module, traces: Traces) -> TracedCut:
     """The stages of a model whose graphs are cut."""
-    ownership = share_out(model, traces.first, traces.layout.stages)
+    shares = share_out(model, traces.first, traces.layout.stages)
     saved = set(model.state_dict(keep_vars=True))
     together: list[TracedStage] = []
-    for index, own in enumerate(zip(ownership.tensors, ownership.names, strict=True)):
+    for index, own in enumerate(shares):
         TracedStage(index, traces, *own, saved, together).train(model.training)
     cut = TracedCut(traces, tuple(together), find_shared(model, together))
     cut.partition.check_covers(model)

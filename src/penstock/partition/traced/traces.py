@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.partition.base import Description
 from penstock.partition.traced.export import ROOT, Exported, Skeleton, export, undisturbed
 from penstock.partition.traced.marks import Layout, Point, Wanted, check_met, lay_out, stages_of
-from penstock.partition.traced.wiring import Aliases, Program, wire
+from penstock.partition.traced.wiring import Aliases, Program, Wiring
 from penstock.step.losses import collect_losses
 from penstock.values import (
     Family,
@@ -53,7 +53,7 @@ class Trace:
         self.exported = exported
         self._stage_of = stages_of(exported.graph, wanted, layout)
         aliases = Aliases(exported.graph, exported.root)
-        self.wiring = wire(
+        self.wiring = Wiring(
             exported.graph,
             self._stage_of,
             layout.stages,

@@ -172,30 +172,11 @@ class Slice:
     gives: dict[fx.Node, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
 class Wiring:
     """The slices of a graph and the edges between them.
 
-    Args:
-        slices: one per stage.
-        edges: ``gradient`` is left true; whoever knows the specs decides it.
-        outputs: the leaves of the model's output, as the graph's output node holds them.
-    """
-
-    slices: tuple[Slice, ...]
-    edges: tuple[Edge, ...]
-    outputs: tuple[object, ...]
-
-
-def wire(
-    graph: fx.Graph,
-    stage_of: Mapping[fx.Node, int],
-    stages: int,
-    aliases: Aliases,
-    *,
-    arguments_travel: bool = False,
-) -> Wiring:
-    """Work out the slices of a graph.
+    It goes through the stages in order and keeps whose version of a value counts. A value's home is the stage
+    that made it; where a later stage changes it in place, that one.
 
     Args:
         graph: the graph.
@@ -204,17 +185,14 @@ def wire(
         aliases: which of its values share memory.
         arguments_travel: whether the first stage hands on the arguments that later ones use.
 
+    Attributes:
+        slices: one per stage.
+        edges: ``gradient`` is left true; whoever knows the specs decides it.
+        outputs: the leaves of the model's output, as the graph's output node holds them.
+
     Raises:
         PartitionError: what is changed in place in one stage is needed in another in a way that cannot be
             kept apart.
-    """
-    return _Wirer(graph, stage_of, stages, aliases, arguments_travel).wiring()
-
-
-class _Wirer:
-    """Goes through the stages in order and keeps whose version of a value counts.
-
-    A value's home is the stage that made it; where a later stage changes it in place, that one.
     """
 
     def __init__(
@@ -223,33 +201,36 @@ class _Wirer:
         stage_of: Mapping[fx.Node, int],
         stages: int,
         aliases: Aliases,
-        arguments_travel: bool,
+        *,
+        arguments_travel: bool = False,
     ) -> None:
         self._arguments_travel = arguments_travel
-        self._stage_of = stage_of
-        self._aliases = aliases
-        self._slices = tuple(Slice() for _ in range(stages))
+        self._stage_of, self._aliases = stage_of, aliases
+        self.slices = tuple(Slice() for _ in range(stages))
         for node, stage in stage_of.items():
-            self._slices[stage].nodes.append(node)
+            self.slices[stage].nodes.append(node)
         self._output = next(node for node in graph.nodes if node.op == "output")
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self._inputs = {node: position for position, node in enumerate(inputs)}
         self._home: dict[fx.Node, int] = {}
         self._targets: dict[tuple[int, str], list[int]] = {}
-
-    def wiring(self) -> Wiring:
         self._check_held()
-        for stage in range(len(self._slices)):
+        for stage in range(stages):
             self._enter(stage)
             self._change(stage)
+        self.edges = tuple(
+            Edge(name, home, tuple(targets))
+            for (home, name), targets in sorted(self._targets.items())
+        )
         outputs = self._output.args[0]
-        leaves = tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
-        return Wiring(self._slices, tuple(self._edges()), leaves)
+        self.outputs: tuple[object, ...] = (
+            tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
+        )
 
     def _used(self, stage: int) -> Iterator[fx.Node]:
         """What a stage uses of others; each as often as it does."""
-        last = [self._output] if stage == len(self._slices) - 1 else []
-        for node in (*self._slices[stage].nodes, *last):
+        last = [self._output] if stage == len(self.slices) - 1 else []
+        for node in (*self.slices[stage].nodes, *last):
             for used in node.all_input_nodes:
                 if used.op == "get_attr" or is_size(used):
                     continue
@@ -263,24 +244,20 @@ class _Wirer:
             travels = home < 0 < stage and self._arguments_travel
             if home < 0:
                 home = 0 if travels else stage
-                self._slices[home].inputs.setdefault(node, self._inputs[node])
+                self.slices[home].inputs.setdefault(node, self._inputs[node])
                 if not travels:
                     continue
-            given = self._slices[home].gives
+            given = self.slices[home].gives
             # By number, so that the graphs of training and evaluation give the same names.
             called = f"{_ARGUMENT}{self._inputs[node]}" if travels else f"stage{home}.{len(given)}"
             name = given.setdefault(node, called)
-            self._slices[stage].takes[node] = name
+            self.slices[stage].takes[node] = name
             self._targets.setdefault((home, name), []).append(stage)
-
-    def _edges(self) -> Iterator[Edge]:
-        for (home, name), targets in sorted(self._targets.items()):
-            yield Edge(name, home, tuple(targets))
 
     # ---- changes in place
 
     def _change(self, stage: int) -> None:
-        part = self._slices[stage]
+        part = self.slices[stage]
         for node in part.nodes:
             for changed in self._aliases.written(node):
                 same = self._before(self._aliases.of(changed), stage)
@@ -305,7 +282,7 @@ class _Wirer:
             )
 
     def _used_after(self, node: fx.Node, stage: int) -> bool:
-        last = len(self._slices) - 1
+        last = len(self.slices) - 1
         return any(self._stage_of.get(user, last) > stage for user in node.users)
 
     def _check_held(self) -> None:
