@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,24 +29,29 @@ Run = Callable[..., Any]
 """What would have been done."""
 
 
-class Listener(Protocol):
-    """Who is told, and answers."""
+class Listener:
+    """Who is told, and answers; by default with what would have been done, but for checkpoints."""
 
     def called(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A module is called."""
+        return run(*args, **kwargs)
 
     def applied(
         self, function: type[Function], run: Run, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """A custom function is applied."""
+        return run(*args, **kwargs)
 
     def checkpointed(
         self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
     ) -> Any:
-        """A checkpoint ``run`` is called for a function and what that is called with."""
+        """A checkpoint ``run`` is called for a function and what that is called with; it is left out."""
+        with uncheckpointed(args, options):
+            return args[0](*args[1:], **kwargs)
 
     def added(self, loss: Tensor) -> Tensor | None:
         """A loss is added; answers what is added here."""
+        return loss
 
 
 _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)

@@ -126,7 +126,7 @@ class Pipe(nn.Module):
         Raises:
             CutError: the model cannot be traced, or not be cut there.
         """
-        return trace(mod, example_args, example_kwargs, Cuts(policy=split_policy))
+        return _traced(mod, example_args, example_kwargs, Cuts(policy=split_policy))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The values of the model's output in a flat tuple, computed stage by stage.
@@ -172,25 +172,15 @@ class Pipe(nn.Module):
         return f"Pipe of {self._of}, {self.num_stages} stages\n{summary(self._cut)}"
 
 
-def trace(
+def _traced(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, cuts: Cuts
 ) -> Pipe:
-    """Trace a model and cut it.
-
-    Args:
-        model: the model, which is not changed.
-        args: the positional arguments of a call with one microbatch.
-        kwargs: its arguments by name.
-        cuts: where.
-
-    Raises:
-        CutError: the model cannot be traced, or not be cut there.
-    """
-    cuts = replace(cuts, arguments_travel=True)
+    """The pipe of a model; as in torch, ranks after the first need not be given the batch."""
     try:
-        return Pipe(cut_traced(model, args, kwargs, cuts), type(model).__name__)
+        cut = cut_traced(model, args, kwargs, replace(cuts, arguments_travel=True))
     except PartitionError as error:
         raise CutError(str(error)) from error
+    return Pipe(cut, type(model).__name__)
 
 
 # ---- where to cut
@@ -225,7 +215,7 @@ def pipeline(
     if not isinstance(mb_args, tuple):
         raise UsageError(f"mb_args must be a tuple of arguments, not a {type(mb_args).__name__}")
     points = points_of(module, split_spec or {})
-    pipe = trace(module, mb_args, mb_kwargs, Cuts(points, policy=split_policy))
+    pipe = _traced(module, mb_args, mb_kwargs, Cuts(points, policy=split_policy))
     if split_spec is None and pipe.num_stages == 1:
         warnings.warn(
             f"no split point in the {type(module).__name__}: it is one stage. Name modules in split_spec, "

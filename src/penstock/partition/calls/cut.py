@@ -38,18 +38,7 @@ def cut_calls(
 ) -> Partition:
     """Cut a model into stages that each run the author's own forward, and of its modules their own.
 
-    Args:
-        model: any module.
-        stages: how many; or the paths before which to cut; or for each stage the paths of its modules.
-        example: arguments for the model, as ``(args, kwargs)``. With them the order in which modules are
-            called is seen instead of read from the model's source.
-        balance: what makes stages equal where only their number is given: ``"parameters"``; ``"flops"``,
-            ``"memory"`` or ``"time"``, which run the example; or a weight for each unit in that order.
-        placement: which rank holds which stage; ranks are made equal, not stages.
-
-    Raises:
-        PartitionError: an unknown path, more stages than there are modules to place, a module in no stage
-            or in two.
+    Arguments and errors as of :func:`penstock.partition.partition`.
     """
     if isinstance(stages, int):
         placed = _by_count(model, stages, example, balance, placement)

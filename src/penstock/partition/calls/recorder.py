@@ -31,6 +31,7 @@ from penstock.partition.calls.tape import (
     Slot,
     Tape,
     leaves,
+    name_of,
     replaced,
     tensors_deep_in,
     tensors_in,
@@ -390,11 +391,6 @@ class Recorder(Numbering):
         self.settle_changes()
         self.tape.sure = frozenset(surely_reached(self.edges, tensors, self._losses))
         return self.tape
-
-
-def name_of(what: Any) -> str:
-    """A function's own name."""
-    return getattr(what, "__name__", None) or str(what)
 
 
 def target_of(what: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -26,6 +26,7 @@ from penstock.partition.calls.tape import (
     Tape,
     form_of,
     leaves,
+    name_of,
     replaced,
     tensors_in,
     without,
@@ -231,10 +232,9 @@ class Runner(Watch):
         events = self._tape.events
         if self._at < len(events) and (events[self._at].what == what):
             return events[self._at]
-        name = what if isinstance(what, str) else getattr(what, "__name__", str(what))
         due = events[self._at].label if self._at < len(events) else "the end"
         raise PartitionError(
-            f"the model's forward reached {name} where {due} was expected: {_DIVERGED}"
+            f"the model's forward reached {name_of(what)} where {due} was expected: {_DIVERGED}"
         )
 
     def _answer(self, event: Event, result: Any) -> Any:
@@ -414,7 +414,7 @@ _DIVERGED = (
 
 def _asks_for_graph(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether this is how hooks of torch find a tensor's place in the graph."""
-    return getattr(func, "__name__", "") == "view_as" and args[0] is args[1]
+    return name_of(func) == "view_as" and args[0] is args[1]
 
 
 def _absent(user: str) -> str:

@@ -190,6 +190,11 @@ class Placeholder(Tensor):
 # ---- what an author's forward does with values that stages make: the record of one analysed call
 
 
+def name_of(what: Any) -> str:
+    """What an event is of, in words: a unit's path, or a function's own name."""
+    return getattr(what, "__name__", None) or str(what)
+
+
 NO_VALUE = -1
 """The number of a tensor that every stage has: one of the call's own arguments."""
 
@@ -323,7 +328,7 @@ class Event:
     @property
     def label(self) -> str:
         """What it is, in words."""
-        return self.what if self.is_call else getattr(self.what, "__name__", str(self.what))
+        return name_of(self.what)
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ from torch.utils import checkpoint as checkpointing
 from penstock.errors import PartitionError
 from penstock.partition.calls.inference import memory_of, view_like
 from penstock.partition.calls.tape import Change, Origin, Tape, Value, form_of, replaced, tensors_in
-from penstock.partition.faces import Run, seen
+from penstock.partition.faces import Listener, Run, seen
 
 # Before anybody puts another in its place.
 _CHECKPOINTED = checkpointing.CheckpointFunction
 
 
-class Watch(TorchFunctionMode, ABC):
+class Watch(TorchFunctionMode, Listener, ABC):
     """Sees the events of one forward pass."""
 
     def __init__(self) -> None:

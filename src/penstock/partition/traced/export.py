@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +22,9 @@ from penstock.partition.faces import (
     EFFECTS,
     GET_DATA,
     SET_DATA,
+    Listener,
     Run,
     seen,
-    uncheckpointed,
 )
 from penstock.partition.traced.marks import marked, place_seeds, seeded
 from penstock.rng import called_to_draw
@@ -302,12 +302,8 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-class _Plain:
+class _Plain(Listener):
     """What is called while a model is traced is done so that the graph has it."""
-
-    def called(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A module is called."""
-        return run(*args, **kwargs)
 
     def applied(
         self, function: type[Function], run: Run, args: tuple[Any, ...], kwargs: Any
@@ -316,17 +312,6 @@ class _Plain:
         result = run(*args, **kwargs)
         torch.set_grad_enabled(torch.is_grad_enabled())
         return result
-
-    def checkpointed(
-        self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
-    ) -> Any:
-        """What is checkpointed is traced as if it were not."""
-        with uncheckpointed(args, options):
-            return args[0](*args[1:], **kwargs)
-
-    def added(self, loss: Tensor) -> Tensor | None:
-        """A loss is added."""
-        return loss
 
 
 def _plainly() -> AbstractContextManager[None]:
