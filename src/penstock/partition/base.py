@@ -147,6 +147,11 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*parameters, *module.named_buffers(remove_duplicate=False)]
 
 
+def count_parameters(module: nn.Module) -> int:
+    """How many numbers a module's parameters hold."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def paths_in(model: nn.Module) -> list[str]:
     """Every path to a module; one that is used at several places has several."""
     return [path for path, _ in model.named_modules(remove_duplicate=False) if path]

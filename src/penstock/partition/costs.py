@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import PartitionError, UsageError
-from penstock.partition.base import Partition
+from penstock.partition.base import Partition, count_parameters
 from penstock.values import (
     ValueSpec,
     attributes_kept,
@@ -145,7 +145,7 @@ def weigh_units(
     """
     if balance is None or balance == "parameters":
         modules = map(model.get_submodule, units)
-        return [float(sum(p.numel() for p in module.parameters())) for module in modules]
+        return [float(count_parameters(module)) for module in modules]
     if isinstance(balance, Sequence) and not isinstance(balance, str):
         if len(balance) != len(units):
             raise PartitionError(
@@ -219,7 +219,7 @@ class _Run:
         )
         own = [*module.parameters(), *module.buffers()]
         return StageCost(
-            parameters=sum(p.numel() for p in module.parameters()),
+            parameters=count_parameters(module),
             held=sum(map(_bytes, own)),
             trained=sum(_bytes(tensor) for tensor in own if tensor.requires_grad),
             flops=flops,

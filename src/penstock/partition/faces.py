@@ -210,3 +210,21 @@ EFFECTS = {*HOOKS, _TENSOR.retain_grad}
 GET_DATA, SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
 REQUIRES_GRAD = {_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__}
 """Functions that make a tensor ask for a gradient, or no longer."""
+
+
+def written_by(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Those of an operator's arguments that it writes into, as its schema tells."""
+    for argument, value in given_to(schema, args, kwargs):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield value
+
+
+def given_to(
+    schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """The arguments of an operator that are given, each with what its schema says of it."""
+    for position, argument in enumerate(schema.arguments):
+        if position < len(args):
+            yield argument, args[position]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]

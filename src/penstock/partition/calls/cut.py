@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.balance import choose_cuts, use_up_to
-from penstock.partition.base import Partition, find_shared, paths_in
+from penstock.partition.base import Partition, count_parameters, find_shared, paths_in
 from penstock.partition.calls.cutting import Cutting, Outline, analysed
 from penstock.partition.calls.routing import Homes, first_uses
 from penstock.partition.calls.stage import CallStage
@@ -397,11 +397,6 @@ def _is_getattr(node: ast.Call) -> bool:
 
 
 # ---- units
-
-
-def count_parameters(module: nn.Module) -> int:
-    """How many numbers a module's parameters hold."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def worthy(module: nn.Module) -> bool:

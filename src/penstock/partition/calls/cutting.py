@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,9 +25,9 @@ from penstock.values import (
     attributes_kept,
     autocast_types,
     flatten,
-    isolate_hooks,
     uncompiled,
 )
+from penstock.values.trial import copied
 
 # ---- a copy of the model without its data, in which the analysis runs: it leaves no trace in the model
 
@@ -67,21 +66,16 @@ class Outline:
         ]
 
     def _copied(self, model: nn.Module, units: Sequence[str]) -> nn.Module:
+        parameters = set(map(id, model.parameters()))
         inside = {id(b) for path in units for b in model.get_submodule(path).buffers()}
-        memo: dict[int, Any] = {}
-        for parameter in model.parameters():
-            memo[id(parameter)] = nn.Parameter(self._fake(parameter), parameter.requires_grad)
-        for buffer in model.buffers():
-            fake = id(buffer) in inside
-            memo[id(buffer)] = self._fake(buffer) if fake else self._real(buffer)
-        for module in model.modules():
-            for kept in vars(module).values():
-                if isinstance(kept, Tensor) and id(kept) not in memo:
-                    memo[id(kept)] = self._real(kept)
+
+        def bare(tensor: Tensor) -> Tensor:
+            if id(tensor) in parameters:
+                return nn.Parameter(self._fake(tensor), tensor.requires_grad)
+            return self._fake(tensor) if id(tensor) in inside else self._real(tensor)
+
         try:
-            copied = copy.deepcopy(model, memo)
-            isolate_hooks(copied, memo)
-            return copied
+            return copied(model, bare)
         except Exception as error:
             raise PartitionError(
                 f"the {type(model).__name__} cannot be copied without its data ({error}), but that is how "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +36,7 @@ from penstock.values import (
     flatten,
     unflatten,
 )
+from penstock.values.trial import copied
 
 # ---- the functions of torch that do what traced operators do
 # A traced graph calls operators; the functions above them are what hooks of torch's function modes, such as
@@ -103,8 +103,9 @@ class Skeleton:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         first = next(_tensors(model), None)
         self.device = torch.device("cpu") if first is None else _home(first)
-        replaced = {id(tensor): self.like(tensor) for tensor in _tensors(model)}
-        self.model = copy.deepcopy(model, {**_plain_tensors(model), **replaced})
+        named = set(map(id, _tensors(model)))
+        # What modules hold as plain attributes are constants, which tracing needs as they are.
+        self.model = copied(model, lambda t: self.like(t) if id(t) in named else t.detach())
         self._modes = modes_of(self.model)
         # Weak: what other processes hold of it may be let go.
         self._original = weakref.ref(model)
@@ -163,12 +164,6 @@ def _home(tensor: Tensor) -> torch.device:
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
-
-
-def _plain_tensors(model: nn.Module) -> dict[int, Tensor]:
-    """Tensors that modules hold as plain attributes: constants, which tracing needs as they are."""
-    found = [t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor)]
-    return {id(tensor): tensor.detach() for tensor in found}
 
 
 # ---- a call as a graph

@@ -16,6 +16,7 @@ from penstock.partition.base import (
     Description,
     Partition,
     Shared,
+    count_parameters,
     find_shared,
     holder_in,
     named_tensors,
@@ -378,7 +379,7 @@ def summary(cut: TracedCut) -> str:
     users = {edge.value: ", ".join(map(str, edge.targets)) for edge in wiring.edges}
     return "\n".join(
         f"  stage {index}: {', '.join(_modules(part)) or 'no modules'}; "
-        f"{sum(p.numel() for p in module.parameters()):,} parameters{_traffic(part, users)}"
+        f"{count_parameters(module):,} parameters{_traffic(part, users)}"
         for index, (part, module) in enumerate(zip(wiring.slices, cut.modules, strict=True))
     )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import PartitionError, UsageError
+from penstock.partition.faces import given_to, written_by
 from penstock.partition.traced.export import function_of
 from penstock.partition.traced.marks import attribute, is_check, is_size, regions_of
 from penstock.schedule import Edge
@@ -53,7 +54,8 @@ class Aliases:
         if node.op != "call_function":
             return []
         if isinstance(node.target, torch._ops.OpOverload):
-            return [*_by_schema(node), *_statistics(node)]
+            written = written_by(node.target._schema, node.args, node.kwargs)
+            return [*_nodes_in(list(written)), *_statistics(node)]
         return list(self._written_inside(node))
 
     def _written_inside(self, node: fx.Node) -> Iterator[fx.Node]:
@@ -100,19 +102,13 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _by_schema(node: fx.Node) -> Iterator[fx.Node]:
-    for argument, value in _arguments(node):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _nodes_in(value)
-
-
 def _shared_by_schema(node: fx.Node) -> Iterator[fx.Node]:
     schema = node.target._schema  # type: ignore[union-attr]
     if schema.name.removeprefix("aten::") in _SAME_WITHOUT_SAYING:
         yield from _nodes_in(node.args[0])
     if not any(given.alias_info for given in schema.returns):
         return
-    for argument, value in _arguments(node):
+    for argument, value in given_to(schema, node.args, node.kwargs):
         if argument.alias_info is not None:
             yield from _nodes_in(value)
 
@@ -123,15 +119,6 @@ def _statistics(node: fx.Node) -> Iterator[fx.Node]:
         mean, variance, flag = _STATISTICS[name]
         if node.args[flag]:
             yield from _nodes_in([node.args[mean], node.args[variance]])
-
-
-def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    for position, argument in enumerate(arguments):
-        if position < len(node.args):
-            yield argument, node.args[position]
-        elif argument.name in node.kwargs:
-            yield argument, node.kwargs[argument.name]
 
 
 def _nodes_in(value: Any) -> Iterator[fx.Node]:
