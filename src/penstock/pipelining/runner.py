@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -25,21 +25,6 @@ from penstock.values import Batch, Microbatch, arrived, flatten
 from penstock.values.trees import mapped, tensors_of
 
 Custom = Callable[[ActionTuple, Any], None]
-
-
-class Chunks(NamedTuple):
-    """A batch in microbatches, as far as this process was given it."""
-
-    args: list[tuple[Any, ...]] | None
-    kwargs: list[dict[str, Any]] | None
-    targets: list[Any] | None
-
-
-class Outcome(NamedTuple):
-    """What is left on this process after a call: of the last stage, where it is here."""
-
-    losses: list[Tensor]
-    outputs: list[Any]
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -86,15 +71,18 @@ class Runner:
 
     def run(
         self,
-        chunks: Chunks,
+        batch: Batch,
         loss: Loss | None,
         custom: Mapping[str, Custom],
         context: Any,
         *,
         trains: bool,
-    ) -> Outcome:
-        """Run a training step, or its forwards alone."""
-        batch = _batch(chunks, self._plan.microbatches)
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Run a training step, or its forwards alone.
+
+        Returns:
+            The losses and outputs of the last stage, where it is in this process.
+        """
 
         def schedules(count: int, edges: Any) -> Schedule:
             return self._plan.proven(count, edges, trains=trains)
@@ -108,11 +96,10 @@ class Runner:
         call = Call(schedules, batch, loss, trains=trains, keep=True, replaced=replaced)
         with self._weights.training() if trains else nullcontext():
             reports: list[Report] = self._local.carry_out(call)
-        return Outcome(
-            [found for report in reports for found in report.losses],
-            # Backward has used up the graph that they came from.
-            [mapped(found, _detached) for report in reports for found in report.kept],
-        )
+        losses = [found for report in reports for found in report.losses]
+        # Backward has used up the graph that they came from.
+        outputs = [mapped(found, _detached) for report in reports for found in report.kept]
+        return losses, outputs
 
     def refuse(self, error: PenstockError, *, trains: bool) -> None:
         """Tell all ranks, which are in a step too, what is wrong with what this one was given.
@@ -143,12 +130,16 @@ class Runner:
         return run
 
 
-def _batch(chunks: Chunks, count: int) -> Batch:
+def batch_of(arg_mbs: list[Any], kwarg_mbs: list[Any], targets: list[Any] | None) -> Batch:
+    """A batch in microbatches, as far as this process was given it."""
     parts = None
-    if chunks.args is not None and chunks.kwargs is not None:
-        pairs = zip(chunks.args, chunks.kwargs, strict=True)
+    if any(arg_mbs) or any(kwarg_mbs):
+        pairs = zip(arg_mbs, kwarg_mbs, strict=True)
         parts = [_part(args, kwargs) for args, kwargs in pairs]
-    return Batch(parts, chunks.targets, _shares(chunks), count)
+    sizes = [_sizes(of) for of in (arg_mbs if parts else None, targets) if of is not None]
+    # How many samples each microbatch has, where they differ; alike ones say nothing.
+    unlike = [found for found in sizes if found is not None and len(set(found)) > 1]
+    return Batch(parts, targets, unlike[0] if unlike else None, len(arg_mbs))
 
 
 def _part(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Microbatch:
@@ -168,14 +159,7 @@ def _describable(value: Any) -> bool:
     return True
 
 
-def _shares(chunks: Chunks) -> list[int] | None:
-    """How many samples each microbatch has, where they differ; alike ones say nothing."""
-    sizes = [_size(of) for of in (chunks.args, chunks.targets) if of is not None]
-    unlike = [found for found in sizes if found is not None and len(set(found)) > 1]
-    return unlike[0] if unlike else None
-
-
-def _size(parts: Sequence[Any]) -> list[int] | None:
+def _sizes(parts: Sequence[Any]) -> list[int] | None:
     first = [next(tensors_of(part), ("", None))[1] for part in parts]
     sizes = [len(tensor) for tensor in first if tensor is not None and tensor.dim()]
     return sizes if len(sizes) == len(parts) else None

@@ -32,7 +32,7 @@ from penstock.pipelining.rows import (
     schedule_of,
     to_order,
 )
-from penstock.pipelining.runner import CUSTOM_OPS, Chunks, Custom, Runner
+from penstock.pipelining.runner import CUSTOM_OPS, Custom, Runner, batch_of
 from penstock.pipelining.stage import StageBase
 from penstock.pipelining.turns import count_steps
 from penstock.schedule import (
@@ -476,21 +476,20 @@ class PipelineSchedule(StepParts):
             loss_kwargs: more arguments for ``loss_fn``.
         """
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        given = any(arg_mbs) or any(kwarg_mbs)
-        chunks = Chunks(arg_mbs, kwarg_mbs, target_mbs) if given else Chunks(None, None, target_mbs)
         context = PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
         trains = self._has_backward
         check_trains(self.schedule, wanted=trains)
         loss = self._loss(loss_kwargs, trains, target_mbs)
         runner, self._engine_runs = self._current_runner(), True
         try:
-            found = runner.run(chunks, loss, self._custom, context, trains=trains)
+            batch = batch_of(arg_mbs, kwarg_mbs, target_mbs)
+            found, outputs = runner.run(batch, loss, self._custom, context, trains=trains)
         finally:
             self._engine_runs = False
         for stage in self._stages:
-            stage.end(found.outputs if stage.is_last and return_outputs else ())
+            stage.end(outputs if stage.is_last and return_outputs else ())
         if losses is not None and any(stage.is_last for stage in self._stages):
-            losses[:] = found.losses
+            losses[:] = found
 
     def _follow_count(self) -> None:
         """Build the schedule again where ``_n_microbatches`` was changed; people set it between steps."""

@@ -141,11 +141,20 @@ def copy_with_data(module: nn.Module) -> nn.Module:
     return copied(module, _of_its_own)
 
 
-def copied(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy with something in the place of each tensor: parameter, buffer, or plain attribute."""
+def copied(
+    module: nn.Module, replace: Callable[[Tensor], Tensor], *, isolated: bool = True
+) -> nn.Module:
+    """A copy with something in the place of each tensor: parameter, buffer, or plain attribute.
+
+    Args:
+        module: what to copy.
+        replace: gives what takes a tensor's place.
+        isolated: whether its hooks do nothing to what they share with the world, see :func:`isolate_hooks`.
+    """
     memo: dict[int, Any] = {id(tensor): replace(tensor) for tensor in _tensors(module)}
     made = copy.deepcopy(module, memo)
-    isolate_hooks(made, memo)
+    if isolated:
+        isolate_hooks(made, memo)
     return made
 
 

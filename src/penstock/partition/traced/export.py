@@ -104,8 +104,11 @@ class Skeleton:
         first = next(_tensors(model), None)
         self.device = torch.device("cpu") if first is None else _home(first)
         named = set(map(id, _tensors(model)))
-        # What modules hold as plain attributes are constants, which tracing needs as they are.
-        self.model = copied(model, lambda t: self.like(t) if id(t) in named else t.detach())
+        # What modules hold as plain attributes are constants, which tracing needs as they are. Hooks stay
+        # too: one that seems to do nothing may be a mark where to cut.
+        self.model = copied(
+            model, lambda t: self.like(t) if id(t) in named else t.detach(), isolated=False
+        )
         self._modes = modes_of(self.model)
         # Weak: what other processes hold of it may be let go.
         self._original = weakref.ref(model)
