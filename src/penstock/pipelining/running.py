@@ -84,142 +84,7 @@ class Arrived:
         return []
 
 
-# ---- the parts of a step that a subclass may replace: how a batch is split, its loss, its output
-
-
-class StepParts:
-    """What a step does besides running stages. A subclass may replace each; ``step`` calls it.
-
-    From :meth:`_initialize_stage` on they are for a ``_step_microbatches`` of one's own, which says itself
-    what happens, stage call by stage call. Where Penstock's engine runs the step these do nothing: losses are
-    computed where the last stage's forward runs, and what travels is agreed on beforehand.
-    """
-
-    _stages: list[StageBase]
-    _has_backward: bool
-
-    _n_microbatches: int
-    _loss_fn: Callable[..., Any] | None
-    _args_chunk_spec: Any
-    _kwargs_chunk_spec: Any
-    _output_merge_spec: Any
-
-    def __init__(self) -> None:
-        self._internal_losses: list[Tensor] = []
-        self._engine_runs = False
-        self._prepared: bool | None = None
-
-    def _split_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> tuple[list[Any], list[Any]]:
-        """Each microbatch's positional arguments, and those by name."""
-        if not args and not kwargs:
-            count = self._n_microbatches
-            return [()] * count, [{} for _ in range(count)]
-        return split_args_kwargs_into_chunks(
-            args, kwargs, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
-        )
-
-    def _check_inputs(
-        self,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        losses: list[Any] | None = None,
-    ) -> tuple[list[Any], list[Any]]:
-        """Check a split batch; what is not given is empty for each microbatch.
-
-        Raises:
-            TypeError: something is no list.
-            MicrobatchError: a list of another length than there are microbatches.
-        """
-        count = self._n_microbatches
-        given = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
-        for name, found in {**given, "losses": losses}.items():
-            if found is not None and not isinstance(found, list):
-                raise TypeError(f"{name} must be a list, not a {type(found).__name__}")
-        for name, found in given.items():
-            if found is not None and len(found) != count:
-                raise MicrobatchError(
-                    f"expected {count} microbatches, but {name} has {len(found)}; give one for each"
-                )
-        return (
-            [()] * count if arg_mbs is None else arg_mbs,
-            [{} for _ in range(count)] if kwarg_mbs is None else kwarg_mbs,
-        )
-
-    def _compute_loss(
-        self, output: Any, target: Any, loss_kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """A microbatch's loss.
-
-        Raises:
-            CallError: the schedule has no loss function.
-        """
-        if self._loss_fn is None:
-            raise CallError("there is no loss; give the schedule a loss_fn")
-        return self._loss_fn(output, target, **(loss_kwargs or {}))
-
-    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
-        """The output of the batch from those of its microbatches."""
-        return merge_chunks(output_chunks, self._output_merge_spec)
-
-    def _initialize_stage(
-        self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None
-    ) -> None:
-        """Agree on what travels, from a microbatch's arguments; once for training and once for forward."""
-        if self._prepared is self._has_backward:
-            return
-        self._prepared = self._has_backward
-        given: Any = None
-        for stage in sorted(self._stages, key=lambda stage: stage.stage_index):
-            given = stage.agree(self._n_microbatches, args if stage.is_first else given, kwargs)
-
-    _initialize_stages = _initialize_stage
-
-    def _maybe_compute_loss(
-        self,
-        stage: StageBase,
-        output: Any,
-        target_mbs: Sequence[Any] | None,
-        mb_index: int,
-        loss_kwargs: Any = None,
-    ) -> None:
-        """Compute and keep a microbatch's loss, on the last stage."""
-        if self._engine_runs or not stage.is_last or self._loss_fn is None:
-            return
-        if target_mbs is None and not self._has_backward:
-            return
-        if target_mbs is None:
-            raise CallError("the last stage's rank was given no target; pass target= on that rank")
-        loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
-        self._internal_losses.append(loss)
-
-    def _maybe_get_loss(self, stage: StageBase, mb_index: int) -> Tensor | None:
-        """A microbatch's loss, on the last stage."""
-        if self._engine_runs or not stage.is_last or self._loss_fn is None:
-            return None
-        if not 0 <= mb_index < len(self._internal_losses):
-            raise CallError(
-                f"there is no loss of microbatch {mb_index} yet; there are {len(self._internal_losses)}"
-            )
-        return self._internal_losses[mb_index]
-
-    def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
-        """Hand the losses to the caller's list, on the rank of the last stage, and forget them."""
-        held = stages if isinstance(stages, list) else [stages]
-        if losses is not None and any(stage.is_last for stage in held):
-            found = len(self._internal_losses)
-            if found != self._n_microbatches:
-                raise CallError(f"expected {self._n_microbatches} losses, found {found}")
-            losses[:] = [loss.detach() for loss in self._internal_losses]
-        self._internal_losses.clear()
-
-
-# ---- a schedule
-
-
-class PipelineSchedule(StepParts):
+class PipelineSchedule:
     """A schedule over stages that are already placed; the base of all.
 
     Args:
@@ -246,7 +111,6 @@ class PipelineSchedule(StepParts):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
     ) -> None:
-        super().__init__()
         self._stages = list(stages)
         self._num_stages = stages[0].num_stages
         self.pp_group_size = stages[0].group_size
@@ -259,6 +123,9 @@ class PipelineSchedule(StepParts):
         self.scale_grads = scale_grads
         self._has_backward = loss_fn is not None
         self._requires_autograd = True
+        self._internal_losses: list[Tensor] = []
+        self._engine_runs = False
+        self._prepared: bool | None = None
         self._custom: dict[str, Custom] = {}
         self._schedule: Schedule | None = None
         self._runner: Runner | None = None
@@ -513,6 +380,118 @@ class PipelineSchedule(StepParts):
         if self._runner is None or not self._runner.serves(self.schedule, self._stages):
             self._runner = Runner(self.schedule, self._stages)
         return self._runner
+
+    # ---- the parts of a step that a subclass may replace: how a batch is split, its loss, its output
+
+    def _split_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        """Each microbatch's positional arguments, and those by name."""
+        if not args and not kwargs:
+            count = self._n_microbatches
+            return [()] * count, [{} for _ in range(count)]
+        return split_args_kwargs_into_chunks(
+            args, kwargs, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
+        )
+
+    def _check_inputs(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Check a split batch; what is not given is empty for each microbatch.
+
+        Raises:
+            TypeError: something is no list.
+            MicrobatchError: a list of another length than there are microbatches.
+        """
+        count = self._n_microbatches
+        given = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+        for name, found in {**given, "losses": losses}.items():
+            if found is not None and not isinstance(found, list):
+                raise TypeError(f"{name} must be a list, not a {type(found).__name__}")
+        for name, found in given.items():
+            if found is not None and len(found) != count:
+                raise MicrobatchError(
+                    f"expected {count} microbatches, but {name} has {len(found)}; give one for each"
+                )
+        return (
+            [()] * count if arg_mbs is None else arg_mbs,
+            [{} for _ in range(count)] if kwarg_mbs is None else kwarg_mbs,
+        )
+
+    def _compute_loss(
+        self, output: Any, target: Any, loss_kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A microbatch's loss.
+
+        Raises:
+            CallError: the schedule has no loss function.
+        """
+        if self._loss_fn is None:
+            raise CallError("there is no loss; give the schedule a loss_fn")
+        return self._loss_fn(output, target, **(loss_kwargs or {}))
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+        """The output of the batch from those of its microbatches."""
+        return merge_chunks(output_chunks, self._output_merge_spec)
+
+    # ---- what a ``_step_microbatches`` of one's own calls, which says itself what happens, stage by stage.
+    # Where Penstock's engine runs the step they do nothing: losses are computed where the last stage's
+    # forward runs, and what travels is agreed on beforehand.
+
+    def _initialize_stage(
+        self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None
+    ) -> None:
+        """Agree on what travels, from a microbatch's arguments; once for training and once for forward."""
+        if self._prepared is self._has_backward:
+            return
+        self._prepared = self._has_backward
+        given: Any = None
+        for stage in sorted(self._stages, key=lambda stage: stage.stage_index):
+            given = stage.agree(self._n_microbatches, args if stage.is_first else given, kwargs)
+
+    _initialize_stages = _initialize_stage
+
+    def _maybe_compute_loss(
+        self,
+        stage: StageBase,
+        output: Any,
+        target_mbs: Sequence[Any] | None,
+        mb_index: int,
+        loss_kwargs: Any = None,
+    ) -> None:
+        """Compute and keep a microbatch's loss, on the last stage."""
+        if self._engine_runs or not stage.is_last or self._loss_fn is None:
+            return
+        if target_mbs is None and not self._has_backward:
+            return
+        if target_mbs is None:
+            raise CallError("the last stage's rank was given no target; pass target= on that rank")
+        loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+        self._internal_losses.append(loss)
+
+    def _maybe_get_loss(self, stage: StageBase, mb_index: int) -> Tensor | None:
+        """A microbatch's loss, on the last stage."""
+        if self._engine_runs or not stage.is_last or self._loss_fn is None:
+            return None
+        if not 0 <= mb_index < len(self._internal_losses):
+            raise CallError(
+                f"there is no loss of microbatch {mb_index} yet; there are {len(self._internal_losses)}"
+            )
+        return self._internal_losses[mb_index]
+
+    def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
+        """Hand the losses to the caller's list, on the rank of the last stage, and forget them."""
+        held = stages if isinstance(stages, list) else [stages]
+        if losses is not None and any(stage.is_last for stage in held):
+            found = len(self._internal_losses)
+            if found != self._n_microbatches:
+                raise CallError(f"expected {self._n_microbatches} losses, found {found}")
+            losses[:] = [loss.detach() for loss in self._internal_losses]
+        self._internal_losses.clear()
 
     # ---- custom functions
 
