@@ -7,7 +7,7 @@ import difflib
 import inspect
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -175,14 +175,8 @@ def _tape(model: nn.Module, units: list[str], example: Example | None) -> Tape |
 
 def _in_order(model: nn.Module, units: list[str], calls: list[str]) -> list[str]:
     """The units in the order of their first calls, where calls are known; else as the source has it."""
-    first = {path: index for index, path in reversed(list(enumerate(calls)))}
     names = paths_of(model, units)
-    places: dict[str, int] = {}
-    latest = -1
-    for path in units:
-        # What is not called in this call comes after what comes before it in the source.
-        latest = places[path] = first.get(names[model.get_submodule(path)], latest)
-    return sorted(units, key=lambda path: places[path])
+    return _sorted_by(calls, units, lambda path: names[model.get_submodule(path)])
 
 
 # ---- by path
@@ -261,7 +255,7 @@ def _uncovered(model: nn.Module, paths: Sequence[str]) -> list[str]:
 
 def _units_at(model: nn.Module, path: str) -> list[str]:
     module = model.get_submodule(path)
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if isinstance(module, LISTS):
         return list(parts(module, path))
     return [path]
 
@@ -316,13 +310,19 @@ def children(module: nn.Module, also: Iterable[str] = ()) -> dict[str, Any]:
     found |= dict(module.named_children())
     if isinstance(module, nn.Sequential | LISTS):
         return found
-    place = {name: index for index, name in reversed(list(enumerate(_order(module, found))))}
+    return {name: found[name] for name in _sorted_by(_order(module, found), list(found))}
+
+
+def _sorted_by(
+    order: Sequence[str], items: Sequence[str], key: Callable[[str], str] = str
+) -> list[str]:
+    """Items by their first place in an order; what is not in it comes after what it stood behind."""
+    first = {name: index for index, name in reversed(list(enumerate(order)))}
     places: dict[str, int] = {}
     latest = -1
-    for name in found:
-        # What the text does not name comes after what it was registered after.
-        latest = places[name] = place.get(name, latest)
-    return dict(sorted(found.items(), key=lambda item: places[item[0]]))
+    for item in items:
+        latest = places[item] = first.get(key(item), latest)
+    return sorted(items, key=places.__getitem__)
 
 
 def _order(module: nn.Module, names: Iterable[str]) -> Sequence[str]:
