@@ -123,7 +123,7 @@ class StageBase:
     shared: Sequence[Shared] = ()
     dw_builder: Any = None
     chunks: int | None = None
-    _has_backward: bool = False
+    has_backward: bool = False
 
     def __init__(
         self,
@@ -150,15 +150,6 @@ class StageBase:
         self.stage_index_to_group_rank = stage_to_rank(self.group_size, num_stages)
         self.output_chunks: list[Any] = []
         self.log_prefix = f"[Stage {stage_index}]"
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether the schedule runs a backward for it."""
-        return self._has_backward
-
-    @has_backward.setter
-    def has_backward(self, has_backward: bool) -> None:
-        self._has_backward = has_backward
 
     def own(self) -> OwnStage:
         """Penstock's stage.
