@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from penstock.runtime import ActionEvent
     from penstock.stage import PipelineStage
     from penstock.step import LossScaler, Replicas, StepResult
-    from penstock.step.losses import add_loss, collect_losses
+    from penstock.step.loss import add_loss, collect_losses
     from penstock.values import REPLICATE, Microbatches, Split
     from penstock.weights import init_weights, read_weights
 
@@ -60,8 +60,8 @@ _HOMES = {
     "StepEvent": "penstock.pipeline",
     "StepResult": "penstock.step",
     "TensorBoard": "penstock.pipeline",
-    "add_loss": "penstock.step.losses",
-    "collect_losses": "penstock.step.losses",
+    "add_loss": "penstock.step.loss",
+    "collect_losses": "penstock.step.loss",
     "init_weights": "penstock.weights",
     "randomness": "penstock.rng",
     "read_weights": "penstock.weights",

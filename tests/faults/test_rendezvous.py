@@ -19,10 +19,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # public, 
 
 from penstock.errors import AgreementError, UsageError
 from penstock.faults.board import SharedBoard, StoreBoard
-from penstock.faults.launched import Call, read_call, stay_local
+from penstock.faults.monitor import Team
 from penstock.faults.processes import Process, this_process
-from penstock.faults.rendezvous import Rendezvous
-from penstock.faults.team import Team
+from penstock.faults.rendezvous import Call, Rendezvous, read_call, stay_local
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 
@@ -215,7 +214,7 @@ def test_nobody_there_is_told(launched: socket.socket) -> None:
 def test_gloo_stays_on_the_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     set_: dict[str, str] = {}
-    monkeypatch.setattr("penstock.faults.launched.os.environ", set_)
+    monkeypatch.setattr("penstock.faults.rendezvous.os.environ", set_)
     stay_local(Call(0, 3, "127.0.0.1", 29511))
     assert set_ == {}
     stay_local(Call(0, 3, "127.0.0.1", 29511, one_host=True))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock import randomness
 from penstock.rng import Draw, Generators, Streams, identity, noticed
 from penstock.rng.drawing import may_draw, visible
-from penstock.rng.generators import Place, following, seed_of
+from penstock.rng.streams import Place, following, seed_of
 
 ONES = torch.ones(64)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.partition import cut_chain, cut_sequential
 from penstock.weights import save_index, save_stage
-from penstock.weights.export import INDEX, stage_file
+from penstock.weights.files import INDEX, stage_file
 
 
 def save(model: nn.Sequential, folder: Path, stages: int) -> None:

@@ -19,7 +19,7 @@ from penstock.errors import InputFileError, StateDictError, UsageError
 from penstock.partition import cut_chain, cut_traced, partition
 from penstock.partition.traced import Cuts, Point, TracedCut
 from penstock.weights import load_partition, load_stage, parameters_on_meta, save_index, save_stage
-from penstock.weights.reading import entries
+from penstock.weights.files import entries
 from tests.partition.traced.models import EXAMPLES, Words, word_loss
 
 EXAMPLE = EXAMPLES["words"]

@@ -15,7 +15,7 @@ from penstock.checkpoint.contents import MODEL
 from penstock.checkpoint.folder import TABLE, Found, find
 from penstock.checkpoint.loading import Table
 from penstock.errors import InputFileError, UsageError
-from penstock.weights.export import save_index, save_stage
+from penstock.weights.files import save_index, save_stage
 
 LARGEST = 2 << 30
 """Bytes of an exported file: as much is in memory at once."""

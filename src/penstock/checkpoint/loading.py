@@ -23,13 +23,13 @@ from penstock.checkpoint.team import Team
 from penstock.errors import InputFileError, StateDictError
 from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
 from penstock.rng import unwrapped
+from penstock.weights.files import DTYPES
 from penstock.weights.optimizers import (
     OptimizerStates,
     find_groups,
     read_states,
     write_states,
 )
-from penstock.weights.reading import DTYPES
 from penstock.weights.states import Weights, check_apart
 from penstock.weights.trees import decode, decode_inline, keys_of
 

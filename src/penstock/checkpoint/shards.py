@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError, InputFileError
-from penstock.weights.reading import DTYPES
+from penstock.weights.files import DTYPES
 
 BLOCK = 4 << 20
 """Bytes that a checksum is of: what is read at least, and a multiple of every type's size."""

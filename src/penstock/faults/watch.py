@@ -28,9 +28,8 @@ from penstock.faults.failure import (
     summary,
     tell_torchrun,
 )
-from penstock.faults.monitor import Monitor
+from penstock.faults.monitor import LEFT, RAISED, Monitor, Team
 from penstock.faults.silence import Patience
-from penstock.faults.team import LEFT, RAISED, Team
 
 WORD = 1.5
 """Seconds that a broken wire has until its cause must be on the board."""

@@ -11,7 +11,6 @@ from penstock.lazily import lazily
 
 if TYPE_CHECKING:
     from penstock.parallel.adapter import Adapter, adapter_of, over_replicas
-    from penstock.parallel.crossing import let_cross
     from penstock.parallel.groups import (
         Siblings,
         group_across,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         gathered,
         global_norms,
         is_sharded,
+        let_cross,
         local_part,
         merge_sharded,
         region_of,
@@ -82,10 +82,9 @@ __getattr__ = lazily(
     __name__,
     {
         "adapter": "Adapter adapter_of over_replicas",
-        "crossing": "let_cross",
         "groups": "Siblings group_across group_of replicated_mesh seat siblings_of",
-        "tensors": "gathered global_norms is_sharded local_part merge_sharded region_of replicated "
-        "replicated_like split_sharded spread whole with_local",
+        "tensors": "gathered global_norms is_sharded let_cross local_part merge_sharded region_of "
+        "replicated replicated_like split_sharded spread whole with_local",
         "wrapping": "Part alone named_buffers named_parameters names_without_wrappers parts_of "
         "spreads_over_processes unwrapped",
     },

@@ -1,18 +1,19 @@
-"""Tensors of which each process of a mesh may hold a part: their parts, their wholes and their norms.
+"""Tensors of which each process of a mesh may hold a part: their parts, wholes, norms, and how they travel.
 
-What is known of DTensor stands in ``sharded.py``, which is imported once there is one: torch takes half a
+What is known of DTensor stands in ``dtensor.py``, which is imported once there is one: torch takes half a
 second for its own part of that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_sharded(value: Any) -> bool:
@@ -22,43 +23,43 @@ def is_sharded(value: Any) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that lies in this process: all of it, but for a DTensor."""
-    found: Tensor = _sharded().local_part(tensor) if is_sharded(tensor) else tensor.detach()
+    found: Tensor = _dtensor().local_part(tensor) if is_sharded(tensor) else tensor.detach()
     return found
 
 
 def with_local(like: Tensor, part: Tensor) -> Tensor:
     """A tensor that is spread as ``like`` is and has this part here."""
-    found: Tensor = _sharded().with_local(like, part) if is_sharded(like) else part
+    found: Tensor = _dtensor().with_local(like, part) if is_sharded(like) else part
     return found
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor; every process of a DTensor's mesh calls this at once."""
-    found: Tensor = _sharded().whole(tensor) if is_sharded(tensor) else tensor.detach()
+    found: Tensor = _dtensor().whole(tensor) if is_sharded(tensor) else tensor.detach()
     return found
 
 
 def replicated(tensor: Tensor) -> Tensor:
     """A tensor as every process of its mesh has it whole; gradients go through, unlike :func:`whole`."""
-    found: Tensor = _sharded().replicated(tensor) if is_sharded(tensor) else tensor
+    found: Tensor = _dtensor().replicated(tensor) if is_sharded(tensor) else tensor
     return found
 
 
 def gathered(tensor: Tensor) -> Tensor:
     """All of a tensor as a plain one; gradients go through, unlike :func:`whole`."""
-    found: Tensor = _sharded().gathered(tensor) if is_sharded(tensor) else tensor
+    found: Tensor = _dtensor().gathered(tensor) if is_sharded(tensor) else tensor
     return found
 
 
 def spread(like: Tensor, value: Tensor) -> Tensor:
     """A whole tensor, which every process has, cut as ``like`` is."""
-    found: Tensor = _sharded().spread(like, value) if is_sharded(like) else value
+    found: Tensor = _dtensor().spread(like, value) if is_sharded(like) else value
     return found
 
 
 def replicated_like(like: Tensor, value: Tensor) -> Tensor:
     """A whole tensor, which every process has, as one of the mesh of ``like``."""
-    found: Tensor = _sharded().replicated_like(like, value) if is_sharded(like) else value
+    found: Tensor = _dtensor().replicated_like(like, value) if is_sharded(like) else value
     return found
 
 
@@ -68,7 +69,7 @@ def region_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     None where that is no one part, as of a sum that is still to be made.
     """
     if is_sharded(tensor):
-        found: tuple[tuple[int, ...], tuple[int, ...]] | None = _sharded().region_of(tensor)
+        found: tuple[tuple[int, ...], tuple[int, ...]] | None = _dtensor().region_of(tensor)
         return found
     return (0,) * tensor.dim(), tuple(tensor.shape)
 
@@ -81,7 +82,7 @@ def split_sharded(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
         count: into how many parts, whose sizes differ by at most one.
         dim: along which dimension.
     """
-    found: list[Tensor] = _sharded().split(tensor, count, dim)
+    found: list[Tensor] = _dtensor().split(tensor, count, dim)
     return found
 
 
@@ -91,7 +92,7 @@ def merge_sharded(parts: Sequence[Tensor], dim: int) -> Tensor:
     Raises:
         MicrobatchError: they are placed differently.
     """
-    found: Tensor = _sharded().merge(parts, dim)
+    found: Tensor = _dtensor().merge(parts, dim)
     return found
 
 
@@ -108,13 +109,13 @@ def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
     sharded = any(map(is_sharded, tensors))
     settled: Sequence[Tensor] = tensors
     if sharded:
-        settled = [_sharded().settled(tensor) for tensor in tensors]
+        settled = [_dtensor().settled(tensor) for tensor in tensors]
     parts = [_norm(local_part(tensor), order) for tensor in settled]
     if not parts:
         return torch.zeros(0, dtype=torch.float64)
     # All at once, since an accelerator is waited for each time.
     norms = torch.stack([part.to(parts[0].device) for part in parts]).cpu()
-    found: Tensor = _sharded().of_wholes(norms, settled, order) if sharded else norms
+    found: Tensor = _dtensor().of_wholes(norms, settled, order) if sharded else norms
     return found
 
 
@@ -129,5 +130,24 @@ def _norm(part: Tensor, order: float) -> Tensor:
     return found.double()
 
 
-def _sharded() -> Any:
-    return import_module("penstock.parallel.sharded")
+def _dtensor() -> Any:
+    return import_module("penstock.parallel.dtensor")
+
+
+# ---- cross from stage to stage
+
+
+GetMesh = Callable[..., Any]
+_TORCH_PART = "torch.distributed.tensor"
+
+
+def let_cross(modules: Iterable[nn.Module], get_mesh: GetMesh | None = None) -> None:
+    """Prepare this process for DTensors between its stages and others.
+
+    Args:
+        modules: of its stages, whose parameters may tell their meshes.
+        get_mesh: ``(dimension names, layout) -> DeviceMesh`` for others.
+    """
+    # torch takes half a second for its part of DTensors; where nobody has imported it, there are none.
+    if _TORCH_PART in sys.modules or get_mesh is not None:
+        _dtensor().prepare(modules, get_mesh)

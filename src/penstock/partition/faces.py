@@ -23,7 +23,7 @@ from torch.autograd import Function
 from torch.utils import checkpoint as checkpointing
 
 from penstock.errors import PartitionError
-from penstock.step.losses import losses_heard
+from penstock.step.loss import losses_heard
 
 Run = Callable[..., Any]
 """What would have been done."""

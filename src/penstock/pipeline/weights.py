@@ -27,6 +27,7 @@ from penstock.weights import (
     scale_gradients,
     total_norm,
 )
+from penstock.weights.norms import all_norms
 from penstock.weights.optimizers import (
     OWN,
     NamedStates,
@@ -44,7 +45,6 @@ from penstock.weights.states import (
     LoadResult,
     Names,
     Weights,
-    all_norms,
     check_contents,
     check_fits,
     compare_state,

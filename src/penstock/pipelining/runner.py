@@ -22,7 +22,7 @@ from penstock.schedule.action import OVERLAPPED, Entry
 from penstock.stage import PipelineStage as OwnStage
 from penstock.step import Loss
 from penstock.values import Batch, Microbatch, arrived, flatten
-from penstock.values.trees import mapped, tensors_of
+from penstock.values.structure import mapped, tensors_of
 
 Custom = Callable[[ActionTuple, Any], None]
 

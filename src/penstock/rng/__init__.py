@@ -12,9 +12,19 @@ from penstock.rng.drawing import (
     unwrapped,
     visible,
 )
-from penstock.rng.generators import Draw, Generators, Place, devices_of, seed_of
-from penstock.rng.state import Randomness, Seed, own_seed, randomness
-from penstock.rng.streams import Streams, in_backward
+from penstock.rng.streams import (
+    Draw,
+    Generators,
+    Place,
+    Randomness,
+    Seed,
+    Streams,
+    devices_of,
+    in_backward,
+    own_seed,
+    randomness,
+    seed_of,
+)
 
 __all__ = [
     "Draw",

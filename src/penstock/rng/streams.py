@@ -1,9 +1,8 @@
-"""Seed the default generators before each module call that may draw, after it, and after each draw.
+"""Random numbers that depend on the seed, the step, the microbatch and the module call, and on nothing else.
 
-What is drawn then depends on the seed, the step, the microbatch, the module calls that lead there and how
-much was drawn since the last of them began or ended, and on nothing else: not on what ran before on this
-rank, nor on the stage that the code is in. A stage that leaves out a call or a draw goes on as if it had
-made it.
+The default generators are seeded before each module call that may draw, after it, and after each draw. What
+is drawn then does not depend on what ran before on this rank, nor on the stage that the code is in: a stage
+that leaves out a call or a draw goes on as if it had made it.
 
 The seed that the generators were started at last tells the place in the forward. A checkpoint, which puts
 their state back before it runs a part of it again, so puts back the place, and the same calls follow.
@@ -11,16 +10,172 @@ their state back before it runs a part of it again, so puts back the place, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Generator, nn
 
+from penstock.errors import UsageError
 from penstock.rng.drawing import OwnHook, called_to_draw, may_draw, noticed, visible
-from penstock.rng.generators import Draw, Generators, Place, Seeds, following
+
+# ---- the default generators of the CPU and of accelerators: what dropout and its like draw from
+
+
+class Generators:
+    """The default generators of the CPU and of some devices.
+
+    ``torch.manual_seed`` seeds those of every backend there may be, which takes a hundred times as long.
+
+    Args:
+        devices: besides the CPU.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        others = sorted({d for d in devices if d.type not in {"cpu", "meta"}}, key=str)
+        self._cpu = torch.default_generator
+        self._all = [self._cpu, *map(_generator, others)]
+        self._alone = not others
+
+    def seed(self, number: int) -> None:
+        """Start them all at a seed."""
+        if self._alone:
+            self._cpu.manual_seed(number)
+            return
+        for generator in self._all:
+            generator.manual_seed(number)
+
+    @property
+    def started_at(self) -> int:
+        """The seed they were last started at, or that of a state that was put back since."""
+        return self._cpu.initial_seed()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put them back afterwards to where they are now."""
+        states = [generator.get_state() for generator in self._all]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._all, states, strict=True):
+                generator.set_state(state)
+
+
+def _generator(device: torch.device) -> Any:
+    module: Any = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    # Nothing is there before the backend has begun.
+    module.init()
+    return module.default_generators[index]
+
+
+def devices_of(module: nn.Module) -> set[torch.device]:
+    """Where a module's parameters and buffers are."""
+    return {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+
+
+# ---- seeds that are the same in every process: by a hash of what the numbers are drawn for
+
+
+class Seeds(NamedTuple):
+    """The seeds of a module call.
+
+    Args:
+        inside: of what the module itself draws, until it calls another.
+        after: of what its caller draws from then on, until it calls another.
+    """
+
+    inside: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """For which step the numbers are drawn.
+
+    Args:
+        seed: the seed of the whole training.
+        step: the number of the step, from 0.
+    """
+
+    seed: int
+    step: int
+
+    def key(self, microbatch: int) -> bytes:
+        """The key of all seeds of a microbatch."""
+        return _digest(f"{self.seed} {self.step} {microbatch}".encode())
+
+
+@dataclass
+class Place:
+    """A module call, by where it stands in the model's forward: the whole way down to it.
+
+    So it is the same place whichever calls of the same module are made in other stages.
+
+    Args:
+        address: the calls on the way, each with its number among those of its caller.
+        path: under which of its paths the module is called.
+    """
+
+    address: str = ""
+    path: str = ""
+    _calls: dict[str, int] = field(default_factory=dict)
+
+    def next(self, paths: Sequence[str]) -> Place:
+        """The place of the next call that is made from here.
+
+        Args:
+            paths: of the module that is called. One that stands at several places below the caller is called
+                under one path after the other.
+        """
+        below = f"{self.path}." if self.path else ""
+        found = [path for path in paths if path.startswith(below)] if len(paths) > 1 else paths
+        names = found or paths
+        count = self._calls.get(names[0], 0)
+        self._calls[names[0]] = count + 1
+        last = min(count, len(names) - 1)
+        if names[last] == self.path and not count:
+            # A wrapper calls what it wraps, which is then where it would be without.
+            return Place(self.address, self.path)
+        name = names[last].removeprefix(below) if found else names[last]
+        return Place(f"{self.address}/{name}:{count - last}", names[last])
+
+    def seeds(self, key: bytes) -> Seeds:
+        """The seeds of this call for a microbatch's key."""
+        found = _digest(self.address.encode(), key)
+        return Seeds(_number(found[:8]), _number(found[8:]))
+
+
+def following(seed: int) -> int:
+    """The seed of what is drawn next, after something was under ``seed``: one step of splitmix64."""
+    mixed = (seed + 0x9E3779B97F4A7C15) & _ALL
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _ALL
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _ALL
+    return (mixed ^ (mixed >> 31)) >> 1
+
+
+_ALL = 2**64 - 1
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A seed for what is drawn once, such as a module's first weights."""
+    return _number(_digest(f"{seed} {name}".encode())[:8])
+
+
+def _digest(text: bytes, key: bytes = b"") -> bytes:
+    return hashlib.blake2b(text, key=key, digest_size=16).digest()
+
+
+def _number(digest: bytes) -> int:
+    # 63 bits: every generator takes them.
+    return int.from_bytes(digest, "little") >> 1
+
+
+# ---- the streams of the calls inside one module
 
 
 class _Record:
@@ -255,3 +410,127 @@ class _Reentrant:
 def _without_reentrant(function: Any, preserve_rng_state: bool, *args: Any, **kwargs: Any) -> Any:
     del preserve_rng_state
     return _WITHOUT_REENTRANT(function, True, *args, **kwargs)
+
+
+# ---- how far a training's random numbers have come
+
+
+Seed = int | Literal["off"] | None
+"""A seed, ``"off"``, or ``None`` for torch's own."""
+
+
+class Randomness:
+    """The seed of a pipeline's random numbers, and the number of its next step.
+
+    Saved with a checkpoint and loaded again, steps draw what they would have drawn without the stop,
+    whatever the new pipeline's ranks, stages and schedule.
+
+    Args:
+        seed: of the training; ``"off"`` leaves torch's generators alone.
+
+    Raises:
+        UsageError: the seed is something else.
+    """
+
+    def __init__(self, seed: int | Literal["off"]) -> None:
+        self._seed = _checked(seed)
+        self._step = 0
+
+    @property
+    def seed(self) -> int | Literal["off"]:
+        """The seed, or ``"off"``."""
+        return self._seed
+
+    @property
+    def step(self) -> int:
+        """The number of the next step."""
+        return self._step
+
+    @property
+    def next(self) -> Draw | None:
+        """What the next step draws for; None where torch's generators are left alone."""
+        return None if self._seed == "off" else Draw(self._seed, self._step)
+
+    @property
+    def last(self) -> Draw | None:
+        """What the last step drew for, to run it again."""
+        last = max(self._step - 1, 0)
+        return None if self._seed == "off" else Draw(self._seed, last)
+
+    def advance(self) -> None:
+        """Go on to the next step."""
+        self._step += 1
+
+    def state_dict(self) -> dict[str, int | str]:
+        """What to save."""
+        return {"seed": self._seed, "step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """Go on from what was saved, the same on every rank.
+
+        Raises:
+            UsageError: it is not what :meth:`state_dict` gives.
+        """
+        if state.keys() != {"seed", "step"}:
+            raise UsageError(
+                f"a state of randomness holds 'seed' and 'step', not {sorted(state)}; "
+                "load what state_dict() gave"
+            )
+        step = state["step"]
+        if not isinstance(step, int) or step < 0:
+            raise UsageError(f"step={step!r}: must be a number from 0")
+        self._seed, self._step = _checked(state["seed"]), step
+
+
+def _checked(seed: object) -> int | Literal["off"]:
+    """A seed as it can be used.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if seed == "off":
+        return "off"
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise UsageError(
+            f"seed={seed!r}: must be a whole number, 'off' to leave torch's generators alone, or None "
+            "for the seed that torch was given"
+        )
+    return seed
+
+
+def own_seed(seed: Seed) -> int | Literal["off"]:
+    """A seed as it can be used, torch's own where none was given."""
+    return torch.initial_seed() if seed is None else _checked(seed)
+
+
+# ---- the random numbers of a pipeline's step, in a plain loop
+
+
+@contextmanager
+def randomness(
+    model: nn.Module, *, seed: int, step: int = 0, microbatch: int = 0
+) -> Iterator[None]:
+    """Draw what a pipeline would draw for a microbatch: the same dropout masks, bit for bit.
+
+    Forward, loss and backward of the microbatch belong into the context, each once. Afterwards torch's
+    generators are where they were.
+
+    Args:
+        model: the whole model, or a part under the names that it has in the model.
+        seed: of the training, as given to :class:`penstock.Pipeline`.
+        step: the number of the step, from 0.
+        microbatch: its index.
+    """
+    generators = Generators(devices_of(model))
+    streams = Streams(model, generators)
+
+    def leave(*_: Any) -> None:
+        streams.loss(microbatch)
+
+    with generators.kept(), streams.installed(Draw(seed, step)):
+        streams.forward(microbatch)
+        handle = model.register_forward_hook(leave)
+        try:
+            yield
+        finally:
+            handle.remove()

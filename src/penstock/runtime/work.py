@@ -19,9 +19,9 @@ from penstock.runtime.program import RankProgram
 from penstock.schedule import Action, Span
 from penstock.stage import PipelineStage
 from penstock.step import Loss, Tally, Weights, nothing
-from penstock.step.losses import Losses
+from penstock.step.loss import Losses
 from penstock.values import Microbatch, ValueSpec, flatten, unflatten
-from penstock.values.trees import mapped, tensors_of
+from penstock.values.structure import mapped, tensors_of
 
 # ---- when each action of a step ran, on this process's clock
 

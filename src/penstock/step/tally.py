@@ -12,8 +12,7 @@ from torch import Tensor
 
 from penstock.parallel import whole
 from penstock.schedule import Timeline
-from penstock.step.loss import Metric, Number, Weights, measured
-from penstock.step.losses import MAIN, Losses
+from penstock.step.loss import MAIN, Losses, Metric, Number, Weights, measured
 
 # ---- what a step gives back
 

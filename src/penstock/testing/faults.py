@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 from penstock.errors import UsageError
 from penstock.faults import Activity, add_probe
 from penstock.schedule import Action, Op, matching
-from penstock.values.trees import mapped
+from penstock.values.structure import mapped
 
 How = Literal[
     "exception",

@@ -16,7 +16,7 @@ from penstock.pipeline import Pipeline
 from penstock.pipeline.plan import Stages
 from penstock.schedule import Schedule
 from penstock.step import LossFunction, LossWeight, Reduction
-from penstock.step.losses import collect_losses
+from penstock.step.loss import collect_losses
 from penstock.values import Rules
 
 

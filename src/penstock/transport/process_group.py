@@ -20,8 +20,16 @@ from torch import Tensor
 from penstock.errors import UsageError
 from penstock.faults import SLACK, Activity, Patience, Rendezvous, Watch
 from penstock.transport.base import CONTROL, KINDS, Channel, Ticket, Transport
-from penstock.transport.messages import Wire, break_off, connect_all
-from penstock.transport.sockets import EAGER, Ends, Line, connect_lines, ends_of
+from penstock.transport.messages import (
+    EAGER,
+    Ends,
+    Line,
+    Wire,
+    break_off,
+    connect_all,
+    connect_lines,
+    ends_of,
+)
 from penstock.values import TensorSpec, settled
 
 # ---- a transport that hands everything on to another one: what to build a transport upon that adds someth
@@ -89,7 +97,7 @@ class Relay(Transport):
 # The given group only serves to meet: the connections are the pipeline's own, so that what fails in it
 # breaks none of the user's, and none of another pipeline on the same group, such as the next one. On gloo
 # all channels share one group and have a tag each, and small messages between processes of one machine take
-# a shorter way (`penstock.transport.sockets`). On NCCL every channel is a group of its own with its own
+# a shorter way (`penstock.transport.messages`). On NCCL every channel is a group of its own with its own
 # communicator and stream, so that a receive never stands in front of a send; the communicators are made
 # when the channels are opened, by all ranks in the same order, since making one waits for the other end.
 # The NCCL side is the same code; two GPUs, which its test needs, were not at hand.

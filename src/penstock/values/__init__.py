@@ -17,11 +17,17 @@ from penstock.values.batch import (
     check_rules,
     merge,
     output_dim,
+    split,
+    split_batch,
 )
 from penstock.values.classes import register_type
-from penstock.values.constants import Structure
 from penstock.values.inference import (
+    Family,
+    Form,
+    Found,
     Inferred,
+    NotGeneral,
+    Unknowns,
     autocast_types,
     forms_of_arguments,
     found_of,
@@ -32,9 +38,7 @@ from penstock.values.inference import (
     spec_of_forms,
     surely_reached,
 )
-from penstock.values.sizes import Family, Form, Found, NotGeneral, Unknowns
-from penstock.values.splitting import split, split_batch
-from penstock.values.structure import arrived, flatten, paths, unflatten
+from penstock.values.structure import Structure, arrived, flatten, paths, unflatten
 from penstock.values.trial import attributes_kept, isolate_hooks, randomness_kept, uncompiled
 from penstock.values.value import TensorSpec, ValueSpec, named_arguments, settled
 

@@ -1,21 +1,106 @@
-"""Take a nested value apart into its tensors and a description of the rest, and put it together again.
+"""Nested values: take them apart, and put them or others of the same kind together again.
 
-The description is plain JSON data, so that it can be sent and compared without pickle.
+What travels is taken apart into its tensors and a description of the rest. That is plain JSON data, so that
+it can be sent and compared without pickle.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum, Flag
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import SpecError
-from penstock.values.classes import SPREAD, Record, record_named, record_of
-from penstock.values.constants import BUILD, DESCRIBE, Structure, describe_enum
+from penstock.errors import SpecError, UsageError
+from penstock.values.classes import SPREAD, Record, enum_named, name_of, record_named, record_of
+
+# ---- values without tensors, each as JSON data under the name of its kind
+#
+# Floats and complex numbers stand as text: ``1``, ``1.0`` and ``True`` differ, and not-a-number equals
+# itself.
+
+
+Structure = dict[str, Any]
+"""How a value is nested, as JSON data."""
+
+
+def _named(kind: type) -> dict[str, Any]:
+    """Torch's own objects of a type, such as all dtypes, by name."""
+    found = (value for value in vars(torch).values() if isinstance(value, kind))
+    return {str(value).removeprefix("torch."): value for value in found}
+
+
+DTYPES: dict[str, torch.dtype] = _named(torch.dtype)
+_LAYOUTS: dict[str, torch.layout] = _named(torch.layout)
+_FORMATS: dict[str, torch.memory_format] = _named(torch.memory_format)
+
+DESCRIBE: dict[type, Callable[[Any], Structure]] = {
+    type(None): lambda _: {"NoneType": None},
+    bool: lambda value: {"bool": value},
+    int: lambda value: {"int": value},
+    str: lambda value: {"str": value},
+    float: lambda value: {"float": repr(value)},
+    complex: lambda value: {"complex": [repr(value.real), repr(value.imag)]},
+    bytes: lambda value: {"bytes": value.hex()},
+    type(...): lambda _: {"ellipsis": None},
+    range: lambda value: {"range": [value.start, value.stop, value.step]},
+    torch.Size: lambda value: {"Size": list(value)},
+    torch.dtype: lambda value: {"dtype": str(value).removeprefix("torch.")},
+    torch.layout: lambda value: {"layout": str(value).removeprefix("torch.")},
+    torch.memory_format: lambda value: {"memory_format": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {"device": str(value)},
+}
+"""By exact type: a subclass may hold more than its base does."""
+
+
+def describe_enum(value: Enum) -> Structure:
+    """A member of an enum by its class and name; flags put together by their number.
+
+    Raises:
+        SpecError: other ranks could not find the class.
+    """
+    name = name_of(type(value))
+    if isinstance(value, Flag) and value.name not in type(value).__members__:
+        return {"enum": [name, int(value.value)]}
+    return {"enum": [name, value.name]}
+
+
+def _enum(content: list[Any]) -> Enum:
+    name, member = content
+    found = enum_named(name)
+    if isinstance(member, int):
+        return found(member)
+    if member not in found.__members__:
+        raise SpecError(f"the enum {name} has no member {member!r}")
+    return found[member]
+
+
+BUILD: dict[str, Callable[[Any], Any]] = {
+    "NoneType": lambda _: None,
+    "bool": bool,
+    "int": int,
+    "str": str,
+    "float": float,
+    "complex": lambda parts: complex(*map(float, parts)),
+    "bytes": bytes.fromhex,
+    "ellipsis": lambda _: ...,
+    "range": lambda ends: range(*ends),
+    "Size": torch.Size,
+    "dtype": lambda name: DTYPES[name],
+    "layout": lambda name: _LAYOUTS[name],
+    "memory_format": lambda name: _FORMATS[name],
+    "device": torch.device,
+    "enum": _enum,
+}
+
+
+# ---- the structure of nested ones
+
 
 # ``{"tensor": 0}``, ``{"int": 3}``, ``{"tuple": [...]}``, ``{"dict": [[key, ...]]}`` and
 # ``{"record": [class, [[field, ...]]]}``: one kind, and what it holds.
@@ -326,3 +411,91 @@ def _told(leaf: Structure | None) -> str:
         return "nothing there"
     ((kind, content),) = leaf.items()
     return "a tensor" if kind == "tensor" else repr(BUILD[kind](content))
+
+
+# ---- values of any class, whether they can travel or not, opened level by level
+
+
+class Opened(NamedTuple):
+    """A nested value, taken apart by one level.
+
+    Attributes:
+        keys: what its items are found under: positions, keys or the names of fields.
+        items: its items.
+        made: makes a value of the same kind from others.
+        named: whether the items are fields, written with a dot.
+    """
+
+    keys: Sequence[Any]
+    items: Sequence[Any]
+    made: Callable[[Sequence[Any]], Any]
+    named: bool = False
+
+    def path(self, where: str, key: Any) -> str:
+        """How an item is written, such as ``batch['mask']``."""
+        return f"{where}.{key}" if self.named else f"{where}[{key!r}]"
+
+
+def opened(value: Any) -> Opened | None:
+    """Take a value apart: a tuple, list, mapping or dataclass, also of a class of the user's."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return Opened(
+            list(value), list(value.values()), lambda items: _opened_mapping(value, items)
+        )
+    names = getattr(value, "_fields", None)
+    if isinstance(value, tuple) and names is not None:
+        return Opened(names, value, getattr(type(value), "_make"), named=True)  # noqa: B009 - no type knows it
+    if isinstance(value, tuple | list):
+        return Opened(range(len(value)), value, type(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return _opened_fields(value)
+    return None
+
+
+def _opened_fields(value: Any) -> Opened:
+    names = [field.name for field in fields(value) if field.init]
+    items = [getattr(value, name) for name in names]
+
+    def made(changed: Sequence[Any]) -> Any:
+        return replace(value, **dict(zip(names, changed, strict=True)))
+
+    return Opened(names, items, made, named=True)
+
+
+def _opened_mapping(value: Mapping[Any, Any], items: Sequence[Any]) -> Any:
+    pairs = zip(value, items, strict=True)
+    if not isinstance(value, MutableMapping):
+        try:
+            return type(value)(dict(pairs))  # type: ignore[call-arg] # a mapping's class makes one of a dict
+        except Exception as error:
+            raise UsageError(
+                f"a {type(value).__name__} can neither be changed nor made "
+                f"from a dict ({error}), so there is none "
+                "for each microbatch: give a dict instead"
+            ) from error
+    # A copy keeps what else a class such as a defaultdict or a tokenizer's batch holds.
+    made = copy.copy(value)
+    for key, item in list(pairs):
+        made[key] = item
+    return made
+
+
+def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a value, each with where it stands."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif found := opened(value):
+        for key, item in zip(found.keys, found.items, strict=True):
+            yield from tensors_of(item, found.path(path, key))
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A value of the same kind with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    found = opened(value)
+    if found is None:
+        return value
+    return found.made([mapped(item, change) for item in found.items])

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
-from penstock.values.sizes import Form, Found
+from penstock.values.inference import Form, Found
 
 
 class Symbols:

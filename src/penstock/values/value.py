@@ -13,8 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import SpecError
-from penstock.values.constants import DTYPES, Structure
-from penstock.values.structure import check, difference, flatten, paths, unflatten
+from penstock.values.structure import (
+    DTYPES,
+    Structure,
+    check,
+    difference,
+    flatten,
+    paths,
+    unflatten,
+)
 
 # ---- what a tensor is: its shape, its type, and how its data lie
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from penstock.weights.export import save_index, save_stage
+from penstock.weights.files import (
+    WeightFiles,
+    load_partition,
+    load_stage,
+    load_stages,
+    parameters_on_meta,
+    read_weights,
+    save_index,
+    save_stage,
+)
 from penstock.weights.initialise import Init, init_weights, initialise
-from penstock.weights.loading import load_partition, load_stage, load_stages, parameters_on_meta
 from penstock.weights.norms import gradient_norms, scale_gradients, total_norm
-from penstock.weights.reading import WeightFiles, read_weights
 
 __all__ = [
     "Init",

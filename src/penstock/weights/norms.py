@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import NonFiniteError, UsageError
 from penstock.parallel import global_norms
+from penstock.runtime import Task, Wait
+from penstock.transport import Transport
 
 
 def gradient_norms(parameters: Sequence[Tensor], order: float = 2.0) -> Tensor:
@@ -25,6 +28,29 @@ def gradient_norms(parameters: Sequence[Tensor], order: float = 2.0) -> Tensor:
         found[0, present] = global_norms(gradients, order)
         found[1, present] = 1.0
     return found
+
+
+def all_norms(
+    transport: Transport, counted: Mapping[int, Sequence[Tensor]], order: float
+) -> Task[Tensor]:
+    """The norms of all gradients of the pipeline, stage by stage, as :func:`gradient_norms` gives them.
+
+    How many there are is told with them: parameters come and go between steps.
+
+    Args:
+        transport: this rank's end.
+        counted: the parameters that count, by stage of this rank.
+        order: which norm.
+    """
+    stages = sorted(counted)
+    own = gradient_norms([parameter for stage in stages for parameter in counted[stage]], order)
+    split = own.split([len(counted[stage]) for stage in stages], dim=1)
+    mine = [[stage, part.tolist()] for stage, part in zip(stages, split, strict=True)]
+    ticket = transport.agree(mine)
+    yield Wait(ticket, transport.rank, "waits for the norm of all gradients")
+    told: list[list[Any]] = sorted(part for of in ticket.take() for part in of)
+    parts = [torch.tensor(norms, dtype=torch.float64).reshape(2, -1) for _, norms in told]
+    return torch.cat(parts, dim=1)
 
 
 def total_norm(

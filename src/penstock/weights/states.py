@@ -7,16 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from penstock.errors import StateDictError, UsageError
 from penstock.parallel import is_sharded, local_part, spread, whole
 from penstock.partition import Shared, named_tensors
 from penstock.runtime import Rank, Task, Wait
-from penstock.transport import SHARED, Channel, Transport
+from penstock.transport import SHARED, Channel
 from penstock.values import TensorSpec
-from penstock.weights import gradient_norms
 from penstock.weights.optimizers import OptimizerStates, copies, merge_groups, named_state_dict
 from penstock.weights.trees import decode, decode_inline, encode, encode_inline
 
@@ -473,26 +471,3 @@ def _receive(rank: Rank, other: int, sent: Any, found: dict[str, Any]) -> Task[N
         ticket = rank.transport.post_receive(Channel(other, 0, SHARED), [spec], device)
         yield Wait(ticket, rank.number, f"waits for {name!r} from rank {other}")
         found[name] = ticket.take()[0].cpu().clone()
-
-
-def all_norms(
-    transport: Transport, counted: Mapping[int, Sequence[Tensor]], order: float
-) -> Task[Tensor]:
-    """The norms of all gradients of the pipeline, stage by stage, as :func:`gradient_norms` gives them.
-
-    How many there are is told with them: parameters come and go between steps.
-
-    Args:
-        transport: this rank's end.
-        counted: the parameters that count, by stage of this rank.
-        order: which norm.
-    """
-    stages = sorted(counted)
-    own = gradient_norms([parameter for stage in stages for parameter in counted[stage]], order)
-    split = own.split([len(counted[stage]) for stage in stages], dim=1)
-    mine = [[stage, part.tolist()] for stage, part in zip(stages, split, strict=True)]
-    ticket = transport.agree(mine)
-    yield Wait(ticket, transport.rank, "waits for the norm of all gradients")
-    told: list[list[Any]] = sorted(part for of in ticket.take() for part in of)
-    parts = [torch.tensor(norms, dtype=torch.float64).reshape(2, -1) for _, norms in told]
-    return torch.cat(parts, dim=1)

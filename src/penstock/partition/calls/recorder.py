@@ -40,7 +40,7 @@ from penstock.partition.calls.tape import (
 from penstock.partition.calls.watch import Numbering
 from penstock.partition.faces import EFFECTS, HOOKS, REQUIRES_GRAD, SET_DATA, Run, uncheckpointed
 from penstock.rng import Generators, identity
-from penstock.step.losses import add_loss
+from penstock.step.loss import add_loss
 from penstock.values import Family, Found, randomness_kept, surely_reached
 
 ANSWERS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"} | {

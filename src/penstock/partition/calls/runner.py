@@ -34,7 +34,7 @@ from penstock.partition.calls.tape import (
 from penstock.partition.calls.watch import Watch
 from penstock.partition.faces import Run, uncheckpointed
 from penstock.rng import Streams
-from penstock.step.losses import add_loss
+from penstock.step.loss import add_loss
 
 PLAIN = (bool, int, float, str)
 

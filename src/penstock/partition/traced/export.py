@@ -27,7 +27,7 @@ from penstock.partition.faces import (
 )
 from penstock.partition.traced.marks import marked, place_seeds, seeded
 from penstock.rng import called_to_draw
-from penstock.step.losses import Term, add_loss, collect_losses
+from penstock.step.loss import Term, add_loss, collect_losses
 from penstock.values import (
     Structure,
     TensorSpec,

@@ -14,7 +14,7 @@ from penstock.partition.base import Description
 from penstock.partition.traced.export import ROOT, Exported, Skeleton, export, undisturbed
 from penstock.partition.traced.marks import Layout, Point, Wanted, check_met, lay_out, stages_of
 from penstock.partition.traced.wiring import Aliases, Program, Wiring
-from penstock.step.losses import collect_losses
+from penstock.step.loss import collect_losses
 from penstock.values import (
     Family,
     Found,
