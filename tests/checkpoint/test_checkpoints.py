@@ -17,7 +17,7 @@ from torch import nn
 
 from penstock import Checkpoints, LossScaler, Pipeline, PipelineStage
 from penstock.checkpoint import folder as folders
-from penstock.checkpoint import saving, shards
+from penstock.checkpoint import saving
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
 
 
@@ -443,20 +443,20 @@ def test_two_runs_that_write_into_one_folder(
 
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "BLOCK", 64)
+    monkeypatch.setattr(folders, "BLOCK", 64)
     model = nn.Linear(16, 64, bias=False)
     Checkpoints(tmp_path).save(1, model=model)
     from penstock.checkpoint.loading import Table
 
     table = Table(folders.find(tmp_path)[0])
     read: list[int] = []
-    fill = shards.fill
+    fill = folders.fill
 
     def counted(path: Path, memory: memoryview, begin: int) -> None:
         read.append(len(memory))
         fill(path, memory, begin)
 
-    monkeypatch.setattr(shards, "fill", counted)
+    monkeypatch.setattr(folders, "fill", counted)
     found = table.read("model/weight", ((8, 3), (2, 5)))
     assert torch.equal(found, model.weight[8:10, 3:8])
     assert read == [128]

@@ -18,7 +18,6 @@ from torch import nn
 
 from penstock import Checkpoints
 from penstock.checkpoint import folder as folders
-from penstock.checkpoint import shards
 from penstock.checkpoint.loading import Table
 
 MOST = 200
@@ -45,7 +44,7 @@ def kill_at(moment: int) -> None:
         return inner
 
     # In the middle of a file: each block that was written, and each time the disk is waited for.
-    shards.crc32 = counted(shards.crc32)  # type: ignore[attr-defined]
+    folders.crc32 = counted(folders.crc32)  # type: ignore[attr-defined]
     os.fsync = counted(os.fsync)
 
     def audit(event: str, args: Any) -> None:

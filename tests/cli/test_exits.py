@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 import typer
 
-from penstock.cli import exits
-from penstock.cli.exits import guarded, leaving_on_sigterm
+from penstock.cli.main import PATIENCE, guarded, leaving_on_sigterm
 from penstock.errors import InputFileError, ScheduleError, StageError, UsageError
 
 Capture = pytest.CaptureFixture[str]
@@ -68,11 +67,11 @@ def test_other_processes_let_the_first_one_speak(
     said_before: list[tuple[float, str]] = []
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(
-        "penstock.cli.exits.time.sleep",
+        "penstock.cli.main.time.sleep",
         lambda seconds: said_before.append((seconds, capsys.readouterr().err)),
     )
     assert guarded(raising(UsageError("wrong"))) == 2
-    assert said_before == [(exits.PATIENCE, "")]
+    assert said_before == [(PATIENCE, "")]
     assert capsys.readouterr().err == "penstock: wrong\n"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.flags import Flags, command, flag_name
+from penstock.cli.train import Flags, command, flag_name
 from penstock.train import TrainConfig
 
 CALLS: list[tuple[Flags, Path | None]] = []

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.cli.exits import guarded
+from penstock.cli.main import guarded
 from penstock.cli.schedule import app
 from penstock.schedule import load, names, validate
 

@@ -29,7 +29,7 @@ from penstock.faults.board import Board, BoardLostError, SharedBoard, StoreBoard
 from penstock.faults.failure import FILE, of_exception, stacks, status_of, story, write
 from penstock.faults.monitor import Team
 from penstock.faults.processes import DeadMan, Process, this_process, words_of
-from penstock.faults.silence import Place, Stragglers, find_silent
+from penstock.faults.progress import Place, Stragglers, find_silent
 from penstock.schedule import parse_action
 from penstock.transport import in_process
 

@@ -15,7 +15,7 @@ from penstock.cli.main import main
 from penstock.cli.plan import bytes_of
 from penstock.errors import ConfigError, InputFileError, UsageError
 from penstock.plan import Plan
-from penstock.train import planned
+from penstock.train import plan as planning
 from tests.plan.models import Tower
 
 mse = nn.functional.mse_loss
@@ -60,7 +60,7 @@ def test_a_pipeline_plans_itself() -> None:
 
 def test_a_run_plans_itself(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The losses are those of the run without a plan, up to the number of microbatches."""
-    monkeypatch.setattr(planned, "SECONDS", 0.0)
+    monkeypatch.setattr(planning, "SECONDS", 0.0)
 
     def losses(name: str, **more: Any) -> tuple[float, ...]:
         settings = train.resolve({**SMALL, "data": text, "out": str(tmp_path / name), **more})

@@ -11,12 +11,12 @@ from rich.console import Console
 from penstock.train.display import (
     LiveDisplay,
     PlainDisplay,
+    StepMetrics,
     make_display,
     say,
     sparkline,
     step_line,
 )
-from penstock.train.metrics import StepMetrics
 
 BARE = StepMetrics(
     step=7,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.train.generation import Sampling, generate, readable
+from penstock.train.model import Sampling, generate, readable
 
 WINDOW = 6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.train.metrics import peak_flops
+from penstock.train.display import peak_flops
 
 
 def test_the_peak_of_a_cpu_is_not_known() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.train import GPT, TrainConfig
-from penstock.train.model import Shape
-from penstock.train.optimizer import learning_rate, make_optimizer, set_learning_rate
+from penstock.train.model import Shape, learning_rate, make_optimizer, set_learning_rate
 
 CONFIG = TrainConfig(steps=110, warmup=10, learning_rate=1.0, weight_decay=0.5)
 

@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import UsageError
 from penstock.schedule import Action, Op
 from penstock.schedule.timeline import Span, Timeline
-from penstock.train.runfolder import METRICS, RunFolder, create
+from penstock.train.runfolder import METRICS, RunFolder, create_folder
 
 TIMELINE = Timeline((Span(0, Action(0, Op.F, 0), 0.0, 1.0),), ranks=1)
 
@@ -19,27 +19,27 @@ def test_the_default_is_named_after_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = create(None)
+    path = create_folder(None)
     assert path.parent == Path("runs")
     assert path.is_dir()
 
 
 def test_a_folder_that_is_there_may_be_used_once(tmp_path: Path) -> None:
-    create(str(tmp_path))
+    create_folder(str(tmp_path))
     with pytest.raises(UsageError, match="holds a run already; choose another folder"):
-        create(str(tmp_path))
+        create_folder(str(tmp_path))
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file; choose a folder"):
-        create(str(tmp_path / "file"))
+        create_folder(str(tmp_path / "file"))
 
 
 def test_a_place_without_permission(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"Not a directory; choose a folder to write to"):
-        create(str(tmp_path / "file" / "below"))
+        create_folder(str(tmp_path / "file" / "below"))
 
 
 def test_metrics_are_lines_of_json(tmp_path: Path) -> None:

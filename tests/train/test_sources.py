@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import ConfigError, InputFileError
 from penstock.train import TrainConfig, resolve
 from penstock.train.config import group_of
-from penstock.train.sources import LARGEST_CONFIG, to_toml
+from penstock.train.settings import LARGEST_CONFIG, to_toml
 
 
 def write(folder: Path, text: str) -> Path:

@@ -17,8 +17,13 @@ from penstock.errors import UsageError
 from penstock.schedule import build, names
 from penstock.train import GPT, Outcome, TrainConfig, train
 from penstock.train.corpus import load
-from penstock.train.model import Shape, next_byte_loss
-from penstock.train.optimizer import learning_rate, make_optimizer, set_learning_rate
+from penstock.train.model import (
+    Shape,
+    learning_rate,
+    make_optimizer,
+    next_byte_loss,
+    set_learning_rate,
+)
 
 SMALL: dict[str, Any] = {
     "ranks": 2,

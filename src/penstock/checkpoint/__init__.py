@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.about import describe, export
-    from penstock.checkpoint.checkpoints import Checkpoints, Saved
+    from penstock.checkpoint.checkpoints import Checkpoints, Saved, describe, export
 
 __all__ = ["Checkpoints", "Saved", "describe", "export"]
 
 __getattr__ = lazily(
     __name__,
     {
-        "about": "describe export",
-        "checkpoints": "Checkpoints Saved",
+        "checkpoints": "Checkpoints Saved describe export",
     },
 )

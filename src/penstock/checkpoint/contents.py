@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from penstock.checkpoint.shards import NAMES, Region, all_of, memory_of
+from penstock.checkpoint.folder import NAMES, Region, all_of, memory_of
 from penstock.errors import UsageError
 from penstock.parallel import local_part, region_of, whole
 from penstock.partition import find_shared

@@ -17,8 +17,7 @@ from penstock.checkpoint.contents import (
     pick_groups,
     spread_groups,
 )
-from penstock.checkpoint.folder import TABLE, Found
-from penstock.checkpoint.shards import BLOCK, Region, Stored, all_of, verify_header
+from penstock.checkpoint.folder import BLOCK, TABLE, Found, Region, Stored, all_of, verify_header
 from penstock.checkpoint.team import Team
 from penstock.errors import InputFileError, StateDictError
 from penstock.parallel import is_sharded, local_part, region_of, spread, with_local

@@ -27,8 +27,7 @@ from penstock.checkpoint.contents import (
     merge_weights,
     spread_groups,
 )
-from penstock.checkpoint.folder import Writer
-from penstock.checkpoint.shards import Region, all_of, write_shard
+from penstock.checkpoint.folder import Region, Writer, all_of, write_shard
 from penstock.checkpoint.team import Team
 from penstock.errors import CheckpointError
 from penstock.weights.trees import encode_inline, with_keys

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.faults.activity import Activity, add_probe, has_probes
     from penstock.faults.failure import (
         Failure,
         failing_module,
@@ -19,8 +18,16 @@ if TYPE_CHECKING:
         without_own_frames,
     )
     from penstock.faults.processes import this_host
+    from penstock.faults.progress import (
+        FIRST_STEP,
+        PATIENCE,
+        Activity,
+        Patience,
+        Timeout,
+        add_probe,
+        has_probes,
+    )
     from penstock.faults.rendezvous import SLACK, Rendezvous
-    from penstock.faults.silence import FIRST_STEP, PATIENCE, Patience, Timeout
     from penstock.faults.watch import Watch
 
 __all__ = [
@@ -45,11 +52,10 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "activity": "Activity add_probe has_probes",
         "failure": "Failure failing_module status_of versions without_own_frames",
         "processes": "this_host",
+        "progress": "FIRST_STEP PATIENCE Activity Patience Timeout add_probe has_probes",
         "rendezvous": "SLACK Rendezvous",
-        "silence": "FIRST_STEP PATIENCE Patience Timeout",
         "watch": "Watch",
     },
 )

@@ -34,7 +34,7 @@ from penstock.errors import (
     UsageError,
     printable,
 )
-from penstock.faults.silence import Place
+from penstock.faults.progress import Place
 
 Kind = Literal["raised", "died", "silent", "left", "interrupted", "lost"]
 

@@ -14,12 +14,12 @@ from time import monotonic, sleep
 from typing import Any
 
 from penstock.errors import TEMPORARY
-from penstock.faults.activity import Activity
 from penstock.faults.board import Board, BoardLostError
 from penstock.faults.failure import Failure, stacks, story, summary, write
 from penstock.faults.processes import DeadMan, Interrupts, Process, launcher, words_of
-from penstock.faults.silence import (
+from penstock.faults.progress import (
     STALE,
+    Activity,
     Patience,
     Place,
     Stragglers,

@@ -19,7 +19,6 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from penstock.errors import TEMPORARY, MessageError, PeerFailed, PenstockError, UsageError
-from penstock.faults.activity import Activity
 from penstock.faults.board import BoardLostError
 from penstock.faults.failure import (
     Failure,
@@ -29,7 +28,7 @@ from penstock.faults.failure import (
     tell_torchrun,
 )
 from penstock.faults.monitor import LEFT, RAISED, Monitor, Team
-from penstock.faults.silence import Patience
+from penstock.faults.progress import Activity, Patience
 
 WORD = 1.5
 """Seconds that a broken wire has until its cause must be on the board."""

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeVar
 
 from penstock.errors import MessageError
-from penstock.faults.activity import Activity
+from penstock.faults.progress import Activity
 from penstock.transport import Ticket
 
 T = TypeVar("T")

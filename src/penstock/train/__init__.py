@@ -12,9 +12,8 @@ from penstock.lazily import lazily
 if TYPE_CHECKING:
     from penstock.train.config import TrainConfig
     from penstock.train.model import GPT
-    from penstock.train.plan import ranks_of
-    from penstock.train.planned import profile_of
-    from penstock.train.sources import processes_needed, resolve
+    from penstock.train.plan import profile_of
+    from penstock.train.settings import processes_needed, ranks_of, resolve
     from penstock.train.trainer import Outcome, train
 
 __all__ = [
@@ -34,8 +33,7 @@ __getattr__ = lazily(
         "model": "GPT",
         "trainer": "Outcome train",
         "config": "TrainConfig",
-        "plan": "ranks_of",
-        "planned": "profile_of",
-        "sources": "processes_needed resolve",
+        "plan": "profile_of",
+        "settings": "processes_needed ranks_of resolve",
     },
 )

@@ -1,132 +1,136 @@
-"""What follows from the settings before anything is loaded: schedule, model size, cut."""
+"""Plans for training runs: what the settings leave open is chosen by the costs of the model."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from penstock.errors import ConfigError, UsageError
-from penstock.schedule import Schedule, build
+from penstock import plan as planning
+from penstock.errors import ConfigError, InputFileError
+from penstock.pipeline import Pipeline
+from penstock.plan import Plan, Profile
+from penstock.plan.report import report_of
+from penstock.schedule import Timeline
 from penstock.train.config import TrainConfig
-from penstock.train.model import Shape, cut
-from penstock.train.resuming import AUTO
+from penstock.train.model import GPT, next_byte_loss
+from penstock.train.settings import device_of, ranks_of, shape_of, stages_of
 
-DEFAULT_RANKS = 4
+AUTO = "auto"
+SECONDS = 5.0
+"""How long the best plans are improved."""
 
 
-@dataclass(frozen=True)
-class Contradiction:
-    """Settings that do not go together.
+def profile_of(
+    config: TrainConfig, device: planning.Device | str | None = None, *, repeats: int = 3
+) -> Profile:
+    """What the model of a run costs.
 
     Args:
-        settings: their names.
-        text: what is wrong and what to do, in one line.
+        config: the settings.
+        device: for which it is predicted; by default it is measured on the run's own.
+        repeats: how often it is measured.
     """
-
-    settings: frozenset[str]
-    text: str
-
-
-def ranks_of(config: TrainConfig) -> int:
-    """The ranks of a pipeline: as set, else the world size under ``torchrun`` over the replicas, else 4."""
-    if config.ranks:
-        return config.ranks
-    world = os.environ.get("WORLD_SIZE")
-    return DEFAULT_RANKS if world is None else max(1, int(world) // config.replicas)
+    tokens = torch.zeros(config.batch, config.sequence, dtype=torch.long)
+    given: dict[str, Any] = {"target": tokens, "loss_fn": next_byte_loss, "tokens": config.sequence}
+    if device is not None:
+        with torch.device("meta"):
+            model = GPT(shape_of(config))
+        return planning.predict(model, tokens, device=device, **given)
+    torch.set_num_threads(config.threads)
+    model = GPT(shape_of(config), config.seed).to(device_of(config))
+    return planning.measure(model, tokens, repeats=repeats, **given)
 
 
-def processes_of(config: TrainConfig) -> int:
-    """How many processes all replicas need."""
-    return ranks_of(config) * config.replicas
+def chosen_plan(config: TrainConfig, usual: Pipeline | None, batch: Any) -> Plan | None:
+    """The plan that a run is made by, the same on every rank.
+
+    Args:
+        config: the settings.
+        usual: a pipeline as the settings have it without a plan, where one is to be found: a step of it is
+            recorded, and what was measured of the model alone is corrected by that.
+        batch: tokens and target of that step.
+
+    Raises:
+        ConfigError: no such file, or the plan is for another run.
+        InputFileError: the file holds no plan.
+    """
+    if config.plan is None:
+        return None
+    if usual is None:
+        return _fitting(config, _read(Path(config.plan)))
+    tokens, target = batch
+    # The first step warms up.
+    usual.step(tokens, target=target)
+    step = planning.costs_from(usual.step(tokens, target=target, record=True))
+    text = ""
+    if usual.leads:
+        profile = profile_of(config)
+        units = [unit.path for unit in profile.at(config.batch // config.microbatches).units]
+        cut = planning.cut_of(units, stages_of(config))
+        profile = step.correct(profile, config.batch // config.microbatches, cut)
+        text = planning.search(
+            profile,
+            ranks=ranks_of(config),
+            pipeline=ranks_of(config),
+            batch=config.batch,
+            keep=1,
+            seconds=SECONDS,
+        )[0].to_json()
+    told: list[str] = usual.agree(text)
+    return Plan.from_json(told[0])
 
 
-def shape_of(config: TrainConfig) -> Shape:
-    """The model's size."""
-    return Shape(config.layers, config.width, config.heads, config.sequence)
+def plans_itself(config: TrainConfig) -> bool:
+    """Whether a plan is to be found, and not read.
+
+    Raises:
+        ConfigError: there are several pipelines, whose plan is another one.
+    """
+    if config.plan is not None and config.replicas > 1:
+        raise ConfigError(
+            f"plan={config.plan!r} with replicas={config.replicas}: a plan is for one pipeline; "
+            "leave one of them out"
+        )
+    return config.plan == AUTO
 
 
-def schedule_of(config: TrainConfig) -> Schedule:
-    """The schedule, which must train."""
-    own = {} if config.stages_per_rank is None else {"stages_per_rank": config.stages_per_rank}
-    schedule = build(
-        config.schedule, ranks=ranks_of(config), microbatches=config.microbatches, **own
-    )
-    if not schedule.trains:
-        raise ConfigError(f"schedule={config.schedule!r} has no backward; choose one that trains")
-    return schedule
-
-
-def stages_of(config: TrainConfig) -> list[list[str]]:
-    """The module paths of every stage."""
-    return cut(config.layers, schedule_of(config).stages)
-
-
-def device_of(config: TrainConfig) -> torch.device:
-    """The device, which must be there."""
+def _read(path: Path) -> Plan:
+    if not path.is_file():
+        raise ConfigError(
+            f"plan={str(path)!r}: there is no such file; give auto, or what penstock plan --json has written"
+        )
     try:
-        device = torch.device(config.device)
-    except RuntimeError:
-        device = torch.device("meta")
-    usable = {"cpu": 1, "cuda": torch.cuda.device_count()}
-    if (device.index or 0) >= usable.get(device.type, 0):
-        raise ConfigError(
-            f"device={config.device!r}: there is no such device here; "
-            f"use cpu" + (" or cuda" if usable["cuda"] else "")
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError) as error:
+        raise InputFileError(f"{path}: cannot be read: {error}") from error
+    except InputFileError as error:
+        raise InputFileError(f"{path}: {error}") from error
+
+
+def _fitting(config: TrainConfig, plan: Plan) -> Plan:
+    batch = plan.microbatches * plan.shape.samples
+    for name, mine, planned in (
+        ("ranks", ranks_of(config), plan.ranks),
+        ("batch", config.batch, batch * plan.replicas),
+        ("replicas", 1, plan.replicas),
+    ):
+        if mine != planned:
+            raise ConfigError(
+                f"plan={config.plan!r} is for {name}={planned}, but this run has {mine}; "
+                "plan it with the settings of the run: penstock plan --config"
+            )
+    return plan
+
+
+def report_of_run(
+    config: TrainConfig, pipe: Pipeline, plan: Plan | None, timeline: Timeline, title: str
+) -> str:
+    """The report of a run: a measured step beside what the costs of the model say of it."""
+    if plan is None:
+        profile = profile_of(config, repeats=2)
+        plan = planning.plan_for(
+            profile, pipe.schedule, stages_of(config), batch=config.batch // config.replicas
         )
-    return device
-
-
-def _replicas_fit(config: TrainConfig) -> None:
-    world, needed = int(os.environ.get("WORLD_SIZE", 1)), processes_of(config)
-    if config.shard and config.replicas == 1:
-        raise ConfigError(
-            "shard=True without replicas: weights are sharded over replicas; set replicas to at least 2"
-        )
-    if config.replicas > 1 and world != needed:
-        raise ConfigError(
-            f"replicas={config.replicas} of {ranks_of(config)} ranks need {needed} processes, not {world}; "
-            f"start them with --processes {needed}"
-        )
-
-
-def _microbatches_fit(config: TrainConfig) -> None:
-    samples = config.batch // config.replicas
-    if config.replicas > 1 and config.microbatches > samples:
-        raise ConfigError(
-            f"microbatches={config.microbatches} of batch={config.batch} over replicas={config.replicas}: a "
-            f"microbatch needs a sample; ask for at most {samples} microbatches or a batch of "
-            f"{config.microbatches * config.replicas} or more"
-        )
-    if config.microbatches > config.batch:
-        raise ConfigError(
-            f"microbatches={config.microbatches} of batch={config.batch}: a microbatch needs a sample; "
-            f"ask for at most {config.batch} microbatches or a batch of {config.microbatches} or more"
-        )
-
-
-def _auto_has_a_folder(config: TrainConfig) -> None:
-    if config.resume == AUTO and config.out is None:
-        raise ConfigError("resume='auto' continues in the run folder; name it with out=")
-
-
-_CHECKS: dict[Callable[[TrainConfig], object], str] = {
-    _replicas_fit: "replicas shard ranks",
-    _microbatches_fit: "microbatches batch replicas",
-    shape_of: "width heads",
-    device_of: "device",
-    _auto_has_a_folder: "resume out",
-    schedule_of: "schedule ranks stages_per_rank microbatches",
-    stages_of: "layers schedule ranks stages_per_rank",
-}
-
-
-def contradictions(config: TrainConfig) -> Iterator[Contradiction]:
-    """What is wrong with settings that are fine one by one, the cause before what follows from it."""
-    for check, settings in _CHECKS.items():
-        try:
-            check(config)
-        except UsageError as error:
-            yield Contradiction(frozenset(settings.split()), str(error))
+    return report_of([plan], title=title, measured=timeline)

@@ -12,35 +12,79 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor, nn
 
 from penstock.checkpoint import Checkpoints
 from penstock.errors import CheckpointError, NonFiniteError, UsageError
+from penstock.parallel import over_replicas, replicated_mesh
 from penstock.pipeline import Pipeline, peak_memory
 from penstock.plan import Plan
 from penstock.schedule import Schedule, Timeline
 from penstock.train import corpus as texts
-from penstock.train import runfolder
 from penstock.train.config import TrainConfig
 from penstock.train.corpus import Corpus
-from penstock.train.display import make_display, say
-from penstock.train.generation import Sampling, generate, readable
-from penstock.train.metrics import StepMetrics, peak_flops
-from penstock.train.model import GPT, VOCABULARY, next_byte_loss
-from penstock.train.optimizer import learning_rate, make_optimizer, set_learning_rate
-from penstock.train.plan import device_of, schedule_of, shape_of, stages_of
-from penstock.train.planned import chosen_plan, plans_itself, report_of_run
-from penstock.train.replicas import Side
-from penstock.train.resuming import (
+from penstock.train.display import StepMetrics, make_display, peak_flops, say
+from penstock.train.model import (
+    GPT,
+    VOCABULARY,
+    Sampling,
+    generate,
+    learning_rate,
+    make_optimizer,
+    next_byte_loss,
+    readable,
+    set_learning_rate,
+)
+from penstock.train.plan import chosen_plan, plans_itself, report_of_run
+from penstock.train.runfolder import (
     AUTO,
     CHECKPOINTS,
+    RunFolder,
     Stop,
-    command,
+    command_to_go_on,
+    create_folder,
     run_folder_of,
     source_of,
     why,
 )
-from penstock.train.runfolder import RunFolder
-from penstock.train.sources import to_toml
+from penstock.train.settings import device_of, ranks_of, schedule_of, shape_of, stages_of, to_toml
+
+# ---- several pipelines side by side: which is this process's, and what it has of each batch
+
+
+class Side:
+    """This process's place among the replicas of a run.
+
+    Args:
+        config: the settings.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.count, self.index = config.replicas, 0
+        self._shard = config.shard
+        self._mesh: Any = None
+        if self.count > 1:
+            device = torch.device(config.device).type
+            self._mesh = replicated_mesh(device, self.count, ranks_of(config))
+            self.index = self._mesh.get_local_rank("dp")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a Pipeline is told of the replicas."""
+        if self._mesh is None:
+            return {}
+        return {"mesh": self._mesh, "replicas": self._mesh["dp"], "wrap": self._wrap}
+
+    def _wrap(self, module: nn.Module, stage: int) -> nn.Module:
+        return over_replicas(module, self._mesh, shard=self._shard)
+
+    def part(self, batch: Tensor) -> Tensor:
+        """The samples of this replica."""
+        return batch.tensor_split(self.count)[self.index]
+
+
+# ---- the run
+
 
 CLOCKS = {
     "measured": "measured on the clocks of the ranks",
@@ -148,7 +192,7 @@ def _claim(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Checkpoints]
             going_on = run_folder_of(config.resume) if config.resume else None
             out = config.out or (None if going_on is None else str(going_on))
             same = config.resume == AUTO or (going_on is not None and out == str(going_on))
-            made["path"] = str(runfolder.create(out, resumes=same))
+            made["path"] = str(create_folder(out, resumes=same))
             Checkpoints(Path(made["path"], CHECKPOINTS)).claim()
         except (UsageError, CheckpointError) as error:
             made["problem"] = str(error)
@@ -276,7 +320,7 @@ class Run:
     def _leave(self, step: int, stopped: int) -> None:
         self._checkpoints.wait()
         say(self._console, f"{why(stopped)}: {self._checkpoints.last}")
-        say(self._console, f"go on with: {command(self._folder.path)}")
+        say(self._console, f"go on with: {command_to_go_on(self._folder.path)}")
         # All ranks leave together: none is to take the end of another for a failure.
         self._pipe.close()
 

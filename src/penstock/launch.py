@@ -1,4 +1,7 @@
-"""The processes of a job on one machine: they start together, and end together."""
+"""Start one process per rank on this machine; when one fails, end the others.
+
+torch is imported when a job starts, so that ``penstock run --help`` does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
-
 from penstock.errors import FAILURE, TEMPORARY, UsageError
 from penstock.faults.processes import die_with_parent
+
+__all__ = ["Launcher", "Outcome", "launch"]
 
 GRACE = 10.0
 """Seconds that processes have to end after a signal to the launcher."""
@@ -75,6 +79,8 @@ class Launcher:
     def __init__(self, command: Sequence[str], processes: int) -> None:
         if processes < 1:
             raise UsageError(f"processes={processes}: start at least 1")
+        # Before there are children, which an interrupt meanwhile would leave behind.
+        store_class = import_module("torch.distributed").TCPStore
         self._folder = _new_folder()
         self._signal = 0
         self._handlers: dict[int, Any] = {}
@@ -93,7 +99,7 @@ class Launcher:
             )
             for rank in range(processes)
         ]
-        self._store = TCPStore(
+        self._store = store_class(
             "127.0.0.1",
             port,
             None,
