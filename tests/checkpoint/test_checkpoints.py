@@ -19,6 +19,7 @@ from penstock import Checkpoints, LossScaler, Pipeline, PipelineStage
 from penstock.checkpoint import folder as folders
 from penstock.checkpoint import saving
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
+from penstock.weights import files
 
 
 class Keeps:
@@ -450,7 +451,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.Monk
 
     table = Table(folders.find(tmp_path)[0])
     read: list[int] = []
-    fill = folders.fill
+    fill = files.fill
 
     def counted(path: Path, memory: memoryview, begin: int) -> None:
         read.append(len(memory))

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from penstock.checkpoint.folder import NAMES, Region, all_of, memory_of
+from penstock.checkpoint.folder import NAMES, Region, all_of
 from penstock.errors import UsageError
 from penstock.parallel import local_part, region_of, whole
 from penstock.partition import find_shared
 from penstock.pipeline import Pipeline
 from penstock.rng import unwrapped
+from penstock.weights.files import memory_of
 from penstock.weights.optimizers import check_kept_per_parameter, merge_groups, read_states
 from penstock.weights.states import Names, Weights, WholeModel, check_apart
 from penstock.weights.trees import MARK, encode, encode_inline

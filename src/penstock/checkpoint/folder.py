@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError, InputFileError, UsageError
-from penstock.weights.files import DTYPES
+from penstock.weights.files import DTYPES, fill, memory_of
 
 # ---- what is whole in a folder, how a checkpoint appears, how old ones go, who writes
 
@@ -367,14 +367,6 @@ def _written(file: Any, tensor: Tensor) -> Iterator[memoryview]:
         yield block
 
 
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of the CPU."""
-    found: memoryview = (
-        tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-    )
-    return found
-
-
 def _blocks(memory: memoryview) -> Iterator[memoryview]:
     for begin in range(0, len(memory), BLOCK):
         yield memory[begin : begin + BLOCK]
@@ -455,25 +447,6 @@ class Stored:
                     f"{self.path} is damaged: bytes from {self.begin + number * BLOCK:,} on are not those "
                     "that were written"
                 )
-
-
-def fill(path: Path, memory: memoryview, begin: int) -> None:
-    """Read from a place in a file into memory.
-
-    Raises:
-        InputFileError: the file is too short, or cannot be read.
-    """
-    count, done = 1, 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(begin)
-            while count and done < len(memory):
-                count = file.readinto(memory[done:])
-                done += count
-    except OSError as error:
-        raise InputFileError(f"{path} cannot be read: {error.strerror or error}") from error
-    if done < len(memory):
-        raise InputFileError(f"{path} is damaged: its end is missing")
 
 
 def verify_header(path: Path, length: int, told: int, size: int) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.parallel.adapter import Adapter, adapter_of, over_replicas
     from penstock.parallel.groups import (
         Siblings,
         group_across,
@@ -35,11 +34,14 @@ if TYPE_CHECKING:
         with_local,
     )
     from penstock.parallel.wrapping import (
+        Adapter,
         Part,
+        adapter_of,
         alone,
         named_buffers,
         named_parameters,
         names_without_wrappers,
+        over_replicas,
         parts_of,
         spreads_over_processes,
         unwrapped,
@@ -81,11 +83,10 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "adapter": "Adapter adapter_of over_replicas",
         "groups": "Siblings group_across group_of replicated_mesh seat siblings_of",
         "tensors": "gathered global_norms is_sharded let_cross local_part merge_sharded region_of "
         "replicated replicated_like split_sharded spread whole with_local",
-        "wrapping": "Part alone named_buffers named_parameters names_without_wrappers parts_of "
-        "spreads_over_processes unwrapped",
+        "wrapping": "Adapter Part adapter_of alone named_buffers named_parameters names_without_wrappers "
+        "over_replicas parts_of spreads_over_processes unwrapped",
     },
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.parallel.adapter import Adapter, Apart
+from penstock.parallel.wrapping import Adapter, Apart
 
 BUCKET_BYTES = 25 * 2**20
 """How much is reduced at a time; as much as DistributedDataParallel does."""

@@ -30,11 +30,6 @@ _Sharding = tuple[DeviceMesh, tuple[bool, ...]]
 """A mesh, and for each of its dimensions whether a tensor is cut along it."""
 
 
-def local_part(tensor: DTensor) -> Tensor:
-    """The part that lies in this process."""
-    return tensor.to_local().detach()
-
-
 def with_local(like: DTensor, part: Tensor) -> DTensor:
     """A tensor that is spread as ``like`` is and has this part here."""
     return _spread_as(like, part, like.shape)
@@ -81,21 +76,9 @@ def merge(parts: Sequence[DTensor], dim: int) -> Tensor:
     return _spread_as(first, share, _resized(first.shape, dim, sum(p.shape[dim] for p in parts)))
 
 
-def whole(tensor: DTensor) -> Tensor:
-    """All of it; every process of the mesh calls this at once."""
-    found: Tensor = tensor.full_tensor()
-    return found.detach()
-
-
 def replicated(tensor: DTensor) -> DTensor:
     """The same, whole on every process of the mesh; gradients go through."""
     return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-
-
-def gathered(tensor: DTensor) -> Tensor:
-    """All of it as a plain tensor; gradients go through."""
-    found: Tensor = tensor.full_tensor()
-    return found
 
 
 def spread(like: DTensor, value: Tensor) -> Tensor:

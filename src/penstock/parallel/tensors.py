@@ -10,21 +10,23 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def is_sharded(value: Any) -> bool:
+
+def is_sharded(value: Any) -> TypeGuard[DTensor]:
     """Whether a value is a DTensor."""
     return hasattr(value, "to_local")
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that lies in this process: all of it, but for a DTensor."""
-    found: Tensor = _dtensor().local_part(tensor) if is_sharded(tensor) else tensor.detach()
-    return found
+    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
 def with_local(like: Tensor, part: Tensor) -> Tensor:
@@ -35,8 +37,7 @@ def with_local(like: Tensor, part: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor; every process of a DTensor's mesh calls this at once."""
-    found: Tensor = _dtensor().whole(tensor) if is_sharded(tensor) else tensor.detach()
-    return found
+    return gathered(tensor).detach()
 
 
 def replicated(tensor: Tensor) -> Tensor:
@@ -47,8 +48,7 @@ def replicated(tensor: Tensor) -> Tensor:
 
 def gathered(tensor: Tensor) -> Tensor:
     """All of a tensor as a plain one; gradients go through, unlike :func:`whole`."""
-    found: Tensor = _dtensor().gathered(tensor) if is_sharded(tensor) else tensor
-    return found
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def spread(like: Tensor, value: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from penstock.transport.messages import (
 )
 from penstock.values import TensorSpec, settled
 
-# ---- a transport that hands everything on to another one: what to build a transport upon that adds someth
+# ---- a transport that hands everything on to another one, to build one upon that adds something
 
 
 class Relay(Transport):

@@ -51,7 +51,7 @@ def save_stage(
     partial = target.with_suffix(".partial")
     save_file(tensors, partial, metadata={"format": "pt"})
     os.replace(partial, target)
-    return {name: _bytes(tensor) for name, tensor in tensors.items()}
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
 
 
 def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -64,10 +64,6 @@ def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found[name] = data.clone() if place in seen else data
         seen.add(place)
     return found
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def save_index(
@@ -142,17 +138,35 @@ class Entry:
     def read(self) -> Tensor:
         """The tensor, in memory of its own."""
         made = torch.empty(self.shape, dtype=self.dtype)
-        place = made.reshape(-1).view(torch.uint8).numpy().data if made.numel() else None
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.begin)
-            while place:
-                count = file.readinto(place)
-                if not count:
-                    raise InputFileError(
-                        f"{self.path}: the file ends in the middle of a tensor; copy the file again"
-                    )
-                place = place[count:]
+        fill(self.path, memory_of(made), self.begin)
         return made
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the CPU."""
+    found: memoryview = (
+        tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+    )
+    return found
+
+
+def fill(path: Path, memory: memoryview, begin: int) -> None:
+    """Read from a place in a file into memory.
+
+    Raises:
+        InputFileError: the file is too short, or cannot be read.
+    """
+    count, done = 1, 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(begin)
+            while count and done < len(memory):
+                count = file.readinto(memory[done:])
+                done += count
+    except OSError as error:
+        raise InputFileError(f"{path} cannot be read: {error.strerror or error}") from error
+    if done < len(memory):
+        raise InputFileError(f"{path} is damaged: its end is missing")
 
 
 def entries(path: Path) -> dict[str, Entry]:
@@ -233,13 +247,10 @@ def read_weights(folder: str | os.PathLike[str]) -> Mapping[str, Tensor]:
         InputFileError: it holds no such files, or they cannot be read.
     """
     path = Path(folder)
-    if path.is_file():
-        return _of_file(path)
-    if (path / INDEX).is_file():
-        return _of_index(path)
-    if (path / "model.safetensors").is_file():
-        return _of_file(path / "model.safetensors")
-    raise _nothing_in(path)
+    found = _meant(path)
+    if found == path / INDEX:
+        return WeightFiles(*_read_index(path))
+    return WeightFiles(dict.fromkeys(_opened(found).keys(), found), {})
 
 
 def weight_files(path: Path) -> dict[Path, set[str] | None]:
@@ -248,31 +259,24 @@ def weight_files(path: Path) -> dict[Path, set[str] | None]:
     Raises:
         InputFileError: there are none, or the index leads elsewhere.
     """
-    if path.is_file():
-        return {path: None}
-    if (path / INDEX).is_file():
-        found: dict[Path, set[str] | None] = {}
-        for name, file in _read_index(path)[0].items():
-            found[file] = {*(found.get(file) or ()), name}
-        return found
-    if (path / "model.safetensors").is_file():
-        return {path / "model.safetensors": None}
-    raise _nothing_in(path)
+    meant = _meant(path)
+    if meant != path / INDEX:
+        return {meant: None}
+    found: dict[Path, set[str] | None] = {}
+    for name, file in _read_index(path)[0].items():
+        found[file] = {*(found.get(file) or ()), name}
+    return found
 
 
-def _nothing_in(path: Path) -> InputFileError:
-    return InputFileError(
+def _meant(path: Path) -> Path:
+    """The file itself, or of a folder the index, or its only file."""
+    for found in (path, path / INDEX, path / "model.safetensors"):
+        if found.is_file():
+            return found
+    raise InputFileError(
         f"{path}: it holds neither {INDEX} nor model.safetensors; give a folder that Pipeline.save or "
         "transformers has written"
     )
-
-
-def _of_file(path: Path) -> WeightFiles:
-    return WeightFiles(dict.fromkeys(_opened(path).keys(), path), {})
-
-
-def _of_index(folder: Path) -> WeightFiles:
-    return WeightFiles(*_read_index(folder))
 
 
 def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
