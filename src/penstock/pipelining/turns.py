@@ -109,7 +109,7 @@ def warm_up(
     return min(ahead, n_microbatches * n_local_stages)
 
 
-# ---- ranks that take turns, an entry a turn: where torch puts receives, and how it counts a schedule's st
+# ---- ranks that take turns, an entry a turn: where torch puts receives, how it counts a schedule's steps
 
 
 Rows = dict[int, list[ActionTuple | None]]

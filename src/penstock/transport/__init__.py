@@ -1,11 +1,10 @@
 """How messages and agreements travel between ranks."""
 
-from penstock.transport.base import BACKWARD, FORWARD, SHARED, Channel, Ticket, Transport
+from penstock.transport.base import BACKWARD, FORWARD, SHARED, Channel, Relay, Ticket, Transport
 from penstock.transport.in_process import InProcessTransport, in_process
 from penstock.transport.process_group import (
     Circle,
     ProcessGroupTransport,
-    Relay,
     connect,
     launched,
 )

@@ -1,4 +1,13 @@
-"""A rank's end between processes: messages over the process group of its pipeline."""
+"""One process per rank, over a ``torch.distributed`` process group: gloo on CPU, NCCL on GPU.
+
+The given group only serves to meet: the connections are the pipeline's own, so that what fails in it breaks
+none of the user's, and none of another pipeline on the same group, such as the next one. On gloo all channels
+share one group and have a tag each, and small messages between processes of one machine take a shorter way
+(``penstock.transport.messages``). On NCCL every channel is a group of its own with its own communicator and
+stream, so that a receive never stands in front of a send; the communicators are made when the channels are
+opened, by all ranks in the same order, since making one waits for the other end. The NCCL side is the same
+code; two GPUs, which its test needs, were not at hand.
+"""
 
 from __future__ import annotations
 
@@ -31,77 +40,6 @@ from penstock.transport.messages import (
     ends_of,
 )
 from penstock.values import TensorSpec, settled
-
-# ---- a transport that hands everything on to another one, to build one upon that adds something
-
-
-class Relay(Transport):
-    """Does nothing of its own.
-
-    Args:
-        inner: what it hands on to.
-    """
-
-    def __init__(self, inner: Transport) -> None:
-        self.rank = inner.rank
-        self.ranks = inner.ranks
-        self.separate = inner.separate
-        self.activity = inner.activity
-        self.watch = inner.watch
-        self.inner = inner
-
-    def open(self, channels: Iterable[Channel]) -> None:
-        """Prepare channels."""
-        self.inner.open(channels)
-
-    def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> Ticket:
-        """Start to send."""
-        return self.inner.post_send(channel, tensors)
-
-    def post_receive(
-        self, channel: Channel, specs: Sequence[TensorSpec], device: torch.device
-    ) -> Ticket:
-        """Start to receive."""
-        return self.inner.post_receive(channel, specs, device)
-
-    def agree(self, value: Any) -> Ticket:
-        """Exchange JSON data."""
-        return self.inner.agree(value)
-
-    def sum(self, values: Tensor) -> Ticket:
-        """Add over all ranks."""
-        return self.inner.sum(values)
-
-    def gather(self, values: Tensor) -> Ticket:
-        """Collect from all ranks."""
-        return self.inner.gather(values)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Ticket:
-        """Give every rank the tensor of one."""
-        return self.inner.broadcast(tensor, source)
-
-    def finish(self) -> None:
-        """Wait for sends."""
-        self.inner.finish()
-
-    def cut(self) -> None:
-        """Break all connections."""
-        self.inner.cut()
-
-    def close(self) -> None:
-        """Give back what the transport holds."""
-        self.inner.close()
-
-
-# ---- one process per rank, over a ``torch.distributed`` process group: gloo on CPU, NCCL on GPU
-# The given group only serves to meet: the connections are the pipeline's own, so that what fails in it
-# breaks none of the user's, and none of another pipeline on the same group, such as the next one. On gloo
-# all channels share one group and have a tag each, and small messages between processes of one machine take
-# a shorter way (`penstock.transport.messages`). On NCCL every channel is a group of its own with its own
-# communicator and stream, so that a receive never stands in front of a send; the communicators are made
-# when the channels are opened, by all ranks in the same order, since making one waits for the other end.
-# The NCCL side is the same code; two GPUs, which its test needs, were not at hand.
-
 
 _TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=0x50)}
 """Tags of messages; away from 0, the default of other code on the same group."""
@@ -207,10 +145,10 @@ class Circle:
         rows = [values] if self._group is None else self._gathered(values).take()
         return torch.stack(rows).sum(0)
 
-    def _gathered(self, values: Tensor) -> _Gathered:
+    def _gathered(self, values: Tensor) -> Ticket:
         mine = values.to(self._device) if self._device else values
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        return _Gathered(self._group.allgather([rows], [mine]), rows)
+        return _gathered_by(self._group.allgather([rows], [mine]), rows)
 
 
 class ProcessGroupTransport(Transport):
@@ -317,7 +255,8 @@ class ProcessGroupTransport(Transport):
 
     def sum(self, values: Tensor) -> Ticket:
         """Gather, then add in rank order, so that the bits do not depend on the backend."""
-        return _Sum(self._gathered(values))
+        rows = self._gathered(values)
+        return _After(rows.ready, rows.wait, lambda: reduce(torch.add, rows.take()))
 
     def gather(self, values: Tensor) -> Ticket:
         """Gather over the control group."""
@@ -327,18 +266,27 @@ class ProcessGroupTransport(Transport):
         layout = torch.contiguous_format
         rows = [torch.empty_like(values, memory_format=layout) for _ in range(self.ranks)]
         if not self._others or values.nbytes > EAGER or not values.numel():
-            return _Gathered(self._control.allgather([rows], [values]), rows)
+            return _gathered_by(self._control.allgather([rows], [values]), rows)
         own = rows[self.rank].copy_(values)
         arriving: list[Ticket] = []
         for other, line in self._others.items():
             line.send([own], own.nbytes, self._leaving)
             arriving.append(line.receive([rows[other]]))
-        return _Collected(arriving, rows)
+        return _After(
+            lambda: all(ticket.ready() for ticket in arriving),
+            lambda: [ticket.wait() for ticket in arriving],
+            lambda: rows,
+        )
 
     def broadcast(self, tensor: Tensor, source: int) -> Ticket:
         """Broadcast over the control group, on the CPU, as bytes: gloo knows only some types."""
         data = settled(tensor).flatten().view(torch.uint8).cpu().clone()
-        return _Broadcast(self._control.broadcast(data, source), data, tensor)
+        work = self._control.broadcast(data, source)
+        return _After(
+            work.is_completed,
+            work.wait,
+            lambda: data.view(tensor.dtype).reshape(tensor.shape).to(tensor.device),
+        )
 
     def finish(self) -> None:
         """Wait for the sends that nobody has waited for, and let go of their tensors."""
@@ -395,52 +343,35 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)
 
 
-class _Gathered(Ticket):
-    def __init__(self, work: dist.Work, rows: list[Tensor]) -> None:
-        self._work = work
-        self._rows = rows
+class _After(Ticket):
+    """What comes of something under way once that is over.
+
+    Args:
+        ready: whether it is over.
+        wait: returns when it is.
+        result: what comes of it.
+    """
+
+    def __init__(
+        self, ready: Callable[[], bool], wait: Callable[[], object], result: Callable[[], Any]
+    ) -> None:
+        self._ready = ready
+        self._wait = wait
+        self._result = result
 
     def ready(self) -> bool:
-        return self._work.is_completed()
+        return self._ready()
 
     def wait(self) -> None:
-        self._work.wait()
+        self._wait()
 
-    def take(self) -> list[Tensor]:
-        self.wait()
-        return [row.cpu() for row in self._rows]
-
-
-class _Collected(Ticket):
-    def __init__(self, arriving: list[Ticket], rows: list[Tensor]) -> None:
-        self._arriving = arriving
-        self._rows = rows
-
-    def ready(self) -> bool:
-        return all(ticket.ready() for ticket in self._arriving)
-
-    def wait(self) -> None:
-        for ticket in self._arriving:
-            ticket.wait()
-
-    def take(self) -> list[Tensor]:
-        self.wait()
-        return self._rows
+    def take(self) -> Any:
+        self._wait()
+        return self._result()
 
 
-class _Sum(Ticket):
-    def __init__(self, gathered: Ticket) -> None:
-        self._gathered = gathered
-
-    def ready(self) -> bool:
-        return self._gathered.ready()
-
-    def wait(self) -> None:
-        self._gathered.wait()
-
-    def take(self) -> Tensor:
-        rows: list[Tensor] = self._gathered.take()
-        return reduce(torch.add, rows)
+def _gathered_by(work: dist.Work, rows: list[Tensor]) -> Ticket:
+    return _After(work.is_completed, work.wait, lambda: [row.cpu() for row in rows])
 
 
 class _Agreed(Ticket):
@@ -467,24 +398,6 @@ class _Agreed(Ticket):
     def take(self) -> list[Any]:
         self.wait()
         return [json.loads(text) for text in self._texts or ()]
-
-
-class _Broadcast(Ticket):
-    def __init__(self, work: dist.Work, data: Tensor, like: Tensor) -> None:
-        self._work = work
-        self._data = data
-        self._like = like
-
-    def ready(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self) -> None:
-        self._work.wait()
-
-    def take(self) -> Tensor:
-        self.wait()
-        like = self._like
-        return self._data.view(like.dtype).reshape(like.shape).to(like.device)
 
 
 class Groups:
