@@ -105,6 +105,8 @@ def cut(
     late = _above(results[i] for i in left)
     prices = _Prices(backward.graph, now, late, set(free))
     kept = _cheapest(prices, [results[i] for i in left], policy)
+    if not policy.fused:
+        kept = _with_views(backward.graph, kept, now, [results[i] for i in left])
     arguments = [n for n in backward.graph.nodes if n.op == "placeholder"]
     places = {node: place for place, node in enumerate(arguments)}
     held = [node for node in kept if node in places]
@@ -240,6 +242,24 @@ def _cheapest(prices: _Prices, results: Iterable[Node], policy: Policy) -> list[
     except networkx.NetworkXUnbounded:
         raise CutError("something that is no tensor is needed in both halves") from None
     return [n for n in prices.graph.nodes if (n, "in") in before and (n, "out") not in before]
+
+
+def _with_views(
+    graph: Graph, kept: Iterable[Node], now: Collection[Node], results: Iterable[Node]
+) -> list[Node]:
+    """Returns what is kept, with the views that the inputs' half has made of it.
+
+    They share its memory, and the weights' half need not make them once more.
+    """
+    shown = dict.fromkeys(kept)
+    for node in graph.nodes:
+        is_tensor = isinstance(_value(node), Tensor)
+        if node in now and is_tensor and _is_view(node) and shown.keys() >= {*node.all_input_nodes}:
+            shown[node] = None
+    needed = set(results)
+    for node in _above(results, stop=shown):
+        needed.update(node.all_input_nodes)
+    return [node for node in shown if node in needed]
 
 
 def _repetition(graph: Graph, policy: Policy) -> Callable[[Node], bool]:
