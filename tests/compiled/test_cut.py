@@ -120,7 +120,8 @@ def test_a_norms_weight_gradient_is_computed_where_it_is_smaller_than_what_it_is
     inputs = [torch.randn(16, 4), torch.randn(4), torch.randn(4, 4), torch.randn(16, 4)]
     halves = cut_of(run, inputs, [1, 2], FUSED)
     assert operations(halves.inputs)["sum"] == 1
-    assert sorted(kept(halves, inputs)) == [(4,), (16, 4), (16, 4)]
+    assert (halves.given, halves.left) == ((0, 1), (2,))
+    assert sorted(kept(halves, inputs)) == [(16, 4), (16, 4)]
 
 
 def test_a_smaller_source_is_kept_in_place_of_what_is_made_of_it() -> None:
