@@ -238,7 +238,9 @@ def _pipeline(group: Any, schedule: str, backend: str | None) -> Callable[[], Se
 
 def step_of(schedule: str, ranks: tuple[Seconds, ...]) -> float:
     """Seconds of a step in which each action takes its CPU time."""
-    durations = {parse_action(a): seconds for one in ranks for a, seconds in one.items()}
+    durations: dict[Any, float] = {
+        parse_action(a): seconds for one in ranks for a, seconds in one.items()
+    }
     built = build(schedule, ranks=RANKS, microbatches=gpt(RANKS).microbatches)
     return replay(with_messages(built), durations).makespan
 

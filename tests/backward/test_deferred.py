@@ -481,7 +481,7 @@ class Cubic(SplitFunction):
     def forward(ctx: Any, *args: Any) -> Tensor:
         value, *factors = args
         ctx.save_for_backward(value, *factors)
-        result: Tensor = sum(f * value**power for power, f in enumerate(factors))  # type: ignore[assignment]
+        result: Tensor = sum(f * value**power for power, f in enumerate(factors))
         return result
 
     @staticmethod
@@ -503,10 +503,10 @@ def test_many_weights_of_a_function_get_their_gradients_in_one_pass_that_is_kept
     )
     assert check_model(model, x()) == 1
     split, made, seen = DeferredBackward(model), list[Any](), list[Tensor]()
-    model.b.register_hook(seen.append)  # type: ignore[operator, union-attr]
+    model.b.register_hook(seen.append)  # type: ignore[operator]
     for microbatch in range(3):
         value = x()
-        _, store = halves(split, lambda v=value: model(v), [value])
+        _, store = halves(split, partial(model, value), [value])
         (use,) = store.uses
         made.append(use.below)
         split.weight_half(store)

@@ -30,7 +30,7 @@ def wrap(module: Any, how: str, mesh: DeviceMesh) -> Any:
     blocks = [part for part in module.modules() if isinstance(part, Mlp)]
     if how == "ddp":
         # Dynamo would cut a graph of several buckets.
-        options = {"bucket_cap_mb": 0.0001}
+        options: dict[str, Any] = {"bucket_cap_mb": 0.0001}
         return DistributedDataParallel(module, process_group=mesh.get_group("dp"), **options)
     for block in blocks:
         if how == "tp":
@@ -76,7 +76,8 @@ def run(group: Any, how: str) -> dict[str, Any]:
     waited: list[list[int]] = []
 
     def look(event: ActionEvent) -> None:
-        _, store = pipe.stages[event.action.stage]._halves[event.action.microbatch]
+        action: Any = event.action
+        _, store = pipe.stages[action.stage]._halves[action.microbatch]
         waited.append([len(use.edges) for use in store.uses])
 
     gap, frames = 0.0, []
@@ -86,7 +87,7 @@ def run(group: Any, how: str) -> dict[str, Any]:
             loss = mse_loss(whole(X), Y)
             loss.backward()
             gap = max(gap, abs(result.loss - float(loss)))
-            theirs = dict(whole.named_parameters())
+            theirs: dict[str, Any] = dict(whole.named_parameters())
             for name, weight in pipe.named_parameters():
                 grad: Any = weight.grad
                 found = grad.full_tensor() if isinstance(grad, DTensor) else grad
