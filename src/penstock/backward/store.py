@@ -263,7 +263,7 @@ class WeightGradStore:
             with torch.no_grad():
                 uses = [use for use in uses if not _add_to_grad(use)]
         standing = Standing() if standing is None else standing
-        for batch in _batches(_connected(uses)):
+        for batch in [uses] if _is_flat(uses) else _batches(_connected(uses)):
             if _is_flat(batch):
                 standing.deliver(batch[0])
             else:

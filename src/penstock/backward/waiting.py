@@ -136,7 +136,8 @@ class _Search:
             for successor, _ in edges:
                 if successor is not None and successor not in reached:
                     reached.add(successor)
-                    ahead.append(successor)
+                    into = self.leaves if type(successor) is LEAF else ahead
+                    into.append(successor)
         return None
 
     def _without_waiting(self, node: Any, edges: Edges) -> Edges:

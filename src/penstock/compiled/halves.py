@@ -143,6 +143,9 @@ class Backward:
         self.places = places
         self._halves, self._given = halves, len(halves.given)
         self._hold, self._take = _picking(halves.held), _picking(halves.taken)
+        # Of the gradients that are given, with None behind them.
+        of = {place: index for index, place in enumerate(halves.given)}
+        self._spread = _picking([of.get(place, len(of)) for place in range(halves.count)])
         self._inputs, self._weights, self._whole = inputs, weights, whole
         # So AOT autograd calls it with a list that it may empty.
         self._boxed_call = True
@@ -153,16 +156,12 @@ class Backward:
         if split is None or split.use is None:
             found: Sequence[Any] = self._whole(args)
             return found
-        halves = self._halves
         held, taken = self._hold(args), [*self._take(args)]
         args.clear()
         made = self._inputs(taken)
-        grads: list[Any] = [None] * halves.count
-        for place, grad in zip(halves.given, made, strict=False):
-            grads[place] = grad
-        kept = halves.in_order(held, made[self._given :])
+        kept = self._halves.in_order(held, made[self._given :])
         split.use.keep(partial(self._later, kept, _versions(kept)))
-        return grads
+        return self._spread([*made[: self._given], None])
 
     def _later(self, kept: list[Any], versions: list[int]) -> Sequence[Tensor | None]:
         if _versions(kept) != versions:
