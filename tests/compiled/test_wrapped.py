@@ -22,8 +22,7 @@ from tests.parallel.bodies import Mlp, X, Y
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-# For each way the weights of a stage, two blocks, of which one microbatch's gradients wait together.
-WAITING = {"ddp": [8], "fsdp": [8], "blocks": [4, 4], "tp": []}
+HOWS = ("blocks", "ddp", "fsdp", "tp")
 
 
 def wrap(module: Any, how: str, mesh: DeviceMesh) -> Any:
@@ -59,7 +58,8 @@ def run(group: Any, how: str) -> dict[str, Any]:
     log.setLevel(logging.INFO)
     log.addHandler(told)
     torch.manual_seed(0)
-    model = nn.Sequential(*(Mlp().double() for _ in range(4)))
+    blocks = (nn.Sequential(nn.LayerNorm(4), Mlp()).double() for _ in range(4))
+    model = nn.Sequential(*blocks)
     whole = copy.deepcopy(model)
     pipe = Pipeline(
         model,
@@ -73,12 +73,12 @@ def run(group: Any, how: str) -> dict[str, Any]:
     )
     replica = mesh.get_local_rank("dp")
     half = slice(None) if how == "tp" else slice(8 * replica, 8 * replica + 8)
-    waited: list[list[int]] = []
+    waited: list[int] = []
 
     def look(event: ActionEvent) -> None:
         action: Any = event.action
         _, store = pipe.stages[action.stage]._halves[action.microbatch]
-        waited.append([len(use.edges) for use in store.uses])
+        waited.append(sum(len(use.edges) for use in store.uses))
 
     gap, frames = 0.0, []
     with pipe, pipe.on("*I*", after=look):
@@ -97,13 +97,15 @@ def run(group: Any, how: str) -> dict[str, Any]:
     return {"gap": gap, "waited": waited, "told": told.text, "frames": frames}
 
 
-@pytest.mark.parametrize("how", sorted(WAITING))
+@pytest.mark.parametrize("how", HOWS)
 def test_compiled_stages_in_wrappers_give_the_gradients_of_one_process(
     workers: WorkerPool, how: str
 ) -> None:
     for answer in workers.run("tests.compiled.test_wrapped:run", 2, timeout=120, how=how):
         assert answer["gap"] < 1e-12
-        assert answer["waited"] == [WAITING[how]] * 16
+        # The weights of a stage's linear layers, and of norms whose input needs no gradient.
+        assert len(answer["waited"]) == 16
+        assert set(answer["waited"]) <= ({0} if how == "tp" else {8, 12})
         assert answer["frames"][0] == answer["frames"][1]
         assert "runs without compilation" not in answer["told"]
         assert ("a type of tensors has its own way through it" in answer["told"]) == (how == "tp")
