@@ -24,8 +24,7 @@ from penstock.backward import DeferredBackward
 from penstock.cli.main import main
 from penstock.errors import UsageError
 from penstock.partition import partition
-from penstock.schedule import add_communication, build, compute_only, merge_backward
-from penstock.schedule.library import registry
+from penstock.schedule import add_communication, build, compute_only, library, merge_backward
 from tests.scripts import run_script
 from website import pictures, reference
 
@@ -124,8 +123,8 @@ def test_programs_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # What a page registers or imports is forgotten after it.
-    monkeypatch.setattr(registry, "RECIPES", dict(registry.RECIPES))
-    monkeypatch.setattr(registry, "_BY_NAME", dict(registry._BY_NAME))
+    monkeypatch.setattr(library, "RECIPES", dict(library.RECIPES))
+    monkeypatch.setattr(library, "_BY_NAME", dict(library._BY_NAME))
     before = set(sys.modules)
     module = sys.modules["page"] = ModuleType("page")
     try:

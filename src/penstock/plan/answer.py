@@ -36,7 +36,7 @@ from penstock.schedule import (
     to_json,
 )
 from penstock.schedule.packed import Packed
-from penstock.schedule.simulation.memory import changes
+from penstock.schedule.simulation import changes
 
 FORMAT, VERSION = "penstock-plan", 1
 
