@@ -20,7 +20,8 @@ from penstock import ActionEvent, Pipeline
 from penstock.testing import WorkerPool
 from tests.parallel.bodies import Mlp, X, Y
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+# Two processes import a compiler first.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 HOWS = ("blocks", "ddp", "fsdp", "tp")
 
@@ -101,7 +102,7 @@ def run(group: Any, how: str) -> dict[str, Any]:
 def test_compiled_stages_in_wrappers_give_the_gradients_of_one_process(
     workers: WorkerPool, how: str
 ) -> None:
-    for answer in workers.run("tests.compiled.test_wrapped:run", 2, timeout=120, how=how):
+    for answer in workers.run("tests.compiled.test_wrapped:run", 2, timeout=240, how=how):
         assert answer["gap"] < 1e-12
         # The weights of a stage's linear layers, and of norms whose input needs no gradient.
         assert len(answer["waited"]) == 16
