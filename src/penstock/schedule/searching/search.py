@@ -57,12 +57,11 @@ def search(  # noqa: PLR0913 - the whole problem, by name
     not searched; where ``costs.overlap`` makes a schedule of the library that has them the best, it is the
     answer.
 
-    The result is the shortest of the library's schedules for this placement that keep to the memory, those of
-    a list scheduler with a portfolio of rules and variations of them, and those that simulated annealing makes
-    of the best of them;
-    so it is never longer than the best of the library. The search ends when its effort is used up, when the
-    result is proven to be within 0.01 % of the best possible, or when the time is over. Unless the time
-    ends it, the same arguments give the same schedule.
+    The result is the shortest of the library's schedules for this placement that keep to the memory, those
+    of a list scheduler with a portfolio of rules and variations of them, and those that simulated annealing
+    makes of the best of them; so it is never longer than the best of the library. The search ends when its
+    effort is used up, when the result is proven to be within 0.01 % of the best possible, or when the time is
+    over. Unless the time ends it, the same arguments give the same schedule.
 
     Args:
         costs: of each stage.
