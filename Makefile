@@ -13,11 +13,11 @@ run: $(VENV)/.installed
 	$(BIN)/penstock train $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --durations 10 $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
 
 # Also the products of parameters that `make test` takes a part of; see tests/conftest.py.
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --durations 10 -m "" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations 10 -m "" $(ARGS)
 
 check: $(VENV)/.installed-dev docs
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ always run all their cases.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,7 +31,12 @@ def workers() -> Iterator[WorkerPool]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is nightly, before pytest looks at the marks."""
+    """Marks what is nightly, before pytest looks at the marks; files that take longest come first.
+
+    Whole files go to one process or the other: a long one at the end would keep one of them waiting.
+    """
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
     products: dict[str, list[Any]] = defaultdict(list)
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})

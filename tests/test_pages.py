@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import reduce
@@ -25,8 +24,8 @@ from penstock.backward import DeferredBackward
 from penstock.cli.main import main
 from penstock.errors import UsageError
 from penstock.partition import partition
-from penstock.schedule import add_communication, build, compute_only, merge_backward
-from penstock.schedule.library import registry
+from penstock.schedule import add_communication, build, compute_only, library, merge_backward
+from tests.scripts import run_script
 from website import pictures, reference
 
 ROOT = Path(__file__).parents[1]
@@ -124,8 +123,8 @@ def test_programs_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # What a page registers or imports is forgotten after it.
-    monkeypatch.setattr(registry, "RECIPES", dict(registry.RECIPES))
-    monkeypatch.setattr(registry, "_BY_NAME", dict(registry._BY_NAME))
+    monkeypatch.setattr(library, "RECIPES", dict(library.RECIPES))
+    monkeypatch.setattr(library, "_BY_NAME", dict(library._BY_NAME))
     before = set(sys.modules)
     module = sys.modules["page"] = ModuleType("page")
     try:
@@ -165,23 +164,20 @@ def is_command(block: Block) -> bool:
 
 
 def run_command(block: Block, command: list[str]) -> None:
-    """Commands about schedules run here, and scripts in processes of their own."""
+    """Commands about schedules run here, and scripts in processes of their own, one per rank."""
     program, *arguments = command
     if command[:2] == ["penstock", "schedule"] or command == ["penstock", "--version"]:
         assert main(arguments) == 0, f"{block.page.name}:{block.line}"
         return
-    started = {"penstock": ["-m", "penstock"], "python": []}
-    assert program in started, (
-        f"{block.page.name}:{block.line}: say how {program} is run, or skip it"
-    )
-    found = subprocess.run(
-        [sys.executable, *started[program], *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
+    if command[:3] == ["penstock", "run", "--processes"]:
+        ran = run_script(*command[4:], processes=int(command[3]))
+    else:
+        started = {"penstock": ["-m", "penstock"], "python": []}
+        assert program in started, (
+            f"{block.page.name}:{block.line}: say how {program} is run, or skip it"
+        )
+        ran = run_script(*started[program], *arguments)
+    assert all(found.status == 0 for found in ran), ran
 
 
 def test_how_many_programs_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,10 +214,17 @@ def pages_of(site: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_page_loads_without_a_complaint(site: Path, address: str, browser: Browser) -> None:
+@pytest.mark.parametrize("part", ["written", pytest.param("reference", marks=pytest.mark.nightly)])
+def test_every_page_loads_without_a_complaint(
+    site: Path, address: str, browser: Browser, part: str
+) -> None:
     """Light and dark by turns, as wide as a phone and as a desktop."""
     wrong, links = [], set()
-    for page, scheme in zip(pages_of(site), cycle(["light", "dark"])):
+    pages = [
+        page for page in pages_of(site) if page.startswith("reference/") == (part == "reference")
+    ]
+    assert pages
+    for page, scheme in zip(pages, cycle(["light", "dark"])):
         browser.resize(SIZES["phone"])
         browser.open(f"{address}/{page}", scheme)
         found = browser.evaluate(LOOK)

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from penstock.schedule import Costs, Schedule, Timeline, build, draw_svg, names, simulate
-from penstock.schedule.drawing.palette import COLOURS
+from penstock.schedule.drawing import COLOURS
 from penstock.schedule.library import RECIPES
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import torch
 
 from penstock import read_weights
 from penstock.cli.main import main
+from tests.scripts import Ran, run_script
 
 Capture = pytest.CaptureFixture[str]
 
@@ -57,15 +57,12 @@ def refused(capsys: Capture, arguments: list[str]) -> tuple[int, str]:
     return status, shown
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, **environment},
-        check=False,
-    )
+def train(*arguments: str, processes: int, status: int = 0) -> Ran:
+    """A run in several processes, and what all of them printed."""
+    ran = run_script("-m", "penstock", "train", *arguments, processes=processes)
+    assert ran[0].status == status, ran
+    assert status or all(found.status == 0 for found in ran), ran
+    return Ran(status, "".join(found.out for found in ran), "".join(found.err for found in ran))
 
 
 def records(folder: Path) -> list[dict[str, float]]:
@@ -181,12 +178,10 @@ def test_schedule_is_a_group_of_commands(capsys: Capture) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_torchrun_gives_the_losses_of_one_process_bit_for_bit(text: Path) -> None:
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-    many = run(*torchrun, "penstock", "train", *small(text, out=text.parent / "many"))
-    assert many.returncode == 0, many.stderr
-    assert many.stdout.count("step 4/4") == 1
-    assert "measured on the clocks of the ranks" in many.stdout
+def test_processes_give_the_losses_of_one_bit_for_bit(text: Path) -> None:
+    many = train(*small(text, out=text.parent / "many"), processes=2)
+    assert many.out.count("step 4/4") == 1
+    assert "measured on the clocks of the ranks" in many.out
     assert main(["train", *small(text, out=text.parent / "one")]) == 0
     numbers = ("loss", "gradient_norm", "held_out_loss")
     found = [
@@ -201,9 +196,8 @@ def test_torchrun_gives_the_losses_of_one_process_bit_for_bit(text: Path) -> Non
 @pytest.mark.parametrize("shard", [pytest.param((), marks=pytest.mark.nightly), ("--shard",)])
 def test_replicas_give_the_losses_of_one_process(text: Path, shard: tuple[str, ...]) -> None:
     options = {"ranks": 2, "replicas": 2}
-    many = run("penstock", "train", *small(text, out=text.parent / "many", **options), *shard)
-    assert many.returncode == 0, many.stderr
-    assert many.stdout.count("step 4/4") == 1
+    many = train(*small(text, out=text.parent / "many", **options), *shard, processes=4)
+    assert many.out.count("step 4/4") == 1
     assert main(["train", *small(text, out=text.parent / "one")]) == 0
     for name in ("loss", "gradient_norm", "held_out_loss"):
         found, expected = (
@@ -233,13 +227,9 @@ def test_replicas_that_cannot_be(
     assert said in shown
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_a_mistake_under_torchrun_is_told_once(text: Path) -> None:
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-    done = run(*torchrun, "penstock", "train", *small(text, microbatches=9))
-    assert done.returncode == 1
-    assert done.stderr.count("penstock: microbatches=9") == 1
+def test_a_mistake_is_told_by_one_of_several_processes(text: Path) -> None:
+    done = train(*small(text, microbatches=9), processes=2, status=2)
+    assert done.err.count("penstock: microbatches=9") == 1
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import errno
 import faulthandler
 import gc
 import json
-import multiprocessing
 import os
 import platform
 import signal
@@ -31,6 +30,7 @@ from penstock import Pipeline
 from penstock.faults import status_of
 from penstock.faults.board import SharedBoard
 from penstock.testing import Fault, InjectedError, fail_at
+from tests.scripts import forked
 
 RANKS = 3
 LIMIT = 90.0
@@ -139,21 +139,9 @@ def run_job(folder: Path, **case: Any) -> Job:
 @contextmanager
 def started(folder: Path, **case: Any) -> Iterator[list[Any]]:
     """The processes of a job; all are dead afterwards."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.warm"])
     port = _free_port()
-    processes = [
-        context.Process(target=_main, args=(rank, port, str(folder), case)) for rank in range(RANKS)
-    ]
-    try:
-        for process in processes:
-            process.start()
+    with forked(_main, ((rank, port, str(folder), case) for rank in range(RANKS))) as processes:
         yield processes
-    finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
 
 
 def _free_port() -> int:

@@ -107,8 +107,8 @@ def listening(found: list[int]) -> set[str]:
     [
         pytest.param(OWN, "exception", 70, id="own, exception", marks=pytest.mark.nightly),
         pytest.param(OWN, "SIGKILL", 75, id="own, SIGKILL"),
-        pytest.param(TORCHRUN, "exception", 1, id="torchrun, exception", marks=pytest.mark.nightly),
-        pytest.param(TORCHRUN, "SIGSTOP", 1, id="torchrun, SIGSTOP"),
+        pytest.param(TORCHRUN, "exception", 1, id="torchrun, exception"),
+        pytest.param(TORCHRUN, "SIGSTOP", 1, id="torchrun, SIGSTOP", marks=pytest.mark.nightly),
     ],
 )
 def test_a_launcher_ends_in_time_and_names_the_cause(
@@ -156,10 +156,8 @@ def test_a_launcher_that_is_killed_takes_its_workers_along(
         assert all_gone(found, 2.0 * SLACK)
 
 
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_to_the_launcher_ends_all(number: int, status: int, tmp_path: Path) -> None:
     with launched(OWN, tmp_path, "wait") as job:
         found = pids(tmp_path)

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import REPLICATE, Pipeline, PipelineStage, Split
 from penstock.partition import cut_chain
-from penstock.schedule import Action, Op, Placement, Schedule, build, register
-from penstock.schedule.library import registry
+from penstock.schedule import Action, Op, Placement, Schedule, build, library, register
 from penstock.testing import Case, compare
 from penstock.values import Rules
 from tests.pipeline.models import (
@@ -56,8 +55,8 @@ def last_first(ranks: int, microbatches: int) -> Schedule:
 def test_a_schedule_of_ones_own_takes_a_short_last_batch(
     schedule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "RECIPES", dict(registry.RECIPES))
-    monkeypatch.setattr(registry, "_BY_NAME", dict(registry._BY_NAME))
+    monkeypatch.setattr(library, "RECIPES", dict(library.RECIPES))
+    monkeypatch.setattr(library, "_BY_NAME", dict(library._BY_NAME))
     register("last-first", last_first)
     case = Case(chain(), (X[:3],), Y[:3], mean_loss)
     compare(case, schedule=schedule, ranks=3, microbatches=4).check(1e-12)

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from penstock.pipelining import PipelineStage, schedules
 from penstock.pipelining.schedules import get_schedule_class
-from penstock.pipelining.stages.base import StageBase
+from penstock.pipelining.stage import StageBase
 from tests.pipelining.bodies import MULTI, SINGLE, Block, X, Y, loss_fn
 
 theirs: Any = import_module("torch.distributed.pipelining.schedules")

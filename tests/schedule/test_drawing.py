@@ -19,7 +19,7 @@ from penstock.schedule import (
     names,
     simulate,
 )
-from penstock.schedule.drawing.axis import short, ticks, unit_for
+from penstock.schedule.drawing import short, ticks, unit_for
 
 ONE_F_ONE_B = simulate(build("1F1B", ranks=2, microbatches=3)).timeline
 

@@ -15,14 +15,14 @@ from penstock.schedule import (
     Simulation,
     add_communication,
     build,
+    library,
     names,
     register,
     simulate,
     validate,
 )
-from penstock.schedule.library import RECIPES, find, registry
-from penstock.schedule.library.gpipe import gpipe
-from penstock.schedule.library.looped_bfs import looped_bfs
+from penstock.schedule.library import RECIPES, find
+from penstock.schedule.library.one_way import gpipe, looped_bfs
 
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
 
@@ -184,8 +184,8 @@ def test_an_unknown_name_lists_the_nearest_and_all() -> None:
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten after it."""
-    monkeypatch.setattr(registry, "RECIPES", dict(RECIPES))
-    monkeypatch.setattr(registry, "_BY_NAME", dict(registry._BY_NAME))
+    monkeypatch.setattr(library, "RECIPES", dict(RECIPES))
+    monkeypatch.setattr(library, "_BY_NAME", dict(library._BY_NAME))
 
 
 @pytest.mark.usefixtures("own_registry")

@@ -17,11 +17,10 @@ from penstock.testing import WorkerError, WorkerPool
 from penstock.testing.fuzz import __main__ as command
 from penstock.testing.fuzz import differences, merged, parts
 from penstock.testing.fuzz.cases import OPS, Case, Run
-from penstock.testing.fuzz.forms import count, form
-from penstock.testing.fuzz.growing import grow
+from penstock.testing.fuzz.growing import count, form, grow
 from penstock.testing.fuzz.judging import Verdict, alike, judge, loaded, signature, told_by
+from penstock.testing.fuzz.program import program, tolerance
 from penstock.testing.fuzz.shrinking import shrink
-from penstock.testing.fuzz.sides import program, tolerance
 
 UNMENDED: dict[str, str] = {}
 """Fixed cases that are known to fail, and how. One that no longer does must go from here."""

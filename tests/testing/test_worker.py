@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from penstock.testing import worker
+from penstock.testing import workers
 from penstock.transport.process_group import Groups
 
 TASKS = "tests.testing.tasks"
@@ -26,7 +26,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
 def answer(groups: Groups, function: str, **arguments: Any) -> dict[str, Any]:
     lines = io.StringIO()
     with groups:
-        worker.serve({"function": function, "ranks": 1, "arguments": arguments}, groups, lines)
+        workers.serve({"function": function, "ranks": 1, "arguments": arguments}, groups, lines)
     found: dict[str, Any] = json.loads(lines.getvalue())
     return found
 

@@ -50,7 +50,9 @@ class Activity:
         slack: seconds that it needs for what it does now, where that is more than a step's time.
         busy: for each stage the seconds that its actions have taken, and how many there were.
         slate: where actions are written down for others, if there is such a place.
-        concern: called before each action; raises where this rank must stop.
+        halt: whether there may be a reason to stop, to be looked into before the next action; the monitor and
+            a fork set it, so that an action without one asks nothing more than this.
+        concern: looks into it, and raises where this rank must stop.
     """
 
     def __init__(self, rank: int) -> None:
@@ -66,6 +68,8 @@ class Activity:
         self.slack = 0.0
         self.busy: dict[int, list[float]] = {}
         self.slate: Slate | None = None
+        self._running: list[float] | None = None
+        self.halt = False
         self.concern: Callable[[], None] | None = None
 
     @property
@@ -102,27 +106,34 @@ class Activity:
 
     def at(self, action: Any) -> None:
         """An action begins."""
-        if self.concern is not None:
+        if self.halt and self.concern is not None:
             self.concern()
         self._moved(action)
         self._write_down()
         if _PROBES:
             self._probe(action)
 
-    def noting(self, action: Any) -> Callable[[object], None]:
-        """Gives :meth:`at` of one action, for a program that runs it many times; called with anything."""
-        slate = self.slate
-        doing = b"" if slate is None else slate.text(action)
+    def noting(self, action: Any, *, works: bool) -> Callable[[object], None]:
+        """Gives :meth:`at` of one action, for a program that runs it many times; called with anything.
+
+        Args:
+            action: which one.
+            works: whether it is a stage's own work, whose time counts until what is noted next.
+        """
+        write = None if self.slate is None else self.slate.writer(action)
+        account = self.busy.setdefault(action.stage, [0.0, 0]) if works else None
 
         def note(_: object) -> None:
-            if self.concern is not None:
+            if self.halt and self.concern is not None:
                 self.concern()
+            self._settle(now := monotonic())
+            self._running = account
             self.waiting = None
             self.doing = action
-            self.since = now = monotonic()
-            self.progress += 1
-            if slate is not None:
-                slate.write(self.progress, self.calls, self.step, now, self.inside, doing)
+            self.since = now
+            self.progress = progress = self.progress + 1
+            if write is not None:
+                write(progress, self.calls, self.step, now)
             if _PROBES:
                 self._probe(action)
 
@@ -141,18 +152,18 @@ class Activity:
         """All actions of the call are done; what follows all ranks do alike."""
         self._moved(None)
 
-    def worked(self, stage: int) -> None:
-        """The action was one of a stage's own work, and is over: note how long it took."""
-        found = self.busy.get(stage)
-        if found is None:
-            found = self.busy[stage] = [0.0, 0]
-        found[0] += monotonic() - self.since
-        found[1] += 1
+    def _settle(self, now: float) -> None:
+        """What ran until now, if anything did, is over: note how long it took."""
+        if self._running is not None:
+            self._running[0] += now - self.since
+            self._running[1] += 1
+            self._running = None
 
     def _moved(self, doing: Any) -> None:
+        self._settle(now := monotonic())
         self.waiting = None
         self.doing = doing
-        self.since = monotonic()
+        self.since = now
         self.progress += 1
 
     def _probe(self, doing: Any) -> None:

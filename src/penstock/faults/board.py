@@ -18,6 +18,7 @@ import tempfile
 import threading
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, monotonic_ns
 from typing import Any
@@ -356,6 +357,16 @@ class Slate:
         """
         state = _MAKING if making else _INSIDE if inside else _OUTSIDE
         _FORM.pack_into(self._memory, self._start, progress, calls, step, since, state, doing)
+
+    def writer(self, action: Any) -> Callable[[int, int, int, float], None]:
+        """Gives :meth:`write` for an action that runs many times, with what is known of it at hand."""
+        pack, memory, start = _FORM.pack_into, self._memory, self._start
+        doing = self.text(action)
+
+        def write(progress: int, calls: int, step: int, since: float) -> None:
+            pack(memory, start, progress, calls, step, since, _INSIDE, doing)
+
+        return write
 
     @staticmethod
     def text(doing: Any) -> bytes:

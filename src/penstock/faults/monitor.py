@@ -116,6 +116,7 @@ class Monitor:
                     self._tick()
                 except BoardLostError as lost:
                     self.lost = lost
+                    self._activity.halt = True
         finally:
             self._dead_man.retire()
 
@@ -197,8 +198,11 @@ class Monitor:
             self._end_frozen(first.rank)
         if first.everywhere and (self.stopped or monotonic() - self._heard < GRACE):
             return
-        self.alarm = True
+        self._raise_alarm()
         self._cut()
+
+    def _raise_alarm(self) -> None:
+        self.alarm = self._activity.halt = True
 
     def _give_stacks(self, failure: Failure) -> None:
         if self._told:
@@ -206,7 +210,7 @@ class Monitor:
         self._told = True
         self._team.say(STACK, stacks())
         if failure.rank == self._activity.rank:
-            self.alarm = True
+            self._raise_alarm()
             self._cut()
             self._give_up(failure)
 
@@ -299,7 +303,7 @@ class Monitor:
         logger.error("penstock: %s", _report(failure, places, found))
         write(self.folder, story([failure], places, found, self._activity.rank))
         self._team.say(TOLD)
-        self.alarm = True
+        self._raise_alarm()
         self._cut()
         if failure.kind == "silent":
             self._end_frozen(failure.rank)

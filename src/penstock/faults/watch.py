@@ -14,6 +14,7 @@ from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from time import monotonic, sleep
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -42,6 +43,17 @@ BOW = 0.3
 DELIVERY = 0.5
 """Seconds that the last word of a rank may take to the store."""
 _POLL = 0.02
+_ALL: WeakSet[Watch] = WeakSet()
+
+
+def _concern_child() -> None:
+    """Let a process that was forked from a rank's find out that it is none."""
+    for watch in _ALL:
+        watch.activity.halt = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_concern_child)
 
 
 class Watch:
@@ -61,6 +73,7 @@ class Watch:
         self._monitor = Monitor(activity, team, patience)
         self._closed = threading.Event()
         activity.concern = self.check
+        _ALL.add(self)
         activity.slate = team.board.slate(activity.rank)
         self._monitor.start()
         atexit.register(self.leave)
@@ -98,7 +111,7 @@ class Watch:
         self._monitor.folder = folder
 
     def check(self) -> None:
-        """Called before each action.
+        """Called before an action, where there may be a reason to stop.
 
         Raises:
             PeerFailed: another rank has failed.

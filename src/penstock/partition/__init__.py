@@ -1,12 +1,18 @@
 """Cut a model into stages."""
 
 from penstock.partition.balance import choose_cuts
-from penstock.partition.base import Describe, Description, Partition, Shared, named_tensors
-from penstock.partition.chain import cut_chain, cut_sequential
-from penstock.partition.costs import StageCost, stage_costs, untouched
-from penstock.partition.entry import Example, partition, unit_paths
-from penstock.partition.shared import Watched, find_shared, find_shared_between
-from penstock.partition.table import Table, table
+from penstock.partition.base import (
+    Describe,
+    Description,
+    Partition,
+    Shared,
+    Watched,
+    find_shared,
+    find_shared_between,
+    named_tensors,
+)
+from penstock.partition.costs import StageCost, Table, stage_costs, table, untouched
+from penstock.partition.entry import Example, cut_chain, cut_sequential, partition, unit_paths
 from penstock.partition.traced import cut_into, cut_traced, weigh_blocks
 
 __all__ = [

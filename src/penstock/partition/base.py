@@ -1,14 +1,15 @@
-"""A model cut into stages."""
+"""A model cut into stages, and the weights that several of them use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError
+from penstock.errors import PartitionError, UsageError
 from penstock.schedule import Edge
 from penstock.values import ValueSpec
 
@@ -146,6 +147,255 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*parameters, *module.named_buffers(remove_duplicate=False)]
 
 
+def count_parameters(module: nn.Module) -> int:
+    """How many numbers a module's parameters hold."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def paths_in(model: nn.Module) -> list[str]:
+    """Every path to a module; one that is used at several places has several."""
+    return [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+
+
+def holder_in(root: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """What is to hold something of this path, and its name there; on the way empty modules are made."""
+    *way, name = path.split(".")
+    holder = root
+    for step in way:
+        if not isinstance(getattr(holder, step, None), nn.Module):
+            holder.add_module(step, nn.Module())
+        holder = holder.get_submodule(step)
+    return holder, name
+
+
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+# ---- the weights that several stages use: found by identity, before anything is copied or moved
+# A user may change a model after it was cut, as he may between two steps of a loop of his own. What the
+# stages share with it is changed there too; what that means for the others is found here.
+
+
+_Uses = dict[int, list[tuple[int, str]]]
+"""By the identity of a tensor: the stages that hold it, each with a name of it there."""
+
+
+def find_shared(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[Shared, ...]:
+    """The parameters and buffers that several stages use, or that have several names.
+
+    Args:
+        model: the whole model. Weights are tied there where one tensor is reached by several names, or
+            where one module is called in several stages.
+        modules: its stages, which hold the model's own tensors.
+    """
+    uses = _uses(dict(enumerate(modules)))
+    names: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+    found = (Shared(tuple(names[key]), tuple(uses.get(key, ()))) for key in names)
+    return tuple(one for one in found if len(one.names) > 1 or len(one.holders) > 1)
+
+
+def find_shared_between(modules: Mapping[int, nn.Module]) -> tuple[Shared, ...]:
+    """As :func:`find_shared`, for stages whose model is not there: the names are those of the stages.
+
+    Args:
+        modules: by the index of the stage.
+    """
+    known: dict[int, dict[str, None]] = {}
+    for module in modules.values():
+        for name, tensor in named_tensors(module):
+            known.setdefault(id(tensor), {})[name] = None
+    uses = _uses(modules)
+    found = (Shared(tuple(names), tuple(uses[key])) for key, names in known.items())
+    return tuple(one for one in found if len(one.names) > 1 or len(one.holders) > 1)
+
+
+def _uses(modules: Mapping[int, nn.Module]) -> _Uses:
+    uses: _Uses = {}
+    for stage, module in sorted(modules.items()):
+        for name, tensor in named_tensors(module):
+            held = uses.setdefault(id(tensor), [])
+            if not held or held[-1][0] != stage:
+                held.append((stage, name))
+    return uses
+
+
+# ---- what is changed after the cut
+
+
+@runtime_checkable
+class Follows(Protocol):
+    """A stage that holds parameters beside the model that its user knows."""
+
+    def follow(self) -> None:
+        """Takes over what the user has put in their place."""
+
+
+class Watched:
+    """The modules of a model and of its stages, looked at before each call.
+
+    Args:
+        model: the whole model, if there is one; whether it lives on is up to its user.
+        stages: all its stages, or those of this process.
+        here: those of this process, by index.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, stages: Sequence[nn.Module], here: Mapping[int, nn.Module]
+    ) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self._here = dict(here)
+        self._is_whole = len(stages) == len(here)
+        self._placed = [] if model is None else list(_placed(model, stages))
+        known = {} if model is None else dict(named_tensors(model))
+        named = [pair for module in here.values() for pair in named_tensors(module)]
+        self._names = [name for name, tensor in named if known.get(name) is tensor]
+        self._look()
+
+    def check_modules(self) -> None:
+        """Check that the model's modules are those that the stages have.
+
+        Raises:
+            UsageError: one was replaced or taken away.
+        """
+        for parent, name, child, path in self._placed:
+            module = parent()
+            if module is not None and module._modules.get(name) is not child():
+                raise UsageError(
+                    f"the model's module {path!r} was replaced after the Pipeline was made, whose stages "
+                    "have the old one; make a new Pipeline, or change what is inside of the module"
+                )
+
+    def is_changed(self) -> bool:
+        """Whether other parameters stand in the modules than at the last look."""
+        if list(map(id, _parameters(self._modules))) == self._seen:
+            return False
+        for module in self._here.values():
+            if isinstance(module, Follows):
+                module.follow()
+        self._check_held()
+        self._look()
+        return True
+
+    def _check_held(self) -> None:
+        """Check that what the model has under a name is what its stages have, if that was so."""
+        model = self._model() if self._model is not None else None
+        if model is None:
+            return
+        known = dict(named_tensors(model))
+        held = dict(pair for module in self._here.values() for pair in named_tensors(module))
+        for name in self._names:
+            mine, other = held.get(name), known.get(name)
+            if mine is not None and (other is None or (_is_filled(other) and other is not mine)):
+                raise UsageError(
+                    f"{name!r} was replaced in the model after the Pipeline was made, whose stages have the "
+                    "old one; make a new Pipeline"
+                )
+
+    def foreign_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """The gradients of the model's parameters that stages of other processes have."""
+        if self._is_whole:
+            return {}
+        found = (p for p in _parameters(self._modules) if id(p) not in self._held)
+        return {parameter: parameter.grad for parameter in found if parameter.grad is not None}
+
+    def names_of(self, parameters: Collection[nn.Parameter]) -> list[str]:
+        """The names of parameters in the model."""
+        model = self._model() if self._model is not None else None
+        named = [] if model is None else list(model.named_parameters())
+        return [name for name, parameter in named if any(parameter is one for one in parameters)]
+
+    def _look(self) -> None:
+        model = self._model() if self._model is not None else None
+        roots = [*self._here.values(), *([] if model is None else [model])]
+        modules = {id(module): module for root in roots for module in root.modules()}
+        self._modules = [weakref.ref(module) for module in modules.values()]
+        held = [one for module in self._here.values() for one in module.parameters()]
+        # Not by weak references: torch moves no parameter to another device that has some. Those of this
+        # process are kept until the next look, so that no new one takes the place of an old one in memory.
+        self._held = {id(one): one for one in held}
+        self._seen = list(map(id, _parameters(self._modules)))
+
+    def table(self) -> tuple[Shared, ...]:
+        """What the stages of this process share by identity now."""
+        model = self._model() if self._model is not None and self._is_whole else None
+        if model is None:
+            return find_shared_between(self._here)
+        return find_shared(model, [self._here[index] for index in sorted(self._here)])
+
+    def check_ties(self, table: Sequence[Shared]) -> None:
+        """Check, where there are other processes, that what they share is what it was.
+
+        Args:
+            table: what is shared.
+
+        Raises:
+            UsageError: a weight that several stages use was untied, or others were tied.
+        """
+        model = self._model() if self._model is not None else None
+        if model is None:
+            return
+        stages = [{name for name, _ in named_tensors(module)} for module in self._here.values()]
+        held = set().union(*stages)
+        known = {name: one for one in table for name in one.names}
+        named = {name: tensor for name, tensor in named_tensors(model) if _is_filled(tensor)}
+        for one in (one for one in table if len(one.stages) > 1):
+            found = {id(named[name]): name for name in one.names if name in named}
+            lost = [n for stage, n in one.holders if stage in self._here and n not in held]
+            if len(found) > 1 or lost:
+                raise UsageError(_changed("are no longer one weight", one.names))
+        together: dict[int, list[str]] = {}
+        for name, tensor in named.items():
+            together.setdefault(id(tensor), []).append(name)
+        for names in together.values():
+            apart = len({id(known.get(name, name)) for name in names}) > 1
+            in_one = any(stage.issuperset(names) for stage in stages)
+            if apart and not held.isdisjoint(names) and not in_one:
+                raise UsageError(_changed("have become one weight", names))
+
+
+def _changed(how: str, names: Sequence[str]) -> str:
+    listed = " and ".join(map(repr, names))
+    return (
+        f"{listed} {how} since the Pipeline was made, and several stages have them; "
+        "make a new Pipeline"
+    )
+
+
+def _parameters(modules: Iterable[weakref.ref[nn.Module]]) -> list[nn.Parameter]:
+    living = (module for ref in modules if (module := ref()) is not None)
+    return [p for module in living for p in module._parameters.values() if p is not None]
+
+
+def _is_filled(tensor: Tensor) -> bool:
+    """Whether it is a parameter with data of its own; what torch shards takes the place of another."""
+    return type(tensor) is nn.Parameter and not tensor.is_meta
+
+
+_Place = tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module], str]
+
+
+def _placed(model: nn.Module, stages: Sequence[nn.Module]) -> Iterator[_Place]:
+    """Where in the model the modules are that stages have, and those around them; each with its path."""
+    held = {id(module) for stage in stages for module in stage.modules()}
+    known = dict(model.named_modules(remove_duplicate=False))
+    inside: set[str] = set()
+    ways: dict[str, None] = {}
+    for path, module in known.items():
+        around = path.rpartition(".")[0]
+        if around in inside and path:
+            inside.add(path)
+        elif id(module) in held:
+            inside.add(path)
+            ways.update(dict.fromkeys(_prefixes(path)))
+    for path in ways:
+        around, _, name = path.rpartition(".")
+        yield weakref.ref(known[around]), name, weakref.ref(known[path]), path
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    steps = path.split(".") if path else []
+    return (".".join(steps[: end + 1]) for end in range(len(steps)))

@@ -1,22 +1,25 @@
-"""Cut any model: the one entry, which chooses how."""
+"""Cut any model: the one entry, which chooses how, and the cut of a chain of modules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from penstock.errors import PartitionError, UsageError
-from penstock.partition.balance import choose_cuts
-from penstock.partition.base import Partition
+from penstock.partition.balance import choose_cuts, use_up_to
+from penstock.partition.base import Partition, find_shared, holder_in, paths_in
 from penstock.partition.calls import cut_calls, cut_points, units_in_order
-from penstock.partition.chain import cut_chain, cut_sequential
-from penstock.partition.shared import find_shared
+from penstock.partition.costs import weigh_units
 from penstock.partition.traced import Cuts, Point, cut_into, cut_traced
 from penstock.rng import is_compiled
 from penstock.schedule import Placement
+from penstock.values import named_arguments
 
 Where = int | Sequence[str] | Sequence[Sequence[str]]
 """How many stages, or the module paths to cut before, or for each stage its modules' paths."""
@@ -89,7 +92,7 @@ def partition(
         made, reason = _chain(model, stages, asked), "its forward is the chain of them"
         how = "chain"
     else:
-        made, reason = _calls(model, stages, asked), "it has a forward of its own"
+        made, reason = cut_calls(model, stages, **asked._asdict()), "it has a forward of its own"
         how = "calls"
     return replace(made, how=how, reason=reason)
 
@@ -133,18 +136,7 @@ def _chain(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
             f"a {type(model).__name__} is cut at module paths: stages=[['embed', 'blocks.0'], ['blocks.1', "
             "'head']] names each stage's modules in the order of the calls"
         )
-    example, balance, placement = asked
-    return cut_sequential(model, stages, example=example, balance=balance, placement=placement)
-
-
-def _calls(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
-    return cut_calls(
-        model,
-        stages,
-        example=asked.example,
-        balance=asked.balance,
-        placement=asked.placement,
-    )
+    return cut_sequential(model, stages, **asked._asdict())
 
 
 def _traced(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
@@ -159,4 +151,149 @@ def _traced(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
     return cut_traced(model, args, kwargs, Cuts(points, in_code=False)).partition
 
 
-_CUTTERS = {"calls": _calls, "traced": _traced, "chain": _chain}
+_CUTTERS: dict[str, Callable[[nn.Module, Where, _Asked], Partition]] = {
+    "calls": lambda model, stages, asked: cut_calls(model, stages, **asked._asdict()),
+    "traced": _traced,
+    "chain": _chain,
+}
+
+
+# ---- a model whose forward is a chain of modules: each one's output is the next one's input
+
+
+class ChainStage(nn.Module):
+    """Some modules of a model, called one after the other, under the names they have in the model.
+
+    Args:
+        model: the whole model.
+        paths: the modules' paths in it, in the order of the calls.
+        spread: whether a tuple that one gives becomes the next one's positional arguments; else it is
+            passed as it is, like ``nn.Sequential`` does.
+
+    Attributes:
+        spreads: the same, for whoever calls it with what another stage gave.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[str], *, spread: bool = True) -> None:
+        super().__init__()
+        self._paths = tuple(paths)
+        self.spreads = spread
+        self._takes: dict[str, tuple[str, ...]] = {}
+        self._around = _models_around(model, self._paths)
+        for path in self._paths:
+            holder, name = holder_in(self, path)
+            holder.add_module(name, model.get_submodule(path))
+            self._takes[path] = named_arguments(model.get_submodule(path))
+
+    @property
+    def initialisers(self) -> dict[str, Callable[[nn.Module], Any]]:
+        """The ``_init_weights`` of the models around the modules, by their paths."""
+        return {path: module._init_weights for path, module in self._around.items()}
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The arguments by name that the modules take; all but the first get theirs from the one before."""
+        first, *rest = self._paths
+        later = (name for path in rest for name in self._takes[path][1:])
+        return tuple(dict.fromkeys((*self._takes[first], *later)))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the modules in order; the first gets the arguments, and each those by name that it takes."""
+        first, *rest = self._paths
+        others = set(self.takes).difference(self._takes[first])
+        own = {name: given for name, given in kwargs.items() if name not in others}
+        value = self.get_submodule(first)(*args, **own)
+        for path in rest:
+            module = self.get_submodule(path)
+            own = {name: kwargs[name] for name in self._takes[path][1:] if name in kwargs}
+            spread = self.spreads and type(value) is tuple
+            value = module(*value, **own) if spread else module(value, **own)
+        return value
+
+
+def _models_around(model: nn.Module, paths: Sequence[str]) -> dict[str, Any]:
+    """The models inside the model that initialise what they hold, as shells without anything in them."""
+    return {
+        path: _shell(module)
+        for path, module in model.named_modules()
+        if callable(getattr(module, "_init_weights", None))
+        and any(not path or inner.startswith(f"{path}.") for inner in paths)
+    }
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """The module without its parameters, buffers and modules: a stage must not keep the others' alive."""
+    shell = copy.copy(module)
+    vars(shell).update(_parameters={}, _buffers={}, _modules={})
+    return shell
+
+
+def cut_chain(model: nn.Module, stages: Sequence[Sequence[str]]) -> Partition:
+    """Cut a model at module paths.
+
+    Args:
+        model: its forward calls the named modules one after the other and does nothing else.
+        stages: for each stage the paths of its modules, in the order of the calls.
+
+    Raises:
+        PartitionError: an unknown path, a stage without modules, a parameter in no stage.
+    """
+    return _cut(model, stages, spread=True)
+
+
+def _cut(model: nn.Module, stages: Sequence[Sequence[str]], *, spread: bool) -> Partition:
+    known = paths_in(model)
+    unknown = [path for paths in stages for path in paths if path not in known]
+    if unknown:
+        raise PartitionError(
+            f"no modules {unknown} in the model; its paths are like {', '.join(known[:5])}"
+        )
+    empty = [index for index, paths in enumerate(stages) if not paths]
+    if empty:
+        raise PartitionError(f"stages {empty} have no modules; name at least one for each stage")
+    modules = tuple(ChainStage(model, paths, spread=spread) for paths in stages)
+    partition = Partition(modules, shared=find_shared(model, modules))
+    partition.check_covers(model)
+    return partition
+
+
+def cut_sequential(
+    model: nn.Sequential,
+    stages: int,
+    *,
+    example: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    balance: str | Sequence[float] | None = None,
+    placement: Placement | None = None,
+) -> Partition:
+    """Cut an ``nn.Sequential`` into runs of its children, as equal in number as can be.
+
+    Args:
+        model: whose children are cut.
+        stages: how many.
+        example: arguments for one microbatch, as ``(args, kwargs)``, where something is measured.
+        balance: what is made equal instead of their number, see :func:`penstock.partition.partition`.
+        placement: which rank holds which stage: the ranks are made equal.
+
+    Raises:
+        PartitionError: more stages than children, or a forward of its own.
+    """
+    if type(model).forward is not nn.Sequential.forward:
+        raise PartitionError(
+            f"{type(model).__name__} has a forward of its own, which may do more than call its modules "
+            "one after the other; if that is all it does, name each stage's modules in stages="
+        )
+    names = [path for path in paths_in(model) if "." not in path]
+    if not 1 <= stages <= len(names):
+        raise PartitionError(
+            f"{len(names)} modules cannot be cut into {stages} stages; {use_up_to(len(names))}"
+        )
+    weights = [1.0] * len(names)
+    if balance is not None:
+        fine = partial(_cut, model, [[name] for name in names], spread=False)
+        weights = weigh_units(model, names, balance, example, fine)
+    starts = choose_cuts(weights, stages, placement)
+    if balance is None and placement is None:
+        # Of several cuts that are as even, the one whose first stages are the larger ones.
+        size, rest = divmod(len(names), stages)
+        starts = tuple(index * size + min(index, rest) for index in range(stages))
+    return _cut(model, [names[a:b] for a, b in pairwise((*starts, len(names)))], spread=False)

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,24 +29,29 @@ Run = Callable[..., Any]
 """What would have been done."""
 
 
-class Listener(Protocol):
-    """Who is told, and answers."""
+class Listener:
+    """Who is told, and answers; by default with what would have been done, but for checkpoints."""
 
     def called(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A module is called."""
+        return run(*args, **kwargs)
 
     def applied(
         self, function: type[Function], run: Run, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """A custom function is applied."""
+        return run(*args, **kwargs)
 
     def checkpointed(
         self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
     ) -> Any:
-        """A checkpoint ``run`` is called for a function and what that is called with."""
+        """A checkpoint ``run`` is called for a function and what that is called with; it is left out."""
+        with uncheckpointed(args, options):
+            return args[0](*args[1:], **kwargs)
 
     def added(self, loss: Tensor) -> Tensor | None:
         """A loss is added; answers what is added here."""
+        return loss
 
 
 _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
@@ -205,3 +210,21 @@ EFFECTS = {*HOOKS, _TENSOR.retain_grad}
 GET_DATA, SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
 REQUIRES_GRAD = {_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__}
 """Functions that make a tensor ask for a gradient, or no longer."""
+
+
+def written_by(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Those of an operator's arguments that it writes into, as its schema tells."""
+    for argument, value in given_to(schema, args, kwargs):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield value
+
+
+def given_to(
+    schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """The arguments of an operator that are given, each with what its schema says of it."""
+    for position, argument in enumerate(schema.arguments):
+        if position < len(args):
+            yield argument, args[position]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]

@@ -26,8 +26,8 @@ from penstock.schedule import (
     validate,
 )
 from penstock.schedule.edges import Edges, whole_number
-from penstock.schedule.library.forward_only import forward_only
-from penstock.schedule.library.registry import built
+from penstock.schedule.library import built
+from penstock.schedule.library.one_way import forward_only
 from penstock.transport import Transport
 from penstock.values import MISSING, split_batch
 

@@ -1,7 +1,7 @@
 """torch's names on Penstock's engine: change ``torch.distributed.pipelining`` to ``penstock.pipelining``."""
 
+from penstock.pipelining._IR import Pipe, SplitPoint, pipe_split, pipeline
 from penstock.pipelining._utils import PipeInfo
-from penstock.pipelining.running.single import ScheduleForwardOnly as _ScheduleForwardOnly
 from penstock.pipelining.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -11,9 +11,8 @@ from penstock.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from penstock.pipelining.schedules import ScheduleForwardOnly as _ScheduleForwardOnly
 from penstock.pipelining.stage import PipelineStage, build_stage
-from penstock.pipelining.tracing.pipe import Pipe
-from penstock.pipelining.tracing.split import SplitPoint, pipe_split, pipeline
 
 __all__ = [
     "Pipe",

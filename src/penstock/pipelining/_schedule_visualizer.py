@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
 from penstock.pipelining.refusals import CallError
-from penstock.pipelining.rows.orders import (
+from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
     Order,
@@ -21,11 +21,14 @@ from penstock.pipelining.rows.orders import (
     stages_of,
     to_entry,
 )
-from penstock.pipelining.rows.turns import add_messages, defer_receives
-from penstock.pipelining.running.base import PipelineSchedule
-from penstock.pipelining.running.single import PipelineScheduleSingle
-from penstock.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-from penstock.pipelining.stages.base import StageBase
+from penstock.pipelining.running import PipelineSchedule
+from penstock.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    get_schedule_class,
+)
+from penstock.pipelining.stage import StageBase
+from penstock.pipelining.turns import add_messages, defer_receives
 from penstock.schedule import Action, Costs, Span, Timeline, draw_svg, draw_text, simulate
 from penstock.schedule.base import flat
 

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, fx
-
-# As in ``microbatch``: types that users register as trees.
 from torch.utils import _pytree as pytree
 
+from penstock.parallel import is_sharded, local_part
 from penstock.partition import Shared
-from penstock.pipelining.metadata import ShardedMeta as _DTensorMeta
-from penstock.pipelining.metadata import TensorMeta as _TensorMeta
-from penstock.pipelining.metadata import (
-    extract_tensor_meta,
-    extract_tensor_metas,
-    to_local_if_dtensor,
-    validate_and_normalize_to_tuple,
-    validate_metadata,
-    validate_static_arg_grad_correspondence,
-    validate_tensors_metadata,
-)
 from penstock.pipelining.refusals import PipeliningMetadataError
-from penstock.pipelining.rows.orders import rank_to_stages as generate_rank_to_stage_mapping
-from penstock.pipelining.rows.orders import stage_to_rank as generate_stage_to_rank_mapping
+from penstock.pipelining.rows import rank_to_stages as generate_rank_to_stage_mapping
+from penstock.pipelining.rows import stage_to_rank as generate_stage_to_rank_mapping
+
+# As in ``microbatch``: types that users register as trees.
+
 
 __all__ = [
     "GetMeshCallback",
@@ -45,8 +39,6 @@ __all__ = [
     "validate_static_arg_grad_correspondence",
     "validate_tensors_metadata",
 ]
-
-TensorMeta = _TensorMeta | _DTensorMeta
 
 
 class GetMeshCallback(Protocol):
@@ -105,3 +97,250 @@ def flatten_args_detach(args: Any) -> tuple[Any, list[Any]]:
 
 def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+# ---- what tensors are, told and compared: for tests and tools
+# The engine itself goes by ``penstock.values`` and needs none of this.
+
+
+@dataclass(frozen=True)
+class _TensorMeta:
+    """A tensor without its data; of a DTensor, the part that lies here.
+
+    Attributes:
+        shape: its size in each dimension.
+        stride: how far apart its data lie in each dimension.
+        dtype: the type of its data.
+        requires_grad: whether a gradient comes back for it; no difference, as it depends on the call.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def from_tensor(tensor: Tensor) -> _TensorMeta:
+        """What a plain tensor is.
+
+        Raises:
+            PipeliningMetadataError: it is a DTensor.
+        """
+        if is_sharded(tensor):
+            raise PipeliningMetadataError(
+                "expected a plain tensor, found a DTensor; call extract_tensor_meta, which takes both"
+            )
+        return _TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def to_tensor(self, device: torch.device | str) -> Tensor:
+        """An uninitialised tensor that is so."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        return made.requires_grad_(self.requires_grad and made.is_floating_point())
+
+    def get_diff(self, other: _TensorMeta) -> list[str]:
+        """What is different in another, field by field."""
+        if type(self) is not type(other):
+            return [f"type mismatch: {type(self).__name__} vs {type(other).__name__}"]
+        names = [field.name for field in fields(self) if field.name != "requires_grad"]
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        return [f"{name} mismatch: {own} vs {its}" for name, own, its in pairs if own != its]
+
+
+@dataclass(frozen=True)
+class _DTensorMeta(_TensorMeta):
+    """A DTensor without its data.
+
+    Attributes:
+        global_shape: the size of the whole.
+        global_stride: the strides of the whole.
+        placements: how each dimension of the mesh shares it.
+        mesh_dim_names: the names of the mesh's dimensions.
+        mesh_shape: the sizes of the mesh's dimensions.
+    """
+
+    global_shape: torch.Size
+    global_stride: tuple[int, ...]
+    placements: tuple[Any, ...]
+    mesh_dim_names: tuple[str, ...]
+    mesh_shape: tuple[int, ...]
+
+    @staticmethod
+    def from_dtensor(dtensor: Any) -> _DTensorMeta:
+        """What a DTensor is."""
+        local, mesh = local_part(dtensor), dtensor.device_mesh
+        return _DTensorMeta(
+            local.shape,
+            local.stride(),
+            dtensor.dtype,
+            dtensor.requires_grad,
+            dtensor.shape,
+            dtensor.stride(),
+            tuple(dtensor.placements),
+            tuple(mesh.mesh_dim_names or ()),
+            tuple(mesh.shape),
+        )
+
+
+TensorMeta = _TensorMeta | _DTensorMeta
+
+
+def extract_tensor_meta(tensor: Tensor) -> _TensorMeta:
+    """What a tensor is, plain or sharded."""
+    return (
+        _DTensorMeta.from_dtensor(tensor) if is_sharded(tensor) else _TensorMeta.from_tensor(tensor)
+    )
+
+
+def extract_tensor_metas(
+    tensors: Sequence[Tensor | None] | None, *, allow_none: bool = False
+) -> tuple[_TensorMeta | None, ...] | None:
+    """What each tensor is.
+
+    Args:
+        tensors: some tensors, or ``None``, which is given back.
+        allow_none: whether some may be missing.
+
+    Raises:
+        PipeliningMetadataError: one is missing.
+    """
+    if tensors is None:
+        return None
+    missing = [place for place, tensor in enumerate(tensors) if not isinstance(tensor, Tensor)]
+    if missing and not allow_none:
+        raise PipeliningMetadataError(
+            f"None values at {missing}; give a tensor for each, or say allow_none=True"
+        )
+    return tuple(extract_tensor_meta(t) if isinstance(t, Tensor) else None for t in tensors)
+
+
+def to_local_if_dtensor(tensor: Tensor, detach: bool = False) -> Tensor:
+    """The part of a tensor that lies here; in its graph, or detached."""
+    given: Any = tensor.detach() if detach else tensor
+    found: Tensor = given.to_local() if is_sharded(given) else given
+    return found
+
+
+def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tuple[Any, ...] | None:
+    """Tensors as a tuple.
+
+    Args:
+        args: a tensor, or a tuple or list of them, or ``None``, which is given back.
+        allow_none: whether some may be missing.
+
+    Raises:
+        PipeliningMetadataError: something that is no tensor.
+    """
+    if args is None:
+        return None
+    if isinstance(args, Tensor):
+        return (args,)
+    if not isinstance(args, tuple | list):
+        raise PipeliningMetadataError(
+            f"expected a tensor, or a tuple or list of tensors, found {type(args).__name__}"
+        )
+    for place, value in enumerate(args):
+        if not (isinstance(value, Tensor) or (value is None and allow_none)):
+            found = "None" if value is None else f"type {type(value).__name__}"
+            raise PipeliningMetadataError(
+                f"Stage arg[{place}] is {found}: a tensor is needed; pass other values by name"
+            )
+    return tuple(args)
+
+
+def validate_metadata(
+    desc: str,
+    expected: _TensorMeta,
+    actual: Tensor | _TensorMeta,
+    *,
+    raise_on_mismatch: bool = False,
+    warn_on_mismatch: bool = False,
+) -> list[str]:
+    """Compare a tensor with what was said of it.
+
+    Args:
+        desc: what an error calls it.
+        expected: what was said.
+        actual: the tensor, or what it is.
+        raise_on_mismatch: whether a difference is an error.
+        warn_on_mismatch: whether it is a warning.
+
+    Returns:
+        The differences.
+
+    Raises:
+        PipeliningMetadataError: there are some.
+    """
+    found = extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual
+    differences = expected.get_diff(found)
+    _tell(desc, differences, raise_on_mismatch, warn_on_mismatch)
+    return differences
+
+
+def _tell(desc: str, differences: list[str], refuse: bool, warn: bool) -> None:
+    said = f"{desc}: {'; '.join(differences)}"
+    if differences and refuse:
+        raise PipeliningMetadataError(said)
+    if differences and warn:
+        warnings.warn(said, UserWarning, stacklevel=3)
+
+
+def validate_tensors_metadata(
+    desc: str,
+    expected: Sequence[_TensorMeta | None],
+    actual: Sequence[Tensor | _TensorMeta | None],
+    *,
+    raise_on_mismatch: bool = True,
+    warn_on_mismatch: bool = False,
+) -> list[str]:
+    """Compare tensors one by one with what was said of them; arguments as :func:`validate_metadata`."""
+    refuse, warn = raise_on_mismatch, warn_on_mismatch
+    if len(expected) != len(actual):
+        differences = [f"{desc}: expected {len(expected)} tensors, got {len(actual)}"]
+        _tell(desc, differences, refuse, warn)
+        return differences
+    differences = []
+    for place, (said, found) in enumerate(zip(expected, actual, strict=True)):
+        name = f"{desc}[{place}]"
+        if said is not None and found is not None:
+            differences += validate_metadata(
+                name, said, found, raise_on_mismatch=refuse, warn_on_mismatch=warn
+            )
+        elif said is not found:
+            missing = [f"{name}: {'no tensor' if said is None else 'a tensor'} was expected"]
+            _tell(desc, missing, refuse, warn)
+            differences += missing
+    return differences
+
+
+def validate_static_arg_grad_correspondence(
+    stage_index: int, args: Sequence[Tensor], grads: Sequence[Tensor | None], is_input: bool
+) -> None:
+    """Check that examples of gradients fit the examples of what they are gradients of.
+
+    Args:
+        stage_index: which stage they are of.
+        args: the examples.
+        grads: their gradients, ``None`` where there is none.
+        is_input: whether they are inputs, for the message.
+
+    Raises:
+        PipeliningMetadataError: another number, a gradient of what requires none, or a plain one for a
+            DTensor.
+    """
+    kind = "input" if is_input else "output"
+    if len(args) != len(grads):
+        raise PipeliningMetadataError(
+            f"Stage {stage_index}: {len(grads)} {kind}_grads for {len(args)} {kind}_args; give one for "
+            "each, None where there is no gradient"
+        )
+    for place, (arg, grad) in enumerate(zip(args, grads, strict=True)):
+        name = f"Stage {stage_index}: {kind}_args[{place}] has requires_grad={arg.requires_grad}"
+        if grad is None:
+            if arg.requires_grad:
+                warnings.warn(f"{name}, but {kind}_grads[{place}] is None", stacklevel=2)
+        elif not arg.requires_grad:
+            raise PipeliningMetadataError(f"{name}, but there is a gradient; give None for it")
+        elif is_sharded(arg) and not is_sharded(grad):
+            raise PipeliningMetadataError(
+                f"{name} and is a DTensor, but its gradient is a plain tensor; give a DTensor"
+            )

@@ -7,14 +7,15 @@ from typing import Any
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.pipelining._utils import InferenceMode
+from penstock.pipelining.by_hand import start, start_by_peer, wait_all
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
     split_args_kwargs_into_chunks,
     split_tensor,
 )
-from penstock.pipelining.refusals import PlacementError
-from penstock.pipelining.rows.orders import (
+from penstock.pipelining.refusals import CallError, PlacementError
+from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
     add_reductions,
@@ -27,7 +28,10 @@ from penstock.pipelining.rows.orders import (
     rank_to_stages,
     stage_to_rank,
 )
-from penstock.pipelining.rows.turns import (
+from penstock.pipelining.runner import Custom
+from penstock.pipelining.running import PipelineContext, PipelineSchedule
+from penstock.pipelining.stage import PipelineStage, StageBase
+from penstock.pipelining.turns import (
     add_messages,
     completes_weights,
     count_steps,
@@ -37,18 +41,6 @@ from penstock.pipelining.rows.turns import (
     warm_up,
     write_trace,
 )
-from penstock.pipelining.running.base import PipelineSchedule
-from penstock.pipelining.running.context import PipelineContext
-from penstock.pipelining.running.runner import Custom
-from penstock.pipelining.running.single import (
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleForwardOnly,
-    ScheduleGPipe,
-    check_enough,
-)
-from penstock.pipelining.stage import PipelineStage
-from penstock.pipelining.stages.base import StageBase, start, start_by_peer, wait_all
 
 __all__ = [
     "InferenceMode",
@@ -89,7 +81,6 @@ _CustomFunctionProtocol = Custom
 _PipelineContext = PipelineContext
 _PipelineSchedule = PipelineSchedule
 _PipelineStageBase = StageBase
-_ScheduleForwardOnly = ScheduleForwardOnly
 _add_reduce_grad = add_reductions
 _add_send_recv = add_messages
 _add_unshard_reshard = add_unshards
@@ -109,6 +100,97 @@ _batch_p2p = start
 _sorted_batch_p2p = start_by_peer
 generate_rank_to_stage_mapping = rank_to_stages
 generate_stage_to_rank_mapping = stage_to_rank
+
+
+# ---- one stage per rank
+
+
+class PipelineScheduleSingle(PipelineSchedule):
+    """A schedule with one stage per rank; arguments as :class:`PipelineSchedule`, with one stage."""
+
+    def __init__(  # noqa: PLR0913 - torch's arguments
+        self,
+        stage: StageBase,
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+    ) -> None:
+        super().__init__(
+            [stage],
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+        )
+        self._stage = stage
+        self._build()
+
+
+class ScheduleForwardOnly(PipelineScheduleSingle):
+    """All forwards, and no loss."""
+
+    recipe = "forward-only"
+
+    def _build(self) -> None:
+        # Also where a loss was given, as to all schedules alike.
+        self._has_backward = False
+        super()._build()
+
+    def _step_microbatches(
+        self,
+        arg_mbs: Any = None,
+        kwarg_mbs: Any = None,
+        target_mbs: Any = None,
+        losses: Any = None,
+        *rest: Any,
+        **more: Any,
+    ) -> None:
+        if target_mbs is not None or losses is not None:
+            raise CallError("a forward-only schedule has no loss; take ScheduleGPipe and call eval")
+        super()._step_microbatches(arg_mbs, kwarg_mbs, None, None, *rest, **more)
+
+
+class ScheduleGPipe(PipelineScheduleSingle):
+    """All forwards, then all backwards."""
+
+    recipe = "GPipe"
+
+
+class Schedule1F1B(PipelineScheduleSingle):
+    """One forward, one backward, after a warm-up.
+
+    Raises:
+        ValueError: fewer microbatches than stages.
+    """
+
+    recipe = "1F1B"
+
+    def _build(self) -> None:
+        check_enough(self._n_microbatches, self._num_stages)
+        super()._build()
+
+
+def check_enough(microbatches: int, stages: int) -> None:
+    """Check that there are as many microbatches as stages.
+
+    Raises:
+        UsageError: there are fewer.
+    """
+    if microbatches < stages:
+        raise UsageError(
+            f"{microbatches} microbatches for {stages} stages: there must be at least as many "
+            "microbatches as stages"
+        )
+
+
+_ScheduleForwardOnly = ScheduleForwardOnly
+
+# ---- several stages per rank
 
 
 class PipelineScheduleMulti(PipelineSchedule):

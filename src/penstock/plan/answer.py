@@ -38,7 +38,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.action import COMPUTE_OPS, GRADIENT_OPS
 from penstock.schedule.packed import CODE, Packed
-from penstock.schedule.simulation.memory import changes
+from penstock.schedule.simulation import changes
 
 FORMAT, VERSION = "penstock-plan", 1
 

@@ -23,7 +23,7 @@ from penstock.plan import answer
 from penstock.plan.answer import Shape, peak_memory
 from penstock.plan.costs import Cut, Profile, StageCosts, UnitCost, UnitCosts, runs_of
 from penstock.schedule import Op, Placement, Schedule
-from penstock.schedule.library.registry import find
+from penstock.schedule.library import find
 
 POLICIES = ("none", "needed", "all")
 MOST_MICROBATCHES = 6

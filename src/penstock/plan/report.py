@@ -11,7 +11,7 @@ from typing import Any
 from penstock.plan.answer import Plan, Plans, bytes_as_text, seconds_as_text
 from penstock.plan.costs import UnitCosts
 from penstock.schedule import Action, Op, Simulation, Span, Timeline
-from penstock.schedule.drawing.palette import COLOURS, NAMES
+from penstock.schedule.drawing import COLOURS, NAMES
 
 TEMPLATE = Path(__file__).with_name("report.html")
 MOST_SPANS = 60_000

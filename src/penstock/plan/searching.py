@@ -14,7 +14,7 @@ from penstock.plan.candidates import POLICIES, SEARCHED, Candidate, Candidates, 
 from penstock.plan.costs import Cut, Profile, StageCosts, cut_of, runs_of
 from penstock.schedule import Schedule, compute_only, names, simulate
 from penstock.schedule import search as search_schedule
-from penstock.schedule.library.registry import find
+from penstock.schedule.library import find
 
 KEPT = 10
 POLISHED = 3

@@ -28,7 +28,7 @@ _DRAWING = (
     nn.FractionalMaxPool3d,
 )
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-_HARMLESS = ("torch.nn.modules.", "penstock.partition.chain")
+_HARMLESS = ("torch.nn.modules.", "penstock.partition.entry")
 
 
 class OwnHook(partial[Any]):

@@ -23,7 +23,7 @@ from penstock.runtime.hooks import ActionEvent, Hooks
 from penstock.runtime.program import RankProgram, parts
 from penstock.runtime.work import Companion, Desk, Part, StageWork, StepData
 from penstock.schedule import Action, Op
-from penstock.schedule.action import MESSAGE_OPS, OVERLAPPED, RECV_OPS, Entry
+from penstock.schedule.action import COMPUTE_OPS, MESSAGE_OPS, OVERLAPPED, RECV_OPS, Entry
 from penstock.stage import PipelineStage
 from penstock.transport import Transport
 
@@ -50,6 +50,8 @@ class Wanted:
         replaced: by kind of work, what does it instead.
         hooks: what to call before and after actions; None where nobody asked for any.
         noted: whether anybody looks at what the rank does right now.
+        probed: whether what looks on is called at every action, of which else messages go by unnoted: they
+            begin at once, and whoever waits for one says so.
         profiled: whether a profiler of torch runs, which is to show each action as a range of its name.
     """
 
@@ -63,6 +65,7 @@ class Wanted:
     replaced: Mapping[str, Replacement] = field(default_factory=dict)
     hooks: Hooks | None = None
     noted: bool = True
+    probed: bool = False
     profiled: bool = False
 
 
@@ -279,8 +282,8 @@ class _Binder:
             row = tuple(part for action in actions for part in self._row(action))
         if self._wanted.profiled and row:
             row = (_as_range(str(entry), row),)
-        if self._wanted.noted:
-            row = (self._activity.noting(first), *row)
+        if self._wanted.probed or (self._wanted.noted and first.op not in MESSAGE_OPS):
+            row = (self._activity.noting(first, works=first.op in COMPUTE_OPS), *row)
         return BoundAction(first, None, row, first.microbatch or 0)
 
     def _row(self, action: Action) -> tuple[Part, ...]:
@@ -343,7 +346,6 @@ class _Binder:
             yield work.keep_output
         yield from self._hook("after", action, lambda desk: (desk.arguments, desk.output))
         yield work.end_forward
-        yield from self._worked(action)
 
     def _backward(self, action: Action) -> Iterator[Part]:
         """Both halves at once, or the weights' half later where another microbatch is due before."""
@@ -375,14 +377,12 @@ class _Binder:
     def _end_backward(self, action: Action) -> Iterator[Part]:
         yield from self._hook("after", action, lambda desk: (desk.grads, desk.found))
         yield self._work[action.stage].end_backward
-        yield from self._worked(action)
 
     def _backward_weight(self, action: Action) -> Iterator[Part]:
         yield from self._hook("before", action)
         due = self._turns[action.stage].arrived(microbatch_of(action))
         yield from self._weights(action, due)
         yield from self._hook("after", action)
-        yield from self._worked(action)
 
     def _weights(self, action: Action, due: Sequence[int]) -> Iterator[Part]:
         """The weights' half of what is due, in the order of the microbatches whatever the schedule's."""
@@ -437,11 +437,6 @@ class _Binder:
         yield lambda _: work.recorder.start()
         yield from row
         yield lambda _: work.recorder.stop(action)
-
-    def _worked(self, action: Action) -> Iterator[Part]:
-        if self._wanted.noted:
-            worked, stage = self._activity.worked, action.stage
-            yield lambda _: worked(stage)
 
     def _hook(
         self, when: str, action: Action, shown: Callable[[Desk], tuple[Any, Any]] | None = None

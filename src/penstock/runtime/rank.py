@@ -163,7 +163,8 @@ class Rank:
             adapters=adapters,
             replaced=call.replaced,
             hooks=call.hooks,
-            noted=call.noted or self.transport.separate or has_probes(),
+            noted=call.noted or self.transport.separate,
+            probed=has_probes(),
             profiled=torch.autograd._profiler_enabled(),  # type: ignore[attr-defined]  # no public name for it
         )
         key = (
@@ -172,6 +173,7 @@ class Rank:
             wanted.finite,
             wanted.recorded,
             wanted.noted,
+            wanted.probed,
             wanted.profiled,
             call.hooks is None,
             call.draw is None,

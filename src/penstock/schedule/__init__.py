@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.schedule.action import Action, Op, Overlap, parse_action
+    from penstock.schedule.action import Action, Op, Overlap, matching, parse_action
     from penstock.schedule.base import Schedule
+    from penstock.schedule.clock import Costs
     from penstock.schedule.dependencies import Dependencies
     from penstock.schedule.drawing import draw_svg, draw_text
     from penstock.schedule.edges import Edge, Placement, chain, looped, v_shaped
@@ -30,9 +31,8 @@ if TYPE_CHECKING:
         release_sends,
         remove_wait_sends,
     )
-    from penstock.schedule.patterns import matching
     from penstock.schedule.searching import lower_bound, search
-    from penstock.schedule.simulation import Costs, Gap, Simulation, replay, simulate
+    from penstock.schedule.simulation import Gap, Simulation, replay, simulate
     from penstock.schedule.timeline import Span, Timeline
     from penstock.schedule.validation import Problem, Report, validate
 
@@ -90,7 +90,7 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "action": "Action Op Overlap parse_action",
+        "action": "Action Op Overlap matching parse_action",
         "base": "Schedule",
         "dependencies": "Dependencies",
         "drawing": "draw_svg draw_text",
@@ -99,9 +99,9 @@ __getattr__ = lazily(
         "library": "build names register",
         "passes": "Pass add_communication add_wait_sends compose compute_only delay_receives merge_backward "
         "prefetch reduce_gradients release_sends remove_wait_sends",
-        "patterns": "matching",
         "searching": "lower_bound search",
-        "simulation": "Costs Gap Simulation replay simulate",
+        "clock": "Costs",
+        "simulation": "Gap Simulation replay simulate",
         "timeline": "Span Timeline",
         "validation": "Problem Report validate",
     },

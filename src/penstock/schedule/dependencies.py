@@ -21,7 +21,7 @@ Where the schedule spells out no messages, a value of another rank needs that ra
 Where a stage has an UNSHARD, its F, I, W and B need the stage unsharded: :meth:`Dependencies.shards`.
 
 What an action needs does not depend on its microbatch, so the rule is stated once for a stage, an op and a
-peer. It answers for one action (:meth:`Dependencies.before`) or for all microbatches (``wiring.py``).
+peer. It answers for one action (:meth:`Dependencies.before`) or for all microbatches (``packed.py``).
 """
 
 from __future__ import annotations

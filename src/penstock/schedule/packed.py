@@ -29,7 +29,6 @@ from penstock.schedule.dependencies import Dependencies, Half, Need
 # programs laid end to end, rank after rank. The actions of one stage, op and peer form a *lane*, one slot a
 # microbatch; since the rule speaks of lanes, one array operation answers it for all their microbatches.
 
-
 Column = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 

@@ -1,12 +1,17 @@
-"""Whether a schedule is right: what is missing or double in it, and whether it can come to its end."""
+"""Proof that a schedule completes, or every reason why it does not.
+
+The meaning proven: SEND and RECV *post* and return. A message is complete when both ends have posted it
+and the earlier ones on its channel are complete; there is one first-in first-out channel per ordered pair
+of ranks and kind. A compute action waits for what it needs, WAIT_SEND for its message. An overlapped pair
+starts when both its halves may.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,24 +29,99 @@ from penstock.schedule.base import Schedule, paused_collection
 from penstock.schedule.dependencies import Half, Need, counterpart
 from penstock.schedule.packed import NOWHERE, OPS, Block, Column, Packed, Wiring
 
-# ---- what can be wrong with a schedule, a function a kind. Each yields its findings
-# A finding is the number of an action (or ``NOWHERE`` and the action that is missing), what is wrong with
-# it, and what to change.
 
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a schedule.
 
-class Finding(NamedTuple):
-    """Something wrong: with an action that is there, or with one that is not."""
+    Attributes:
+        rank: the rank whose program is wrong; ``None`` where it is no single rank's.
+        position: the place in that program, from 0; ``None`` for what is missing.
+        action: the action.
+        what: what is wrong.
+        remedy: what to change.
+    """
 
-    number: int
+    rank: int | None
+    position: int | None
     action: Action | None
     what: str
     remedy: str
 
+    def __str__(self) -> str:
+        rank = None if self.rank is None else f"rank {self.rank}"
+        position = None if self.position is None else f"position {self.position}"
+        action = None if self.action is None else str(self.action)
+        where = ", ".join(part for part in (rank, position, action) if part is not None)
+        return f"{where}: {self.what}; {self.remedy}"
 
-Check = Callable[[Wiring], Iterator[Finding]]
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`validate` found.
+
+    Attributes:
+        schedule: the name of the schedule.
+        problems: everything that is wrong; empty for a schedule that is proven to complete.
+        survives_blocking_sends: whether it would also complete if each SEND waited for its RECV.
+    """
+
+    schedule: str
+    problems: tuple[Problem, ...]
+    survives_blocking_sends: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether the schedule is proven to complete."""
+        return not self.problems
+
+    def raise_if_bad(self) -> None:
+        """Refuse a schedule with problems.
+
+        Raises:
+            ScheduleError: there are problems; the message lists them all.
+        """
+        if self.problems:
+            raise ScheduleError(str(self))
+
+    def __str__(self) -> str:
+        if self.ok:
+            sends = "also" if self.survives_blocking_sends else "not"
+            return f"{self.schedule}: valid; {sends} with blocking sends"
+        head = f"{self.schedule}: {len(self.problems)} problem(s)"
+        return "\n".join((head, *(f"  {problem}" for problem in self.problems)))
 
 
-def missing(wiring: Wiring) -> Iterator[Finding]:
+@paused_collection()
+def validate(schedule: Schedule) -> Report:
+    """Prove that a schedule completes, in time linear in its actions.
+
+    Args:
+        schedule: with its messages spelled out, or without: then values simply are where they are needed.
+
+    Returns:
+        A report with every problem at once.
+    """
+    wiring = Wiring(schedule)
+    packed = wiring.packed
+    problems = [problem for check in CHECKS for problem in check(wiring)]
+    progress = run(wiring)
+    if not progress.complete:
+        number, path = circle(packed, progress)
+        what = f"a circle of waits, which never ends: {' -> '.join(path)}"
+        remedy = "move one of these actions before the one it holds up"
+        problems.append(_at(packed, number, what, remedy))
+    blocking = not problems and run(wiring, blocking_sends=True).complete
+    return Report(schedule.name, tuple(problems), blocking)
+
+
+# ---- what can be wrong with a schedule, a function a kind
+
+
+Check = Callable[[Wiring], Iterator[Problem]]
+
+
+def missing(wiring: Wiring) -> Iterator[Problem]:
     """Each stage runs each microbatch forward, and where the schedule trains, backward once."""
     packed = wiring.packed
     schedule = packed.schedule
@@ -52,7 +132,7 @@ def missing(wiring: Wiring) -> Iterator[Finding]:
             yield from _absent(packed, Need(stage, Half.WEIGHT))
 
 
-def _absent(packed: Packed, need: Need) -> Iterator[Finding]:
+def _absent(packed: Packed, need: Need) -> Iterator[Problem]:
     found = packed.find(need)
     if need.op is Half.WEIGHT:
         # Without I and B the input half is missing, which is said already.
@@ -61,10 +141,10 @@ def _absent(packed: Packed, need: Need) -> Iterator[Finding]:
         action = packed.rule.settle(need, microbatch)
         rank = packed.schedule.placement.rank_of[need.stage]
         remedy = f"add {action} to the program of rank {rank}"
-        yield Finding(NOWHERE, action, "missing", remedy)
+        yield Problem(rank, None, action, "missing", remedy)
 
 
-def duplicate(wiring: Wiring) -> Iterator[Finding]:
+def duplicate(wiring: Wiring) -> Iterator[Problem]:
     """No action occurs twice but UNSHARD and RESHARD; no microbatch has both B and I or W."""
     packed = wiring.packed
     first = packed.first
@@ -73,11 +153,11 @@ def duplicate(wiring: Wiring) -> Iterator[Finding]:
         there = packed.position(int(first[number]))
         rank = packed.rank[first[number]]
         what = f"stands already at position {there} of rank {rank}"
-        yield Finding(number, None, what, "remove one of the two")
+        yield _at(packed, number, what, "remove one of the two")
     yield from _both_backwards(packed)
 
 
-def _both_backwards(packed: Packed) -> Iterator[Finding]:
+def _both_backwards(packed: Packed) -> Iterator[Problem]:
     if not {Op.B, Op.I} <= packed.schedule.ops and not {Op.B, Op.W} <= packed.schedule.ops:
         return
     for stage in range(packed.schedule.stages):
@@ -86,20 +166,20 @@ def _both_backwards(packed: Packed) -> Iterator[Finding]:
             half = packed.find(Need(stage, op))
             for number in half[(full != NOWHERE) & (half != NOWHERE)].tolist():
                 what = f"the microbatch has a full backward as well ({Op.B.value} = I and W)"
-                yield Finding(number, None, what, "keep either B, or I and W")
+                yield _at(packed, number, what, "keep either B, or I and W")
 
 
-def wrong_rank(wiring: Wiring) -> Iterator[Finding]:
+def wrong_rank(wiring: Wiring) -> Iterator[Problem]:
     """Every action stands on the rank that holds its stage."""
     packed = wiring.packed
     rank_of = np.array(packed.schedule.placement.rank_of, np.int32)
     for number in np.flatnonzero(rank_of[packed.stage] != packed.rank).tolist():
         home = int(rank_of[packed.stage[number]])
         what = f"stage {packed.stage[number]} is on rank {home}"
-        yield Finding(number, None, what, f"move it to rank {home}")
+        yield _at(packed, number, what, f"move it to rank {home}")
 
 
-def order(wiring: Wiring) -> Iterator[Finding]:
+def order(wiring: Wiring) -> Iterator[Problem]:
     """What an action needs on its own rank stands before it; a message that it needs is posted there."""
     packed = wiring.packed
     for block in wiring.blocks:
@@ -110,11 +190,11 @@ def order(wiring: Wiring) -> Iterator[Finding]:
             ):
                 needed = packed.action(before)
                 what = f"needs {needed}, which stands later, at position {packed.position(before)}"
-                yield Finding(after, None, what, f"move {needed} before it")
+                yield _at(packed, after, what, f"move {needed} before it")
         yield from _unmet(packed, block)
 
 
-def _unmet(packed: Packed, block: Block) -> Iterator[Finding]:
+def _unmet(packed: Packed, block: Block) -> Iterator[Problem]:
     """Needs that nothing meets, but for computing actions that are reported as missing already."""
     lacking = np.flatnonzero(block.before == NOWHERE)
     computes = isinstance(block.need.op, Half) or block.need.op in COMPUTE_OPS
@@ -127,10 +207,10 @@ def _unmet(packed: Packed, block: Block) -> Iterator[Finding]:
         else:
             what = f"needs {action}, which nowhere stands"
         home = packed.schedule.placement.rank_of[action.stage]
-        yield Finding(int(block.after[i]), None, what, f"add {action} to rank {home}")
+        yield _at(packed, int(block.after[i]), what, f"add {action} to rank {home}")
 
 
-def unreceived(wiring: Wiring) -> Iterator[Finding]:
+def unreceived(wiring: Wiring) -> Iterator[Problem]:
     """Every SEND has its RECV."""
     packed = wiring.packed
     lonely = packed.having(SEND_OPS) & (wiring.partner == NOWHERE)
@@ -138,10 +218,10 @@ def unreceived(wiring: Wiring) -> Iterator[Finding]:
         receive = counterpart(packed.action(number))
         home = packed.schedule.placement.rank_of[receive.stage]
         what = f"no rank has the {receive.op.value} at its other end"
-        yield Finding(number, None, what, f"add {receive} to rank {home}, or remove it")
+        yield _at(packed, number, what, f"add {receive} to rank {home}, or remove it")
 
 
-def purposeless(wiring: Wiring) -> Iterator[Finding]:
+def purposeless(wiring: Wiring) -> Iterator[Problem]:
     """Every message carries a value of the edge table to another rank."""
     packed = wiring.packed
     known = _messages(packed)
@@ -149,8 +229,8 @@ def purposeless(wiring: Wiring) -> Iterator[Finding]:
         if lane.op in SEND_OPS and (lane.stage, lane.op, lane.peer) not in known:
             for number in at[at != NOWHERE].tolist():
                 what = "no edge carries such a message between these stages' ranks"
-                yield Finding(
-                    number, None, what, "remove it and its RECV, or give the schedule the edge"
+                yield _at(
+                    packed, number, what, "remove it and its RECV, or give the schedule the edge"
                 )
 
 
@@ -164,7 +244,7 @@ def _messages(packed: Packed) -> set[tuple[int, Op, int | None]]:
     return {(send.stage, send.op, send.peer) for send in sends}
 
 
-def channels(wiring: Wiring) -> Iterator[Finding]:
+def channels(wiring: Wiring) -> Iterator[Problem]:
     """Both ends of a channel have its messages in the same order."""
     packed = wiring.packed
     sends = np.flatnonzero(packed.having(SEND_OPS) & (wiring.partner != NOWHERE))
@@ -184,10 +264,10 @@ def channels(wiring: Wiring) -> Iterator[Finding]:
             f"(position {packed.position(int(received[i + 1]))}) before {earlier} "
             f"(position {packed.position(int(received[i]))})"
         )
-        yield Finding(int(sends[i + 1]), None, what, "give both ends of the channel the same order")
+        yield _at(packed, int(sends[i + 1]), what, "give both ends of the channel the same order")
 
 
-def shards(wiring: Wiring) -> Iterator[Finding]:
+def shards(wiring: Wiring) -> Iterator[Problem]:
     """Stages that are gathered and freed are gathered where they compute."""
     packed = wiring.packed
     if Op.UNSHARD not in packed.schedule.ops:
@@ -199,16 +279,16 @@ def shards(wiring: Wiring) -> Iterator[Finding]:
             yield from _shard_states(packed, by_stage[ends[stage] : ends[stage + 1]])
 
 
-def _shard_states(packed: Packed, numbers: NDArray[np.int64]) -> Iterator[Finding]:
+def _shard_states(packed: Packed, numbers: NDArray[np.int64]) -> Iterator[Problem]:
     gathered = False
     for number in numbers.tolist():
         op = OPS[packed.op[number]]
         if op is Op.UNSHARD and gathered:
-            yield Finding(number, None, "the stage is unsharded already", "remove it")
+            yield _at(packed, number, "the stage is unsharded already", "remove it")
         needs = op in COMPUTE_OPS or op is Op.RESHARD
         if needs and not gathered:
             what = "stands where the stage is not unsharded"
-            yield Finding(number, None, what, f"put {packed.stage[number]}UNSHARD before it")
+            yield _at(packed, number, what, f"put {packed.stage[number]}UNSHARD before it")
         if op in (Op.UNSHARD, Op.RESHARD):
             gathered = op is Op.UNSHARD
 
@@ -223,6 +303,12 @@ CHECKS: tuple[Check, ...] = (
     channels,
     shards,
 )
+
+
+def _at(packed: Packed, number: int, what: str, remedy: str) -> Problem:
+    """What is wrong with the action of a number."""
+    rank, position = int(packed.rank[number]), packed.position(number)
+    return Problem(rank, position, packed.action(number), what, remedy)
 
 
 # ---- let all programs run as far as they come, and say who waits for whom where they stop
@@ -345,109 +431,3 @@ def _tell(packed: Packed, progress: Progress, ranks: list[int]) -> Iterator[str]
         stands = packed.action(progress.reached[rank])
         awaited = progress.waits_for[rank]
         yield f"rank {rank} at {stands} waits for {packed.action(awaited)} of rank {packed.rank[awaited]}"
-
-
-# ---- proof that a schedule completes, or every reason why it does not
-# The meaning proven: SEND and RECV *post* and return. A message is complete when both ends have posted it
-# and the earlier ones on its channel are complete; there is one first-in first-out channel per ordered pair
-# of ranks and kind. A compute action waits for what it needs, WAIT_SEND for its message. An overlapped pair
-# starts when both its halves may.
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with a schedule.
-
-    Attributes:
-        rank: the rank whose program is wrong; ``None`` where it is no single rank's.
-        position: the place in that program, from 0; ``None`` for what is missing.
-        action: the action.
-        what: what is wrong.
-        remedy: what to change.
-    """
-
-    rank: int | None
-    position: int | None
-    action: Action | None
-    what: str
-    remedy: str
-
-    def __str__(self) -> str:
-        rank = None if self.rank is None else f"rank {self.rank}"
-        position = None if self.position is None else f"position {self.position}"
-        action = None if self.action is None else str(self.action)
-        where = ", ".join(part for part in (rank, position, action) if part is not None)
-        return f"{where}: {self.what}; {self.remedy}"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What :func:`validate` found.
-
-    Attributes:
-        schedule: the name of the schedule.
-        problems: everything that is wrong; empty for a schedule that is proven to complete.
-        survives_blocking_sends: whether it would also complete if each SEND waited for its RECV.
-    """
-
-    schedule: str
-    problems: tuple[Problem, ...]
-    survives_blocking_sends: bool
-
-    @property
-    def ok(self) -> bool:
-        """Whether the schedule is proven to complete."""
-        return not self.problems
-
-    def raise_if_bad(self) -> None:
-        """Refuse a schedule with problems.
-
-        Raises:
-            ScheduleError: there are problems; the message lists them all.
-        """
-        if self.problems:
-            raise ScheduleError(str(self))
-
-    def __str__(self) -> str:
-        if self.ok:
-            sends = "also" if self.survives_blocking_sends else "not"
-            return f"{self.schedule}: valid; {sends} with blocking sends"
-        head = f"{self.schedule}: {len(self.problems)} problem(s)"
-        return "\n".join((head, *(f"  {problem}" for problem in self.problems)))
-
-
-@paused_collection()
-def validate(schedule: Schedule) -> Report:
-    """Prove that a schedule completes, in time linear in its actions.
-
-    Args:
-        schedule: with its messages spelled out, or without: then values simply are where they are needed.
-
-    Returns:
-        A report with every problem at once.
-    """
-    wiring = Wiring(schedule)
-    packed = wiring.packed
-    problems = [_problem(packed, finding) for check in CHECKS for finding in check(wiring)]
-    progress = run(wiring)
-    if not progress.complete:
-        number, path = circle(packed, progress)
-        problems.append(_stuck(packed, number, path))
-    blocking = not problems and run(wiring, blocking_sends=True).complete
-    return Report(schedule.name, tuple(problems), blocking)
-
-
-def _problem(packed: Packed, finding: Finding) -> Problem:
-    number, action, what, remedy = finding
-    if number != NOWHERE:
-        rank = int(packed.rank[number])
-        return Problem(rank, packed.position(number), packed.action(number), what, remedy)
-    home = None if action is None else packed.schedule.placement.rank_of[action.stage]
-    return Problem(home, None, action, what, remedy)
-
-
-def _stuck(packed: Packed, number: int, path: Iterable[str]) -> Problem:
-    what = f"a circle of waits, which never ends: {' -> '.join(path)}"
-    rank, position = int(packed.rank[number]), packed.position(number)
-    remedy = "move one of these actions before the one it holds up"
-    return Problem(rank, position, packed.action(number), what, remedy)

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -20,6 +19,7 @@ from torch.nn.modules.module import (
 from penstock.errors import UsageError
 from penstock.faults import Activity, add_probe
 from penstock.schedule import Action, Op, matching
+from penstock.values.trees import mapped
 
 How = Literal[
     "exception",
@@ -136,12 +136,7 @@ class Fault:
     def __enter__(self) -> Fault:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _fire(self) -> None:
@@ -226,16 +221,6 @@ def _change_output(change: Callable[[Tensor], Tensor]) -> None:
             return None
         for handle in handles:
             handle.remove()
-        return _changed(output, change)
+        return mapped(output, lambda t: change(t) if t.is_floating_point() else t)
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
-
-
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _changed(item, change) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_changed(item, change) for item in value)
-    return value

@@ -16,11 +16,15 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
+from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
+import torch
+
 from penstock.errors import PenstockError
+from penstock.transport.process_group import Groups
 
 PATIENCE = 10.0
 """Seconds that idle workers have to end by themselves."""
@@ -28,6 +32,8 @@ STARTING = 60.0
 """Seconds that new workers may take to start."""
 AFTER = 3.0
 """Seconds that the other workers have to tell of their errors after the first one did."""
+_WORK = "import sys; from penstock.testing.workers import work; work(*sys.argv[1:])"
+"""The program of a worker: no module of its own, which the package would have imported before it runs."""
 _Lines = queue.SimpleQueue[tuple[int, str]]
 
 
@@ -131,12 +137,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -148,7 +149,7 @@ class _Worker:
         self._lines = lines
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in end()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.testing.worker", str(rank), str(size), str(store)],
+            [sys.executable, "-c", _WORK, str(rank), str(size), str(store)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -213,3 +214,29 @@ def _environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
+
+
+# ---- in a worker
+
+
+def work(rank: str, size: str, store: str) -> None:
+    """Serve tasks until standard input ends."""
+    torch.set_num_threads(1)
+    # What a task prints must not stand between the results.
+    results = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with contextlib.suppress(KeyboardInterrupt), Groups(int(rank), int(size), store) as groups:
+        for line in sys.stdin:
+            serve(json.loads(line), groups, results)
+
+
+def serve(task: dict[str, Any], groups: Groups, results: IO[str]) -> None:
+    """Run a task and write its answer as a line of JSON: its result, or the traceback of its error."""
+    module, _, name = task["function"].partition(":")
+    try:
+        function = getattr(import_module(module), name)
+        result = function(group=groups.first(task["ranks"]), **task["arguments"])
+        answer = json.dumps({"result": result})
+    except Exception:
+        answer = json.dumps({"error": traceback.format_exc()})
+    print(answer, file=results, flush=True)

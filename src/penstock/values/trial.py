@@ -122,7 +122,7 @@ def _is_of_library(function: types.FunctionType) -> bool:
 
 def copy_without_data(module: nn.Module) -> nn.Module:
     """A copy on the meta device: what forward leaves in it, such as a cache, is not left in the module."""
-    return _copy(module, _on_meta)
+    return copied(module, _on_meta)
 
 
 def copy_as_fakes(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -133,19 +133,29 @@ def copy_as_fakes(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
             made = torch.empty_like(tensor, requires_grad=tensor.requires_grad)
         return _as_parameter(made, tensor) if isinstance(tensor, nn.Parameter) else made
 
-    return _copy(module, fake)
+    return copied(module, fake)
 
 
 def copy_with_data(module: nn.Module) -> nn.Module:
     """A copy with the module's own parameters, which forward reads, and copies of all that it may change."""
-    return _copy(module, _of_its_own)
+    return copied(module, _of_its_own)
 
 
-def _copy(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
+def copied(
+    module: nn.Module, replace: Callable[[Tensor], Tensor], *, isolated: bool = True
+) -> nn.Module:
+    """A copy with something in the place of each tensor: parameter, buffer, or plain attribute.
+
+    Args:
+        module: what to copy.
+        replace: gives what takes a tensor's place.
+        isolated: whether its hooks do nothing to what they share with the world, see :func:`isolate_hooks`.
+    """
     memo: dict[int, Any] = {id(tensor): replace(tensor) for tensor in _tensors(module)}
-    copied = copy.deepcopy(module, memo)
-    isolate_hooks(copied, memo)
-    return copied
+    made = copy.deepcopy(module, memo)
+    if isolated:
+        isolate_hooks(made, memo)
+    return made
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

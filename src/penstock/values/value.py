@@ -246,10 +246,13 @@ class ValueSpec:
             structure: of the value.
             gradients: whether ``requires_grad`` must agree too.
         """
-        return structure == self.structure and all(
-            spec.fits(tensor, gradients=gradients)
-            for tensor, spec in zip(tensors, self.tensors, strict=True)
-        )
+        if structure is not self.structure and structure != self.structure:
+            return False
+        # A loop, since it is run for every value that travels, and mostly for one tensor.
+        for tensor, spec in zip(tensors, self.tensors, strict=True):
+            if not spec.fits(tensor, gradients=gradients):
+                return False
+        return True
 
     def check_travels(self, name: str) -> None:
         """Check that such a value can be sent.

@@ -15,7 +15,7 @@ import penstock
 from penstock import Pipeline
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.traced import Cuts, Point, SplitPoint, cut_traced, traces
-from penstock.partition.traced.program import Program
+from penstock.partition.traced.wiring import Program
 from penstock.values import spec_of_arguments
 
 MICROBATCHES = 4

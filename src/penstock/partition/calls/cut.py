@@ -1,26 +1,27 @@
-"""Cut a model at calls of its modules."""
+"""Cut a model at calls of its modules: which modules are placed, where, and in which order."""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.partition.balance import choose_cuts, use_up_to
-from penstock.partition.base import Partition
-from penstock.partition.calls.cutting import Cutting, analysed
-from penstock.partition.calls.outline import Outline
+from penstock.partition.base import Partition, count_parameters, find_shared, paths_in
+from penstock.partition.calls.cutting import Cutting, Outline, analysed
 from penstock.partition.calls.routing import Homes, first_uses
 from penstock.partition.calls.stage import CallStage
 from penstock.partition.calls.tape import Tape, paths_of
-from penstock.partition.calls.units import find_units, parts, walk, worthy
 from penstock.partition.costs import weigh_units
-from penstock.partition.shared import find_shared
 from penstock.schedule import Placement
 from penstock.values import ValueSpec, flatten
 
@@ -37,18 +38,7 @@ def cut_calls(
 ) -> Partition:
     """Cut a model into stages that each run the author's own forward, and of its modules their own.
 
-    Args:
-        model: any module.
-        stages: how many; or the paths before which to cut; or for each stage the paths of its modules.
-        example: arguments for the model, as ``(args, kwargs)``. With them the order in which modules are
-            called is seen instead of read from the model's source.
-        balance: what makes stages equal where only their number is given: ``"parameters"``; ``"flops"``,
-            ``"memory"`` or ``"time"``, which run the example; or a weight for each unit in that order.
-        placement: which rank holds which stage; ranks are made equal, not stages.
-
-    Raises:
-        PartitionError: an unknown path, more stages than there are modules to place, a module in no stage
-            or in two.
+    Arguments and errors as of :func:`penstock.partition.partition`.
     """
     if isinstance(stages, int):
         placed = _by_count(model, stages, example, balance, placement)
@@ -185,14 +175,8 @@ def _tape(model: nn.Module, units: list[str], example: Example | None) -> Tape |
 
 def _in_order(model: nn.Module, units: list[str], calls: list[str]) -> list[str]:
     """The units in the order of their first calls, where calls are known; else as the source has it."""
-    first = {path: index for index, path in reversed(list(enumerate(calls)))}
     names = paths_of(model, units)
-    places: dict[str, int] = {}
-    latest = -1
-    for path in units:
-        # What is not called in this call comes after what comes before it in the source.
-        latest = places[path] = first.get(names[model.get_submodule(path)], latest)
-    return sorted(units, key=lambda path: places[path])
+    return _sorted_by(calls, units, lambda path: names[model.get_submodule(path)])
 
 
 # ---- by path
@@ -271,13 +255,13 @@ def _uncovered(model: nn.Module, paths: Sequence[str]) -> list[str]:
 
 def _units_at(model: nn.Module, path: str) -> list[str]:
     module = model.get_submodule(path)
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if isinstance(module, LISTS):
         return list(parts(module, path))
     return [path]
 
 
 def _check_known(model: nn.Module, paths: Sequence[str]) -> None:
-    known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    known = paths_in(model)
     for path in paths:
         if path not in known:
             near = difflib.get_close_matches(path, known, 3, 0.4) or known[:3]
@@ -305,3 +289,194 @@ def _homes_of_loose(
     if found and example is not None and (tape := _tape(model, list(homes), example)):
         found |= {n: s for n, s in first_uses(tape, homes, stages).items() if n in found}
     return {name: (stage,) for name, stage in found.items()}
+
+
+# ---- which modules of a model are placed as a whole, in the order in which its forward calls them
+# The model's source tells that order: where each child is used first in ``forward`` and in the methods that
+# it calls. No model has to run for it, and no model is known by name.
+
+
+LISTS = nn.ModuleList | nn.ModuleDict
+
+
+def children(module: nn.Module, also: Iterable[str] = ()) -> dict[str, Any]:
+    """A module's children by name, in the order of their first use.
+
+    Args:
+        module: whose.
+        also: attributes to place among them.
+    """
+    found: dict[str, Any] = {name: getattr(module, name) for name in also}
+    found |= dict(module.named_children())
+    if isinstance(module, nn.Sequential | LISTS):
+        return found
+    return {name: found[name] for name in _sorted_by(_order(module, found), list(found))}
+
+
+def _sorted_by(
+    order: Sequence[str], items: Sequence[str], key: Callable[[str], str] = str
+) -> list[str]:
+    """Items by their first place in an order; what is not in it comes after what it stood behind."""
+    first = {name: index for index, name in reversed(list(enumerate(order)))}
+    places: dict[str, int] = {}
+    latest = -1
+    for item in items:
+        latest = places[item] = first.get(key(item), latest)
+    return sorted(items, key=places.__getitem__)
+
+
+def _order(module: nn.Module, names: Iterable[str]) -> Sequence[str]:
+    """Attributes in the order of their use; transformers tells it in a plan where it has one."""
+    plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
+    first = list(plan) if set(plan) <= set(names) else []
+    return [*first, *uses_in_forward(type(module))]
+
+
+_USES: WeakKeyDictionary[type[nn.Module], tuple[str, ...]] = WeakKeyDictionary()
+
+
+def uses_in_forward(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The attributes that a class's forward uses, in the order of the text."""
+    if kind not in _USES:
+        _USES[kind] = tuple(dict.fromkeys(_uses(kind, "forward", set())))
+    return _USES[kind]
+
+
+def _uses(kind: type[Any], method: str, been: set[str]) -> Iterator[str]:
+    if method in been:
+        return
+    been.add(method)
+    tree = _source(kind, method)
+    for node in _evaluation(tree) if tree is not None else ():
+        if isinstance(node, ast.Attribute) and _is_self(node.value):
+            yield node.attr
+            if inspect.isfunction(getattr(kind, node.attr, None)):
+                yield from _uses(kind, node.attr, been)
+        elif isinstance(node, ast.Call) and _is_getattr(node):
+            yield from (str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant))
+
+
+def _source(kind: type[Any], method: str) -> ast.AST | None:
+    try:
+        function = inspect.unwrap(getattr(kind, method))
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, AttributeError, ValueError):
+        return None
+
+
+def _evaluation(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes as they are evaluated: what is called comes after its arguments."""
+    for node in _evaluated(tree):
+        yield from _evaluation(node)
+    yield tree
+
+
+def _evaluated(tree: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(tree, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        if tree.value is not None:
+            yield tree.value
+        yield from (node for node in ast.iter_child_nodes(tree) if node is not tree.value)
+    elif isinstance(tree, ast.Call):
+        yield from tree.args
+        yield from (keyword.value for keyword in tree.keywords)
+        yield tree.func
+    elif isinstance(tree, ast.For):
+        # The first turn uses what the body names, before most of what it loops over.
+        yield from (*tree.body, tree.iter, *tree.orelse)
+    else:
+        yield from ast.iter_child_nodes(tree)
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _is_getattr(node: ast.Call) -> bool:
+    called = isinstance(node.func, ast.Name) and node.func.id == "getattr"
+    return called and len(node.args) > 1 and _is_self(node.args[0])
+
+
+# ---- units
+
+
+def worthy(module: nn.Module) -> bool:
+    """Whether a module holds something that must be in one stage: parameters, or buffers that are saved."""
+    return count_parameters(module) > 0 or bool(module.state_dict(keep_vars=True))
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called at all."""
+    return not isinstance(module, LISTS) and type(module).forward is not nn.Module.forward
+
+
+def walk(model: nn.Module, path: str = "", *, parameters: bool = False) -> Iterator[str]:
+    """Every path in the order of the calls, and on request the names of parameters where they are used."""
+    # In their order: every process must find the same one.
+    own = [name for name, p in model._parameters.items() if p is not None]
+    names = list(children(model, also=own if parameters else ()))
+    for name in names:
+        full = f"{path}.{name}" if path else name
+        yield full
+        if name not in own:
+            yield from walk(model.get_submodule(name), full, parameters=parameters)
+
+
+def find_units(model: nn.Module, stages: int) -> list[str]:
+    """The units of a model for so many stages, by path, in the order of the calls.
+
+    The model's parts are taken apart, the heaviest first, until there are enough of them and none that
+    holds a chain is too heavy for a stage. The members of a chain stay whole as long as there are enough.
+    """
+    units = list(parts(model, ""))
+    while (heaviest := _to_open(model, units, stages)) is not None:
+        place = units.index(heaviest)
+        units[place : place + 1] = parts(model.get_submodule(heaviest), heaviest)
+    # A module that has several paths is placed under the first.
+    return list({id(model.get_submodule(path)): path for path in reversed(units)}.values())[::-1]
+
+
+def parts(module: nn.Module, path: str) -> Iterator[str]:
+    """The units right below a module; lists are no units but their members are."""
+    for name, child in children(module).items():
+        full = f"{path}.{name}" if path else name
+        if not worthy(child):
+            continue
+        if has_forward(child):
+            yield full
+        else:
+            yield from parts(child, full)
+
+
+def _to_open(model: nn.Module, units: list[str], stages: int) -> str | None:
+    """The unit that is to be taken apart next, if any is."""
+    weights = {path: count_parameters(model.get_submodule(path)) for path in units}
+    total = sum(weights.values())
+    inner = {path: list(parts(model.get_submodule(path), path)) for path in units}
+    wanted = [
+        path
+        for path in units
+        if inner[path]
+        and (
+            len(units) < stages
+            or (weights[path] * 2 * stages > total and _holds_chain(model, path))
+        )
+    ]
+    return max(wanted, key=lambda path: weights[path], default=None)
+
+
+def _holds_chain(model: nn.Module, path: str) -> bool:
+    """Whether a part that is no member of a chain has one inside that is worth taking apart."""
+    if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.Sequential | nn.ModuleList):
+        return False
+    module = model.get_submodule(path)
+    return any(_is_chain(inner, count_parameters(module)) for inner in module.modules())
+
+
+def _is_chain(module: nn.Module, whole: int) -> bool:
+    if not isinstance(module, nn.Sequential | nn.ModuleList):
+        return False
+    members = [child for child in module.children() if count_parameters(child) > 0]
+    if len(members) < 2:
+        return False
+    made_of_parts = all(next(member.children(), None) is not None for member in members)
+    return made_of_parts or (len(members) > 3 and 2 * count_parameters(module) > whole)

@@ -7,7 +7,7 @@ import copy
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +19,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import PartitionError
-from penstock.partition.calls.trees import leaves, replaced, skeleton, tensors_in
+from penstock.partition.calls.tape import leaves, replaced, skeleton, tensors_in
+from penstock.partition.faces import written_by
 from penstock.values import (
     Family,
     Form,
@@ -138,7 +139,10 @@ class Inference(TorchDispatchMode):
     ) -> Any:
         """An operation."""
         options = kwargs or {}
-        self.written.update(map(memory_of, _written_by(func, args, options)))
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            written = tensors_in(list(written_by(schema, args, options)))
+            self.written.update(map(memory_of, written))
         if self._unit is None:
             return func(*args, **options)
         for tensor in tensors_in((args, options)):
@@ -192,17 +196,6 @@ def memory_of(tensor: Tensor) -> int:
     except (NotImplementedError, RuntimeError):
         # A sparse tensor has several.
         return -id(tensor)
-
-
-def _written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator writes into, as its schema tells."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from tensors_in(given)
 
 
 def view_like(view: Tensor, old: Tensor, new: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from penstock.partition.calls.inference import (
     memory_of,
     run_for_real,
 )
-from penstock.partition.calls.numbering import Numbering
 from penstock.partition.calls.tape import (
     NO_VALUE,
     Event,
@@ -31,8 +30,14 @@ from penstock.partition.calls.tape import (
     Region,
     Slot,
     Tape,
+    leaves,
+    name_of,
+    replaced,
+    tensors_deep_in,
+    tensors_in,
+    without,
 )
-from penstock.partition.calls.trees import leaves, replaced, tensors_deep_in, tensors_in, without
+from penstock.partition.calls.watch import Numbering
 from penstock.partition.faces import EFFECTS, HOOKS, REQUIRES_GRAD, SET_DATA, Run, uncheckpointed
 from penstock.rng import Generators, identity
 from penstock.step.losses import add_loss
@@ -386,11 +391,6 @@ class Recorder(Numbering):
         self.settle_changes()
         self.tape.sure = frozenset(surely_reached(self.edges, tensors, self._losses))
         return self.tape
-
-
-def name_of(what: Any) -> str:
-    """A function's own name."""
-    return getattr(what, "__name__", None) or str(what)
 
 
 def target_of(what: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

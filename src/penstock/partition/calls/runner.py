@@ -19,14 +19,18 @@ from penstock.partition.calls.tape import (
     NO_VALUE,
     Change,
     Event,
-    Form,
     Origin,
     Placeholder,
     Region,
     Slot,
     Tape,
+    form_of,
+    leaves,
+    name_of,
+    replaced,
+    tensors_in,
+    without,
 )
-from penstock.partition.calls.trees import leaves, replaced, tensors_in, without
 from penstock.partition.calls.watch import Watch
 from penstock.partition.faces import Run, uncheckpointed
 from penstock.rng import Streams
@@ -228,10 +232,9 @@ class Runner(Watch):
         events = self._tape.events
         if self._at < len(events) and (events[self._at].what == what):
             return events[self._at]
-        name = what if isinstance(what, str) else getattr(what, "__name__", str(what))
         due = events[self._at].label if self._at < len(events) else "the end"
         raise PartitionError(
-            f"the model's forward reached {name} where {due} was expected: {_DIVERGED}"
+            f"the model's forward reached {name_of(what)} where {due} was expected: {_DIVERGED}"
         )
 
     def _answer(self, event: Event, result: Any) -> Any:
@@ -286,7 +289,7 @@ class Runner(Watch):
             return
         if self._casts:
             tensor = tensor.to(value.form.dtype)
-        if not value.form.fits(tensor):
+        if (tensor.shape, tensor.dtype) != (value.form.shape, value.form.dtype):
             raise PartitionError(
                 f"{value.name} is {tensor.dtype}{list(tensor.shape)} where {value.form.dtype}"
                 f"{list(value.form.shape)} was expected: {_DIVERGED}"
@@ -324,7 +327,7 @@ class Runner(Watch):
         """The views of what every stage has, for which the sizes of the other arguments do."""
 
         def sizes(leaf: Any) -> Any:
-            return Form.of(leaf).without_data() if isinstance(leaf, Placeholder) else leaf
+            return form_of(leaf).empty("meta") if isinstance(leaf, Placeholder) else leaf
 
         found = tensors_in(run(*replaced(args, sizes), **replaced(kwargs, sizes)))
         return {id(slot): made for slot, made in zip(event.slots, found, strict=True)}
@@ -384,14 +387,14 @@ class Runner(Watch):
 
     def _decoy(self, event: Event, tensor: Tensor) -> Tensor:
         """Takes the hook that is meant for another stage: no gradient ever comes to it."""
-        made = Form.of(tensor).without_data()
+        made = form_of(tensor).empty("meta")
         assert event.on is not None
         return made * 1 if self._tape.values[event.on].parameter is None else made
 
     def view_again(self, view: Tensor, old: Tensor, new: Tensor) -> Tensor:
         """The same view of what is used instead of its base, if that is here."""
         if isinstance(new, Placeholder):
-            return Placeholder.of(Form.of(view), self._device, new.label)
+            return Placeholder.of(form_of(view), self._device, new.label)
         return view_like(view, old, new)
 
     def _target(self, change: Change, given: list[Any]) -> Tensor | None:
@@ -411,7 +414,7 @@ _DIVERGED = (
 
 def _asks_for_graph(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether this is how hooks of torch find a tensor's place in the graph."""
-    return getattr(func, "__name__", "") == "view_as" and args[0] is args[1]
+    return name_of(func) == "view_as" and args[0] is args[1]
 
 
 def _absent(user: str) -> str:

@@ -15,7 +15,7 @@ from penstock.partition.calls.cutting import Cutting
 from penstock.partition.calls.recorder import depends_on_data
 from penstock.partition.calls.routing import Homes
 from penstock.partition.calls.runner import Left, Runner
-from penstock.partition.calls.trees import replaced, tensors_in
+from penstock.partition.calls.tape import replaced, tensors_in
 
 
 class Holder(nn.Module):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, cast
@@ -11,35 +13,130 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.calls.trees import leaves
+from penstock.values import Form
+
+# ---- what stands inside nested values: the arguments and results of an author's modules
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What stands in tuples, lists, dicts and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from leaves(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from leaves(item)
+    elif _is_record(value):
+        for field in dataclasses.fields(value):
+            yield from leaves(getattr(value, field.name, None))
+    else:
+        yield value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among the leaves."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The value with changed leaves; what holds no changed leaf stays the same object."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return _replaced_items(value, change)
+    if isinstance(value, tuple | list):
+        items = [replaced(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return _sequence(value, items)
+    if _is_record(value):
+        return _replaced_fields(value, change)
+    return change(value)
+
+
+def skeleton(value: Any) -> Any:
+    """The value's containers without its leaves, to be compared."""
+    if isinstance(value, Mapping):
+        return type(value), *((key, skeleton(item)) for key, item in value.items())
+    if isinstance(value, tuple | list):
+        return type(value), *map(skeleton, value)
+    if _is_record(value) and not isinstance(value, Tensor):
+        fields = dataclasses.fields(value)
+        return type(value), *(skeleton(getattr(value, field.name, None)) for field in fields)
+    return None
+
+
+def without(value: Any, kinds: tuple[type, ...]) -> Any:
+    """The value with ``None`` for leaves of these classes."""
+    return replaced(value, lambda leaf: None if type(leaf) in kinds else leaf) if kinds else value
+
+
+def tensors_deep_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    """The tensors that can be reached from any object, but not through modules."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and not isinstance(value, str | int | float | nn.Module | type | None):
+        inner: Any = value
+        if isinstance(value, Mapping):
+            inner = value.values()
+        elif not isinstance(value, list | tuple | set):
+            inner = getattr(value, "__dict__", {}).values()
+        for item in inner:
+            yield from tensors_deep_in(item, depth - 1)
+
+
+def _sequence(like: Any, items: list[Any]) -> Any:
+    if hasattr(like, "_fields"):
+        return type(like)(*items)
+    return type(like)(items)
+
+
+def _replaced_items(value: Mapping[Any, Any], change: Callable[[Any], Any]) -> Any:
+    items = {key: replaced(item, change) for key, item in value.items()}
+    if all(new is value[key] for key, new in items.items()):
+        return value
+    if type(value) is dict:
+        return items
+    # A mapping of its own kind, such as the outputs of transformers.
+    found: Any = copy.copy(value)
+    for key, item in items.items():
+        if item is not value[key]:
+            found[key] = item
+    return found
+
+
+def _replaced_fields(value: Any, change: Callable[[Any], Any]) -> Any:
+    found = {
+        field.name: replaced(old, change)
+        for field in dataclasses.fields(value)
+        if (old := getattr(value, field.name, None)) is not None
+    }
+    changed = {name: new for name, new in found.items() if new is not getattr(value, name)}
+    if not changed:
+        return value
+    made = copy.copy(value)
+    for name, new in changed.items():
+        object.__setattr__(made, name, new)
+    return made
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
 
 # ---- a tensor that is in another stage: it has a shape, a type and a device, and no data
 
 
-@dataclass(frozen=True)
-class Form:
-    """What is known of a tensor without its data."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @staticmethod
-    def of(tensor: Tensor) -> Form:
-        """The form of a tensor."""
-        dense = tensor.layout is torch.strided
-        strides = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-        return Form(tuple(tensor.shape), tuple(strides), tensor.dtype, tensor.requires_grad)
-
-    def without_data(self) -> Tensor:
-        """A tensor of this form on the meta device."""
-        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
-        return made.requires_grad_(self.requires_grad)
-
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has this shape and type."""
-        return tensor.shape == self.shape and tensor.dtype is self.dtype
+def form_of(tensor: Tensor) -> Form:
+    """What is known of a tensor without its data; of a sparse one as if it were plain."""
+    if tensor.layout is torch.strided:
+        return Form.of(tensor)
+    plain = Form.of(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    return plain._replace(device=tensor.device, requires_grad=tensor.requires_grad)
 
 
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
@@ -77,8 +174,8 @@ class Placeholder(Tensor):
             PartitionError: always, but where only another view of it is wanted.
         """
         if func in _VIEWS and isinstance(args[0], Placeholder):
-            made = func(Form.of(args[0]).without_data().detach(), *args[1:], **(kwargs or {}))
-            return Placeholder.of(Form.of(made), args[0].device, args[0].label)
+            made = func(form_of(args[0]).empty("meta").detach(), *args[1:], **(kwargs or {}))
+            return Placeholder.of(form_of(made), args[0].device, args[0].label)
         found = [a.label for a in (*args, *(kwargs or {}).values()) if isinstance(a, Placeholder)]
         raise PartitionError(
             f"{func} needs the data of {', '.join(found) or 'a value'}, which is in another stage. Either "
@@ -91,6 +188,11 @@ class Placeholder(Tensor):
 
 
 # ---- what an author's forward does with values that stages make: the record of one analysed call
+
+
+def name_of(what: Any) -> str:
+    """What an event is of, in words: a unit's path, or a function's own name."""
+    return getattr(what, "__name__", None) or str(what)
 
 
 NO_VALUE = -1
@@ -226,7 +328,7 @@ class Event:
     @property
     def label(self) -> str:
         """What it is, in words."""
-        return self.what if self.is_call else getattr(self.what, "__name__", str(self.what))
+        return name_of(self.what)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
 """Cut a model into stages along the graph of a call, made by ``torch.export``."""
 
 from penstock.partition.traced.blocks import Balance, Block, cut_into, weigh_blocks
-from penstock.partition.traced.cutting import TracedCut, cut_traced
-from penstock.partition.traced.layout import Point, SplitPoint, pipe_split
-from penstock.partition.traced.stage import TracedStage
-from penstock.partition.traced.summary import summary
+from penstock.partition.traced.marks import Point, SplitPoint, pipe_split
+from penstock.partition.traced.stages import TracedCut, TracedStage, cut_traced, summary
 from penstock.partition.traced.traces import Cuts, Traces
 
 __all__ = [

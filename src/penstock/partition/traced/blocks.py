@@ -12,11 +12,11 @@ from torch import fx, nn
 
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.balance import choose_cuts
+from penstock.partition.base import count_parameters
 from penstock.partition.costs import Measure, check_measure, stage_costs
-from penstock.partition.traced.cutting import TracedCut, assemble
-from penstock.partition.traced.export import Exported, export
-from penstock.partition.traced.layout import Layout, Point, SplitPoint, computes, lay_out, mark_of
-from penstock.partition.traced.skeleton import Skeleton
+from penstock.partition.traced.export import Exported, Skeleton, export
+from penstock.partition.traced.marks import Layout, Point, SplitPoint, computes, lay_out, mark_of
+from penstock.partition.traced.stages import TracedCut, assemble
 from penstock.partition.traced.traces import Cuts, Traces
 from penstock.schedule import Placement
 from penstock.values import spec_of_arguments
@@ -208,7 +208,7 @@ class Blocks:
         self._model, self._graph, self._stages = model, graph, stages
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._weights: dict[str, int] = {
-            path: sum(p.numel() for p in m.parameters()) for path, m in self._modules.items()
+            path: count_parameters(module) for path, module in self._modules.items()
         }
         self._live = _live(graph)
 

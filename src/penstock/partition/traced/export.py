@@ -1,16 +1,19 @@
-"""One call of a model as a graph, made by ``torch.export``."""
+"""One call of a model as a graph, made by ``torch.export`` on a copy of the model without its data."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import BackwardCFunction, Function
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError
@@ -18,13 +21,11 @@ from penstock.partition.faces import (
     EFFECTS,
     GET_DATA,
     SET_DATA,
+    Listener,
     Run,
     seen,
-    uncheckpointed,
 )
-from penstock.partition.traced.draws import place_seeds, seeded
-from penstock.partition.traced.layout import marked
-from penstock.partition.traced.skeleton import Skeleton
+from penstock.partition.traced.marks import marked, place_seeds, seeded
 from penstock.rng import called_to_draw
 from penstock.step.losses import Term, add_loss, collect_losses
 from penstock.values import (
@@ -35,6 +36,141 @@ from penstock.values import (
     flatten,
     unflatten,
 )
+from penstock.values.trial import copied
+
+# ---- the functions of torch that do what traced operators do
+# A traced graph calls operators; the functions above them are what hooks of torch's function modes, such as
+# those that let weight gradients wait, know by name.
+
+
+_aten = torch.ops.aten
+
+
+def _embedding(
+    weight: Tensor,
+    tokens: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    padding = None if padding_idx < 0 else padding_idx
+    return functional.embedding(
+        tokens, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
+    )
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    _aten.linear.default: functional.linear,
+    _aten.embedding.default: _embedding,
+    _aten.matmul.default: torch.matmul,
+    _aten.mm.default: torch.mm,
+    _aten.bmm.default: torch.bmm,
+    _aten.addmm.default: torch.addmm,
+    _aten.baddbmm.default: torch.baddbmm,
+    _aten.conv1d.default: functional.conv1d,
+    _aten.conv2d.default: functional.conv2d,
+    _aten.conv3d.default: functional.conv3d,
+    _aten.conv1d.padding: functional.conv1d,
+    _aten.conv2d.padding: functional.conv2d,
+    _aten.conv3d.padding: functional.conv3d,
+    _aten.conv_transpose1d.default: functional.conv_transpose1d,
+    _aten.conv_transpose2d.input: functional.conv_transpose2d,
+    _aten.conv_transpose3d.input: functional.conv_transpose3d,
+}
+
+
+def function_of(target: Any) -> Any:
+    """What to call for an operator: the function, or the operator itself."""
+    return _FUNCTIONS.get(target, target)
+
+
+# ---- a copy of a model without its data, to trace without touching the model
+
+
+class Skeleton:
+    """A model's code, with fake tensors for its parameters and buffers.
+
+    Args:
+        model: any model, also one on the meta device, whose tensors become fake ones of the CPU.
+
+    Attributes:
+        model: the copy.
+        mode: the mode of its fake tensors.
+        device: where the model is taken to live.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        first = next(_tensors(model), None)
+        self.device = torch.device("cpu") if first is None else _home(first)
+        named = set(map(id, _tensors(model)))
+        # What modules hold as plain attributes are constants, which tracing needs as they are. Hooks stay
+        # too: one that seems to do nothing may be a mark where to cut.
+        self.model = copied(
+            model, lambda t: self.like(t) if id(t) in named else t.detach(), isolated=False
+        )
+        self._modes = modes_of(self.model)
+        # Weak: what other processes hold of it may be let go.
+        self._original = weakref.ref(model)
+
+    def changed_modes(self) -> tuple[str, ...]:
+        """The modules that the user has put into another mode since, by path."""
+        original = self._original()
+        now = {} if original is None else modes_of(original)
+        return tuple(
+            name for name in self._modes if now.get(name, self._modes[name]) != self._modes[name]
+        )
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A fake parameter or buffer like a real one."""
+        with self.mode:
+            fake = _whole_like(tensor) if hasattr(tensor, "full_tensor") else _empty_like(tensor)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    def empty(self, spec: TensorSpec) -> Tensor:
+        """A fake argument."""
+        with self.mode:
+            made = torch.empty(spec.shape, dtype=spec.torch_dtype, device=self.device)
+        return made.requires_grad_(spec.requires_grad)
+
+    def set_training(self, training: bool) -> None:
+        """Put the copy into a mode; into the one the model was in, each module as it was."""
+        if self._modes[""] is not training:
+            self.model.train(training)
+            return
+        for name, module in self.model.named_modules():
+            # From the outside in, as train() reaches what is inside.
+            module.train(self._modes[name])
+
+
+def modes_of(model: nn.Module) -> dict[str, bool]:
+    """Whether each module is in training, by path."""
+    return {name: module.training for name, module in model.named_modules()}
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device=_home(tensor))
+
+
+def _whole_like(sharded: Tensor) -> Tensor:
+    """What a stage computes with where its parameters were sharded since: the gathered tensor."""
+    home = _home(sharded)
+    return torch.empty_strided(sharded.shape, sharded.stride(), dtype=sharded.dtype, device=home)
+
+
+def _home(tensor: Tensor) -> torch.device:
+    return torch.device("cpu") if tensor.is_meta else tensor.device
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+# ---- a call as a graph
+
 
 ROOT = "model."
 """What stands before the model's own names in the graph."""
@@ -138,7 +274,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _attempt(skeleton: Skeleton, call: ValueSpec, *, free: bool, strict: bool) -> Exported:
-    flat = _Strict(skeleton.model, call) if strict else _Flat(skeleton.model, call)
+    flat = _Flat(skeleton.model, call, strict=strict)
     tensors = tuple(skeleton.empty(spec) for spec in call.tensors)
     dims = (tuple(map(_free_dims, call.tensors)),) if free else None
     plain = nullcontext() if strict else _plainly()
@@ -147,9 +283,9 @@ def _attempt(skeleton: Skeleton, call: ValueSpec, *, free: bool, strict: bool) -
         module = made.module()
     place_seeds(module)
     guard = _take_guard(module)
-    if isinstance(flat, _Flat):
-        return Exported(call, module.graph, module, flat.rebuild, guard, free, flat.losses)
-    return Exported(call, module.graph, module, made.call_spec.out_spec.unflatten, guard, free)
+    if strict:
+        return Exported(call, module.graph, module, made.call_spec.out_spec.unflatten, guard, free)
+    return Exported(call, module.graph, module, flat.rebuild, guard, free, flat.losses)
 
 
 def _free_dims(spec: TensorSpec) -> dict[int, Any]:
@@ -164,12 +300,8 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-class _Plain:
+class _Plain(Listener):
     """What is called while a model is traced is done so that the graph has it."""
-
-    def called(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A module is called."""
-        return run(*args, **kwargs)
 
     def applied(
         self, function: type[Function], run: Run, args: tuple[Any, ...], kwargs: Any
@@ -179,37 +311,33 @@ class _Plain:
         torch.set_grad_enabled(torch.is_grad_enabled())
         return result
 
-    def checkpointed(
-        self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
-    ) -> Any:
-        """What is checkpointed is traced as if it were not."""
-        with uncheckpointed(args, options):
-            return args[0](*args[1:], **kwargs)
-
-    def added(self, loss: Tensor) -> Tensor | None:
-        """A loss is added."""
-        return loss
-
 
 def _plainly() -> AbstractContextManager[None]:
     return seen([], _Plain())
 
 
 class _Flat(nn.Module):
-    """A model as a function of tensors alone, giving tensors alone."""
+    """A model as a function of tensors alone, giving these alone; traced strictly it gives what it gives."""
 
-    def __init__(self, model: nn.Module, call: ValueSpec) -> None:
+    def __init__(self, model: nn.Module, call: ValueSpec, *, strict: bool) -> None:
         super().__init__()
         self.model = model
-        self._call = call
+        self._call, self._strict = call, strict
         seen: list[tuple[Structure, list[Term]]] = []
         # Not the list itself: torch.export takes back what forward changes in a module's attributes.
         self._note, self._noted = seen.append, seen.__getitem__
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *tensors: Tensor) -> Any:
         args, kwargs = self._call.fill(tensors)
         with collect_losses() as added:
-            leaves, structure = flatten(self.model(*args, **kwargs))
+            output = self.model(*args, **kwargs)
+        if self._strict:
+            if len(added):
+                raise RuntimeError(
+                    "it adds losses, and can only be traced strictly, which loses them"
+                )
+            return output
+        leaves, structure = flatten(output)
         self._note((structure, list(added)))
         # A copy is computed, whatever it is that is added.
         return (*leaves, *(term.value.clone() for term in added))
@@ -222,23 +350,6 @@ class _Flat(nn.Module):
     def losses(self) -> tuple[tuple[str, float], ...]:
         """Name and weight of what the model added."""
         return tuple((term.name, term.weight) for term in self._noted(-1)[1])
-
-
-class _Strict(nn.Module):
-    """A model as a function of tensors alone, giving what it gives."""
-
-    def __init__(self, model: nn.Module, call: ValueSpec) -> None:
-        super().__init__()
-        self.model = model
-        self._call = call
-
-    def forward(self, *tensors: Tensor) -> Any:
-        args, kwargs = self._call.fill(tensors)
-        with collect_losses() as added:
-            output = self.model(*args, **kwargs)
-        if len(added):
-            raise RuntimeError("it adds losses, and can only be traced strictly, which loses them")
-        return output
 
 
 def _take_guard(module: fx.GraphModule) -> Callable[[Sequence[Tensor]], None]:

@@ -1,4 +1,4 @@
-"""The graphs of a model's calls: one for each kind of call, made when it is first met."""
+"""The graphs of a model's calls: one for each kind of call, made when it is first met, and cut."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.partition.base import Description
-from penstock.partition.traced.export import Exported, export, undisturbed
-from penstock.partition.traced.layout import Point, check_met, lay_out
-from penstock.partition.traced.skeleton import Skeleton
-from penstock.partition.traced.trace import Sure, Trace, Travelling
+from penstock.partition.traced.export import ROOT, Exported, Skeleton, export, undisturbed
+from penstock.partition.traced.marks import Layout, Point, Wanted, check_met, lay_out, stages_of
+from penstock.partition.traced.wiring import Aliases, Program, Wiring
 from penstock.step.losses import collect_losses
 from penstock.values import (
     Family,
@@ -28,6 +27,67 @@ from penstock.values import (
     spec_of_forms,
     surely_reached,
 )
+
+Sure = frozenset[tuple[str, int]]
+"""Tensors for which a gradient surely comes back: the value's name, and which of its tensors."""
+Travelling = tuple[ValueSpec, Sure]
+"""The spec of what travels and of the output, by name, with those tensors."""
+
+
+class Trace:
+    """One call's graph, cut at the marks.
+
+    Args:
+        exported: the graph.
+        wanted: which of its marks are cut at.
+        layout: how the regions between them make up stages.
+        arguments_travel: whether the first stage hands on the arguments that later ones use.
+
+    Attributes:
+        families: what travels in calls that differ in sizes alone, as far as it was found.
+    """
+
+    def __init__(
+        self, exported: Exported, wanted: Wanted, layout: Layout, *, arguments_travel: bool = False
+    ) -> None:
+        self.exported = exported
+        self._stage_of = stages_of(exported.graph, wanted, layout)
+        aliases = Aliases(exported.graph, exported.root)
+        self.wiring = Wiring(
+            exported.graph,
+            self._stage_of,
+            layout.stages,
+            aliases,
+            arguments_travel=arguments_travel,
+        )
+        self._programs: dict[int, Program] = {}
+        self.families: dict[Any, Family[Travelling]] = {}
+
+    def users(self, name: str) -> dict[int, list[fx.Node]]:
+        """The stages that use a parameter or buffer, with the nodes that do."""
+        last = len(self.wiring.slices) - 1
+        found: dict[int, list[fx.Node]] = {}
+        for node in self.exported.graph.nodes:
+            if node.op == "get_attr" and node.target == ROOT + name:
+                for user in node.users:
+                    found.setdefault(self._stage_of.get(user, last), []).append(user)
+        return found
+
+    def program(self, stage: int, held: Mapping[str, str], device: torch.device) -> Program:
+        """What a stage runs.
+
+        Args:
+            stage: its index.
+            held: for each name of a parameter or buffer of the model, its name in the stage.
+            device: the one traced on.
+        """
+        if stage not in self._programs:
+            part = self.wiring.slices[stage]
+            outputs = self.wiring.outputs if part is self.wiring.slices[-1] else None
+            names = {ROOT + name: own for name, own in held.items()}
+            self._programs[stage] = Program(part, outputs, self.exported.root, names, device)
+        return self._programs[stage]
+
 
 _KEPT = 32
 """How many graphs are kept for each mode; the oldest goes first."""

@@ -16,11 +16,10 @@ from graphlib import TopologicalSorter
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.base import Schedule
+from penstock.schedule.clock import Costs, prices
 from penstock.schedule.dependencies import Half
 from penstock.schedule.edges import Edges, Placement
 from penstock.schedule.packed import Wiring
-from penstock.schedule.simulation.costs import Costs
-from penstock.schedule.simulation.prices import prices
 
 PARTS = (Op.F, Op.I, Op.W)
 FORWARD, GRADIENT, WEIGHT = range(3)

@@ -11,6 +11,7 @@ from time import monotonic
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.base import Schedule
+from penstock.schedule.clock import Costs
 from penstock.schedule.edges import (
     Edge,
     Placement,
@@ -23,7 +24,7 @@ from penstock.schedule.library import RECIPES
 from penstock.schedule.searching.bounds import PRECISION, Bound
 from penstock.schedule.searching.drafting import Annealer, Climber, Dispatcher, rules
 from penstock.schedule.searching.problem import SLACK, Draft, Problem, draft_of
-from penstock.schedule.simulation import Costs, simulate
+from penstock.schedule.simulation import simulate
 
 Memory = float | Sequence[float]
 """What a rank may hold: one number for all, or one for each."""

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.testing.fuzz.cases import Case
-from penstock.testing.fuzz.forms import count
-from penstock.testing.fuzz.growing import grow
+from penstock.testing.fuzz.growing import count, grow
 from penstock.testing.fuzz.judging import Verdict, alike, signature, verdict_of_ranks
+from penstock.testing.fuzz.program import program, tolerance
 from penstock.testing.fuzz.shrinking import shrink
-from penstock.testing.fuzz.sides import program, tolerance
 from penstock.testing.workers import WorkerError, WorkerPool
 
 OUTCOMES = ("same", "refused", "failed", "void")

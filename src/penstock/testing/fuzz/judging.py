@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock import errors
 from penstock.errors import InternalError, NonFiniteError, PenstockError, StageError
-from penstock.testing.fuzz.telling import Told, differences
+from penstock.testing.fuzz import Told, differences
 
 LIMIT = 30.0
 """Seconds after which a side of a case is said to hang."""

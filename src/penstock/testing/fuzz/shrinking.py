@@ -55,17 +55,8 @@ def _pass(
 # ---- the run
 
 _SHAPE = {
-    "schedule",
-    "ranks",
-    "each",
-    "rows",
-    "placement",
-    "cut",
-    "points",
-    "batches",
-    "microbatches",
-    "gloo",
-    "dtype",
+    *("schedule", "ranks", "each", "rows", "placement", "cut", "points"),
+    *("batches", "microbatches", "gloo", "dtype"),
 }
 _PLAIN_SCHEDULES = ("GPipe", "1F1B", "ZB-H1")
 _ONE_RANK: dict[str, object] = {
@@ -121,12 +112,8 @@ def _put(name: str, value: object, case: Case) -> None:
 
 
 def _cut_steps(steps: int, case: Case) -> None:
-    run = case.run
-    run.batches, run.microbatches, run.lengths = (
-        run.batches[:steps],
-        run.microbatches[:steps],
-        run.lengths[:steps],
-    )
+    for name in ("batches", "microbatches", "lengths"):
+        setattr(case.run, name, getattr(case.run, name)[:steps])
     case.events = [event for event in case.events if event.step < steps]
 
 

@@ -1,0 +1,341 @@
+"""Schedules as the rows of actions that torch's package knows, and the way to and from Penstock's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.errors import InputFileError, ScheduleError, UsageError
+from penstock.pipeline.plan import prove
+from penstock.pipelining.refusals import PlacementError, RowsError
+from penstock.schedule import (
+    Action,
+    Limits,
+    Op,
+    Overlap,
+    Placement,
+    Schedule,
+    from_csv,
+    merge_backward,
+    parse_action,
+    prefetch,
+    reduce_gradients,
+    validate,
+)
+from penstock.schedule.action import OVERLAPPED, Entry
+from penstock.schedule.files import read_text
+
+# ---- actions and their kinds under torch's names, and the way to and from Penstock's own
+
+
+class ComputationType(str, Enum):  # noqa: UP042 - its text is the member's, as users of torch print it
+    """A kind of work."""
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    WAIT_SEND_F = "WAIT_SEND_F"
+    WAIT_SEND_B = "WAIT_SEND_B"
+    FULL_BACKWARD = "B"
+    OVERLAP_F_B = OVERLAPPED
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+    @staticmethod
+    def from_str(action: str) -> ComputationType:
+        """The kind that a text names.
+
+        Raises:
+            RuntimeError: none.
+        """
+        try:
+            return ComputationType(action)
+        except ValueError as error:
+            known = ", ".join(kind.value for kind in ComputationType)
+            raise RuntimeError(f"{action!r} is no kind of work; there are {known}") from error
+
+
+class ActionTuple(NamedTuple):
+    """One kind of work on one stage for one microbatch; two of them where a pair overlaps."""
+
+    stage_index: int
+    computation_type: ComputationType
+    microbatch_index: int | None = None
+    sub_actions: tuple[ActionTuple, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.__repr__()
+
+    def __repr__(self) -> str:
+        if self.sub_actions is not None:
+            pair = ";".join(map(repr, self.sub_actions))
+            return f"({pair}){self.computation_type.value}"
+        microbatch = "" if self.microbatch_index is None else self.microbatch_index
+        return f"{self.stage_index}{self.computation_type.value}{microbatch}"
+
+    @property
+    def is_compute_op(self) -> bool:
+        """Whether it computes, rather than moves data or parameters."""
+        return self.computation_type.value in ("F", "I", "W", "B", OVERLAPPED)
+
+    @staticmethod
+    def from_str(action_string: str) -> ActionTuple | None:
+        """Read the text form; nothing for an empty text.
+
+        Raises:
+            RuntimeError: the text is no action.
+        """
+        text = action_string.strip()
+        if not text:
+            return None
+        try:
+            return to_tuple(parse_action(text))
+        except ValueError as error:
+            raise RuntimeError(f"invalid action: {error}") from error
+
+
+def to_tuple(entry: Entry) -> ActionTuple:
+    """An action under torch's names."""
+    if isinstance(entry, Overlap):
+        pair = (to_tuple(entry.forward), to_tuple(entry.backward))
+        return ActionTuple(-1, ComputationType.OVERLAP_F_B, None, pair)
+    return ActionTuple(entry.stage, ComputationType(entry.op.value), entry.microbatch)
+
+
+def to_entry(found: ActionTuple) -> Entry:
+    """An action under Penstock's names."""
+    if found.sub_actions is not None:
+        # Torch takes a pair in either order.
+        pair = sorted(map(_to_action, found.sub_actions), key=lambda part: part.op is not Op.F)
+        return Overlap(*pair)
+    return _to_action(found)
+
+
+def _to_action(found: ActionTuple) -> Action:
+    return Action(found.stage_index, Op(found.computation_type.value), found.microbatch_index)
+
+
+def to_order(programs: Iterable[Iterable[Entry]]) -> dict[int, list[ActionTuple | None]]:
+    """Each rank's actions, by rank."""
+    return {rank: [to_tuple(entry) for entry in row] for rank, row in enumerate(programs)}
+
+
+# ---- ranks' actions in a dict of lists, as torch has them, checked and changed by Penstock's passes
+
+
+Row = Sequence[ActionTuple | None]
+Order = Mapping[int, Row]
+"""Each rank's actions, by rank; ``None`` stands for idle time and is passed over."""
+
+
+def schedule_of(order: Order, stages: int, microbatches: int) -> Schedule:
+    """The schedule that ranks' actions make, each stage on the rank that computes it."""
+    rank_of = dict.fromkeys(range(stages), 0)
+    for rank, row in order.items():
+        rank_of |= {part.stage_index: rank for part in _parts(row) if part.is_compute_op}
+    return schedule_on(order, [rank_of[stage] for stage in range(stages)], microbatches)
+
+
+def schedule_on(order: Order, rank_of: Sequence[int], microbatches: int) -> Schedule:
+    """The schedule that ranks' actions make, with each stage on a given rank."""
+    programs = tuple(
+        tuple(to_entry(action) for action in order[rank] if action is not None)
+        for rank in sorted(order)
+    )
+    return Schedule("by hand", Placement(tuple(rank_of)), microbatches, programs)
+
+
+def check_order(
+    actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int
+) -> dict[int, int]:
+    """Prove that a step completes, without regard to messages.
+
+    Returns:
+        The rank of each stage.
+
+    Raises:
+        PlacementError: every reason why it does not.
+    """
+    if len(actions) != pp_group_size:
+        raise PlacementError(f"actions for {len(actions)} ranks, but there are {pp_group_size}")
+    try:
+        found = schedule_of(actions, num_stages, num_microbatches)
+        validate(found).raise_if_bad()
+    except ValueError as error:
+        raise PlacementError(str(error)) from error
+    check_trains(found)
+    return dict(enumerate(found.placement.rank_of))
+
+
+def check_trains(schedule: Schedule, *, wanted: bool = True) -> None:
+    """Check that there is a backward, where one is wanted.
+
+    Raises:
+        PlacementError: there is none.
+    """
+    if wanted and not schedule.trains:
+        raise PlacementError(
+            f"{schedule.name} has forwards and no backward, so that the loss would train nothing; add the "
+            "backwards, or leave out loss_fn"
+        )
+
+
+def proven(schedule: Schedule) -> Schedule:
+    """A schedule that was proven to complete.
+
+    Raises:
+        PlacementError: it does not; every reason why.
+    """
+    try:
+        prove(schedule)
+    except ScheduleError as error:
+        raise PlacementError(str(error)) from error
+    return schedule
+
+
+FORMATS = ("compute_only", "compute_comms")
+
+
+def check_format(format: str) -> None:
+    """Check the name of a form of schedules.
+
+    Raises:
+        NotImplementedError: there is none of that name.
+    """
+    if format not in FORMATS:
+        raise NotImplementedError(f"format={format!r}: must be {FORMATS[0]!r} or {FORMATS[1]!r}")
+
+
+def check_computes(order: Order) -> None:
+    """Check that ranks' actions are work alone.
+
+    Raises:
+        PlacementError: there is a message among them.
+    """
+    for rank, row in order.items():
+        for place, action in enumerate(row):
+            if action is not None and not action.is_compute_op:
+                raise PlacementError(
+                    f"{action} at rank {rank}, position {place}: a 'compute_only' schedule has no messages; "
+                    "leave them out, or say format='compute_comms'"
+                )
+
+
+def read_rows(filename: str | Path) -> Schedule:
+    """The schedule in a file, a row per rank.
+
+    Raises:
+        RowsError: it holds none.
+    """
+    try:
+        return from_csv(read_text(Path(filename), Limits()), name="CSV")
+    except InputFileError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        raise RowsError(str(error)) from error
+
+
+def merge_halves(compute_actions: Row) -> list[ActionTuple | None]:
+    """Make each input backward and its weight backward right after it a full backward."""
+    return _passed(compute_actions, merge_backward)
+
+
+def add_unshards(compute_actions: Row, max_active_stages: int = 3) -> list[ActionTuple | None]:
+    """Say when a rank's stages are gathered and freed, so many at a time."""
+    return _passed(
+        compute_actions, lambda schedule: prefetch(schedule, unsharded=max_active_stages)
+    )
+
+
+def add_reductions(actions: Row, n_microbatches: int) -> list[ActionTuple | None]:
+    """Say when a rank's stages reduce their gradients: after their last microbatch."""
+    return _passed(actions, reduce_gradients)
+
+
+def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTuple | None]:
+    """One rank's actions after a pass over schedules."""
+    order = {0: row}
+    alone = schedule_on(order, [0] * stages_of(order), microbatches_of(order))
+    return to_order(change(alone).programs)[0]
+
+
+def stages_of(order: Order) -> int:
+    """How many stages the actions are for."""
+    found = [action.stage_index for row in order.values() for action in _parts(row)]
+    return max(found, default=0) + 1
+
+
+def _parts(row: Row) -> Iterator[ActionTuple]:
+    """A row's actions, those of overlapped pairs one by one."""
+    for action in row:
+        if action is not None:
+            yield from action.sub_actions or (action,)
+
+
+def microbatches_of(order: Order) -> int:
+    """How many microbatches the actions are for."""
+    found = [action.microbatch_index or 0 for row in order.values() for action in _parts(row)]
+    return max(found, default=0) + 1
+
+
+def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
+    """The actions as a table: a column per rank, a row per step.
+
+    Args:
+        pipeline_order: each rank's actions, by rank.
+        error_step_number: a row to point at.
+    """
+    ranks = sorted(pipeline_order)
+    columns = [
+        [f"Rank {rank}", *("" if a is None else str(a) for a in pipeline_order[rank])]
+        for rank in ranks
+    ]
+    rows = list(zip_longest(*columns, fillvalue=""))
+    digits = len(str(max(len(rows) - 2, 0)))
+    widths = [max(len("Step ") + digits, *map(len, found)) for found in zip(*rows, strict=True)]
+    lines = []
+    for number, row in enumerate(rows, start=-1):
+        label = "" if number < 0 else f"Step {number:0{digits}}:"
+        cells = " ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        mark = " <-- ERROR HERE" if number == error_step_number else ""
+        lines.append(f"{label:<{digits + 6}} {cells}{mark}\n")
+    return "".join(lines)
+
+
+def stage_to_rank(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, int]:
+    """The rank of each stage.
+
+    Args:
+        pp_size: how many ranks there are.
+        num_stages: how many stages there are.
+        style: ``"loop"``: round and round; ``"v"``: there and back.
+
+    Raises:
+        UsageError: another style, or stages that do not fill a V.
+    """
+    if style not in ("loop", "v"):
+        raise UsageError(f"style={style!r}: must be 'loop' or 'v'")
+    if style == "v" and num_stages % pp_size:
+        raise UsageError(f"{num_stages} stages on {pp_size} ranks do not fill a V; take a multiple")
+
+    def rank(stage: int) -> int:
+        turn, place = divmod(stage, pp_size)
+        return pp_size - 1 - place if style == "v" and turn % 2 else place
+
+    return {stage: rank(stage) for stage in range(num_stages)}
+
+
+def rank_to_stages(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, list[int]]:
+    """The stages of each rank; arguments as :func:`stage_to_rank`."""
+    found: dict[int, list[int]] = {rank: [] for rank in range(pp_size)}
+    for stage, rank in stage_to_rank(pp_size, num_stages, style).items():
+        found[rank].append(stage)
+    return found

@@ -1,1 +1,0 @@
-"""Schedules as rows of actions, a row per rank, under torch's names."""

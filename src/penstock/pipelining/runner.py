@@ -1,0 +1,172 @@
+"""Runs the steps of schedules under torch's names on the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import PenstockError, SpecError
+from penstock.faults import FIRST_STEP, Patience
+from penstock.pipeline.plan import Plan
+from penstock.pipeline.ranks import LocalRanks
+from penstock.pipeline.setup import being_made, connect_if_launched, ends_of, ranks_of
+from penstock.pipeline.weights import HeldWeights
+from penstock.pipelining.rows import ActionTuple, to_entry, to_tuple
+from penstock.pipelining.stage import StageBase
+from penstock.runtime import Call, Report
+from penstock.schedule import Action, Op, Schedule
+from penstock.schedule.action import OVERLAPPED, Entry
+from penstock.stage import PipelineStage as OwnStage
+from penstock.step import Loss
+from penstock.values import Batch, Microbatch, arrived, flatten
+from penstock.values.trees import mapped, tensors_of
+
+Custom = Callable[[ActionTuple, Any], None]
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return arrived(tensor).detach()
+
+
+class Runner:
+    """The ranks of this process for one schedule; made together by all processes of the group.
+
+    Args:
+        schedule: a training step, without or with its messages.
+        stages: those of this process.
+    """
+
+    def __init__(self, schedule: Schedule, stages: Sequence[StageBase]) -> None:
+        self._faces = list(stages)
+        self._held: list[OwnStage] = [stage.own() for stage in stages]
+        self._context: Any = None
+        self._custom: dict[str, Custom] = {}
+        self._replaced: dict[str, Callable[[Entry, Any], None]] = {}
+        edges = next((tuple(s.edges) for s in stages if s.edges is not None), None)
+        self._plan = Plan(
+            schedule, schedule.ranks, schedule.stages, schedule.microbatches, edges or None
+        )
+        training = self._plan.training
+        describe = None if edges else self._held[0].describe
+        # The ranks meet in their first step, before which each may do what it likes for as long.
+        patience = Patience(meeting=FIRST_STEP)
+        found = connect_if_launched(self._held[0].device, stages[0].group, patience)
+        with being_made(found):
+            ends = ends_of(self._plan, found)
+            local = LocalRanks(ranks_of(self._plan, ends, self._held, describe, by_hand=True))
+            local.assemble(training)
+            shared = next((stage.shared for stage in stages if stage.shared), ())
+            self._local = local
+            self._weights = HeldWeights(local, shared, training.placement.rank_of)
+
+    def serves(self, schedule: Schedule, stages: Sequence[StageBase]) -> bool:
+        """Whether this is still the runner for a schedule and the modules of its stages."""
+        held = [stage.own() for stage in stages]
+        return self._plan.schedule is schedule and all(
+            a is b for a, b in zip(held, self._held, strict=True)
+        )
+
+    def run(
+        self,
+        batch: Batch,
+        loss: Loss | None,
+        custom: Mapping[str, Custom],
+        context: Any,
+        *,
+        trains: bool,
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Run a training step, or its forwards alone.
+
+        Returns:
+            The losses and outputs of the last stage, where it is in this process.
+        """
+
+        def schedules(count: int, edges: Any) -> Schedule:
+            return self._plan.proven(count, edges, trains=trains)
+
+        self._context = context
+        if self._custom != custom:
+            # Made once: what the runtime binds for a step holds these functions, and serves later steps too.
+            self._custom = dict(custom)
+            self._replaced = {name: self._replacing(custom[name]) for name in custom}
+        replaced = self._replaced
+        call = Call(schedules, batch, loss, trains=trains, keep=True, replaced=replaced)
+        with self._weights.training() if trains else nullcontext():
+            reports: list[Report] = self._local.carry_out(call)
+        losses = [found for report in reports for found in report.losses]
+        # Backward has used up the graph that they came from.
+        outputs = [mapped(found, _detached) for report in reports for found in report.kept]
+        return losses, outputs
+
+    def refuse(self, error: PenstockError, *, trains: bool) -> None:
+        """Tell all ranks, which are in a step too, what is wrong with what this one was given.
+
+        Raises:
+            PenstockError: that, on every rank.
+        """
+        self._local.carry_out(
+            Call(lambda *_: self._plan.training, Batch(), trains=trains, refused=error)
+        )
+
+    def _replacing(self, function: Custom) -> Callable[[Entry, Any], None]:
+        """A custom function as the runtime calls it: the stages here run what it tells them to."""
+
+        def run(entry: Entry, perform: Callable[[Action], Any]) -> None:
+            def by_hand(action: ActionTuple) -> Any:
+                own = to_entry(action)
+                return perform(own) if isinstance(own, Action) else None
+
+            for face in self._faces:
+                face.bind(by_hand)
+            try:
+                function(to_tuple(entry), self._context)
+            finally:
+                for face in self._faces:
+                    face.bind(None)
+
+        return run
+
+
+def batch_of(arg_mbs: list[Any], kwarg_mbs: list[Any], targets: list[Any] | None) -> Batch:
+    """A batch in microbatches, as far as this process was given it."""
+    parts = None
+    if any(arg_mbs) or any(kwarg_mbs):
+        pairs = zip(arg_mbs, kwarg_mbs, strict=True)
+        parts = [_part(args, kwargs) for args, kwargs in pairs]
+    sizes = [_sizes(of) for of in (arg_mbs if parts else None, targets) if of is not None]
+    # How many samples each microbatch has, where they differ; alike ones say nothing.
+    unlike = [found for found in sizes if found is not None and len(set(found)) > 1]
+    return Batch(parts, targets, unlike[0] if unlike else None, len(arg_mbs))
+
+
+def _part(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Microbatch:
+    """A microbatch; what cannot be described to other ranks, such as a block mask, stays aside."""
+    told: dict[str, Any] = {}
+    aside: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        (told if _describable(value) else aside)[name] = value
+    return Microbatch(tuple(args), told, 0, aside=aside)
+
+
+def _describable(value: Any) -> bool:
+    try:
+        flatten(value)
+    except SpecError:
+        return False
+    return True
+
+
+def _sizes(parts: Sequence[Any]) -> list[int] | None:
+    first = [next(tensors_of(part), ("", None))[1] for part in parts]
+    sizes = [len(tensor) for tensor in first if tensor is not None and tensor.dim()]
+    return sizes if len(sizes) == len(parts) else None
+
+
+CUSTOM_OPS = frozenset(
+    {op.value for op in (Op.F, Op.B, Op.I, Op.W, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)}
+    | {OVERLAPPED}
+)
+"""The kinds of work that a custom function may do instead."""

@@ -1,0 +1,552 @@
+"""What all schedules of this face share: they take a batch, split it, run it, and give what torch's give."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.errors import MicrobatchError, PenstockError, UsageError
+from penstock.pipeline.plan import prove
+from penstock.pipelining.microbatch import (
+    TensorChunkSpec,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+    split_tensor,
+)
+from penstock.pipelining.refusals import CallError, PlacementError
+from penstock.pipelining.rows import (
+    ActionTuple,
+    ComputationType,
+    check_format,
+    check_order,
+    check_trains,
+    proven,
+    read_rows,
+    schedule_of,
+    to_order,
+)
+from penstock.pipelining.runner import CUSTOM_OPS, Custom, Runner, batch_of
+from penstock.pipelining.stage import StageBase
+from penstock.pipelining.turns import count_steps
+from penstock.schedule import (
+    Op,
+    Schedule,
+    build,
+    compute_only,
+    prefetch,
+    reduce_gradients,
+    remove_wait_sends,
+    to_csv,
+)
+from penstock.step import Loss
+
+
+@dataclass
+class PipelineContext:
+    """What a custom function is told besides its action.
+
+    Attributes:
+        schedule_ref: the schedule that runs.
+        arg_mbs: for each microbatch the positional arguments; empty where this process was given none.
+        kwarg_mbs: for each microbatch the arguments by name.
+        target_mbs: for each microbatch the target.
+        losses: the list that the caller gave for the losses.
+    """
+
+    schedule_ref: Any
+    arg_mbs: list[tuple[Any, ...]] | None = None
+    kwarg_mbs: list[dict[str, Any]] | None = None
+    target_mbs: list[Any] | None = None
+    losses: list[Any] | None = None
+
+    @property
+    def stages(self) -> list[StageBase]:
+        """The stages of this process."""
+        found: list[StageBase] = self.schedule_ref.stages
+        return found
+
+
+class Arrived:
+    """The receives that a custom function may ask for: all have arrived, there is nothing to wait for."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def pop(self, key: object, default: Any = None) -> list[Any]:
+        """No work to wait for."""
+        return []
+
+
+class PipelineSchedule:
+    """A schedule over stages that are already placed; the base of all.
+
+    Args:
+        stages: those of this process.
+        n_microbatches: into how many parts a batch is split.
+        loss_fn: ``(output, target) -> scalar``; without it only forward runs.
+        args_chunk_spec: how positional arguments are split.
+        kwargs_chunk_spec: how arguments by name are split.
+        output_merge_spec: how outputs are put together.
+        scale_grads: whether the loss is a mean over samples, so that the microbatches' gradients are
+            averaged; else they are added up. The loss is scaled before backward, never a gradient after it.
+    """
+
+    recipe: ClassVar[str | None] = None
+    """The name of Penstock's schedule."""
+
+    def __init__(  # noqa: PLR0913 - torch's arguments
+        self,
+        stages: Sequence[StageBase],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+    ) -> None:
+        self._stages = list(stages)
+        self._num_stages = stages[0].num_stages
+        self.pp_group_size = stages[0].group_size
+        self.rank = stages[0].group_rank
+        self._n_microbatches = n_microbatches
+        self._loss_fn = loss_fn
+        self._args_chunk_spec = args_chunk_spec
+        self._kwargs_chunk_spec = kwargs_chunk_spec
+        self._output_merge_spec = output_merge_spec
+        self.scale_grads = scale_grads
+        self._has_backward = loss_fn is not None
+        self._requires_autograd = True
+        self._internal_losses: list[Tensor] = []
+        self._engine_runs = False
+        self._prepared: bool | None = None
+        self._custom: dict[str, Custom] = {}
+        self._schedule: Schedule | None = None
+        self._runner: Runner | None = None
+        self._order: dict[int, list[ActionTuple | None]] | None = None
+        self.fwd_recv_ops: Any = Arrived()
+        self.bwd_recv_ops: Any = Arrived()
+        self.backward_counter: Counter[int] = Counter()
+        if n_microbatches < 1:
+            raise UsageError(f"n_microbatches={n_microbatches}: must be at least 1")
+
+    @property
+    def stages(self) -> list[StageBase]:
+        """The stages of this process."""
+        return self._stages
+
+    @property
+    def schedule(self) -> Schedule:
+        """Penstock's schedule of a training step.
+
+        Raises:
+            CallError: there is none yet.
+        """
+        if self._schedule is None and self._order:
+            self._take(self._order)
+        if self._schedule is None:
+            raise CallError(
+                f"{type(self).__name__} has no actions yet; load them with _load_csv, set pipeline_order, "
+                "or take a class such as ScheduleInterleaved1F1B"
+            )
+        return self._schedule
+
+    @property
+    def stage_index_to_group_rank(self) -> dict[int, int]:
+        """On which rank each stage is; in a schedule that is a loop it may be set."""
+        if self._schedule is None and not self._order:
+            return self._stages[0].stage_index_to_group_rank
+        return dict(enumerate(self.schedule.placement.rank_of))
+
+    @stage_index_to_group_rank.setter
+    def stage_index_to_group_rank(self, rank_of: dict[int, int]) -> None:
+        if self._schedule is None and not self._order:
+            for stage in self._stages:
+                stage.place(rank_of)
+        elif rank_of != self.stage_index_to_group_rank:
+            raise PlacementError(
+                f"stages on ranks {rank_of}, but the actions have them on {self.stage_index_to_group_rank}"
+            )
+
+    @property
+    def pipeline_order(self) -> dict[int, list[ActionTuple | None]]:
+        """Each rank's work, by rank; set it, or fill it in, to make a schedule of one's own."""
+        if self._order is None:
+            made = self._schedule
+            self._order = {} if made is None else to_order(compute_only(made).programs)
+        return self._order
+
+    @pipeline_order.setter
+    def pipeline_order(self, order: dict[int, list[ActionTuple | None]]) -> None:
+        self._order, self._schedule = order, None
+
+    @property
+    def pipeline_order_with_comms(self) -> dict[int, list[ActionTuple | None]]:
+        """Each rank's work and messages, by rank."""
+        return to_order(self._spelt_out().programs)
+
+    @pipeline_order_with_comms.setter
+    def pipeline_order_with_comms(self, order: dict[int, list[ActionTuple | None]]) -> None:
+        self._take(order)
+
+    def _spelt_out(self) -> Schedule:
+        """The schedule with its messages, as files say it: not when sends are let go."""
+        return remove_wait_sends(prove(self.schedule))
+
+    def _take(self, order: dict[int, list[ActionTuple | None]]) -> None:
+        """Take actions that were written by hand, and prove that they can run."""
+        self._adopt(proven(schedule_of(order, self._num_stages, self._n_microbatches)))
+
+    def _validate_and_set_stage_mapping(self, actions: dict[int, list[ActionTuple | None]]) -> None:
+        check_order(actions, self.pp_group_size, self._num_stages, self._n_microbatches)
+        self._take(actions)
+        self._order = actions
+
+    def _adopt(self, schedule: Schedule) -> None:
+        """Take a schedule, if the stages here are where it has them.
+
+        Raises:
+            PlacementError: they are elsewhere.
+        """
+        if (schedule.ranks, schedule.stages) != (self.pp_group_size, self._num_stages):
+            raise PlacementError(
+                f"{schedule.name} has {schedule.stages} stages on {schedule.ranks} ranks, but here are "
+                f"{self._num_stages} stages on {self.pp_group_size} ranks"
+            )
+        if schedule.microbatches != self._n_microbatches:
+            raise PlacementError(
+                f"{schedule.name} is for {schedule.microbatches} microbatches, not {self._n_microbatches}"
+            )
+        check_trains(schedule, wanted=self._has_backward)
+        self._schedule, self._order = self._with_ops_of_custom(schedule), None
+
+    def _with_ops_of_custom(self, schedule: Schedule) -> Schedule:
+        """A schedule with the gathering and the reductions that custom functions are there for."""
+        if not self._custom.keys().isdisjoint((Op.UNSHARD, Op.RESHARD)):
+            schedule = prefetch(schedule)
+        return reduce_gradients(schedule) if Op.REDUCE_GRAD in self._custom else schedule
+
+    def _build(self) -> None:
+        """Build the schedule that the class is named after."""
+        if self.recipe is None:
+            return
+        each, left = divmod(self._num_stages, self.pp_group_size)
+        if left:
+            raise PlacementError(
+                f"{self._num_stages} stages cannot be divided evenly among {self.pp_group_size} ranks"
+            )
+        self._adopt(
+            build(
+                self.recipe,
+                ranks=self.pp_group_size,
+                microbatches=self._n_microbatches,
+                stages_per_rank=each,
+            )
+        )
+
+    def _get_pipeline_order(self) -> dict[int, list[ActionTuple | None]] | None:
+        """Each rank's work, by rank; nothing where it is not known yet."""
+        return self.pipeline_order or None
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[ActionTuple | None]:
+        """A rank's work."""
+        return self.pipeline_order[rank]
+
+    def _simulate(self) -> dict[int, list[ActionTuple | None]]:
+        """Each rank's actions by step, with their messages; see :func:`count_steps`."""
+        rank_of = self.schedule.placement.rank_of
+        return count_steps(self.pipeline_order_with_comms, rank_of.__getitem__, self._num_stages)
+
+    # ---- running
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a batch: forward, and backward where there is a loss.
+
+        Args:
+            args: the model's arguments, on the rank of the first stage.
+            target: what the loss compares with, on the rank of the last stage.
+            losses: is filled with the microbatches' losses there.
+            return_outputs: whether to give the output.
+            loss_kwargs: more arguments for ``loss_fn``.
+            kwargs: arguments by name for the stages of this process.
+
+        Returns:
+            The output on the rank of the last stage, else ``None``.
+
+        Raises:
+            RuntimeError: gradients are disabled.
+        """
+        if self._has_backward and self._requires_autograd and not torch.is_grad_enabled():
+            raise CallError("step needs gradients; under torch.no_grad() call eval")
+        self._follow_count()
+        for stage in self._stages:
+            stage.start(self._placement(), self._n_microbatches, trains=self._has_backward)
+        try:
+            arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
+            target_mbs = None
+            if target is not None:
+                target_mbs = list(split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
+            self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        except PenstockError as error:
+            if type(self)._step_microbatches is PipelineSchedule._step_microbatches:
+                self._current_runner().refuse(error, trains=self._has_backward)
+            raise
+        self._step_microbatches(
+            arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
+        )
+        last = next((stage for stage in self._stages if stage.is_last), None)
+        if last is None or not return_outputs:
+            return None
+        return self._merge_outputs(last.output_chunks)
+
+    def eval(
+        self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Run the forwards of a batch; arguments and result as :meth:`step`."""
+        trains, self._has_backward = self._has_backward, False
+        try:
+            return self.step(*args, target=target, losses=losses, **kwargs)
+        finally:
+            self._has_backward = trains
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Run a batch that is in microbatches already; a subclass may do it in its own way.
+
+        Args:
+            arg_mbs: for each microbatch its positional arguments.
+            kwarg_mbs: for each its arguments by name.
+            target_mbs: for each its target.
+            losses: is filled with the losses.
+            return_outputs: whether the last stage keeps what it gives in ``output_chunks``.
+            loss_kwargs: more arguments for ``loss_fn``.
+        """
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        context = PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
+        trains = self._has_backward
+        check_trains(self.schedule, wanted=trains)
+        loss = self._loss(loss_kwargs, trains, target_mbs)
+        runner, self._engine_runs = self._current_runner(), True
+        try:
+            batch = batch_of(arg_mbs, kwarg_mbs, target_mbs)
+            found, outputs = runner.run(batch, loss, self._custom, context, trains=trains)
+        finally:
+            self._engine_runs = False
+        for stage in self._stages:
+            stage.end(outputs if stage.is_last and return_outputs else ())
+        if losses is not None and any(stage.is_last for stage in self._stages):
+            losses[:] = found
+
+    def _follow_count(self) -> None:
+        """Build the schedule again where ``_n_microbatches`` was changed; people set it between steps."""
+        made = self._schedule
+        if made is not None and made.microbatches != self._n_microbatches and self.recipe:
+            self._build()
+
+    def _placement(self) -> Sequence[int] | None:
+        """The rank of each stage, where a schedule says it."""
+        return self._schedule.placement.rank_of if self._schedule else None
+
+    def _loss(self, more: dict[str, Any] | None, trains: bool, target: Any) -> Loss | None:
+        last = any(stage.is_last for stage in self._stages)
+        if self._loss_fn is None or (last and target is None and not trains):
+            return None
+        function = partial(self._compute_loss, loss_kwargs=more) if more else self._compute_loss
+        return Loss(function, "mean" if self.scale_grads else "sum")
+
+    def _current_runner(self) -> Runner:
+        """The runner; a new one where a stage's module was replaced."""
+        if self._runner is None or not self._runner.serves(self.schedule, self._stages):
+            self._runner = Runner(self.schedule, self._stages)
+        return self._runner
+
+    # ---- the parts of a step that a subclass may replace: how a batch is split, its loss, its output
+
+    def _split_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        """Each microbatch's positional arguments, and those by name."""
+        if not args and not kwargs:
+            count = self._n_microbatches
+            return [()] * count, [{} for _ in range(count)]
+        return split_args_kwargs_into_chunks(
+            args, kwargs, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
+        )
+
+    def _check_inputs(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Check a split batch; what is not given is empty for each microbatch.
+
+        Raises:
+            TypeError: something is no list.
+            MicrobatchError: a list of another length than there are microbatches.
+        """
+        count = self._n_microbatches
+        given = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+        for name, found in {**given, "losses": losses}.items():
+            if found is not None and not isinstance(found, list):
+                raise TypeError(f"{name} must be a list, not a {type(found).__name__}")
+        for name, found in given.items():
+            if found is not None and len(found) != count:
+                raise MicrobatchError(
+                    f"expected {count} microbatches, but {name} has {len(found)}; give one for each"
+                )
+        return (
+            [()] * count if arg_mbs is None else arg_mbs,
+            [{} for _ in range(count)] if kwarg_mbs is None else kwarg_mbs,
+        )
+
+    def _compute_loss(
+        self, output: Any, target: Any, loss_kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A microbatch's loss.
+
+        Raises:
+            CallError: the schedule has no loss function.
+        """
+        if self._loss_fn is None:
+            raise CallError("there is no loss; give the schedule a loss_fn")
+        return self._loss_fn(output, target, **(loss_kwargs or {}))
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+        """The output of the batch from those of its microbatches."""
+        return merge_chunks(output_chunks, self._output_merge_spec)
+
+    # ---- what a ``_step_microbatches`` of one's own calls, which says itself what happens, stage by stage.
+    # Where Penstock's engine runs the step they do nothing: losses are computed where the last stage's
+    # forward runs, and what travels is agreed on beforehand.
+
+    def _initialize_stage(
+        self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None
+    ) -> None:
+        """Agree on what travels, from a microbatch's arguments; once for training and once for forward."""
+        if self._prepared is self._has_backward:
+            return
+        self._prepared = self._has_backward
+        given: Any = None
+        for stage in sorted(self._stages, key=lambda stage: stage.stage_index):
+            given = stage.agree(self._n_microbatches, args if stage.is_first else given, kwargs)
+
+    _initialize_stages = _initialize_stage
+
+    def _maybe_compute_loss(
+        self,
+        stage: StageBase,
+        output: Any,
+        target_mbs: Sequence[Any] | None,
+        mb_index: int,
+        loss_kwargs: Any = None,
+    ) -> None:
+        """Compute and keep a microbatch's loss, on the last stage."""
+        if self._engine_runs or not stage.is_last or self._loss_fn is None:
+            return
+        if target_mbs is None and not self._has_backward:
+            return
+        if target_mbs is None:
+            raise CallError("the last stage's rank was given no target; pass target= on that rank")
+        loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+        self._internal_losses.append(loss)
+
+    def _maybe_get_loss(self, stage: StageBase, mb_index: int) -> Tensor | None:
+        """A microbatch's loss, on the last stage."""
+        if self._engine_runs or not stage.is_last or self._loss_fn is None:
+            return None
+        if not 0 <= mb_index < len(self._internal_losses):
+            raise CallError(
+                f"there is no loss of microbatch {mb_index} yet; there are {len(self._internal_losses)}"
+            )
+        return self._internal_losses[mb_index]
+
+    def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
+        """Hand the losses to the caller's list, on the rank of the last stage, and forget them."""
+        held = stages if isinstance(stages, list) else [stages]
+        if losses is not None and any(stage.is_last for stage in held):
+            found = len(self._internal_losses)
+            if found != self._n_microbatches:
+                raise CallError(f"expected {self._n_microbatches} losses, found {found}")
+            losses[:] = [loss.detach() for loss in self._internal_losses]
+        self._internal_losses.clear()
+
+    # ---- custom functions
+
+    def register_custom_function(
+        self, computation_type: ComputationType, custom_function: Custom
+    ) -> None:
+        """Let a function do a kind of work.
+
+        Args:
+            computation_type: which kind; messages are not for custom functions.
+            custom_function: ``(action, context)``. It may call the stages' ``forward_one_chunk``,
+                ``backward_one_chunk`` and ``backward_weight_one_chunk``, which do what the action would have.
+
+        Raises:
+            ValueError: a kind that cannot be replaced.
+        """
+        name = ComputationType(computation_type).value
+        if name not in CUSTOM_OPS:
+            raise UsageError(f"{name} cannot be replaced; {', '.join(sorted(CUSTOM_OPS))} can")
+        self._custom[name] = custom_function
+        if self._schedule is not None:
+            self._schedule = self._with_ops_of_custom(self._schedule)
+
+    def _assert_unsharded(self, stage: StageBase) -> None:
+        """Nothing: a stage's parameters are gathered before its action runs."""
+
+    # ---- files
+
+    def _dump_csv(self, filename: Any, format: str = "compute_only") -> None:
+        """Write the schedule, a row per rank.
+
+        Args:
+            filename: where to.
+            format: ``"compute_comms"`` with messages, ``"compute_only"`` without.
+        """
+        check_format(format)
+        only = format == "compute_only"
+        made = compute_only(self.schedule) if only else self._spelt_out()
+        Path(filename).write_text(to_csv(made), encoding="utf-8", newline="")
+
+    def _load_csv(self, filename: Any, format: str = "compute_only") -> None:
+        """Read a schedule and prove that it can run.
+
+        Args:
+            filename: a file of either format.
+            format: ``"compute_only"``: messages are worked out; ``"compute_comms"``: they are in the file.
+
+        Raises:
+            RowsError: what the file holds is no schedule.
+            PlacementError: it is for other stages, or misses or repeats actions.
+        """
+        check_format(format)
+        found = read_rows(filename)
+        if format == "compute_only" and found.communicates:
+            raise PlacementError(
+                f"{filename} spells out messages; load it with format='compute_comms'"
+            )
+        self._adopt(proven(found))

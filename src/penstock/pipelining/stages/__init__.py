@@ -1,1 +1,0 @@
-"""What is behind a stage under torch's names."""

@@ -1,1 +1,0 @@
-"""Models that are traced and cut, under torch's names."""

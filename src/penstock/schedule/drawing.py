@@ -1,0 +1,426 @@
+"""Timelines drawn: as SVG for a browser, as text for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from typing import NamedTuple
+
+from penstock.schedule.action import COMPUTE_OPS, Action, Op
+from penstock.schedule.timeline import Span, Timeline
+
+# ---- time as people read it: a unit, round ticks, short numbers
+
+
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_STEPS = (1, 2, 5, 10)
+
+
+class Unit(NamedTuple):
+    """A unit to write times in: its name, and how many of it one unit of the timeline is."""
+
+    name: str
+    factor: float
+
+
+def unit_for(timeline: Timeline) -> Unit:
+    """The unit in which the makespan is a number from 1 to 1000, where its unit is one of time."""
+    if timeline.unit not in _SECONDS:
+        return Unit("", 1.0)
+    seconds = timeline.makespan * _SECONDS[timeline.unit]
+    name = next((name for name, size in _SECONDS.items() if seconds >= size), "us")
+    return Unit(name, _SECONDS[timeline.unit] / _SECONDS[name])
+
+
+def ticks(length: float, wanted: int) -> list[float]:
+    """About ``wanted`` round numbers from 0 to ``length``, 1, 2 or 5 times a power of 10 apart."""
+    if length <= 0:
+        return [0.0]
+    rough = length / max(1, wanted)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * s for s in _STEPS if power * s >= rough * (1 - 1e-9))
+    return [step * i for i in range(math.floor(length / step * (1 + 1e-9)) + 1)]
+
+
+def short(number: float) -> str:
+    """A number in at most five digits."""
+    return f"{number:.5g}"
+
+
+def percent(share: float) -> str:
+    """A share as a percentage."""
+    return f"{100 * share:.1f} %"
+
+
+def stages_of(timeline: Timeline) -> list[list[int]]:
+    """For each rank the stages that it has spans of, ascending."""
+    ranks = range(timeline.ranks)
+    return [sorted({span.action.stage for span in timeline.of_rank(rank)}) for rank in ranks]
+
+
+# ---- the colours of the ops
+# Okabe and Ito, "Color Universal Design", 2008: eight colours that every kind of colour vision separates.
+COLOURS = {Op.F: "#56b4e9", Op.I: "#e69f00", Op.W: "#009e73", Op.B: "#cc79a7"}
+OTHER = "#999999"
+NAMES = {
+    Op.F: "forward",
+    Op.I: "input backward",
+    Op.W: "weight backward",
+    Op.B: "full backward",
+}
+RESET = "\x1b[0m"
+PALEST = 0.6
+"""How far towards white the last of several stages on a rank goes."""
+
+
+def colour(op: Op, place: int = 0, places: int = 1) -> str:
+    """The colour of an op on the ``place``-th of a rank's ``places`` stages: later ones are paler."""
+    white = PALEST * place / max(1, places - 1)
+    parts = (int(COLOURS.get(op, OTHER)[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+
+
+def painted(text: str, op: Op) -> str:
+    """A text on the colour of an op, for a terminal of 256 colours."""
+    red, green, blue = (round(int(colour(op)[at : at + 2], 16) / 51) for at in (1, 3, 5))
+    return f"\x1b[30;48;5;{16 + 36 * red + 6 * green + blue}m{text}{RESET}"
+
+
+# ---- as SVG: a row per rank, a colour per op, numbers of the microbatches
+
+
+LABELS, SHARES = 62, 58
+"""Width left and right of the rows, for ranks and idle shares."""
+TOP, LEGEND, AXIS, NOTE = 34, 24, 36, 20
+"""Height of title, legend, time axis and note."""
+NARROWEST, WIDEST, SCREEN = 640, 12_000, 2000
+"""Width of the rows at least and at most, and from where on one has to scroll."""
+ROOM = 21
+"""Width of a box in which a number of two digits is read well."""
+DIGIT, TIGHT = 6.6, 4.6
+"""Width of a digit of the labels, and where there is less room."""
+
+_STYLE = (
+    "text{font-family:Helvetica,Arial,sans-serif;font-size:12px;fill:#222}"
+    ".title{font-size:16px;font-weight:bold}.small{font-size:8px}.box{font-size:11px;text-anchor:middle}"
+    ".right{text-anchor:end}.middle{text-anchor:middle}.tight{font-size:8px;text-anchor:middle}.note{font-style:italic;fill:#555}"
+    ".pair{fill:none;stroke:#222;stroke-width:1.6;pointer-events:none}"
+    "rect{stroke:#fff;stroke-width:.7}.idle{fill:#f1f1f1;stroke:none}line{stroke:#ccc;stroke-width:1}"
+)
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """Where everything is on the drawing."""
+
+    timeline: Timeline
+
+    @cached_property
+    def places(self) -> list[dict[int, int]]:
+        """For each rank its stages and their order there."""
+        return [
+            {stage: place for place, stage in enumerate(held)} for held in stages_of(self.timeline)
+        ]
+
+    @cached_property
+    def most_places(self) -> int:
+        return max((len(places) for places in self.places), default=1)
+
+    @cached_property
+    def scale(self) -> float:
+        """Pixels per unit of time: as many as the numbers need, within bounds for the whole."""
+        makespan = self.timeline.makespan or 1.0
+        durations = sorted(s.duration for s in self.timeline.spans if s.duration > 0)
+        typical = durations[len(durations) // 4] if durations else makespan
+        return min(max(ROOM / typical, NARROWEST / makespan), WIDEST / makespan)
+
+    @property
+    def row(self) -> int:
+        """Height of a row: with several stages per rank, there is room for the stage below the number."""
+        return 26 if self.most_places == 1 else 34
+
+    @property
+    def length(self) -> float:
+        return self.timeline.makespan * self.scale
+
+    @property
+    def width(self) -> float:
+        shares = SHARES if self.length <= SCREEN else SHARES + LABELS
+        return LABELS + max(self.length, NARROWEST) + shares
+
+    @property
+    def rows_top(self) -> int:
+        return TOP + LEGEND
+
+    @property
+    def rows_bottom(self) -> int:
+        return self.rows_top + self.row * self.timeline.ranks
+
+    def x(self, time: float) -> float:
+        return LABELS + (time - self.timeline.start) * self.scale
+
+    def y(self, rank: int) -> int:
+        return self.rows_top + rank * self.row
+
+
+def draw_svg(timeline: Timeline, *, title: str = "", note: str = "") -> str:
+    """Draw a timeline.
+
+    Args:
+        timeline: of a simulated or measured step.
+        title: what stands above it.
+        note: what stands below it, such as how the times came about.
+
+    Returns:
+        An SVG document. All text is escaped; each box names its action and times in a tooltip.
+    """
+    sheet = _Sheet(timeline)
+    unit = unit_for(timeline)
+    height = sheet.rows_bottom + AXIS + (NOTE if note else 0)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width:.0f} {height}" '
+        f'width="{sheet.width:.0f}" height="{height}" role="img">',
+        f"<style>{_STYLE}</style>",
+        f'<rect class="sheet" width="{sheet.width:.0f}" height="{height}" fill="#fff"/>',
+        _text(LABELS, 22, title, "title"),
+        _text(sheet.width - 8, 22, f"idle {percent(timeline.bubble)}", "right"),
+        *_legend(sheet),
+        *_axis(sheet, unit),
+        *(part for rank in range(timeline.ranks) for part in _rank(sheet, rank, unit)),
+        *_pairs(sheet),
+        _text(LABELS, sheet.rows_bottom + AXIS + 10, note, "note") if note else "",
+        "</svg>",
+    ]
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def _text(x: float, y: float, text: str, kind: str = "") -> str:
+    style = f' class="{kind}"' if kind else ""
+    return f'<text x="{_number(x)}" y="{_number(y)}"{style}>{escape(text)}</text>'
+
+
+def _number(number: float) -> str:
+    return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+def _legend(sheet: _Sheet) -> Iterator[str]:
+    ops = {span.action.op for span in sheet.timeline.spans}
+    x = float(LABELS)
+    for op in (op for op in Op if op in ops):
+        name = f"{op.value} {NAMES[op]}" if op in NAMES else op.value
+        yield _rect(x, TOP + 2, 14, 14, colour(op))
+        yield _text(x + 19, TOP + 13, name)
+        x += 19 + DIGIT * len(name) + 16
+    said = []
+    if sheet.most_places > 1:
+        said.append("small: stage; paler: later stages of the rank")
+    if sheet.timeline.pairs:
+        said.append("framed: F and B that overlap")
+    if said:
+        yield _text(x, TOP + 13, "; ".join(said))
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str) -> str:
+    size = f'width="{_number(width)}" height="{_number(height)}"'
+    return f'<rect x="{_number(x)}" y="{_number(y)}" {size} fill="{fill}"/>'
+
+
+def _axis(sheet: _Sheet, unit: Unit) -> Iterator[str]:
+    bottom = sheet.rows_bottom
+    length = sheet.timeline.makespan * unit.factor
+    for tick in ticks(length, round(sheet.length / 80)):
+        x = _number(LABELS + tick / unit.factor * sheet.scale)
+        yield f'<line x1="{x}" y1="{sheet.rows_top}" x2="{x}" y2="{bottom + 5}"/>'
+        yield _text(float(x), bottom + 18, short(tick), "middle")
+    label = f"time in {unit.name}" if unit.name else "time"
+    whole = f"makespan {short(length)}{' ' + unit.name if unit.name else ''}"
+    yield _text(LABELS, bottom + 32, f"{label}; {whole}")
+
+
+def _rank(sheet: _Sheet, rank: int, unit: Unit) -> Iterator[str]:
+    y, middle = sheet.y(rank), sheet.y(rank) + sheet.row / 2 + 4
+    yield _text(LABELS - 8, middle, f"rank {rank}", "right")
+    background = (
+        f'x="{LABELS}" y="{y + 2}" width="{_number(sheet.length)}" height="{sheet.row - 4}"'
+    )
+    yield f'<rect class="idle" {background}/>'
+    spans = sheet.timeline.of_rank(rank)
+    together = _together(spans)
+    for i, span in enumerate(spans):
+        yield from _box(sheet, span, unit, shares=i in together)
+    again = f"rank {rank}: " if sheet.length > SCREEN else ""
+    yield _text(LABELS + sheet.length + 6, middle, again + percent(sheet.timeline.bubbles[rank]))
+
+
+def _pairs(sheet: _Sheet) -> Iterator[str]:
+    """A frame around each forward and backward that overlap, whether or not that saves time here."""
+    spans = {span.action: span for span in sheet.timeline.spans} if sheet.timeline.pairs else {}
+    for pair in sheet.timeline.pairs:
+        halves = [spans[half] for half in pair if half in spans]
+        if len(halves) < len(pair):
+            continue
+        start, end = min(half.start for half in halves), max(half.end for half in halves)
+        x, y = sheet.x(start), sheet.y(halves[0].rank) + 2
+        size = f'width="{_number((end - start) * sheet.scale)}" height="{sheet.row - 4}"'
+        yield f'<rect class="pair" x="{_number(x)}" y="{_number(y)}" {size} rx="2"/>'
+
+
+def _together(spans: Iterable[Span]) -> set[int]:
+    """Which spans of a rank, by start, run at the same time as another."""
+    found: set[int] = set()
+    last, end = -1, float("-inf")
+    for i, span in enumerate(spans):
+        if span.start < end - 1e-9 * abs(end):
+            found |= {last, i}
+        if span.end >= end:
+            last, end = i, span.end
+    return found
+
+
+def _box(sheet: _Sheet, span: Span, unit: Unit, *, shares: bool) -> Iterator[str]:
+    """A span; one that shares its time has half the height, forwards above."""
+    stage, op, microbatch, _ = span.action
+    x, width = sheet.x(span.start), span.duration * sheet.scale
+    height = (sheet.row - 4) / (2 if shares else 1)
+    y = sheet.y(span.rank) + 2 + (height if shares and op is not Op.F else 0)
+    places = sheet.places[span.rank]
+    start = (span.start - sheet.timeline.start) * unit.factor
+    tip = (
+        f"{span.action}: {short(start)} to {short(start + span.duration * unit.factor)} {unit.name}"
+    )
+    rect = _rect(x, y, width, height, colour(op, places[stage], sheet.most_places))
+    yield f"<g><title>{escape(tip.strip())}</title>{rect}"
+    if op in COMPUTE_OPS and width >= TIGHT * len(str(microbatch)) + 1:
+        kind = "box" if width >= DIGIT * len(str(microbatch)) + 2 else "tight"
+        with_stage = sheet.most_places > 1 and not shares
+        yield from _labels(span, x + width / 2, y + height / 2, kind, with_stage)
+    yield "</g>"
+
+
+def _labels(span: Span, x: float, y: float, kind: str, with_stage: bool) -> Iterator[str]:
+    yield _text(x, y + (1 if with_stage else 4), str(span.action.microbatch), kind)
+    if with_stage:
+        yield _text(x, y + 12, str(span.action.stage), "middle small")
+
+
+# ---- as lines of text, fitted to the width of a terminal
+
+
+IDLE = "."
+FEWEST = 10
+SHARE = "| 100.0 % idle"
+
+
+def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> str:
+    """Draw a timeline in characters.
+
+    There is one line per rank or, where ranks hold several stages, one per stage. A box begins with its op
+    and, where it fits, its microbatch; ``.`` is time in which the rank is idle. A legend stands below.
+
+    Args:
+        timeline: of a simulated or measured step.
+        width: how many characters a line may have; at least enough for labels and ten columns of time.
+        colour: whether to paint the boxes, for a terminal.
+    """
+    sheet = _Page(timeline, width, colour)
+    lines = [line for rank in range(timeline.ranks) for line in sheet.lines(rank)]
+    return "\n".join((*lines, sheet.ruler(unit_for(timeline)), sheet.legend()))
+
+
+@dataclass(frozen=True)
+class _Page:
+    """Where everything is in the drawing."""
+
+    timeline: Timeline
+    width: int
+    colour: bool
+
+    @cached_property
+    def stages(self) -> list[list[int]]:
+        """The stages of each rank."""
+        return stages_of(self.timeline)
+
+    @cached_property
+    def staged(self) -> bool:
+        """Whether a rank holds several stages."""
+        return any(len(found) > 1 for found in self.stages)
+
+    @cached_property
+    def label(self) -> int:
+        """The width of what stands before a line."""
+        highest = max((stage for found in self.stages for stage in found), default=0)
+        stage = len(f" stage {highest}") if self.staged else 0
+        return len(f"rank {self.timeline.ranks - 1}") + stage
+
+    @cached_property
+    def scale(self) -> float:
+        """Columns per unit of time; boxes that take equally long are equally wide, where they can be."""
+        columns = max(FEWEST, self.width - self.label - len(" |") - len(SHARE))
+        whole = columns / self.timeline.makespan if self.timeline.makespan else 0.0
+        shortest = min((s.duration for s in self.timeline.spans if s.duration > 0), default=0.0)
+        return math.floor(shortest * whole) / shortest if shortest * whole >= 1 else whole
+
+    @cached_property
+    def columns(self) -> int:
+        return max(FEWEST, math.ceil(self.timeline.makespan * self.scale - 1e-9))
+
+    def lines(self, rank: int) -> Iterator[str]:
+        """A rank's lines; its idle share stands behind the first."""
+        spans = self.timeline.of_rank(rank)
+        busy = [IDLE] * self.columns
+        for span in spans:
+            first, last = self.place(span)
+            busy[first:last] = " " * (last - first)
+        share = f"| {percent(self.timeline.bubbles[rank]).rjust(7)} idle"
+        for number, stage in enumerate(self.stages[rank] or [0]):
+            name = f"rank {rank}" if number == 0 else ""
+            if self.staged:
+                name = f"{name.ljust(self.label - len(f' stage {stage}'))} stage {stage}"
+            row = self.row([span for span in spans if span.action.stage == stage], busy)
+            yield f"{name.ljust(self.label)} |{row}{share if number == 0 else '|'}"
+
+    def place(self, span: Span) -> tuple[int, int]:
+        """The first column of a box, and the one behind it."""
+        start, end = (
+            round((at - self.timeline.start) * self.scale) for at in (span.start, span.end)
+        )
+        return start, min(end, self.columns)
+
+    def row(self, spans: list[Span], idle: list[str]) -> str:
+        """The boxes of one stage."""
+        cells = list(idle)
+        for span in spans:
+            first, last = self.place(span)
+            text = _cell(span.action, last - first)
+            cells[first:last] = text
+            if self.colour and last > first:
+                # The whole box is in its first cell.
+                cells[first:last] = [painted(text, span.action.op), *[""] * (last - first - 1)]
+        return "".join(cells)
+
+    def ruler(self, unit: Unit) -> str:
+        """The time below the lines."""
+        length = self.timeline.makespan * unit.factor
+        line = ""
+        for tick in ticks(length, self.columns // 12):
+            column = round(tick / unit.factor * self.scale)
+            if column >= len(line):
+                line = line.ljust(column) + short(tick) + " "
+        return (" " * (self.label + 2) + line + unit.name).rstrip()
+
+    def legend(self) -> str:
+        """What the letters mean."""
+        ops = {span.action.op for span in self.timeline.spans}
+        named = [(op, f"{op.value} {NAMES.get(op, op.value)}") for op in Op if op in ops]
+        shown = [painted(f" {name} ", op) if self.colour else name for op, name in named]
+        return " " * (self.label + 2) + ", ".join([*shown, f"{IDLE} idle"])
+
+
+def _cell(action: Action, width: int) -> str:
+    """The longest of the names of an action that leaves a space before the next box, or its op."""
+    microbatch = "" if action.microbatch is None else action.microbatch
+    name = f"{action.op.value}{microbatch}"
+    return (name if len(name) < width else action.op.value)[:width].ljust(width)
