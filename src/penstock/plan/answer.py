@@ -36,7 +36,7 @@ from penstock.schedule import (
     simulate,
     to_json,
 )
-from penstock.schedule.action import COMPUTE_OPS, GRADIENT_OPS
+from penstock.schedule.action import COMPUTE_OPS
 from penstock.schedule.packed import CODE, Packed
 from penstock.schedule.simulation import changes
 
@@ -280,7 +280,7 @@ def held(packed: Packed, stage_costs: StageCosts) -> list[np.ndarray[Any, Any]]:
     extra = np.zeros((len(CODE), stages))
     for op in COMPUTE_OPS:
         extra[CODE[op]] = stage_costs.extra[op.value]
-    backward = np.isin(packed.op, [CODE[op] for op in GRADIENT_OPS])
+    backward = (packed.op == CODE[Op.I]) | (packed.op == CODE[Op.B])
     changed += backward * np.array(stage_costs.left)[packed.stage]
     found = []
     for rank in range(packed.schedule.ranks):
@@ -303,12 +303,13 @@ def _under_way(packed: Packed, rank: int, stage_costs: StageCosts) -> Any:
     """
     mine = slice(packed.starts[rank], packed.starts[rank + 1])
     op, on, count = packed.op[mine], packed.stage[mine], packed.schedule.microbatches
+    forward, backward = op == CODE[Op.F], (op == CODE[Op.I]) | (op == CODE[Op.B])
     found = np.zeros(len(op))
     for stage in packed.schedule.placement.stages_on(rank):
-        forwards = np.cumsum((on == stage) & (op == CODE[Op.F]))
-        now = (on == stage) & np.isin(op, [CODE[each] for each in GRADIENT_OPS])
-        backwards = np.cumsum(now)
-        found += _next_ones(forwards, count) * stage_costs.taken[stage]
+        own = on == stage
+        now = own & backward
+        backwards = now.cumsum()
+        found += _next_ones((own & forward).cumsum(), count) * stage_costs.taken[stage]
         found += _next_ones(backwards, count) * stage_costs.returned[stage]
         found += np.minimum(backwards - now, AHEAD - now) * stage_costs.sent[stage]
     return found

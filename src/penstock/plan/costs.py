@@ -198,6 +198,8 @@ class _Composed:
         self._inside, self._enters, self._leaves = ([0.0] * stages for _ in range(3))
         self._returned, self._sent, self._left = ([0.0] * stages for _ in range(3))
         self._messages: tuple[set[Message], set[Message]] = set(), set()
+        self._pending = [0.0] * len(self._units)
+        """For each unit the gradients of units after it in its stage that are there still, in bytes."""
         self._edges: list[Edge] = []
         self._bytes: dict[str, float] = {}
         for value in unit_costs.values:
@@ -207,6 +209,8 @@ class _Composed:
         """Where a value lies until backward, and whether it travels."""
         home = self._stage_of[value.source]
         users = sorted({self._stage_of[target] for target in value.targets} - {home})
+        if value.gradient:
+            self._let_wait(value)
         if users:
             # The source keeps what it gave, to start backward from.
             self._leaves[home] += value.bytes
@@ -223,6 +227,13 @@ class _Composed:
                 self._messages[0].add((home, there[0]))
             if value.gradient:
                 self._give_back(value.bytes, home, rank, there)
+
+    def _let_wait(self, value: ValueCost) -> None:
+        """Within a stage a gradient is there from its last user back to its source, or to the first unit."""
+        latest = {self._stage_of[target]: target for target in value.targets}
+        for stage, last in latest.items():
+            for number in range(max(value.source, self._runs[stage].start), last):
+                self._pending[number] += value.bytes
 
     def _give_back(self, size: float, home: int, rank: int, users: Sequence[int]) -> None:
         """The gradients of a value, from its users on a rank: they wait there until all are made."""
@@ -297,28 +308,18 @@ class _Composed:
         In F the units after it hold nothing yet. In B they hold nothing any more, but the gradients that they
         gave are there. What is computed again is there while it is used.
         """
-        kind = f"{_KIND[op]}_extra"
+        kind, backward = f"{_KIND[op]}_extra", op in (Op.I, Op.B)
         most, beyond = 0.0, 0.0
-        gradients = self._gradients(run) if op in (Op.I, Op.B) else {}
         for number in reversed(run):
             unit = self._units[number]
-            again = unit.held - unit.around if number in self._again and op in (Op.I, Op.B) else 0.0
-            need = getattr(unit, kind) + again + gradients.get(number, 0.0)
+            need = getattr(unit, kind)
+            if backward:
+                need += self._pending[number]
+                need += unit.held - unit.around if number in self._again else 0.0
             most = max(most, need - beyond)
             # I leaves what W needs.
             beyond += self._kept(number) if op in (Op.F, Op.B) else 0.0
-        stage = self._stage_of[run[0]]
-        return most + (self._returned[stage] if op in (Op.I, Op.B) else 0.0)
-
-    def _gradients(self, run: range) -> dict[int, float]:
-        """For each unit of a stage the gradients of units after it that are there still, in bytes."""
-        found = dict.fromkeys(run, 0.0)
-        for value in self._of.values:
-            latest = max((target for target in value.targets if target in run), default=-1)
-            if value.gradient:
-                for number in range(max(value.source, run[0]), latest):
-                    found[number] += value.bytes
-        return found
+        return most + (self._returned[self._stage_of[run[0]]] if backward else 0.0)
 
     def _kinds(self, run: range, states: float) -> dict[str, float]:
         units = [self._units[unit] for unit in run]
