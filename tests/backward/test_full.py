@@ -73,6 +73,14 @@ def test_nothing_to_do_gives_nothing() -> None:
     assert stage_backward(torch.ones(2), None, [torch.ones(2)]) == (None,)
 
 
+def test_a_change_in_place_between_forward_and_backward_is_explained() -> None:
+    x, scale = leaf(), torch.ones((), dtype=torch.float64)
+    output = x * scale
+    scale.mul_(2)
+    with pytest.raises(StageError, match="forward of a later microbatch may do so"):
+        stage_backward(output, torch.ones_like(output), [x])
+
+
 def test_failure_inside_autograd_shows_the_values() -> None:
     x = leaf()
     with pytest.raises(StageError, match=r"output=float64\[4, 3\].*gradient=float32\[5\]"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.backward import ParamGroup, delivery, stage_backward_input, stage_backward_weight
+from penstock.backward import ParamGroup, split, stage_backward_input, stage_backward_weight
 from penstock.errors import StageError
 
 
@@ -231,7 +231,7 @@ def test_weights_half_fails_with_the_cause() -> None:
 
 
 def test_gradients_are_delivered_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "BATCH_BYTES", 1)
+    monkeypatch.setattr(split, "BATCH_BYTES", 1)
     model, x = mlp(), leaf()
     returned = stage_backward_weight(model.parameters(), first_half(model, x)[1])
     assert_all_close(returned, plain(model, x)[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ from penstock.testing.fuzz import __main__ as command
 from penstock.testing.fuzz import differences, merged, parts
 from penstock.testing.fuzz.cases import OPS, Case, Run
 from penstock.testing.fuzz.growing import count, form, grow
-from penstock.testing.fuzz.judging import Verdict, alike, judge, loaded, signature, told_by
+from penstock.testing.fuzz.judging import (
+    Verdict,
+    alike,
+    judge,
+    loaded,
+    signature,
+    told_by,
+    verdict_of_ranks,
+)
 from penstock.testing.fuzz.program import program, tolerance
 from penstock.testing.fuzz.shrinking import shrink
 
@@ -244,11 +253,32 @@ class Pool(WorkerPool):
 
 
 def test_a_worker_that_dies_is_a_failure_of_its_case() -> None:
-    verdict = command.Bench(together=Pool(3)).judge(grow("0:9"))
+    with closing(command.Bench(together=Pool(3))) as bench:
+        verdict = bench.judge(grow("0:9"))
     assert (verdict.outcome, verdict.reason) == (
         "failed",
         "crash: worker 0 died: Segmentation fault",
     )
+
+
+def test_a_plain_loop_that_dies_too_makes_its_case_void() -> None:
+    with closing(command.Bench()) as bench:
+        bench._alone = Pool(1)
+        assert bench.judge(grow("0:1")).outcome == "void"
+
+
+def test_ranks_share_the_gradients_of_arguments() -> None:
+    name, whole, none = "gradient of input 0, step 0", ["float64", [2], [3.0, 4.0]], None
+    first, second = ["float64", [2], [1.0, 4.0]], ["float64", [2], [2.0, 0.0]]
+    for shares, outcome in (
+        ((whole, none), "same"),
+        ((none, whole), "same"),
+        ((first, second), "same"),
+        ((first, none), "failed"),
+        ((none, none), "failed"),
+    ):
+        answers = [{"expected": {name: whole}, "found": {name: share}} for share in shares]
+        assert verdict_of_ranks(answers, 1e-10).outcome == outcome
 
 
 class Here(command.Bench):

@@ -218,7 +218,14 @@ class _Explained:
 
 def _told(call: str, values: Mapping[str, Any], error: Exception) -> StageError:
     shown = ", ".join(f"{name}={describe(value)}" for name, value in values.items())
-    return StageError(f"{call} failed for {shown}: {error}")
+    hint = _CHANGED if "modified by an inplace operation" in str(error) else ""
+    return StageError(f"{call} failed for {shown}: {error}{hint}")
+
+
+_CHANGED = (
+    " In a pipeline the forward of a later microbatch may do so before this backward, where a module changes "
+    "a buffer in place that it also computes with: have it make a new tensor instead of changing the old one."
+)
 
 
 def _pair_tensor(output: Tensor, gradient: Any, path: str) -> Iterator[Pair]:

@@ -17,7 +17,6 @@ from torch import nn
 from penstock.faults import PATIENCE, Patience, Timeout
 from penstock.parallel import Siblings, siblings_of
 from penstock.partition import Example, Shared, find_shared_between
-from penstock.pipeline.again import FrugalStage
 from penstock.pipeline.calls import Caller, Given
 from penstock.pipeline.plan import (
     Asked,
@@ -53,7 +52,7 @@ from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
 from penstock.schedule import Schedule
 from penstock.schedule.edges import Edges
-from penstock.stage import Compilation, PipelineStage, home_of, without_compilation
+from penstock.stage import Compilation, FrugalStage, PipelineStage, home_of, without_compilation
 from penstock.step import (
     BatchStatistics,
     Loss,

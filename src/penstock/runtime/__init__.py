@@ -1,8 +1,14 @@
 """Run a schedule: every rank's program as a machine that one can step."""
 
-from penstock.runtime.agreement import agree_plan, describe_stages
+from penstock.runtime.agreement import (
+    Call,
+    Refusal,
+    Report,
+    agree_plan,
+    describe_stages,
+    reports_of,
+)
 from penstock.runtime.bind import BoundProgram, Wanted
-from penstock.runtime.calls import Call, Refusal, Report, reports_of
 from penstock.runtime.driver import Task, Wait, drive
 from penstock.runtime.explain import explain, table
 from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which

@@ -16,10 +16,19 @@ from penstock.errors import AgreementError, PenstockError, SpecError, StageError
 from penstock.faults import has_probes
 from penstock.parallel import Adapter, adapter_of, let_cross, unwrapped
 from penstock.rng import Generators, Streams
-from penstock.runtime.agreement import Agreement, Agreements, agree_model_call, look_up
+from penstock.runtime.agreement import (
+    Agreement,
+    Agreements,
+    Brought,
+    Call,
+    ModelCall,
+    Refusal,
+    Report,
+    agree_model_call,
+    look_up,
+)
 from penstock.runtime.arguments import Inputs
 from penstock.runtime.bind import BoundProgram, Wanted
-from penstock.runtime.calls import Brought, Call, ModelCall, Refusal, Report
 from penstock.runtime.describing import (
     Describe,
     describe_by_stage,

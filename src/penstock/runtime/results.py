@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import AgreementError, PenstockError, SpecError, StageError, UsageError
-from penstock.runtime.calls import ModelCall
+from penstock.runtime.agreement import ModelCall
 from penstock.runtime.describing import OUTPUT
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs

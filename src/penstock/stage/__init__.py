@@ -3,6 +3,7 @@
 from penstock.stage.entrance import Entrance
 from penstock.stage.stage import (
     Compilation,
+    FrugalStage,
     Gradients,
     PipelineStage,
     home_of,
@@ -12,6 +13,7 @@ from penstock.stage.stage import (
 __all__ = [
     "Compilation",
     "Entrance",
+    "FrugalStage",
     "Gradients",
     "PipelineStage",
     "home_of",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock import compiled, parallel
 from penstock.backward import ENGINES, Apart, BackwardEngine, backward_from
@@ -403,3 +405,40 @@ def home_of(module: nn.Module) -> torch.device:
     """Where a module's first parameter is; the CPU for a module without parameters."""
     first = next(module.parameters(), None)
     return torch.device("cpu") if first is None else first.device
+
+
+# ---- computing the forward of some modules again in backward, instead of keeping what it made
+
+
+class FrugalStage(PipelineStage):
+    """A stage some of whose modules keep nothing of their forward but what it was given.
+
+    Attributes:
+        again: these modules.
+    """
+
+    again: Sequence[nn.Module] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module for a microbatch, see :meth:`PipelineStage.forward`."""
+        with _computed_again(self.again):
+            return super().forward(*args, **kwargs)
+
+
+@contextmanager
+def _computed_again(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """The modules are as their author made them before and after: others may run them too."""
+    if not torch.is_grad_enabled():
+        yield
+        return
+    own = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, own, strict=True):
+            if forward is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward

@@ -49,11 +49,24 @@ class Bench:
 
     def judge(self, case: Case) -> Verdict:
         """The verdict on a case."""
+        text = program(case)
         try:
-            return self._judged(case, program(case))
+            return self._judged(case, text)
         except WorkerError as error:
             lines = str(error).strip().splitlines()
-            return Verdict("failed", f"crash: {lines[0]} {lines[-1]}"[:150], str(error))
+            crash = f"crash: {lines[0]} {lines[-1]}"[:150]
+            outcome = "failed" if self._plain_runs(text) else "void"
+            return Verdict(outcome, crash, str(error))
+
+    def _plain_runs(self, text: str) -> bool:
+        """Whether the plain loop does not crash; torch itself has some faults that end a process."""
+        try:
+            self._alone.run(
+                f"{_HERE}:work_plain", 1, self._limit + 60.0, program=text, limit=self._limit
+            )
+        except WorkerError:
+            return False
+        return True
 
     def _judged(self, case: Case, text: str) -> Verdict:
         patience = 2 * self._limit + 120.0  # also for starting, on a busy machine

@@ -209,6 +209,12 @@ def work_alone(group: Any, program: str, tolerance: float, limit: float) -> dict
     return asdict(judge(program, tolerance, limit))
 
 
+def work_plain(group: Any, program: str, limit: float) -> None:
+    """A worker's task: the plain loop alone, which may take the worker along."""
+    with loaded(program) as module:
+        told_by(module.plain, limit)
+
+
 def work_together(group: Any, program: str, limit: float) -> dict[str, Any]:
     """A worker's task: the plain loop, and the share of this rank."""
     with loaded(program) as module:
@@ -242,6 +248,9 @@ def _unpacked(packed: Mapping[str, Any]) -> Told:
     return told
 
 
+_OF_INPUT = "gradient of input "
+
+
 def verdict_of_ranks(answers: Sequence[Mapping[str, Any]], tolerance: float) -> Verdict:
     """The verdict on a case of which each rank ran its share."""
     if "void" in answers[0]:
@@ -263,8 +272,15 @@ def verdict_of_ranks(answers: Sequence[Mapping[str, Any]], tolerance: float) -> 
             for name in [*found]
             if name.startswith("hook")
         }
+        # Arguments are each rank's own: it has the share of the stages that it holds in their gradients.
+        shares = {name: found.pop(name) for name in [*found] if name.startswith(_OF_INPUT)}
         alone = compare({n: expected.get(n) for n in found if n in expected}, found, tolerance)
         if alone.outcome != "same":
             return alone
+        for name, share in shares.items():
+            before = together.get(name)
+            together[name] = (
+                share if before is None else before if share is None else before + share
+            )
         together |= found | hooks
     return compare(expected, together, tolerance)
