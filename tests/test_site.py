@@ -168,9 +168,11 @@ class Browser:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as ``make docs`` does."""
+    """As ``make docs`` builds it, or has just built it."""
     pytest.importorskip("mkdocs", reason="the extra docs is not installed: make docs")
     pytest.importorskip("material", reason="the extra docs is not installed: make docs")
+    if is_new(ROOT / "site/index.html"):
+        return ROOT / "site"
     folder = tmp_path_factory.mktemp("site")
     arguments = ["build", "--quiet", "--strict", "-f", "website/mkdocs.yml", "-d", str(folder)]
     found = subprocess.run(
@@ -183,6 +185,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert found.returncode == 0, found.stderr
     return folder
+
+
+def is_new(page: Path) -> bool:
+    """Whether a page was made after the last change of anything that the site is made of."""
+    sources = ("README.md", "CHANGELOG.md", "docs", "examples", "src", "website", "pyproject.toml")
+    files = [file for source in sources for file in (ROOT / source, *(ROOT / source).rglob("*"))]
+    changed = max(
+        file.stat().st_mtime for file in files if file.is_file() and "__pycache__" not in file.parts
+    )
+    return page.exists() and page.stat().st_mtime > changed
 
 
 class Quiet(SimpleHTTPRequestHandler):
