@@ -1,29 +1,35 @@
 """Compiled stages: their halves beside a compiled full backward, their memory, and steps with them.
 
-On a machine with a GPU all is measured there, in bfloat16, with the peak memory too.
+All ways take turns, and ratios are those of the rounds: their median and quartiles. On a CPU times are those
+of the CPU, so that they mean something on a machine that others use too; the times of a step's actions are
+laid out on a timeline for each rank, as where each has a core for itself. On a machine with a GPU the halves
+and the memory are measured there, in bfloat16, by the clock, with the peak memory too.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from functools import partial
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
 from typing import Any, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.backward import Ours, Stage, ratio, stage_of, time_once
-from benchmarks.pairs import Ratios, alternate
+from benchmarks.backward import Ours, Stage, stage_of, time_once
+from benchmarks.pairs import Ratios
 from benchmarks.work import RANKS, gpt, placement
-from penstock import Pipeline, PipelineStage
+from penstock import ActionEvent, Pipeline, PipelineStage
 from penstock.backward import ENGINES
-from penstock.compiled import CompiledModule, has_compiler
+from penstock.compiled import CompiledModule, graphs_kept, has_compiler
+from penstock.plan.answer import with_messages
+from penstock.schedule import build, parse_action, replay
+from penstock.schedule.action import COMPUTE_OPS
 from penstock.testing import WorkerPool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-WIDTHS = (64, 256, 512)
+WIDTHS = {64: 32, 256: 2, 512: 1}
+"""With the microbatches that one time is of."""
 AIM = 1.05
 MICROBATCHES = 4
 TIMEOUT = 1800
@@ -37,6 +43,8 @@ class Compiled(Ours):
         self.stage = stage
         self.called = CompiledModule(stage.model, {"backend": backend}, "the stage")
         self.engine = ENGINES["deferred" if split else "none"](stage.model)
+        with graphs_kept():
+            self.weight_half(self.input_half(self.forward()))
 
     def forward(self) -> Any:
         """Runs forward; returns what the inputs' half needs."""
@@ -73,29 +81,43 @@ def moment() -> float:
     return perf_counter()
 
 
-def compare_times(ways: dict[str, Ours], rounds: int, title: str) -> dict[str, Any]:
+def now() -> float:
+    """What times are differences of: of this process's CPU, or the clock of a GPU."""
+    return moment() if DEVICE.type == "cuda" else process_time()
+
+
+def time_some(way: Ours, microbatches: int) -> dict[str, float]:
+    """Seconds of the parts of some microbatches, as of a step."""
+    found = [time_once(way, now) for _ in range(microbatches)]
+    way.engine.flush()
+    return {part: sum(one[part] for one in found) for part in found[0]}
+
+
+def compare_times(ways: dict[str, Ours], width: int, rounds: int, title: str) -> dict[str, Any]:
     """Times and ratios of one width, in turn."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-    for index in range(rounds + 3):
-        for name in list(ways) if index % 2 else list(reversed(ways)):
-            found[name].append(time_once(ways[name], moment))
-    found = {name: measured[3:] for name, measured in found.items()}
-    figures: dict[str, Any] = {
-        "milliseconds": {
-            name: {part: 1e3 * statistics.median(m[part] for m in measured) for part in measured[0]}
-            for name, measured in found.items()
-        },
-        "I+W of whole": ratio(found, "halves", "I+W", "whole"),
-        "F of whole": ratio(found, "halves", "F", "whole"),
-        "I+W of deferred": ratio(found, "halves", "I+W", "deferred"),
-        "F of deferred": ratio(found, "halves", "F", "deferred"),
-    }
+    names = list(ways)
+    for index in range(rounds + 2):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            found[name].append(time_some(ways[name], WIDTHS[width]))
+
+    def ratios(part: str, base: str) -> Ratios:
+        return Ratios(*([one[part] for one in found[name][2:]] for name in ("halves", base)))
+
+    of_whole, of_deferred = (ratios("I+W", base) for base in ("whole", "deferred"))
+    print(f"{title}: I+W {of_whole.told('a compiled full backward')} (aim {AIM})")
+    print(f"{title}: I+W {of_deferred.told('the deferred engine')}")
+    forward = {base: ratios("F", base) for base in ("whole", "deferred")}
     print(
-        f"{title}: I+W {figures['I+W of whole']:.3f} of a compiled full backward (aim {AIM}), "
-        f"{figures['I+W of deferred']:.3f} of the deferred engine; "
-        f"F {figures['F of whole']:.3f} and {figures['F of deferred']:.3f}"
+        f"{title}: F {forward['whole'].median:.3f} x that of a compiled full backward, "
+        f"{forward['deferred'].median:.3f} x that without compilation"
     )
-    return figures
+    return {
+        "I+W of whole": of_whole.to_json(),
+        "I+W of deferred": of_deferred.to_json(),
+        "F": {base: one.to_json() for base, one in forward.items()},
+    }
 
 
 # ---- memory
@@ -154,23 +176,36 @@ def _weight_halves(way: Ours, states: list[Any]) -> None:
 
 # ---- steps
 
+STEPS = {
+    "ZB-H1, compiled": ("ZB-H1", BACKENDS[-1]),
+    "1F1B, compiled": ("1F1B", BACKENDS[-1]),
+    "ZB-H1": ("ZB-H1", None),
+    "1F1B": ("1F1B", None),
+}
 
-def measure(group: Any, schedule: str, backend: str | None, rounds: int) -> dict[str, Any]:
-    """A worker's task: paired times of compiled steps of a schedule and of others, in seconds."""
-    options = {"compile": None if backend is None else {"backend": backend}}
-    mine = _pipeline(group, "ZB-H1", {"compile": {"backend": BACKENDS[-1]}})
-    other = _pipeline(group, schedule, options)
-    mine()
-    other()
-    first, second = alternate(mine, other, rounds, 1)
-    return {"ours": first, "other": second}
+Seconds = dict[str, float]
 
 
-def _pipeline(group: Any, schedule: str, options: dict[str, Any]) -> Callable[[], None]:
+def measure(group: Any, rounds: int) -> dict[str, list[Seconds]]:
+    """A worker's task: for each way, in turn, what each action of a step takes of the CPU, round by round."""
+    runs = {name: _pipeline(group, *way) for name, way in STEPS.items()}
+    found: dict[str, list[Seconds]] = {name: [] for name in runs}
+    names = list(runs)
+    for number in range(rounds + 2):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            found[name].append(runs[name]())
+    return {name: steps[2:] for name, steps in found.items()}
+
+
+def _pipeline(group: Any, schedule: str, backend: str | None) -> Callable[[], Seconds]:
     work, home = gpt(RANKS), placement(schedule)
-    held = work.held(home, group.rank())
+    compiled = None if backend is None else {"backend": backend}
     pipe = Pipeline.from_stages(
-        [PipelineStage(work.stages[index], index, len(home), **options) for index in held],
+        [
+            PipelineStage(work.stages[index], index, len(home), compile=compiled)
+            for index in work.held(home, group.rank())
+        ],
         schedule=schedule,
         microbatches=work.microbatches,
         loss_fn=work.loss,
@@ -179,28 +214,53 @@ def _pipeline(group: Any, schedule: str, options: dict[str, Any]) -> Callable[[]
         timeout=TIMEOUT,
     )
 
-    def run() -> None:
-        pipe.step(work.batch, target=work.target)
+    def run() -> Seconds:
+        found: Seconds = {}
+        since = 0.0
+
+        def before(event: ActionEvent) -> None:
+            nonlocal since
+            since = thread_time()
+
+        def after(event: ActionEvent) -> None:
+            found[str(event.action)] = thread_time() - since
+
+        started = thread_time()
+        with pipe.on(lambda action: action.op in COMPUTE_OPS, before=before, after=after):
+            pipe.step(work.batch, target=work.target)
+        # What a rank does between its actions is theirs in equal parts.
+        around = (thread_time() - started - sum(found.values())) / len(found)
         work.zero_grad()
+        return {action: seconds + around for action, seconds in found.items()}
 
     return run
 
 
+def step_of(schedule: str, ranks: tuple[Seconds, ...]) -> float:
+    """Seconds of a step in which each action takes its CPU time."""
+    durations: dict[Any, float] = {
+        parse_action(a): seconds for one in ranks for a, seconds in one.items()
+    }
+    built = build(schedule, ranks=RANKS, microbatches=gpt(RANKS).microbatches)
+    return replay(with_messages(built), durations).makespan
+
+
 def compare_steps(rounds: int) -> dict[str, Any]:
     """Steps of compiled ZB-H1 on two processes, beside others."""
-    found: dict[str, Any] = {}
-    others = {
-        "1F1B, compiled": ("1F1B", BACKENDS[-1]),
-        "ZB-H1": ("ZB-H1", None),
-        "1F1B": ("1F1B", None),
-    }
     with WorkerPool(RANKS) as workers:
-        for name, (schedule, backend) in others.items():
-            told = {"schedule": schedule, "backend": backend, "rounds": rounds}
-            answers = workers.run("benchmarks.compiling:measure", RANKS, timeout=TIMEOUT, **told)
-            ratios = Ratios(answers[0]["ours"], answers[0]["other"])
-            print(f"step, ZB-H1, compiled by {BACKENDS[-1]}: {ratios.told(name)}")
-            found[name] = ratios.to_json()
+        answers = workers.run("benchmarks.compiling:measure", RANKS, timeout=TIMEOUT, rounds=rounds)
+    laid_out: dict[str, list[float]] = {}
+    spent: dict[str, list[float]] = {}
+    for name, (schedule, _) in STEPS.items():
+        steps = list(zip(*(answer[name] for answer in answers), strict=True))
+        laid_out[name] = [step_of(schedule, ranks) for ranks in steps]
+        spent[name] = [sum(sum(one.values()) for one in ranks) for ranks in steps]
+    ours, *others = STEPS
+    found: dict[str, Any] = {}
+    for name in others:
+        step, cpu = (Ratios(times[ours], times[name]) for times in (laid_out, spent))
+        print(f"step, {ours} by {BACKENDS[-1]}: {step.told(name)}; CPU {cpu.median:.3f} x")
+        found[name] = {"step": step.to_json(), "cpu": cpu.to_json()}
     return found
 
 
@@ -211,8 +271,7 @@ def compare(rounds: int) -> dict[str, Any]:
         for width in WIDTHS:
             title = f"compiled by {backend}, width {width}"
             ways = ways_of(placed(width), backend)
-            few = max(3, rounds * 3 if width == 64 else rounds)
-            found["times"][title] = compare_times(ways, few, title)
+            found["times"][title] = compare_times(ways, width, rounds, title)
             found["bytes"][title] = compare_bytes(ways, title)
     found["steps"] = compare_steps(rounds)
     return found

@@ -1,7 +1,9 @@
 """What a plan says beside what its step does: time and memory on two gloo ranks, of three models.
 
 The costs are measured in both processes at once, as the ranks compute at once in a step. The plans of a model
-then take turns. Two times of each are told: its fastest step by the wall clock, and the step as it would be
+and its costs then take turns, since a machine is not always as fast; what is predicted is made from the
+median costs of all turns, with what a rank is busy with for each message, known from another model. Two
+times of each are told: its fastest step by the wall clock, and the step as it would be
 on a machine that does nothing else: the median CPU times of its actions, with what its ranks spend around
 them, laid out on a timeline for each rank. On a machine that others use too, only the second means anything.
 Memory is the most that a rank's tensors take at any moment of a step, weights and gradients included.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -21,10 +24,10 @@ from benchmarks.predictions import latency as latency_of
 from benchmarks.work import RANKS
 from penstock import ActionEvent, Pipeline
 from penstock import plan as planning
-from penstock.plan import Plan, Profile
+from penstock.plan import Plan, Profile, UnitCosts
 from penstock.plan.answer import with_messages
 from penstock.plan.metering import Meter
-from penstock.schedule import parse_action, replay
+from penstock.schedule import parse_action, replay, simulate
 from penstock.schedule.action import COMPUTE_OPS
 from penstock.testing import WorkerPool
 from penstock.train.model import GPT, Shape, next_byte_loss
@@ -34,6 +37,9 @@ SCHEDULES = ("GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZB-V")
 SPACE = 8
 """The microbatches of each plan, and of the small space the other number."""
 OTHER = 4
+CALIBRATION = 5
+"""Steps by which it is known what a message costs."""
+TIMES = ("forward", "input", "weight", "backward")
 Made = tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]
 
 
@@ -109,25 +115,51 @@ def made(name: str) -> Made:
 
 def costs(group: Any, name: str) -> str:
     """Costs that are measured while the other rank computes too, as JSON."""
-    model, batch, target, loss = made(name)
-    profile = planning.measure(model, batch, target=target, loss_fn=loss, stages=2 * RANKS)
-    for count in (SPACE, OTHER):
-        profile.at(BATCH // count)
-    profile.latency = latency_of(group)
+    profile = _costs(name, repeats=1)
+    profile.latency, profile.handling = latency_of(group), _handling(group)
     return profile.to_json()
 
 
-def measure(group: Any, name: str, plans: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Seconds of steps of each plan, in turn, and the most bytes that are held in one."""
+def _costs(name: str, repeats: int) -> Profile:
+    model, batch, target, loss = made(name)
+    given: dict[str, Any] = {"target": target, "loss_fn": loss, "stages": 2 * RANKS}
+    profile = planning.measure(model, batch, **given, repeats=repeats)
+    for count in (SPACE, OTHER):
+        profile.at(BATCH // count)
+    return profile
+
+
+def _handling(group: Any) -> float:
+    """How long a rank is busy with a message: what steps of another model spend around their actions."""
+    torch.manual_seed(0)
+    model, tokens = GPT(Shape(layers=2, width=192, heads=4, sequence=128)), torch.zeros(BATCH, 129)
+    batch, target = tokens[:, :-1].long(), tokens[:, 1:].long()
+    pipe = Pipeline(model, microbatches=SPACE, loss_fn=next_byte_loss, group=group)
+    found = _nothing_found()
+    for number in range(CALIBRATION + 1):
+        _step(pipe, batch, target, found if number else _nothing_found())
+    pipe.close()
+    return float(statistics.median(found["around"])) / (2 * SPACE)
+
+
+def _nothing_found() -> dict[str, Any]:
+    return {"seconds": [], "around": [], "actions": {}}
+
+
+def measure(group: Any, name: str, plans: list[str], rounds: int) -> dict[str, Any]:
+    """Steps of each plan and the costs, in turn, and the most bytes that are held in a step."""
     runs = []
     for text in plans:
         model, batch, target, loss = made(name)
         pipe = Pipeline(model, plan=Plan.from_json(text), loss_fn=loss, group=group)
         runs.append((pipe, batch, target))
-    found: list[dict[str, Any]] = [{"seconds": [], "around": [], "actions": {}} for _ in runs]
-    for number in range(rounds + 2):
+    found = [_nothing_found() for _ in runs]
+    profiles = []
+    for number in range(rounds + 1):
         for run, one in zip(runs, found, strict=True):
-            _step(*run, one if number > 1 else {"seconds": [], "around": [], "actions": {}})
+            _step(*run, one if number else _nothing_found())
+        if number:
+            profiles.append(_costs(name, repeats=3).to_json())
     for (pipe, batch, target), one in zip(runs, found, strict=True):
         own = {id(p): p for stage in pipe.stages for p in stage.module.parameters()}.values()
         buffers = {id(b): b for stage in pipe.stages for b in stage.module.buffers()}.values()
@@ -135,7 +167,7 @@ def measure(group: Any, name: str, plans: list[str], rounds: int) -> list[dict[s
             pipe.step(batch, target=target)
         one["bytes"] = meter.peak + sum(2 * p.nbytes for p in own) + sum(b.nbytes for b in buffers)
         pipe.close()
-    return found
+    return {"plans": found, "profiles": profiles}
 
 
 def _step(pipe: Pipeline, batch: Tensor, target: Tensor, found: dict[str, Any]) -> None:
@@ -181,18 +213,55 @@ def compare(rounds: int) -> dict[str, Any]:
     with WorkerPool(RANKS) as workers:
         for name in MODELS:
             texts = workers.run("benchmarks.plan:costs", RANKS, timeout=900, name=name)
-            plans = plans_of(Profile.from_json(texts[0]))
+            first = Profile.from_json(texts[0])
+            plans = plans_of(first)
             told = [plan.to_json() for plan in plans]
             ran = workers.run(
-                "benchmarks.plan:measure", RANKS, timeout=1800, name=name, plans=told, rounds=rounds
+                "benchmarks.plan:measure", RANKS, timeout=3600, name=name, plans=told, rounds=rounds
             )
-            found[name] = [_figures(plan, [r[i] for r in ran]) for i, plan in enumerate(plans)]
+            profile = _pooled(first, [Profile.from_json(t) for r in ran for t in r["profiles"]])
+            timed = [_timed(plan, profile) for plan in plans]
+            found[name] = [
+                _figures(plan, [r["plans"][i] for r in ran]) for i, plan in enumerate(timed)
+            ]
             print(name)
             for one in found[name]:
                 print(_line(one))
             _choice(found[name])
     _summary([one for of in found.values() for one in of])
     return found
+
+
+def _pooled(first: Profile, several: list[Profile]) -> Profile:
+    """The median times of several measurements."""
+
+    def middle(samples: int) -> UnitCosts:
+        each = [profile.at(samples) for profile in several]
+        units = tuple(
+            replace(alike[0], **{k: statistics.median(getattr(u, k) for u in alike) for k in TIMES})
+            for alike in zip(*(costs.units for costs in each), strict=True)
+        )
+        saved = zip(*(costs.between for costs in each), strict=True)
+        forward, backward = (statistics.median(seconds) for seconds in saved)
+        return replace(each[0], units=units, between=(forward, backward))
+
+    return replace(first, known={samples: middle(samples) for samples in first.known})
+
+
+def _timed(plan: Plan, profile: Profile) -> Plan:
+    """The same plan by other costs."""
+    units = profile.at(plan.shape.samples)
+    paths = [unit.path for unit in units.units]
+    costs = units.stages(
+        planning.cut_of(paths, plan.stages),
+        plan.schedule.placement,
+        checkpoint=[paths.index(path) for path in plan.checkpoint],
+        states=0.0,
+        latency=profile.latency,
+        handling=profile.handling,
+    )
+    seconds = simulate(with_messages(plan.schedule), costs.costs).makespan
+    return replace(plan, seconds=seconds, stage_costs=costs)
 
 
 def _figures(plan: Plan, ran: list[dict[str, Any]]) -> dict[str, Any]:

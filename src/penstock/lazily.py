@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -19,6 +20,9 @@ def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{home[name]}"), name)
+        found = getattr(import_module(f"{package}.{home[name]}"), name)
+        # Kept, so that this is not asked again.
+        setattr(sys.modules[package], name, found)
+        return found
 
     return find

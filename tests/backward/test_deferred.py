@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -469,6 +470,53 @@ def test_the_halves_of_a_function_run_in_the_halves_of_backward() -> None:
     split.weight_half(store)
     assert Affine.calls == ["input", "input", "weight", "weight"]
     assert torch.autograd.gradcheck(partial(affine, model), (value,))
+
+
+class Cubic(SplitFunction):
+    """A polynomial, all of whose weights' gradients come at once."""
+
+    weights = (1, 2, 3)
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        value, *factors = args
+        ctx.save_for_backward(value, *factors)
+        result: Tensor = sum(f * value**power for power, f in enumerate(factors))
+        return result
+
+    @staticmethod
+    def backward_input(ctx: Any, *grads: Any) -> list[Tensor | None]:
+        value, _, first, second = ctx.saved_tensors
+        return [grads[0] * (first + 2 * second * value), None, None, None]
+
+    @staticmethod
+    def backward_weight(ctx: Any, *grads: Any) -> list[Tensor]:
+        value = ctx.saved_tensors[0]
+        return [(grads[0] * value**power).sum(0) for power in range(3)]
+
+
+def test_many_weights_of_a_function_get_their_gradients_in_one_pass_that_is_kept_for_a_step() -> (
+    None
+):
+    model = Lambda(
+        lambda m, v: Cubic.apply(v, m.a, m.b, m.c), a=weight(6), b=weight(6), c=weight(6)
+    )
+    assert check_model(model, x()) == 1
+    split, made, seen = DeferredBackward(model), list[Any](), list[Tensor]()
+    model.b.register_hook(seen.append)  # type: ignore[operator]
+    for microbatch in range(3):
+        value = x()
+        _, store = halves(split, partial(model, value), [value])
+        (use,) = store.uses
+        made.append(use.below)
+        split.weight_half(store)
+        assert len(seen) == microbatch + 1
+    assert made[0] == made[1] == made[2]
+    del store, use, made
+    split.flush()
+    kept = weakref.ref(model.a)
+    del model.a
+    assert kept() is None
 
 
 # ---- faults

@@ -101,6 +101,17 @@ def test_without_fusion_what_both_halves_need_is_computed_once() -> None:
     assert operations(cut_of(run, inputs, [1], PLAIN).inputs)["tanh"] == 1
 
 
+def test_without_fusion_a_view_that_both_halves_need_is_made_once() -> None:
+    def run(value: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
+        rows = tangents_1.view(6, 4)
+        return (rows @ weight).view(2, 3, 4), value.t() @ rows, tangents_1.sum((0, 1))
+
+    inputs = [torch.randn(6, 4), torch.randn(4, 4), torch.randn(2, 3, 4)]
+    halves = cut_of(run, inputs, [1], PLAIN)
+    assert operations(halves.weights) == {"t": 1, "mm": 1}
+    assert sorted(kept(halves, inputs)) == [(6, 4), (6, 4)]
+
+
 def test_a_norms_weight_gradient_is_computed_where_it_is_smaller_than_what_it_is_made_of() -> None:
     def run(normal: Tensor, weight: Tensor, other: Tensor, tangents_1: Tensor) -> Any:
         of_norm = tangents_1 @ other
@@ -109,7 +120,8 @@ def test_a_norms_weight_gradient_is_computed_where_it_is_smaller_than_what_it_is
     inputs = [torch.randn(16, 4), torch.randn(4), torch.randn(4, 4), torch.randn(16, 4)]
     halves = cut_of(run, inputs, [1, 2], FUSED)
     assert operations(halves.inputs)["sum"] == 1
-    assert sorted(kept(halves, inputs)) == [(4,), (16, 4), (16, 4)]
+    assert (halves.given, halves.left) == ((0, 1), (2,))
+    assert sorted(kept(halves, inputs)) == [(16, 4), (16, 4)]
 
 
 def test_a_smaller_source_is_kept_in_place_of_what_is_made_of_it() -> None:

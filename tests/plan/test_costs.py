@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,21 @@ from torch import nn
 
 from penstock import Pipeline
 from penstock.errors import InputFileError, UsageError
-from penstock.plan import DEVICES, Profile, costs_from, device_named, measure, predict
+from penstock.plan import (
+    DEVICES,
+    Profile,
+    UnitCost,
+    UnitCosts,
+    ValueCost,
+    costs_from,
+    device_named,
+    measure,
+    predict,
+)
+from penstock.plan.answer import held
 from penstock.plan.metering import Meter
-from penstock.schedule import looped, v_shaped
+from penstock.schedule import build, looped, v_shaped
+from penstock.schedule.packed import Packed
 from tests.plan.models import SLOW, Skips, Tower, profile
 
 mse = nn.functional.mse_loss
@@ -41,7 +54,7 @@ def test_measured_and_predicted_memory_agree() -> None:
     x, y = batch()
     told = predict(Tower(), x, target=y, loss_fn=mse, device=SLOW).at(4)
     seen = measure(Tower(), x, target=y, loss_fn=mse, repeats=1).at(4)
-    kinds = ("held", "stash", "parameters", "trained", "numbers")
+    kinds = ("held", "around", "stash", "parameters", "trained", "numbers")
     for one, other in zip(told.units, seen.units, strict=True):
         assert [getattr(one, k) for k in kinds] == [getattr(other, k) for k in kinds], one.path
     assert [(v.source, v.targets, v.bytes, v.kept) for v in told.values] == [
@@ -123,6 +136,77 @@ def test_between_stages_of_a_rank_a_value_is_held_once() -> None:
     stages = costs.stages((0, 1, 2, 3), v_shaped(2))
     # Stages 1 and 2 are on one rank: what goes from one to the other lies there once.
     assert stages.costs.activation == [11.0, 12.0, 11.0, 11.0]
+
+
+def skipping(gradient: float = 100.0) -> UnitCosts:
+    """Four units; what the first gives is used by all that follow."""
+    units = tuple(UnitCost(f"unit{n}", 1.0, 1.0, 1.0, 2.0, held=10.0) for n in range(4))
+    return UnitCosts(1, units, (ValueCost("skip", 0, (1, 2, 3), gradient),))
+
+
+def test_messages_and_gradients_that_wait_are_held() -> None:
+    apart = skipping().stages((0, 1, 2, 3), looped(2, 2))
+    # Stages 1 and 3 share a rank: the value comes once, and one gradient goes back, at the first of them.
+    assert apart.taken == (0, 100, 0, 0)
+    assert apart.returned == (100, 0, 0, 0)
+    assert apart.sent == (0, 100, 0, 0)
+    # Stage 3's gradient waits for stage 1; that of stage 2 for stage 0, on their own rank.
+    assert apart.left == (-100, -100, 100, 100)
+    assert apart.messages(0) == apart.messages(1) / 2 == 2 * 100
+
+
+def test_a_step_holds_messages_only_while_there_are_more() -> None:
+    stages = skipping().stages((0, 1), looped(2), states=0.0)
+    made = build("GPipe", ranks=2, microbatches=4).with_edges(stages.edges)
+    first, second = held(Packed(made), stages)
+    # F: what it keeps. B: the gradient of its value, and two more on their way while there are more.
+    assert first.tolist() == [110, 220, 330, 440, *(440 + 300, 330 + 300, 220 + 200, 110 + 100)]
+    # F: values of the next ones. B: gradients that its units give each other, and what is not sent yet.
+    f, b = second.tolist()[:4], second.tolist()[4:]
+    assert f == [130 + 200, 260 + 200, 390 + 100, 520]
+    assert b == [520 + 100 - 10, *(390 + 190, 260 + 190, 130 + 190)]
+
+
+def test_while_a_stage_works_gradients_of_its_later_units_are_there() -> None:
+    """In B they take the place of what those units held; in I that may be there still."""
+    stages = skipping(gradient=25.0).stages((0,), looped(1), states=0.0)
+    assert stages.extra["B"] == [25 - 10]
+    assert stages.extra["I"] == [25]
+    assert stages.extra["F"] == stages.extra["W"] == [0]
+
+
+def test_a_rank_is_busy_with_its_messages() -> None:
+    stages = skipping().stages((0, 2), looped(2), handling=0.25)
+    assert stages.costs.forward == [2.25, 2.25]
+    assert stages.costs.input == [2.25, 2.25]
+    assert stages.costs.weight == [2.0, 2.0]
+    assert stages.costs.backward == [4.25, 4.25]
+
+
+def test_what_is_computed_again_enters_no_stage() -> None:
+    costs = replace(profile([1.0, 2.0]).at(1), between=(0.5, 0.0))
+    assert costs.stages((0,), looped(1), checkpoint=[0, 1]).costs.backward == [6 + 0.5 + 1.5]
+
+
+class Pooled(nn.Module):
+    """A pooling between units, which keeps where its maxima were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Skips(8), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.second(nn.functional.max_pool1d(self.first(x), 2))
+        return found
+
+
+def test_what_lies_around_a_module_is_not_computed_again() -> None:
+    x = torch.randn(4, 2, 8)
+    first = measure(Pooled(), x, repeats=1).at(4).units[0]
+    indices = 4 * 2 * 4 * 8
+    assert indices <= first.around < first.held
+    stages = UnitCosts(4, (first,), ()).stages((0,), looped(1), checkpoint=[0])
+    assert stages.costs.activation == [first.around]
 
 
 def test_a_recorded_step_corrects_costs() -> None:

@@ -58,6 +58,24 @@ def test_a_pipeline_plans_itself() -> None:
         Pipeline(model, schedule="auto", ranks=2, stages=2, example=((x,), {}), loss_fn=mse)
 
 
+@pytest.mark.parametrize("target", [True, False])
+def test_the_loss_counts_for_the_last_stage(target: bool) -> None:
+    """With the target of the example, or where it needs none; the loss alone costs as much as many blocks."""
+
+    def slow(output: torch.Tensor, _: object = None) -> torch.Tensor:
+        for _ in range(2000):
+            output = output.sin()
+        return output.sum()
+
+    model, x = Tower(blocks=6), torch.randn(2, 16)
+    rest = (torch.randn(2, 64),) if target else ()
+    auto: dict[str, Any] = {"schedule": "auto", "ranks": 2, "microbatches": 2}
+    with Pipeline(model, **auto, example=((x,), {}, *rest), loss_fn=slow) as pipe:
+        assert pipe.plan is not None
+        forward = pipe.plan.stage_costs.costs.per_stage("forward", len(pipe.plan.stages))
+        assert forward[-1] > 2 * forward[0]
+
+
 def test_a_run_plans_itself(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The losses are those of the run without a plan, up to the number of microbatches."""
     monkeypatch.setattr(planning, "SECONDS", 0.0)

@@ -250,6 +250,22 @@ def test_stages_of_unequal_cost_are_scheduled_better_than_by_the_library() -> No
     assert lower_bound(costs, ranks=4, microbatches=8, memory=4) == pytest.approx(51)
 
 
+def test_forwards_wait_where_they_would_take_memory_that_others_need_sooner() -> None:
+    """Two microbatches fit on a rank, and no schedule of the library does. Moves alone get stuck at 114."""
+    costs = Costs(
+        forward=[2.23, 2.12, 1.95, 1.68, 2.34, 1.69, 2.46, 1.66],
+        input=[2.2, 1.9, 2.8, 1.75, 1.69, 1.05, 2.1, 1.18],
+        weight=[2.26, 1.35, 1.43, 2.05, 1.38, 1.89, 2.82, 2.62],
+        activation=[1.56, 2.75, 1.95, 1.62, 2.18, 2.06, 2.74, 1.07],
+        stash=0,
+        latency=0.5,
+    )
+    step = Step(ranks=4, microbatches=6, memory=[5.26, 10.98, 8.02, 7.6], placement=v_shaped(4))
+    found = search(costs, **step, effort=0.1)
+    assert simulate(found, costs).makespan == pytest.approx(104.17)  # The optimum, by a solver.
+    assert fits(simulate(found, costs), [5.26, 10.98, 8.02, 7.6])
+
+
 def test_same_arguments_same_schedule() -> None:
     step = Step(ranks=3, microbatches=6, memory=25.0, placement=looped(3))
     costs = some_costs(Random(1), 3)

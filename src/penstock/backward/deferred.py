@@ -20,7 +20,7 @@ from penstock.backward.full import (
     seeds_of,
     stage_backward,
 )
-from penstock.backward.store import WeightGradStore
+from penstock.backward.store import Standing, WeightGradStore
 from penstock.backward.waiting import Waiting, what_waits
 from penstock.errors import UsageError
 
@@ -73,6 +73,7 @@ class DeferredBackward:
         self._fused, self._joined = fused, joined
         self._reduced_later = reduced_later
         self._left: list[WeightGradStore] = []
+        self._standing = Standing()
         self._whole: bool | None = None
         self._told = ""
 
@@ -116,17 +117,21 @@ class DeferredBackward:
         """Adds to the weights' ``.grad`` what `input_half` has left in ``store``."""
         self._left.append(store)
         if len(self._left) >= self._joined:
-            self.flush()
+            self._deliver()
 
     def flush(self) -> None:
-        """Computes what has been left for a larger product."""
+        """Computes what has been left for a larger product, and forgets the step."""
+        self._deliver()
+        self._standing.clear()
+
+    def _deliver(self) -> None:
         left, self._left = self._left, []
         if not left:
             return
         for store in left[1:]:
             left[0].take(store)
         with explained("the weights' half of backward"):
-            left[0].deliver(fused=self._fused, joined=len(left) > 1)
+            left[0].deliver(fused=self._fused, joined=len(left) > 1, standing=self._standing)
 
     def _waiting(self, pairs: Sequence[Pair], inputs: Sequence[Any]) -> Waiting:
         """Returns what waits in a microbatch; says once why nothing does."""
@@ -134,7 +139,7 @@ class DeferredBackward:
             said = _reason_in(self._module, reduced_later=self._reduced_later)
             self._whole = said is not None
             self._tell(said)
-        waiting = Waiting() if self._whole else what_waits(pairs, inputs)
+        waiting = Waiting() if self._whole else what_waits(pairs, inputs, self._standing)
         if waiting.refusing is not None:
             self._tell(f"{waiting.refusing} runs in whole backward passes only")
         return waiting

@@ -125,23 +125,26 @@ def _expose_grad(value: Tensor) -> None:
         value.retain_grad()
 
 
-def run_backward(pairs: Sequence[tuple[Any, Any]], ends: Sequence[GradientEdge]) -> None:
+def run_backward(
+    pairs: Sequence[tuple[Any, Any]], ends: Sequence[GradientEdge], *, again: bool = False
+) -> None:
     """Runs one pass of autograd that adds to ``.grad``.
 
     Args:
         pairs: Tensors or edges with their gradients; None says one, for a scalar.
         ends: Where to go, and nowhere else; everywhere by default.
+        again: Whether the graph will be run again.
     """
     if not pairs:
         return
     outputs, grads = zip(*pairs, strict=True)
     if any(grad is None for grad in grads):
-        torch.autograd.backward(outputs, grads, inputs=ends or None)
+        torch.autograd.backward(outputs, grads, again, inputs=ends or None)
     else:
         # What `backward` checks before it calls this takes a quarter of a tiny stage's backward pass, and the
         # engine checks the gradients' shapes and types itself. Seen in torch 2.13.
         _engine_run_backward(
-            outputs, grads, False, False, tuple(ends), allow_unreachable=True, accumulate_grad=True
+            outputs, grads, again, False, tuple(ends), allow_unreachable=True, accumulate_grad=True
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -92,11 +92,16 @@ SPLIT: type = _Split._backward_cls
 
 
 class FunctionUse(Use):
-    """A call of a `SplitFunction`."""
+    """A call of a `SplitFunction` or of a compiled function.
+
+    Args:
+        positions: Which gradients of the weights' half go to the edges; None for all, in their order.
+        place: As of `Use`.
+    """
 
     __slots__ = ("_compute", "_positions", "_store")
 
-    def __init__(self, positions: Sequence[int], *place: Any) -> None:
+    def __init__(self, positions: Sequence[int] | None, *place: Any) -> None:
         super().__init__(*place)
         self._positions = positions
 
@@ -116,13 +121,18 @@ class FunctionUse(Use):
         """Computes a gradient or None for each edge, and forgets what it was computed from."""
         found = self._compute()
         del self._compute
-        return [found[position] for position in self._positions]
+        return found if self._positions is None else [found[p] for p in self._positions]
 
 
 def compiled_weights_of(node: Any) -> Sequence[int]:
     """Returns which edges lead to weights in a node of a compiled function, where that can be split too."""
+    return _places_in()(node) if type(node).__name__ == _COMPILED else ()
+
+
+@cache
+def _places_in() -> Callable[[Any], Sequence[int]]:
     # Most programs compile nothing, and it takes seconds to import.
-    return compiled.places_in(node) if type(node).__name__ == _COMPILED else ()
+    return compiled.places_in
 
 
 _COMPILED = "CompiledFunctionBackward"

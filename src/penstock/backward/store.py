@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -246,12 +246,15 @@ class WeightGradStore:
         other.uses.clear()
         other.owners.clear()
 
-    def deliver(self, *, fused: bool = False, joined: bool = False) -> None:
+    def deliver(
+        self, *, fused: bool = False, joined: bool = False, standing: Standing | None = None
+    ) -> None:
         """Computes the gradients and adds them to the weights' ``.grad``; the store is empty then.
 
         Args:
             fused: Multiply straight into ``.grad`` where that is possible.
             joined: Compute as one product what can be.
+            standing: What earlier microbatches of the step have built.
         """
         uses, self.uses = self.uses, []
         if joined:
@@ -259,16 +262,28 @@ class WeightGradStore:
         if fused:
             with torch.no_grad():
                 uses = [use for use in uses if not _add_to_grad(use)]
-        for batch in _batches(_connected(uses)):
-            _deliver(batch)
+        standing = Standing() if standing is None else standing
+        for batch in [uses] if _is_flat(uses) else _batches(_connected(uses)):
+            if _is_flat(batch):
+                standing.deliver(batch[0])
+            else:
+                _deliver(batch)
         self.owners.clear()
 
 
 # ---- batches
 
 
+def are_apart(uses: Collection[Use]) -> bool:
+    """Says whether no node is below two uses, nor twice below one."""
+    below = [use.below for use in uses]
+    return len(set().union(*below)) == sum(map(len, below))
+
+
 def _connected(uses: list[Use]) -> list[list[Use]]:
     """Groups the uses that run a common node, since that is to run once; the first come last."""
+    if are_apart(uses):
+        return [[use] for use in reversed(uses)]
     above: dict[Node, Node] = {}
 
     def top(node: Node) -> Node:
@@ -292,10 +307,19 @@ def _batches(groups: list[list[Use]]) -> Iterator[list[Use]]:
         size = 0
         while groups and size < BATCH_BYTES:
             group = groups.pop()
+            if _is_flat(group):
+                yield group
+                continue
             leaves: set[Any] = {n for use in group for n in use.below if type(n) is LEAF}
             size += sum(leaf.variable.nbytes for leaf in leaves)
             batch += group
-        yield batch
+        if batch:
+            yield batch
+
+
+def _is_flat(group: list[Use]) -> bool:
+    """Says whether a group is one use of many weights, with nothing but their accumulators below."""
+    return len(group) == 1 and len(group[0].below) == len(group[0].edges) > 2
 
 
 def _deliver(batch: list[Use]) -> None:
@@ -321,13 +345,11 @@ def _summed(batch: list[Use]) -> dict[Edge, Tensor]:
     for use in batch:
         for key, gradient in zip(use.edges, use.gradients(), strict=True):
             if gradient is not None:
-                found[key] = _plus(found.pop(key, None), gradient)
+                found[key] = _plus(found.pop(key), gradient) if key in found else gradient
     return found
 
 
-def _plus(before: Tensor | None, gradient: Tensor) -> Tensor:
-    if before is None:
-        return gradient
+def _plus(before: Tensor, gradient: Tensor) -> Tensor:
     # A dense tensor can take a sparse one, but not the reverse.
     return gradient + before if before.is_sparse else before + gradient
 
@@ -348,6 +370,49 @@ class _Handover(torch.autograd.Function):
         taken = tuple(ctx.given)
         ctx.given.clear()
         return None, *taken
+
+
+class Standing:
+    """Nodes of our own above the accumulators of uses of many weights, to be run for each microbatch.
+
+    They keep the accumulators alive, and these their weights: it is to be cleared when a step is over.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[tuple[Node, ...], tuple[GradientEdge, Tensor]] = {}
+
+    def __contains__(self, below: object) -> bool:
+        """Whether these accumulators have a node above them, in this order."""
+        return below in self._roots
+
+    def deliver(self, use: Use) -> None:
+        """Computes the gradients of a use and adds them to ``.grad``."""
+        key = tuple(use.below)
+        root = self._roots.get(key)
+        if root is None:
+            weights = [node.variable for node in cast("Any", key)]
+            with torch.enable_grad():
+                made = cast("Any", _Computation).apply(*weights)
+            root = self._roots[key] = get_gradient_edge(made), made.detach()
+        cast("Any", root[0].node).use = use
+        run_backward([root], (), again=True)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._roots.clear()
+
+
+class _Computation(torch.autograd.Function):
+    """A node above accumulators that computes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        return torch.empty((), device=weights[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        use, ctx.use = ctx.use, None
+        return tuple(use.gradients())
 
 
 # ---- faster sums, which change bits

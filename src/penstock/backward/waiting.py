@@ -8,7 +8,7 @@ so does what is not known here: from a plain backward pass, with the sums of one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -20,7 +20,7 @@ from penstock.backward.full import Pair
 from penstock.backward.function import SPLIT, FunctionUse, compiled_weights_of, weights_of
 from penstock.backward.graph import construct_reverse_graph, nodes_of
 from penstock.backward.operations import OPERATIONS, PRODUCTS
-from penstock.backward.store import LEAF, NodeUse, Use, WeightGradStore, has_hooks
+from penstock.backward.store import LEAF, NodeUse, Use, WeightGradStore, are_apart, has_hooks
 
 Edges: TypeAlias = Sequence[tuple[Any, int]]
 
@@ -58,21 +58,22 @@ class Waiting(NamedTuple):
         return ends, store
 
 
-def what_waits(pairs: Sequence[Pair], inputs: Iterable[Any]) -> Waiting:
+def what_waits(pairs: Sequence[Pair], inputs: Iterable[Any], known: Container[Any] = ()) -> Waiting:
     """Finds what can wait.
 
     Args:
         pairs: The outputs with their gradients.
         inputs: The inputs of the stage.
+        known: Rows of accumulators that were seen to be weights' before.
     """
     # A plain leaf's accumulator is no weight's, and takes long to find.
     others = [x for x in inputs if isinstance(x, Tensor) and not (x.is_leaf and type(x) is Tensor)]
-    search = _Search(nodes_of(output for output, _ in pairs), nodes_of(others))
+    search = _Search(nodes_of(output for output, _ in pairs), nodes_of(others), known)
     refusing = search.run()
     if refusing is not None:
         return Waiting(refusing=_name(refusing))
     below = chain.from_iterable(use.below for use in search.uses)
-    in_python = any(isinstance(node, BackwardCFunction) for node in below)
+    in_python = any(issubclass(kind, BackwardCFunction) for kind in {*map(type, below)})
     owners = [get_gradient_edge(output) for output, _ in pairs] if in_python else []
     return Waiting(list(search.uses), search.leaves, owners)
 
@@ -95,12 +96,16 @@ class _Search:
         leaves: The accumulators that were reached.
     """
 
-    def __init__(self, roots: Iterable[Node], inputs: Iterable[Node]) -> None:
+    def __init__(
+        self, roots: Iterable[Node], inputs: Iterable[Node], known: Container[Any]
+    ) -> None:
         self.uses: dict[Use, None] = {}
         self.leaves: list[Node] = []
         self._reached = set(roots)
         self._ahead = list(self._reached)
-        self._weights: dict[Node, Sequence[Node]] = dict.fromkeys(inputs, ())
+        self._inputs = list(inputs)
+        self._weights: dict[Node, Sequence[Node]] = dict.fromkeys(self._inputs, ())
+        self._known = known
         self._left = MOST_NODES
 
     def run(self) -> type | None:
@@ -122,17 +127,17 @@ class _Search:
                     self.leaves.append(node)
                 elif kind in OPERATIONS or kind is SPLIT:
                     edges = self._without_waiting(node, edges)
+                elif places := compiled_weights_of(node):
+                    edges = self._tried(FunctionUse, None, node, edges, places)
                 elif not issubclass(kind, BackwardCFunction):
                     _PLAIN.add(kind)
                 elif _refuses(kind):
                     return kind
-                elif places := compiled_weights_of(node):
-                    how = range(len(places))
-                    edges = self._tried(FunctionUse, how, node, edges, places)
             for successor, _ in edges:
                 if successor is not None and successor not in reached:
                     reached.add(successor)
-                    ahead.append(successor)
+                    into = self.leaves if type(successor) is LEAF else ahead
+                    into.append(successor)
         return None
 
     def _without_waiting(self, node: Any, edges: Edges) -> Edges:
@@ -149,24 +154,40 @@ class _Search:
     def _tried(
         self, kind: Any, how: Any, node: Any, edges: Edges, positions: Sequence[int]
     ) -> Edges:
-        below: Sequence[Node] = ()
-        for position in positions:
-            found = self._weight(edges[position][0])
-            if not found:
-                return edges
-            below = (*below, *found) if below else found
-        use: Use = kind(how, node, [edges[position] for position in positions], below)
+        if not positions:
+            return edges
+        # Calls of C in place of loops: a compiled node has very many edges.
+        wanted = [*map(edges.__getitem__, positions)]
+        below: Sequence[Node] = next(zip(*wanted, strict=True))
+        if self._inputs or below not in self._known:
+            below = self._all_below(below)
+        use: Use = kind(how, node, wanted, below)
         if not below or not use.can_wait():
             return edges
         self.uses[use] = None
-        return [edge for position, edge in enumerate(edges) if position not in positions]
+        return [edges[position] for position in {*range(len(edges))}.difference(positions)]
 
     # ---- weights
 
+    def _all_below(self, nodes: Iterable[Node]) -> Sequence[Node]:
+        """Returns the nodes that computed some weights; none if one of them is no weight."""
+        below: list[Node] = []
+        for node in nodes:
+            found = self._weight(node)
+            if not found:
+                return ()
+            below += found
+        return tuple(below)
+
     def _weight(self, node: Node | None) -> Sequence[Node]:
         """Returns the nodes that computed a weight, from parameters alone; none for what is no weight."""
-        self._left = MOST_NODES
-        return () if node is None else self._weights.get(node) or self._nodes_below(node)
+        if node is None:
+            return ()
+        found = self._weights.get(node)
+        if found is None:
+            self._left = MOST_NODES
+            found = self._weights[node] = self._look_below(node)
+        return found
 
     def _nodes_below(self, node: Any) -> Sequence[Node]:
         found = self._weights.get(node)
@@ -214,6 +235,8 @@ class _Search:
         Those that come to it directly are there before all others. Of two numbers the order makes no
         difference, but of two tensors it may for the layout of the sum, and so for what is made of that.
         """
+        if are_apart(self.uses):
+            return
         uses: dict[Node, list[Use]] = {}
         for use in self.uses:
             for node in use.below:

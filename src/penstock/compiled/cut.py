@@ -105,12 +105,18 @@ def cut(
     late = _above(results[i] for i in left)
     prices = _Prices(backward.graph, now, late, set(free))
     kept = _cheapest(prices, [results[i] for i in left], policy)
+    # What would be kept as it is, or as what it is a view of, can as well be given at once.
+    early = [i for i in left if all(map(_is_view, _above([results[i]], stop=set(kept))))]
+    given, left = given + early, [i for i in left if i not in early]
+    if not policy.fused:
+        kept = _with_views(backward.graph, kept, now)
+    kept = _needed(kept, [results[i] for i in left])
     arguments = [n for n in backward.graph.nodes if n.op == "placeholder"]
     places = {node: place for place, node in enumerate(arguments)}
     held = [node for node in kept if node in places]
     made = [node for node in kept if node not in places]
     saved = sum("tangents" not in node.name for node in held)
-    first = _above([*now, *made])
+    first = _above([*now, *(results[i] for i in early), *made])
     taken = [node for node in arguments if node in first]
     return Halves(
         _graph_of(backward, taken, [*(results[i] for i in given), *made], impure),
@@ -240,6 +246,26 @@ def _cheapest(prices: _Prices, results: Iterable[Node], policy: Policy) -> list[
     except networkx.NetworkXUnbounded:
         raise CutError("something that is no tensor is needed in both halves") from None
     return [n for n in prices.graph.nodes if (n, "in") in before and (n, "out") not in before]
+
+
+def _needed(kept: Iterable[Node], results: Iterable[Node]) -> list[Node]:
+    """Returns what of that results are computed from."""
+    computed = _above(results, stop=dict.fromkeys(kept))
+    sources = {source for node in computed for source in node.all_input_nodes}
+    return [node for node in kept if node in sources]
+
+
+def _with_views(graph: Graph, kept: Iterable[Node], now: Collection[Node]) -> list[Node]:
+    """Returns what is kept, and the views that the inputs' half has made of it.
+
+    They share its memory, and the weights' half need not make them once more.
+    """
+    shown = dict.fromkeys(kept)
+    for node in graph.nodes:
+        is_tensor = isinstance(_value(node), Tensor)
+        if node in now and is_tensor and _is_view(node) and shown.keys() >= {*node.all_input_nodes}:
+            shown[node] = None
+    return list(shown)
 
 
 def _repetition(graph: Graph, policy: Policy) -> Callable[[Node], bool]:

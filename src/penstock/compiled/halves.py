@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter, itemgetter
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -141,7 +141,11 @@ class Backward:
         places: Sequence[int],
     ) -> None:
         self.places = places
-        self._halves = halves
+        self._halves, self._given = halves, len(halves.given)
+        self._hold, self._take = _picking(halves.held), _picking(halves.taken)
+        # Of the gradients that are given, with None behind them.
+        of = {place: index for index, place in enumerate(halves.given)}
+        self._spread = _picking([of.get(place, len(of)) for place in range(halves.count)])
         self._inputs, self._weights, self._whole = inputs, weights, whole
         # So AOT autograd calls it with a list that it may empty.
         self._boxed_call = True
@@ -152,26 +156,39 @@ class Backward:
         if split is None or split.use is None:
             found: Sequence[Any] = self._whole(args)
             return found
-        halves = self._halves
-        held = [args[place] for place in halves.held]
-        taken = [args[place] for place in halves.taken]
+        held, taken = self._hold(args), [*self._take(args)]
         args.clear()
         made = self._inputs(taken)
-        grads: list[Any] = [None] * halves.count
-        for place, grad in zip(halves.given, made, strict=False):
-            grads[place] = grad
-        kept = halves.in_order(held, made[len(halves.given) :])
-        versions = [t._version if isinstance(t, Tensor) else 0 for t in kept]
-        split.use.keep(partial(self._later, kept, versions))
-        return grads
+        kept = self._halves.in_order(held, made[self._given :])
+        split.use.keep(partial(self._later, kept, _versions(kept)))
+        return self._spread([*made[: self._given], None])
 
     def _later(self, kept: list[Any], versions: list[int]) -> Sequence[Tensor | None]:
-        for value, version in zip(kept, versions, strict=True):
-            if isinstance(value, Tensor) and value._version != version:
-                raise StageError(
-                    "an input of a compiled module was changed in place between the inputs' half "
-                    f"and the weights' half of backward; its shape is {tuple(value.shape)}"
-                )
-        with torch.no_grad(), names.autocast_disabled():
+        if _versions(kept) != versions:
+            now = zip(kept, _versions(kept), versions, strict=True)
+            changed = next(value for value, found, before in now if found != before)
+            raise StageError(
+                "an input of a compiled module was changed in place between the inputs' half "
+                f"and the weights' half of backward; its shape is {tuple(changed.shape)}"
+            )
+        with names.autocast_disabled():
             found: Sequence[Tensor | None] = self._weights(kept)
         return found
+
+
+def _picking(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Returns what picks the values at some places, in one call of C where there are several."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: [values[place] for place in places]
+
+
+def _versions(values: list[Any]) -> list[int]:
+    try:
+        return [*map(_version, values)]
+    except AttributeError:
+        # Sizes are among them, as numbers.
+        return [getattr(value, "_version", 0) for value in values]
+
+
+_version = attrgetter("_version")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -205,13 +205,18 @@ def compile_with_inductor(graph: GraphModule, inputs: Sequence[Any], options: Op
 
 
 def graphs_kept() -> AbstractContextManager[Any]:
-    """A context in which what is compiled keeps its backward graph.
+    """A context in which what is compiled keeps its backward graph, and that in one piece.
 
-    What torch has cached on disk would come without.
+    What torch has cached on disk would come without. A module in DistributedDataParallel would be cut at
+    the bounds of its buckets, to reduce one while the backward of the next runs; a pipeline has other
+    microbatches to run meanwhile.
     """
-    if "torch._dynamo" not in sys.modules or not config.enable_autograd_cache:
+    if "torch._dynamo" not in sys.modules:
         return nullcontext()
-    return cast("AbstractContextManager[Any]", config.patch(enable_autograd_cache=False))
+    found = ExitStack()
+    found.enter_context(config.patch(enable_autograd_cache=False))
+    found.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
+    return found
 
 
 def storage_of(tensor: Tensor) -> Any:

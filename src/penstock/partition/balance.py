@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -86,41 +86,37 @@ def _loads(sums: Sequence[float], starts: Cut, rank_of: Sequence[int]) -> list[f
 
 def _one_a_rank(sums: Sequence[float], stages: int) -> Cut:
     """Among the cuts with the lightest heaviest stage, the most even one."""
-    heaviest, _ = _best(sums, stages, max, lambda cost: cost)
-    _, cut = _best(
-        sums,
-        stages,
-        lambda a, b: a + b,
-        lambda cost: cost * cost if cost <= heaviest * (1 + 1e-12) else math.inf,
-    )
+    prefix = np.array(sums)
+    later = ~np.tri(len(prefix), dtype=bool)
+    costs = np.where(later, prefix - prefix[:, None], math.inf)
+    heaviest, _ = _best(costs, stages, np.maximum)
+    costs[costs > heaviest * (1 + 1e-12)] = math.inf
+    _, cut = _best(costs * costs, stages, np.add)
     return cut
 
 
-def _best(
-    sums: Sequence[float],
-    stages: int,
-    join: Callable[[float, float], float],
-    price: Callable[[float], float],
-) -> tuple[float, Cut]:
-    """The cut whose stages' prices, joined, are least."""
-    blocks = len(sums) - 1
-    best = [0.0, *[math.inf] * blocks]
-    starts: list[list[int]] = []
-    for stage in range(stages):
-        row, start = [math.inf] * (blocks + 1), [0] * (blocks + 1)
-        for stop in range(stage + 1, blocks - (stages - stage - 1) + 1):
-            options = range(stage, stop)
-            found = [join(best[begin], price(sums[stop] - sums[begin])) for begin in options]
-            row[stop] = min(found)
-            start[stop] = options[found.index(row[stop])]
-        best = row
-        starts.append(start)
-    return best[blocks], tuple(_back(starts, blocks))[::-1]
+def _best(prices: Array, stages: int, join: Callable[[Array, Array], Array]) -> tuple[float, Cut]:
+    """The cut whose stages' prices, joined, are least.
+
+    Args:
+        prices: of a stage from each block up to before each other.
+        stages: how many.
+        join: two prices to one.
+    """
+    blocks = len(prices) - 1
+    best: Array = np.full(blocks + 1, math.inf)
+    best[0] = 0.0
+    starts: list[Array] = []
+    for _ in range(stages):
+        joined = join(best[:, None], prices)
+        starts.append(joined.argmin(axis=0))
+        best = joined.min(axis=0)
+    return float(best[blocks]), tuple(_back(starts, blocks))[::-1]
 
 
-def _back(starts: Sequence[Sequence[int]], stop: int) -> Iterator[int]:
+def _back(starts: Sequence[Array], stop: int) -> Iterator[int]:
     for start in reversed(starts):
-        stop = start[stop]
+        stop = int(start[stop])
         yield stop
 
 
@@ -219,25 +215,53 @@ def _least(sums: Sequence[float], ranks: int) -> float:
 
 def _improved(sums: Sequence[float], rank_of: Sequence[int], cut: Cut) -> Cut:
     """Pass single blocks on from stage to stage while that makes the ranks more even."""
-    rank = _key(sums, rank_of, cut)
     while True:
-        found = min(((_key(sums, rank_of, c), c) for c in _near(cut, len(sums) - 1)), default=None)
-        if found is None or found[0] >= rank:
+        found = _more_even(np.array(sums), np.array(rank_of), np.array(cut))
+        if found is None:
             return cut
-        rank, cut = found
+        cut = found
 
 
-def _key(sums: Sequence[float], rank_of: Sequence[int], cut: Cut) -> list[float]:
-    return sorted(_loads(sums, cut, rank_of), reverse=True)
+def _more_even(prefix: Array, rank_of: Array, cut: Array) -> Cut | None:
+    """Of the cuts in which some stage has one block more and another one less, the most even.
+
+    None where none is more even than the one that is given.
+    """
+    ends, tiny = np.append(cut, len(prefix) - 1), prefix[-1] * 1e-12
+    base = np.zeros(rank_of.max() + 1)
+    np.add.at(base, rank_of, np.diff(prefix[ends]))
+    best, found = np.sort(base)[::-1], None
+    moves = ((s, move) for s in (-1, 1) for move in _moved(prefix, rank_of, ends, base, s))
+    for step, (first, stops, loads) in moves:
+        for which in np.flatnonzero(loads.max(axis=1, initial=0.0) <= best[0] + tiny):
+            order = np.sort(loads[which])[::-1]
+            differ = np.flatnonzero(np.abs(order - best) > tiny)
+            if len(differ) and order[differ[0]] < best[differ[0]]:
+                best, found = order, cut.copy()
+                found[first : stops[which]] += step
+    return None if found is None else tuple(found.tolist())
 
 
-def _near(cut: Cut, blocks: int) -> Iterator[Cut]:
-    """Cuts in which some stage has one block more and another one less."""
-    for first, last in combinations(range(1, len(cut) + 1), 2):
-        for step in (-1, 1):
-            moved = (*cut[:first], *(c + step for c in cut[first:last]), *cut[last:])
-            if all(a < b for a, b in pairwise((*moved, blocks))):
-                yield moved
+def _moved(
+    prefix: Array, rank_of: Array, ends: Array, base: Array, step: int
+) -> Iterator[tuple[int, Array, Array]]:
+    """What ranks cost when the starts of a row of stages move by a block: from the first to a stop."""
+    stages = len(rank_of)
+    change = np.zeros(stages + 1)
+    change[1:-1] = prefix[ends[1:-1] + step] - prefix[ends[1:-1]]
+    # What ranks gain by the stages up to each, if both ends of those move.
+    gains = np.zeros((stages + 1, len(base)))
+    gains[np.arange(1, stages + 1), rank_of] = np.diff(change)
+    along = gains.cumsum(axis=0)
+    for first in range(1, stages):
+        if step < 0 and ends[first] - 1 == ends[first - 1]:
+            continue
+        stops = np.arange(first + 1, stages + 1)
+        stops = stops[(step < 0) | (ends[stops - 1] + 1 < ends[stops])]
+        loads = base + along[stops - 1] - along[first]
+        loads[:, rank_of[first - 1]] += change[first]
+        loads[np.arange(len(stops)), rank_of[stops - 1]] -= change[stops - 1]
+        yield first, stops, loads
 
 
 class _Search:

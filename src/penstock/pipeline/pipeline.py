@@ -23,6 +23,7 @@ from penstock.pipeline.plan import (
     Plan,
     Source,
     Stages,
+    WithTarget,
     check_model,
     computed_again,
     cut,
@@ -96,7 +97,8 @@ class Pipeline(WeightMethods):
         stages: how many, the module paths to cut before, for each stage the paths of its modules, or a
             Partition.
         example: arguments of the model for one microbatch, as ``(args, kwargs)``, to see in which order it
-            calls its modules, and how often, where its source does not tell; the same on every rank.
+            calls its modules, and how often, where its source does not tell; the same on every rank. For
+            ``schedule="auto"`` also ``(args, kwargs, target)``, so that the time of the loss counts too.
         rules: how arguments are split, by position or name; by default along dimension 0. ``"target"``
             says it of the target, and ``"output"`` along which dimension outputs are put together.
         device: where the stages live; by default where the model is. ``"cuda"`` under torchrun is the
@@ -145,7 +147,7 @@ class Pipeline(WeightMethods):
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
         stages: Stages = None,
-        example: Example | None = None,
+        example: Example | WithTarget | None = None,
         rules: Rules | None = None,
         device: torch.device | str | None = None,
         group: Any = None,
@@ -176,7 +178,7 @@ class Pipeline(WeightMethods):
             asked = Asked(schedule, ranks, microbatches, stages, checkpoint)
             if schedule == "auto":
                 now("measures the model and plans")
-                plan, asked = planned(asked, model, world_of(found), example, found)
+                plan, asked = planned(asked, model, world_of(found), example, found, loss_fn)
             schedule, ranks, microbatches, stages, checkpoint = asked.by(plan)
             own = make_plan(
                 schedule or "1F1B",
@@ -185,7 +187,7 @@ class Pipeline(WeightMethods):
                 microbatches,
             )
             ends = ends_of(own, found)
-            partition = cut(model, stages, own.stages, example)
+            partition = cut(model, stages, own.stages, example and (example[0], example[1]))
             parts, own = partition.modules, replace(own, edges=partition.edges or None)
             again = computed_again(model, partition, checkpoint, compiled=bool(compile))
             # Only these are moved to the device: the others may not fit there.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -306,12 +307,17 @@ def _check_value(
         raise UsageError(f"the schedule {schedule.name!r} has {has}, but {wanted} was asked for")
 
 
+WithTarget = tuple[Sequence[Any], Mapping[str, Any], Any]
+"""Arguments for one microbatch, by position and by name, and what the loss compares with."""
+
+
 def planned(
     asked: Asked,
     model: nn.Module,
     world: int | None,
-    example: Example | None,
+    example: Example | WithTarget | None,
     found: Sequence[Transport],
+    loss_fn: Callable[..., Any] | None,
 ) -> tuple[planning.Plan, Asked]:
     """The fastest plan for a model, which rank 0 finds for all.
 
@@ -319,8 +325,9 @@ def planned(
         asked: of ranks and microbatches, what is left open is the default.
         model: with data.
         world: how many ranks there are, where each is a process.
-        example: arguments for one microbatch.
+        example: arguments for one microbatch, and what the loss compares with.
         found: this process's end.
+        loss_fn: what the last stage computes beside its modules.
 
     Returns:
         The plan, and what is asked for beside it.
@@ -331,7 +338,7 @@ def planned(
     ranks = world if asked.ranks is None else asked.ranks
     if example is None or ranks is None:
         raise UsageError(
-            'schedule="auto" measures the model: give example=(args, kwargs) for one microbatch, and '
+            'schedule="auto" measures the model: give example=(args, kwargs, target) for one microbatch, and '
             "ranks= where torchrun does not tell them"
         )
     if asked.stages is not None or asked.checkpoint:
@@ -339,9 +346,11 @@ def planned(
     text = ""
     if not found or found[0].rank == 0:
         count = asked.microbatches or 2 * ranks
-        args, kwargs = example
+        args, kwargs, *rest = example
         samples = split_batch(tuple(args), dict(kwargs), MISSING, None, 1).samples or (1,)
-        profile = measure(model, *args, stages=ranks, **kwargs)
+        target = rest[0] if rest else MISSING
+        loss = loss_fn if rest or _needs_no_target(loss_fn) else None
+        profile = measure(model, *args, target=target, loss_fn=loss, stages=ranks, **kwargs)
         plans = search(
             profile,
             ranks=ranks,
@@ -354,6 +363,15 @@ def planned(
     if found:
         text = found[0].agree(text).take()[0]
     return planning.Plan.from_json(text), Asked(None, None, None, None, checkpoint=False)
+
+
+def _needs_no_target(loss_fn: Callable[..., Any] | None) -> bool:
+    """Whether a loss can do without what it compares with."""
+    try:
+        inspect.signature(cast("Callable[..., Any]", loss_fn)).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def computed_again(

@@ -24,6 +24,7 @@ from penstock.plan.costs import (
 from penstock.schedule import (
     Costs,
     Edge,
+    Op,
     Placement,
     Schedule,
     Simulation,
@@ -35,7 +36,8 @@ from penstock.schedule import (
     simulate,
     to_json,
 )
-from penstock.schedule.packed import Packed
+from penstock.schedule.action import COMPUTE_OPS
+from penstock.schedule.packed import CODE, Packed
 from penstock.schedule.simulation import changes
 
 FORMAT, VERSION = "penstock-plan", 1
@@ -180,9 +182,8 @@ class Plan:
                 "message": of.message,
                 "edges": [[e.value, e.source, list(e.targets), e.gradient] for e in costs.edges],
                 "kinds": [dict(kind) for kind in costs.kinds],
-                "forward_extra": costs.forward_extra,
-                "backward_extra": costs.backward_extra,
-                "waiting": costs.waiting,
+                "extra": dict(costs.extra),
+                **{name: getattr(costs, name) for name in _OF_MESSAGES},
             },
         }
         return json.dumps(data, indent=1)
@@ -228,6 +229,7 @@ _SHAPE: dict[str, Callable[[Any], Any]] = {
     "checkpoint": str,
 }
 _NUMBERS = ("seconds", "reduce", "recompute", "bubble", "limit")
+_OF_MESSAGES = ("taken", "returned", "sent", "left")
 _KINDS = ("forward", "input", "weight", "backward", "activation", "stash")
 
 
@@ -245,11 +247,10 @@ def _costs_of(data: Mapping[str, Any]) -> StageCosts:
     return StageCosts(
         costs,
         tuple(Edge(v, int(s), tuple(map(int, t)), bool(g)) for v, s, t, g in data["edges"]),
-        tuple(map(float, data["forward_extra"])),
-        tuple(map(float, data["backward_extra"])),
+        {op: [float(size) for size in data["extra"][op]] for op in "FIWB"},
         tuple(sum(kind.values()) for kind in kinds),
         kinds,
-        tuple(map(float, data["waiting"])),
+        *(tuple(map(float, data[name])) for name in _OF_MESSAGES),
     )
 
 
@@ -276,9 +277,11 @@ def held(packed: Packed, stage_costs: StageCosts) -> list[np.ndarray[Any, Any]]:
     stages = packed.schedule.stages
     of = stage_costs.costs
     changed = changes(packed, of.per_stage("activation", stages), of.per_stage("stash", stages))
-    forward = np.array(stage_costs.forward_extra)[packed.stage]
-    backward = np.array(stage_costs.backward_extra)[packed.stage]
-    extra = np.where(packed.op == 0, forward, backward)
+    extra = np.zeros((len(CODE), stages))
+    for op in COMPUTE_OPS:
+        extra[CODE[op]] = stage_costs.extra[op.value]
+    backward = (packed.op == CODE[Op.I]) | (packed.op == CODE[Op.B])
+    changed += backward * np.array(stage_costs.left)[packed.stage]
     found = []
     for rank in range(packed.schedule.ranks):
         mine = slice(packed.starts[rank], packed.starts[rank + 1])
@@ -286,17 +289,40 @@ def held(packed: Packed, stage_costs: StageCosts) -> list[np.ndarray[Any, Any]]:
         found.append(
             static_of(packed.schedule.placement, stage_costs, rank)
             + np.maximum(after, after - changed[mine])
-            + extra[mine]
+            + extra[packed.op[mine], packed.stage[mine]]
+            + _under_way(packed, rank, stage_costs)
         )
     return found
 
 
+def _under_way(packed: Packed, rank: int, stage_costs: StageCosts) -> Any:
+    """What messages take on a rank during each of its actions.
+
+    There is memory for the next ones of a kind from when the first is used. A rank knows that a message of
+    its own has left only when later ones have come, and lets go of it before its next backward.
+    """
+    mine = slice(packed.starts[rank], packed.starts[rank + 1])
+    op, on, count = packed.op[mine], packed.stage[mine], packed.schedule.microbatches
+    forward, backward = op == CODE[Op.F], (op == CODE[Op.I]) | (op == CODE[Op.B])
+    found = np.zeros(len(op))
+    for stage in packed.schedule.placement.stages_on(rank):
+        own = on == stage
+        now = own & backward
+        backwards = now.cumsum()
+        found += _next_ones((own & forward).cumsum(), count) * stage_costs.taken[stage]
+        found += _next_ones(backwards, count) * stage_costs.returned[stage]
+        found += np.minimum(backwards - now, AHEAD - now) * stage_costs.sent[stage]
+    return found
+
+
+def _next_ones(used: Any, count: int) -> Any:
+    """For how many messages there is memory, when so many of them were used."""
+    return np.where(used > 0, np.minimum(count - used, AHEAD), 0)
+
+
 def static_of(placement: Placement, stage_costs: StageCosts, rank: int) -> float:
-    """What a rank holds all the time: weights, gradients, optimizer states, room for messages."""
-    return sum(
-        stage_costs.static[stage] + stage_costs.waiting[stage]
-        for stage in placement.stages_on(rank)
-    )
+    """What a rank holds all the time: weights, gradients, optimizer states."""
+    return sum(stage_costs.static[stage] for stage in placement.stages_on(rank))
 
 
 def peak_memory(schedule: Schedule, stage_costs: StageCosts) -> tuple[float, ...]:

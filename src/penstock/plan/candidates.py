@@ -152,7 +152,7 @@ class Candidates:
     def at_least(self, shape: Shape) -> float:
         """A time that no cut of the units beats: all work, shared evenly."""
         costs = self.profile.at(shape.samples)
-        work = sum(_work(unit, shape.checkpoint) for unit in costs.units)
+        work = sum(_works(costs, shape.checkpoint))
         saved = sum(costs.between) * (len(costs.units) - shape.ranks)
         return shape.microbatches * max(work - saved, 0.0) / shape.ranks
 
@@ -185,7 +185,7 @@ class Candidates:
     def cuts(self, shape: Shape, schedule: Schedule) -> list[Cut]:
         """Cuts that make the ranks equal: by time, and where memory is limited also by what is held."""
         costs = self.profile.at(shape.samples)
-        weighed = [[_work(unit, shape.checkpoint) for unit in costs.units]]
+        weighed = [_works(costs, shape.checkpoint)]
         if self.wanted.memory:
             alive = min(schedule.ranks, schedule.microbatches)
             states = self.wanted.states
@@ -233,6 +233,7 @@ class Candidates:
             states=self.wanted.states,
             latency=latency,
             bandwidth=bandwidth,
+            handling=self.profile.handling,
         )
         reduce = _reduce(shape, schedule.placement, stage_costs)
         made = schedule.with_edges(stage_costs.edges)
@@ -286,10 +287,14 @@ def _reduce(shape: Shape, placement: Placement, stage_costs: StageCosts) -> floa
     return rounds * (most / shape.replicas / wire.bandwidth + wire.latency)
 
 
-def _work(unit: UnitCost, policy: str) -> float:
-    """The least time that a unit takes for a microbatch, in any order."""
-    again = unit.forward if policy == "all" else 0.0
-    return unit.forward + min(unit.backward, unit.input + unit.weight) + again
+def _works(costs: UnitCosts, policy: str) -> list[float]:
+    """The least time that each unit takes for a microbatch, in any order."""
+    return [
+        unit.forward
+        + min(unit.backward, unit.input + unit.weight)
+        + (costs.again(number) if policy == "all" else 0.0)
+        for number, unit in enumerate(costs.units)
+    ]
 
 
 def _weight(unit: UnitCost, alive: int, policy: str, states: float) -> float:

@@ -15,6 +15,9 @@ from penstock.schedule import Costs, Edge, Op, Placement, Timeline
 
 Cut = tuple[int, ...]
 """The units that stages start with, beginning with unit 0."""
+Message = tuple[int, int]
+"""The stages that a message goes from and to."""
+_KIND = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
 
 
 def runs_of(cut: Cut, units: int) -> list[range]:
@@ -38,9 +41,12 @@ class UnitCost:
         backward: time of B, both at once.
         spread: half of the range between the quartiles of its times, as a share of them; 0 where predicted.
         held: what F leaves until I or B, apart from the values that units hand on.
+        around: of this, what is left by operations around its module, which are not computed again.
         stash: what I leaves until W.
         forward_extra: what F needs while it runs, beside what is held before or after it.
-        backward_extra: the same of I, W and B.
+        input_extra: the same of I.
+        weight_extra: of W.
+        backward_extra: of B.
         parameters: bytes of its weights and buffers.
         trained: of these, the bytes that get gradients.
         numbers: how many numbers its weights hold.
@@ -54,8 +60,11 @@ class UnitCost:
     backward: float
     spread: float = 0.0
     held: float = 0.0
+    around: float = 0.0
     stash: float = 0.0
     forward_extra: float = 0.0
+    input_extra: float = 0.0
+    weight_extra: float = 0.0
     backward_extra: float = 0.0
     parameters: int = 0
     trained: int = 0
@@ -91,20 +100,29 @@ class StageCosts:
     Args:
         costs: of the actions, and of what lies between them.
         edges: the values that travel between stages.
-        forward_extra: for each stage what an F needs while it runs.
-        backward_extra: for each stage what an I, W or B needs.
+        extra: by the op of an action, for each stage, what it needs while it runs.
         static: for each stage the bytes of weights, gradients and optimizer states.
         kinds: the same by kind, for each stage.
-        waiting: for each stage what messages to it take before they are used.
+        taken: for each stage the bytes of values that come to it for a microbatch, from other ranks.
+        returned: of the gradients that come to it from other ranks.
+        sent: of the gradients that it sends to others.
+        left: what the gradients that its backward leaves on its rank, for other stages there, take more
+            than those that it uses up.
     """
 
     costs: Costs
     edges: tuple[Edge, ...]
-    forward_extra: tuple[float, ...]
-    backward_extra: tuple[float, ...]
+    extra: Mapping[str, Sequence[float]]
     static: tuple[float, ...]
     kinds: tuple[Mapping[str, float], ...]
-    waiting: tuple[float, ...]
+    taken: tuple[float, ...]
+    returned: tuple[float, ...]
+    sent: tuple[float, ...]
+    left: tuple[float, ...]
+
+    def messages(self, stage: int) -> float:
+        """The most that messages of a stage take while they wait to be used, or to be sent."""
+        return AHEAD * (self.taken[stage] + self.returned[stage] + self.sent[stage])
 
 
 @dataclass(frozen=True)
@@ -128,12 +146,16 @@ class UnitCosts:
         """What a cut makes equal: the seconds of each unit, forward and backward."""
         return tuple(unit.forward + max(unit.backward, unit.input) for unit in self.units)
 
+    def again(self, unit: int) -> float:
+        """Seconds of computing a unit again: no stage is entered for that."""
+        return max(self.units[unit].forward - self.between[0], 0.0)
+
     @property
     def seconds(self) -> float:
         """Of forward and backward of a microbatch, on one device."""
         return sum(self.weights)
 
-    def stages(
+    def stages(  # noqa: PLR0913 - what lies between the stages, by name
         self,
         cut: Cut,
         placement: Placement,
@@ -142,6 +164,7 @@ class UnitCosts:
         states: float = 2.0,
         latency: float = 0.0,
         bandwidth: float = float("inf"),
+        handling: float = 0.0,
     ) -> StageCosts:
         """What the stages of a cut cost.
 
@@ -152,9 +175,10 @@ class UnitCosts:
             states: bytes of optimizer state for each byte of trained weights; 2 for AdamW.
             latency: of a message.
             bandwidth: bytes per second of a channel.
+            handling: how long a rank is busy with a message, at either end of it.
         """
         return _Composed(self, cut, placement, frozenset(checkpoint)).all(
-            states, latency, bandwidth
+            states, latency, bandwidth, handling
         )
 
 
@@ -172,6 +196,10 @@ class _Composed:
         self._rank_of = placement.rank_of
         stages = len(self._runs)
         self._inside, self._enters, self._leaves = ([0.0] * stages for _ in range(3))
+        self._returned, self._sent, self._left = ([0.0] * stages for _ in range(3))
+        self._messages: tuple[set[Message], set[Message]] = set(), set()
+        self._pending = [0.0] * len(self._units)
+        """For each unit the gradients of units after it in its stage that are there still, in bytes."""
         self._edges: list[Edge] = []
         self._bytes: dict[str, float] = {}
         for value in unit_costs.values:
@@ -180,8 +208,9 @@ class _Composed:
     def _place(self, value: ValueCost) -> None:
         """Where a value lies until backward, and whether it travels."""
         home = self._stage_of[value.source]
-        rank = self._rank_of[home]
         users = sorted({self._stage_of[target] for target in value.targets} - {home})
+        if value.gradient:
+            self._let_wait(value)
         if users:
             # The source keeps what it gave, to start backward from.
             self._leaves[home] += value.bytes
@@ -189,30 +218,54 @@ class _Composed:
             self._bytes[value.name] = value.bytes
         elif self._keeps(value, home):
             self._inside[home] += value.bytes
-        held = {rank}
+        by_rank: dict[int, list[int]] = {}
         for user in users:
-            if self._rank_of[user] not in held:
-                held.add(self._rank_of[user])
-                self._enters[user] += value.bytes
+            by_rank.setdefault(self._rank_of[user], []).append(user)
+        for rank, there in by_rank.items():
+            if rank != self._rank_of[home]:
+                self._enters[there[0]] += value.bytes
+                self._messages[0].add((home, there[0]))
+            if value.gradient:
+                self._give_back(value.bytes, home, rank, there)
+
+    def _let_wait(self, value: ValueCost) -> None:
+        """Within a stage a gradient is there from its last user back to its source, or to the first unit."""
+        latest = {self._stage_of[target]: target for target in value.targets}
+        for stage, last in latest.items():
+            for number in range(max(value.source, self._runs[stage].start), last):
+                self._pending[number] += value.bytes
+
+    def _give_back(self, size: float, home: int, rank: int, users: Sequence[int]) -> None:
+        """The gradients of a value, from its users on a rank: they wait there until all are made."""
+        last = home
+        if rank != self._rank_of[home]:
+            last = users[0]
+            self._returned[home] += size
+            self._sent[last] += size
+            self._messages[1].add((last, home))
+        for user in users:
+            if user != last:
+                self._left[user] += size
+                self._left[last] -= size
 
     def _keeps(self, value: ValueCost, stage: int) -> bool:
         ends = [end for end in (value.source, *value.targets) if self._stage_of[end] == stage]
         kept = any(end in value.kept for end in ends if end not in self._again)
         return kept or any(target in self._again for target in value.targets)
 
-    def all(self, states: float, latency: float, bandwidth: float) -> StageCosts:
+    def all(self, states: float, latency: float, bandwidth: float, handling: float) -> StageCosts:
         """Everything about the stages."""
         kinds = [self._kinds(run, states) for run in self._runs]
         costs = Costs(
-            forward=self._times("forward"),
-            input=self._times("input"),
+            forward=self._times("forward", handling),
+            input=self._times("input", handling),
             weight=[sum(self._units[u].weight for u in run) for run in self._runs],
-            backward=self._times("backward"),
+            backward=self._times("backward", handling),
             latency=latency,
             bandwidth=bandwidth,
             message=self._bytes,
             activation=[
-                sum(self._units[u].held for u in run if u not in self._again)
+                sum(map(self._kept, run))
                 + self._inside[stage] + self._enters[stage] + self._leaves[stage]
                 for stage, run in enumerate(self._runs)
             ],
@@ -222,33 +275,51 @@ class _Composed:
         return StageCosts(
             costs,
             tuple(self._edges),
-            tuple(max(self._units[u].forward_extra for u in run) for run in self._runs),
-            tuple(self._backward_extra(stage) for stage in range(len(self._runs))),
+            {op.value: [self._extra(run, op) for run in self._runs] for op in _KIND},
             tuple(sum(kind.values()) for kind in kinds),
             tuple(kinds),
-            tuple(AHEAD * entered for entered in self._enters),
+            tuple(self._enters),
+            tuple(self._returned),
+            tuple(self._sent),
+            tuple(self._left),
         )
 
-    def _times(self, kind: str) -> list[float]:
+    def _times(self, kind: str, handling: float) -> list[float]:
         """Seconds of each stage; a backward computes forward again where that is not kept."""
         backward = kind != "forward"
         saved = self._of.between[backward]
         found = []
-        for run in self._runs:
+        for stage, run in enumerate(self._runs):
             seconds = sum(getattr(self._units[unit], kind) for unit in run)
             if backward:
-                seconds += sum(self._units[unit].forward for unit in run if unit in self._again)
-            found.append(max(seconds - saved * (len(run) - 1), 0.0))
+                seconds += sum(self._of.again(unit) for unit in run if unit in self._again)
+            ends = sum(stage in message for message in self._messages[backward])
+            found.append(max(seconds - saved * (len(run) - 1), 0.0) + ends * handling)
         return found
 
-    def _backward_extra(self, stage: int) -> float:
-        """The most that a unit needs; what is computed again is there while it is used."""
-        most = 0.0
-        for number in self._runs[stage]:
+    def _kept(self, number: int) -> float:
+        """What a unit keeps from F on, apart from the values."""
+        unit = self._units[number]
+        return unit.around if number in self._again else unit.held
+
+    def _extra(self, run: range, op: Op) -> float:
+        """The most that a stage needs in an action beyond what it holds before or after: at one of its units.
+
+        In F the units after it hold nothing yet. In B they hold nothing any more, but the gradients that they
+        gave are there. What is computed again is there while it is used.
+        """
+        kind, backward = f"{_KIND[op]}_extra", op in (Op.I, Op.B)
+        most, beyond = 0.0, 0.0
+        for number in reversed(run):
             unit = self._units[number]
-            again = unit.held if number in self._again else 0.0
-            most = max(most, unit.backward_extra + again)
-        return most
+            need = getattr(unit, kind)
+            if backward:
+                need += self._pending[number]
+                need += unit.held - unit.around if number in self._again else 0.0
+            most = max(most, need - beyond)
+            # I leaves what W needs.
+            beyond += self._kept(number) if op in (Op.F, Op.B) else 0.0
+        return most + (self._returned[self._stage_of[run[0]]] if backward else 0.0)
 
     def _kinds(self, run: range, states: float) -> dict[str, float]:
         units = [self._units[unit] for unit in run]
@@ -276,6 +347,7 @@ class Profile:
         memory: bytes of the device; 0 where that is not known.
         latency: of a message between ranks.
         bandwidth: bytes per second of a channel between ranks.
+        handling: how long a rank is busy with a message, at either end of it.
         node: how many devices are joined by ``latency`` and ``bandwidth``; more are by the network.
         network: latency and bandwidth beyond that.
         tokens: positions of a sample, by which tokens are counted; 0 counts samples.
@@ -289,6 +361,7 @@ class Profile:
     memory: float = 0.0
     latency: float = 0.0
     bandwidth: float = float("inf")
+    handling: float = 0.0
     node: int = 0
     network: tuple[float, float] = (0.0, float("inf"))
     tokens: int = 0
@@ -396,9 +469,6 @@ def _costs_read(data: dict[str, Any]) -> UnitCosts:
 
 
 # ---- what a recorded step tells
-
-
-_KIND = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
 
 
 @dataclass(frozen=True)

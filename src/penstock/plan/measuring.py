@@ -28,6 +28,7 @@ from penstock.plan.probing import (
     flops_of,
     gradients_kept,
     holding_of,
+    kind_of,
     work_of,
 )
 from penstock.stage import home_of
@@ -48,6 +49,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
     memory: float = 0.0,
     latency: float = 0.0,
     bandwidth: float = float("inf"),
+    handling: float = 0.0,
     tokens: int = 0,
     **kwargs: Any,
 ) -> Profile:
@@ -67,6 +69,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
         memory: bytes of the device; by default what a GPU has, and unknown of a CPU.
         latency: of a message between ranks, in seconds.
         bandwidth: of a channel between ranks, in bytes per second.
+        handling: how long a rank is busy with a message, at either end of it, in seconds.
         tokens: positions in a sample, by which tokens are counted.
         kwargs: the model's arguments by name.
 
@@ -86,6 +89,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
         memory=memory or _memory_of(home),
         latency=latency,
         bandwidth=bandwidth,
+        handling=handling,
         tokens=tokens,
         measured=True,
         model=type(model).__name__,
@@ -106,29 +110,39 @@ def _measured(
     args, kwargs, target = work.part(samples)
     args, kwargs = _on(home, (args, kwargs))
     clock = _clock(home)
+    bench, known = Bench(clock), Known()
     with untouched(fine.modules, home), gradients_kept(work.model):
         subjects, values = _in_turn(work, fine, (args, kwargs), _on(home, target))
-        bench, known = Bench(clock), Known()
-        for subject in subjects:
-            known.add(
-                subject,
-                work.model.get_submodule(subject.path),
-                partial(_measured_unit, subject, bench, repeats),
-            )
-        between = _between(work, (args, kwargs), _on(home, target), known.units, bench, repeats)
+        modules = [work.model.get_submodule(subject.path) for subject in subjects]
+        kinds = [kind_of(subject, m) for subject, m in zip(subjects, modules, strict=True)]
+        # Of units that are alike the first runs.
+        first = dict(zip(reversed(kinds), reversed(subjects), strict=True))
+        runs = {kind: _Run(subject, bench) for kind, subject in first.items()}
+        halves = [_Run(half, bench) for half in _halves(work, (args, kwargs), _on(home, target))]
+        # In turns: a device is not always as fast, and what ran just now is still in its caches.
+        for _ in range(repeats):
+            for run in (*runs.values(), *halves):
+                bench.run(run.subject, run.laps)
+        for kind, subject, module in zip(kinds, subjects, modules, strict=True):
+            known.add(subject, module, partial(runs[kind].cost, module))
+    between = _between([runs[kind].laps for kind in kinds], [half.laps for half in halves])
     return UnitCosts(samples, tuple(known.units), known.with_keepers(values), between)
 
 
-def _measured_unit(subject: Subject, bench: Bench, repeats: int) -> tuple[UnitCost, Holding]:
-    laps, holding = Laps(), holding_of(subject, Meter())
-    bench.run(subject, Laps())
-    with Meter() as meter:
-        bench.run(subject, held := Laps(), meter)
-    for _ in range(repeats):
-        bench.run(subject, laps)
-    laps.stash, laps.forward_extra = held.stash, held.forward_extra
-    laps.backward_extra = held.backward_extra
-    return cost_of(subject, laps, holding, flops_of(subject)), holding
+class _Run:
+    """A unit that is run again and again, warmed up and with its memory known."""
+
+    def __init__(self, subject: Subject, bench: Bench) -> None:
+        self.subject, self.laps, self._metered = subject, Laps(), Laps()
+        bench.run(subject, Laps())
+        with Meter() as meter:
+            bench.run(subject, self._metered, meter)
+
+    def cost(self, module: nn.Module) -> tuple[UnitCost, Holding]:
+        """What was found."""
+        self.laps.stash, self.laps.extra = self._metered.stash, self._metered.extra
+        holding = holding_of(self.subject, module)
+        return cost_of(self.subject, self.laps, holding, flops_of(self.subject)), holding
 
 
 def _clock(home: torch.device) -> Callable[[], float]:
@@ -209,32 +223,26 @@ def _detached(value: Any) -> Any:
     return unflatten(structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors])
 
 
-def _between(
-    work: Work,
-    call: tuple[Any, Any],
-    target: Any,
-    units: Sequence[UnitCost],
-    bench: Bench,
-    repeats: int,
-) -> tuple[float, float]:
-    """What each further unit of a stage saves: from two stages of half of the units each."""
-    count = len(units)
-    if count < 4:
-        return 0.0, 0.0
-    half = count // 2
+def _halves(work: Work, call: tuple[Any, Any], target: Any) -> list[Subject]:
+    """Two stages of half of the units each; none where there are too few to tell anything."""
+    half = len(work.units) // 2
+    if half < 2:
+        return []
     placed = [list(work.units[:half]), list(work.units[half:])]
     coarse = partition(work.model, placed, example=(work.args, work.kwargs))
-    subjects, _ = _in_turn(work, coarse, call, target)
-    forward = backward = 0.0
-    for subject in subjects:
-        laps = Laps()
-        bench.run(subject, Laps())
-        for _ in range(repeats):
-            bench.run(subject, laps)
-        forward += median(laps.forward)
-        backward += median(laps.backward)
-    alone = sum(unit.forward for unit in units), sum(unit.backward for unit in units)
-    return (
-        max(alone[0] - forward, 0.0) / (count - 2),
-        max(alone[1] - backward, 0.0) / (count - 2),
-    )
+    return _in_turn(work, coarse, call, target)[0]
+
+
+def _between(units: Sequence[Laps], halves: Sequence[Laps]) -> tuple[float, float]:
+    """What each further unit of a stage saves: from the units beside two stages of half of them each."""
+    if not halves:
+        return 0.0, 0.0
+
+    def saved(kind: str) -> float:
+        alone = zip(*(getattr(laps, kind) for laps in units), strict=True)
+        together = zip(*(getattr(laps, kind) for laps in halves), strict=True)
+        # Of the same turn each: a slow one is slow for both.
+        found: float = median(sum(a) - sum(t) for a, t in zip(alone, together, strict=True))
+        return max(found, 0.0) / (len(units) - len(halves))
+
+    return saved("forward"), saved("backward")

@@ -113,9 +113,8 @@ def _predicted(work: Work, samples: int, device: Device) -> UnitCosts:
             module, last = twin.get_submodule(path), index == len(work.units) - 1
             loss = _loss_after(work, seen[path].output, output, target) if last else None
             subject = _subject(path, module, seen[path], edges, index, loss)
-            known.add(
-                subject, module, partial(_predicted_unit, subject, device, seen[path].between)
-            )
+            cost = partial(_predicted_unit, subject, module, device, seen[path].between)
+            known.add(subject, module, cost)
     values = [ValueCost(e.value, e.source, e.targets, sizes[e.value], e.gradient) for e in edges]
     return UnitCosts(samples, tuple(known.units), known.with_keepers(values))
 
@@ -298,8 +297,10 @@ def _subject(
     return Subject(path, module, seen.args, seen.kwargs, tuple(names), given, loss, seen.calls)
 
 
-def _predicted_unit(subject: Subject, device: Device, between: float) -> tuple[UnitCost, Holding]:
-    holding = holding_of(subject, Meter())
+def _predicted_unit(
+    subject: Subject, module: nn.Module, device: Device, between: float
+) -> tuple[UnitCost, Holding]:
+    holding = holding_of(subject, module)
     with Meter(device) as meter:
         bench = Bench(lambda: meter.seconds)
         # Once to have gradients that are there already, as in all steps but the first.
@@ -313,7 +314,7 @@ def _predicted_unit(subject: Subject, device: Device, between: float) -> tuple[U
     return replace(cost, **often), holding
 
 
-_OF_A_CALL = ("forward", "input", "weight", "backward", "held", "stash", "flops")
+_OF_A_CALL = ("forward", "input", "weight", "backward", "held", "around", "stash", "flops")
 
 
 def _loss_after(work: Work, own: Any, output: Any, target: Any) -> Callable[[Any], Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import UsageError
+from penstock.errors import InternalError, UsageError
 from penstock.partition import unit_paths
 from penstock.plan.costs import UnitCost, ValueCost
 from penstock.plan.devices import Device
@@ -154,17 +154,56 @@ def _anchor(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a unit's forward leaves."""
+    """What a unit's forward leaves: bytes, of these what is not its module's own, and the values it keeps."""
 
     inner: float
+    around: float
     kept: frozenset[str]
 
 
-def holding_of(subject: Subject, meter: Meter) -> Holding:
-    """Which values the graph of a unit keeps, and how many bytes besides."""
+def holding_of(subject: Subject, module: nn.Module) -> Holding:
+    """Which values the graph of a unit keeps, and how many bytes besides.
+
+    Args:
+        subject: the unit.
+        module: of the model; what runs around it, such as a pooling after it, is not computed again with it.
+    """
     for tensor in flatten((subject.arguments, dict(subject.keywords)))[0]:
         _anchor(tensor.device)
-    with meter, torch.enable_grad():
+    whole, kept = _held(subject)
+    with _computed_again(module):
+        around, _ = _held(subject)
+    return Holding(whole, min(around, whole), kept)
+
+
+@contextmanager
+def _computed_again(module: nn.Module) -> Iterator[None]:
+    """The module keeps what it is given, and nothing of what its own operations would keep for backward."""
+    own = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _nothing_back)
+    given = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        given.append((args, kwargs))
+        own.__enter__()
+
+    handles = (
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(lambda *_: own.__exit__(), always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nothing_back(_: Any) -> Tensor:
+    raise InternalError("no backward follows this forward")
+
+
+def _held(subject: Subject) -> tuple[float, frozenset[str]]:
+    """What the graph of a unit keeps: bytes, and values beside them."""
+    with Meter() as meter, torch.enable_grad():
         before = meter.live
         args, kwargs, made = subject.fresh(leaf=False)
         known = [
@@ -193,9 +232,7 @@ def holding_of(subject: Subject, meter: Meter) -> Holding:
             if (s := ref()) is not None and (name in outside or name is None)
         }
         del graph
-    return Holding(
-        max(held - sum(seen.values()), 0.0), frozenset(name for name, _ in alive if name)
-    )
+    return max(held - sum(seen.values()), 0.0), frozenset(name for name, _ in alive if name)
 
 
 def _names_of(output: Any, given: Sequence[str], tensors: int) -> list[str | None]:
@@ -220,8 +257,11 @@ class Laps:
     weight: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     stash: float = 0.0
-    forward_extra: float = 0.0
-    backward_extra: float = 0.0
+    extra: dict[str, float] = field(default_factory=dict)
+
+    def needed(self, kind: str, extra: float) -> None:
+        """Note how much more than before and after it an F, I, W or B took while it ran."""
+        self.extra[kind] = max(self.extra.get(kind, 0.0), extra)
 
 
 class Bench:
@@ -246,7 +286,7 @@ class Bench:
             laps.forward.append(self._clock() - start)
             gradients = _gradients(subject, output)
             del output, args, kwargs, given
-            laps.forward_extra = max(laps.forward_extra, laps_of.beyond())
+            laps.needed("forward", laps_of.beyond())
             if engine == "deferred":
                 self._halves(stage, gradients, laps, laps_of)
             else:
@@ -255,7 +295,7 @@ class Bench:
                 laps.backward.append(self._clock() - start)
                 del found
                 gradients = None
-                laps.backward_extra = max(laps.backward_extra, laps_of.beyond())
+                laps.needed("backward", laps_of.beyond())
 
     def _halves(
         self,
@@ -271,12 +311,12 @@ class Bench:
         del found
         if gradients is not None:
             gradients.clear()
-        laps.backward_extra = max(laps.backward_extra, peaks.beyond())
+        laps.needed("input", peaks.beyond())
         laps.stash = peaks.live
         start = self._clock()
         stage.backward_weight(0)
         laps.weight.append(self._clock() - start)
-        laps.backward_extra = max(laps.backward_extra, peaks.beyond())
+        laps.needed("weight", peaks.beyond())
 
 
 class _Peaks:
@@ -319,9 +359,9 @@ def cost_of(subject: Subject, laps: Laps, holding: Holding, flops: float) -> Uni
         backward=median(laps.backward),
         spread=max(spreads),
         held=holding.inner,
+        around=holding.around,
         stash=laps.stash,
-        forward_extra=laps.forward_extra,
-        backward_extra=laps.backward_extra,
+        **{f"{kind}_extra": extra for kind, extra in laps.extra.items()},
         parameters=sum(tensor.nbytes for tensor in own),
         trained=sum(tensor.nbytes for tensor in own if tensor.requires_grad),
         numbers=sum(p.numel() for p in subject.module.parameters()),
@@ -358,7 +398,7 @@ class Known:
             module: of the model.
             cost: looks at it.
         """
-        kind = len(self.units) if subject.loss is not None else _kind(subject, module)
+        kind = kind_of(subject, module)
         if kind not in self._kinds:
             found, holding = cost()
             takes = [name in holding.kept for name in subject.names]
@@ -384,8 +424,10 @@ _POSITIONS = {"layer_idx", "layer_number", "layer_id", "index", "idx", "training
 """Attributes that tell layers apart which are alike."""
 
 
-def _kind(subject: Subject, module: nn.Module) -> Any:
+def kind_of(subject: Subject, module: nn.Module) -> Any:
     """What is the same for units that cost the same."""
+    if subject.loss is not None:
+        return subject.path
     tensors = shapes(flatten((subject.arguments, dict(subject.keywords)))[0])
     roles = tuple(name is not None for name in subject.names), len(subject.given), subject.calls
     return parts_of(module), tensors, roles

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.plan.answer import Plan, Plans, bytes_as_text, seconds_as_text, static_of
+from penstock.plan.answer import Plan, Plans, bytes_as_text, seconds_as_text
 from penstock.plan.costs import UnitCosts
 from penstock.schedule import Action, Op, Simulation, Span, Timeline
 from penstock.schedule.drawing import COLOURS, NAMES
@@ -168,7 +168,7 @@ def _memory(plan: Plan, rank: int, spans: Sequence[Span], origin: float) -> dict
     costs, placement = plan.stage_costs, plan.schedule.placement
     mine = placement.stages_on(rank)
     fixed = [sum(costs.kinds[stage][kind] for stage in mine) for kind in HELD[:3]]
-    fixed.append(static_of(placement, costs, rank) - sum(fixed))
+    fixed.append(sum(map(costs.messages, mine)))
     stages = len(plan.stages)
     activation = costs.costs.per_stage("activation", stages)
     stash = costs.costs.per_stage("stash", stages)

@@ -11,7 +11,7 @@ from time import monotonic
 from penstock.errors import ScheduleError, UsageError
 from penstock.plan.answer import Plan, Plans, Shape, bytes_as_text, static_of, with_messages
 from penstock.plan.candidates import POLICIES, SEARCHED, Candidate, Candidates, Wanted, built
-from penstock.plan.costs import Cut, Profile, cut_of, runs_of
+from penstock.plan.costs import Cut, Profile, StageCosts, cut_of, runs_of
 from penstock.schedule import Schedule, compute_only, names, simulate
 from penstock.schedule import search as search_schedule
 from penstock.schedule.library import find
@@ -303,11 +303,7 @@ class _Search:
             return None
         limit = None
         if self._wanted.memory:
-            extra = max(*stage_costs.forward_extra, *stage_costs.backward_extra)
-            limit = [
-                self._wanted.memory - static_of(schedule.placement, stage_costs, rank) - extra
-                for rank in range(schedule.ranks)
-            ]
+            limit = [self._room(schedule, stage_costs, rank) for rank in range(schedule.ranks)]
             if min(limit) <= 0:
                 return None
         try:
@@ -329,6 +325,14 @@ class _Search:
         self._time(other)
         return other if other.seconds < candidate.seconds else None
 
+    def _room(self, schedule: Schedule, stage_costs: StageCosts, rank: int) -> float:
+        """What a schedule may fill with activations, whatever its order."""
+        own = schedule.placement.stages_on(rank)
+        extra = max(sizes[stage] for sizes in stage_costs.extra.values() for stage in own)
+        messages = sum(map(stage_costs.messages, own))
+        fixed = static_of(schedule.placement, stage_costs, rank)
+        return self._wanted.memory - fixed - extra - messages
+
     # ---- the answer
 
     def plan_by_hand(self, shape: Shape, schedule: Schedule, cut: Cut) -> Plan:
@@ -346,7 +350,7 @@ class _Search:
         ran = simulate(with_messages(schedule), candidate.stage_costs.costs)
         again = [
             sum(
-                costs.units[unit].forward
+                costs.again(unit)
                 for stage in schedule.placement.stages_on(rank)
                 for unit in runs[stage]
                 if unit in candidate.again

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from itertools import product
 from math import exp, log
+from operator import itemgetter
 from random import Random
 from time import monotonic
 from typing import NamedTuple
@@ -29,9 +30,13 @@ FUSING = 0.1
 """The share of moves that make a backward a B or take one apart, where that can be better."""
 REACH = 4.0
 """How far a move goes on average."""
+DISPATCHING = 0.8
+"""What it costs to make a draft by a rule, for each of its actions, beside a move that is not timed."""
+KEPT = 8
+"""How many rules are varied."""
 TIMING = 1 / 8
 """What it costs to time a draft, for each of its actions, beside a move that is not timed."""
-HOT, COLD = 0.8, 0.02
+HOT, COLD = 0.5, 0.02
 """The first and the last temperature, in durations of a mean action."""
 
 
@@ -41,14 +46,14 @@ class Rule(NamedTuple):
     Attributes:
         offset: for each lane the rank of its first microbatch in the order of preference; the least is first.
         period: by how much each further microbatch ranks lower.
-        patience: a W gives way to what comes within this share of its duration.
+        patience: for each lane, within which time something else must come for its action to give way to it.
         ahead: for each stage the most microbatches that may be between their F and their gradient.
         whole: whether backwards that may be a B are.
     """
 
     offset: tuple[float, ...]
     period: float
-    patience: float
+    patience: tuple[float, ...]
     ahead: tuple[int, ...]
     whole: bool = False
 
@@ -77,10 +82,9 @@ class Dispatcher:
             gradient = 3 * stage + GRADIENT
             self._duration[gradient : gradient + 2] = problem.whole[stage], 0.0
             self._growth[gradient : gradient + 2] = -problem.activation[stage], 0.0
-        self._patience = [
-            rule.patience * duration if lane % 3 == WEIGHT else 0.0
-            for lane, duration in enumerate(self._duration)
-        ]
+        # The W inside a B takes no time, and has nothing to wait for.
+        pairs = zip(rule.patience, self._duration, strict=True)
+        self._patience = [patience if duration else 0.0 for patience, duration in pairs]
         self._programs: list[list[int]] = [[] for _ in range(problem.ranks)]
         self._clock = [0.0] * problem.ranks
         self._held = [0.0] * problem.ranks
@@ -174,13 +178,22 @@ def rules(problem: Problem) -> Iterator[Rule]:
     by_time = (tuple(_alone(problem)), load)
     every = (problem.microbatches,) * stages
     wholes = (False, True) if problem.fusible else (False,)
-    for whole, patience in product(wholes, (0.5, 1e6, 1.0)):
+    for whole, share in product(wholes, (0.5, 1e6, 1.0)):
+        patience = _patience_of_weights(problem, share)
         for order in (by_time, gradients_first):
             yield Rule(*order, patience, every, whole)
         for ahead in _depths(problem):
             yield Rule(*oldest_first, patience, (ahead,) * stages, whole)
     for ahead in _depths(problem):
-        yield Rule(*gradients_first, 0.5, (ahead,) * stages)
+        yield Rule(*gradients_first, _patience_of_weights(problem, 0.5), (ahead,) * stages)
+
+
+def _patience_of_weights(problem: Problem, share: float) -> tuple[float, ...]:
+    """Only Ws give way, to what comes within a share of their duration."""
+    return tuple(
+        share * duration if lane % 3 == WEIGHT else 0.0
+        for lane, duration in enumerate(problem.duration)
+    )
 
 
 def _depths(problem: Problem) -> list[int]:
@@ -207,19 +220,79 @@ def _alone(problem: Problem) -> list[float]:
     return start
 
 
-def varied(rule: Rule, random: Random) -> Rule:
-    """A rule with other numbers of microbatches ahead for some stages, or another patience or order."""
-    kind = random.random()
-    if kind < 0.2:
-        return rule._replace(patience=random.choice((0.25, 0.5, 0.75, 1.0, 2.0, 1e6)))
-    if kind < 0.4:
-        spread = rule.period / 2
-        return rule._replace(offset=tuple(x + random.gauss(0, spread) for x in rule.offset))
-    first = random.randrange(len(rule.ahead))
-    last = random.randrange(first, len(rule.ahead))
-    step = random.choice((-1, 1))
-    ahead = [n + step * (first <= stage <= last) for stage, n in enumerate(rule.ahead)]
-    return rule._replace(ahead=tuple(max(1, n) for n in ahead))
+class Climber:
+    """Hill climbing among rules: variations of the best few of them, each of another makespan.
+
+    Where memory is tight, what counts is which forwards wait though they could start: they would take memory
+    that others need sooner. No order of preference says so, but the patience of a lane does.
+
+    Args:
+        problem: what is to be scheduled.
+        random: what decides.
+        until: when to stop, on the monotonic clock.
+    """
+
+    def __init__(self, problem: Problem, random: Random, until: float) -> None:
+        self._problem, self._random, self._until = problem, random, until
+        self._best: list[tuple[float, Rule, Draft]] = []
+        for rule in rules(problem):
+            if not self._best or monotonic() < until:
+                self._attempt(rule)
+
+    @property
+    def drafts(self) -> list[Draft]:
+        """Of the best rules, the best first."""
+        return [draft for _, _, draft in self._best]
+
+    def run(self, effort: float, target: float) -> None:
+        """Try variations.
+
+        Args:
+            effort: how much to try, in moves of the annealer.
+            target: a makespan that cannot be bettered.
+        """
+        each = DISPATCHING * len(self._problem.duration) * self._problem.microbatches
+        for _ in range(int(effort / each)):
+            if self._best[0][0] <= target or monotonic() > self._until:
+                break
+            rule = self._random.choice(self._best)[1]
+            for _ in range(self._random.randint(1, 3)):
+                rule = self._varied(rule)
+            self._attempt(rule)
+
+    def _attempt(self, rule: Rule) -> None:
+        draft = Dispatcher(self._problem, rule).run()
+        made = draft.makespan
+        # Of rules that do the same the last is kept, so that several changes can add up to one that helps.
+        others = [known for known in self._best if abs(known[0] - made) > SLACK * made]
+        self._best = sorted([*others, (made, rule, draft)], key=itemgetter(0))[:KEPT]
+
+    def _varied(self, rule: Rule) -> Rule:
+        """A rule with another patience, order or numbers of microbatches ahead for some lanes or stages."""
+        random, problem = self._random, self._problem
+        kind, lane = random.random(), random.randrange(len(rule.offset))
+        if kind < 0.35:
+            mean = sum(problem.duration) / len(problem.duration)
+            patience = mean * random.choice((0, 0.5, 1, 2, 4, 8)) * random.random()
+            return rule._replace(patience=_with(rule.patience, lane, patience))
+        if kind < 0.45:
+            share = random.choice((0.25, 0.5, 0.75, 1.0, 2.0, 1e6))
+            return rule._replace(patience=_patience_of_weights(problem, share))
+        if kind < 0.55:
+            spread = rule.period / 2
+            return rule._replace(offset=tuple(x + random.gauss(0, spread) for x in rule.offset))
+        if kind < 0.65:
+            moved = rule.offset[lane] + random.gauss(0, rule.period * random.choice((0.2, 1, 3)))
+            return rule._replace(offset=_with(rule.offset, lane, moved))
+        first = random.randrange(len(rule.ahead))
+        last = random.randrange(first, len(rule.ahead))
+        step = random.choice((-1, 1))
+        ahead = [n + step * (first <= stage <= last) for stage, n in enumerate(rule.ahead)]
+        return rule._replace(ahead=tuple(max(1, n) for n in ahead))
+
+
+def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:
+    return (*values[:index], value, *values[index + 1 :])
 
 
 class Annealer:

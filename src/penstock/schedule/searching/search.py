@@ -22,18 +22,18 @@ from penstock.schedule.edges import (
 )
 from penstock.schedule.library import RECIPES
 from penstock.schedule.searching.bounds import PRECISION, Bound
-from penstock.schedule.searching.drafting import Annealer, Dispatcher, Rule, rules, varied
+from penstock.schedule.searching.drafting import Annealer, Climber, Dispatcher, rules
 from penstock.schedule.searching.problem import SLACK, Draft, Problem, draft_of
 from penstock.schedule.simulation import simulate
 
 Memory = float | Sequence[float]
 """What a rank may hold: one number for all, or one for each."""
-VARIATIONS = 40
-"""How many rules are tried beside the portfolio, each a variation of one of the best so far."""
-EFFORT = 1_000_000
+EFFORT = 1_500_000
 """Moves by default, as the annealer counts them: a few seconds of work."""
-ROUNDS = ((4, 1 / 32), (2, 1 / 16), (1, 3 / 4))
-"""How many drafts are improved, and with which share of the effort each."""
+CLIMBING = 1 / 6
+"""The share of the effort that goes into rules."""
+ROUNDS = ((4, 1 / 32), (3, 1 / 16), (1, 3 / 8))
+"""How many drafts are improved, the first time of each origin, and with which share of the effort each."""
 
 
 def search(  # noqa: PLR0913 - the whole problem, by name
@@ -58,11 +58,11 @@ def search(  # noqa: PLR0913 - the whole problem, by name
     not searched; where ``costs.overlap`` makes a schedule of the library that has them the best, it is the
     answer.
 
-    The result is the shortest of the library's schedules for this placement that keep to the memory, those of
-    a list scheduler with a portfolio of rules, and those that simulated annealing makes of the best of them;
-    so it is never longer than the best of the library. The search ends when its effort is used up, when the
-    result is proven to be within 0.01 % of the best possible, or when the time is over. Unless the time
-    ends it, the same arguments give the same schedule.
+    The result is the shortest of the library's schedules for this placement that keep to the memory, those
+    of a list scheduler with a portfolio of rules and variations of them, and those that simulated annealing
+    makes of the best of them; so it is never longer than the best of the library. The search ends when its
+    effort is used up, when the result is proven to be within 0.01 % of the best possible, or when the time is
+    over. Unless the time ends it, the same arguments give the same schedule.
 
     Args:
         costs: of each stage.
@@ -100,9 +100,14 @@ def search(  # noqa: PLR0913 - the whole problem, by name
     problems = _problems(costs, ranks, microbatches, memory, placement, edges)
     library = [found for problem in problems for found in _library(problem)]
     drafts = [draft_of(problem, schedule) for _, schedule, problem in library]
-    for problem in problems:
-        drafts += _dispatched(problem, random, until)
-    best = _improved(drafts, [Bound(problem, until) for problem in problems], random, until, effort)
+    bounds = [Bound(problem, until) for problem in problems]
+    climbers = [Climber(problem, random, until) for problem in problems]
+    drafts += [draft for climber in climbers for draft in climber.drafts]
+    if not _proven(min(draft.makespan for draft in drafts), bounds):
+        for climber, bound in zip(climbers, bounds, strict=True):
+            climber.run(EFFORT * effort * CLIMBING / len(climbers), bound.least)
+    climbed = [draft for climber in climbers for draft in climber.drafts]
+    best = _improved((drafts, climbed), bounds, random, until, effort)
     found = best.schedule()
     shortest, known = min(
         ((makespan, schedule) for makespan, schedule, _ in library),
@@ -237,37 +242,24 @@ def _library(problem: Problem) -> Iterator[tuple[float, Schedule, Problem]]:
             yield ran.makespan, schedule, problem
 
 
-def _dispatched(problem: Problem, random: Random, until: float) -> list[Draft]:
-    """What the list scheduler makes with its portfolio, and with variations of the best of it."""
-    tried: list[tuple[float, int, Rule, Draft]] = []
-
-    def attempt(rule: Rule) -> None:
-        if not tried or monotonic() < until:
-            draft = Dispatcher(problem, rule).run()
-            tried.append((draft.makespan, len(tried), rule, draft))
-
-    for rule in rules(problem):
-        attempt(rule)
-    for _ in range(VARIATIONS):
-        tried.sort()
-        attempt(varied(random.choice(tried[:5])[2], random))
-    return [draft for _, _, _, draft in tried]
-
-
 def _improved(
-    drafts: Iterable[Draft],
+    origins: Sequence[Sequence[Draft]],
     bounds: Sequence[Bound],
     random: Random,
     until: float,
     effort: float,
 ) -> Draft:
-    """The best draft after rounds of annealing, each with fewer drafts than the one before."""
-    pool = _distinct(drafts)
+    """The best draft after rounds of annealing, each with fewer drafts than the one before.
+
+    The first takes some of each origin: the best of all are often much alike.
+    """
+    first = [draft for drafts in origins for draft in _distinct(drafts)[: ROUNDS[0][0]]]
+    pool = _distinct(draft for drafts in origins for draft in drafts)
     target = min(bound.least for bound in bounds)
-    for count, share in ROUNDS:
+    for number, (count, share) in enumerate(ROUNDS):
         if _proven(pool[0].makespan, bounds):
             break
-        for draft in pool[:count]:
+        for draft in pool[:count] if number else first:
             annealer = Annealer(draft.copy(), random)
             annealer.run(EFFORT * effort * share, until, target)
             pool.append(annealer.best)
