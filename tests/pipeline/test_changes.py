@@ -273,6 +273,45 @@ def test_a_loss_with_a_weight_of_another_process_is_refused(workers: WorkerPool)
     assert "the loss uses 'first.weight'" in answer
 
 
+def again(group: Any, trains: bool, schedule: str, loads: bool) -> str:
+    """A worker's task: a second Pipeline of a model that a first one has trained."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    options: dict[str, Any] = {"microbatches": 4, "loss_fn": functional.mse_loss, "group": group}
+    data = torch.ones(8, 4)
+    first = Pipeline(model, **options)
+    first.step(data, target=data)
+    if trains:
+        torch.optim.SGD(first.parameters(), lr=0.1).step()
+    second = Pipeline(model, schedule=schedule, **options)
+    if loads:
+        with torch.no_grad():
+            for parameter in second.parameters():
+                parameter.copy_(torch.ones_like(parameter))
+    try:
+        second.step(data, target=data)
+    except UsageError as error:
+        return str(error)
+    return "runs"
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("trains", "schedule", "loads", "said"),
+    [
+        (True, "ZB-V", False, "an earlier Pipeline of this model has trained these weights"),
+        (True, "ZB-V", True, "runs"),
+        (False, "ZB-V", False, "runs"),
+        (True, "GPipe", False, "runs"),
+    ],
+)
+def test_a_second_pipeline_does_not_begin_with_outdated_weights(
+    workers: WorkerPool, trains: bool, schedule: str, loads: bool, said: str
+) -> None:
+    asked = {"trains": trains, "schedule": schedule, "loads": loads}
+    for answer in workers.run(f"{__name__}:again", 2, 60.0, **asked):
+        assert said in answer
+
+
 # ---- copies and hooks
 
 

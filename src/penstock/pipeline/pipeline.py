@@ -396,7 +396,7 @@ class Pipeline(WeightMethods):
             StageError: the model's or the loss's code raised.
             PoisonedError: an earlier call failed in the middle.
         """
-        self._held.follow()
+        self._held.prepare()
         run = partial(
             self._caller.step,
             Given(args, kwargs, target),
@@ -427,12 +427,12 @@ class Pipeline(WeightMethods):
             outputs: whether to give every rank the model's outputs.
             kwargs: the model's arguments by name.
         """
-        self._held.follow()
+        self._held.prepare()
         return self._caller.evaluate(Given(args, kwargs, target), outputs=outputs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch in evaluation mode, on every rank."""
-        self._held.follow()
+        self._held.prepare()
         return self._caller.predict(Given(args, kwargs, MISSING))
 
     def find_nonfinite(self, *args: Any, target: Any = MISSING, **kwargs: Any) -> Any:
@@ -449,7 +449,7 @@ class Pipeline(WeightMethods):
             A ``NonFiniteFinding``, which names stage, microbatch, action
             and module, the same on every rank; None where everything is finite.
         """
-        self._held.follow()
+        self._held.prepare()
         draw = self._randomness.last
         given = Given(args, kwargs, target)
         return self._caller.find_nonfinite(given, draw, whole_batch=self._statistics == "batch")

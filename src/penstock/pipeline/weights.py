@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -54,6 +55,60 @@ from penstock.weights.states import (
 )
 
 
+class LeftBehind:
+    """The weights of a model that a Pipeline trains in other processes: here they stay as they were.
+
+    A later Pipeline of the model that has other stages here would go on with old numbers. It is told at its
+    first call, since it may be given new ones before.
+
+    Args:
+        model: what was cut.
+        here: the stages of this process.
+    """
+
+    def __init__(self, model: nn.Module, here: Sequence[nn.Module]) -> None:
+        held = {id(one): one for stage in here for one in stage.parameters()}
+        named = dict(model.named_parameters())
+        self._trained = [(one, one._version) for one in held.values()]
+        self._others = {
+            id(one): one._version
+            for one in named.values()
+            if id(one) not in held and not one.is_meta
+        }
+        earlier = _EARLIER.setdefault(model, [])
+        self._suspects = {
+            name: (one, one._version)
+            for name, one in named.items()
+            if id(one) in held and any(pipe._has_left(one) for pipe in earlier)
+        }
+        earlier.append(self)
+
+    def _has_left(self, parameter: nn.Parameter) -> bool:
+        """Whether others have trained a weight since, and nobody has given it new numbers here."""
+        if self._others.get(id(parameter)) != parameter._version:
+            return False
+        return any(one._version != version for one, version in self._trained)
+
+    def check(self) -> None:
+        """Check that the stages here do not begin with what another process has trained since.
+
+        Raises:
+            UsageError: they do.
+        """
+        suspects, self._suspects = self._suspects, {}
+        old = [name for name, (one, version) in suspects.items() if one._version == version]
+        if old:
+            raise UsageError(
+                f"{', '.join(map(repr, old[:5]))}: an earlier Pipeline of this model has trained these "
+                "weights in another process, and this process has them as they were before; save a "
+                "checkpoint with the earlier Pipeline, and load it with this one before its first call"
+            )
+
+
+_EARLIER: WeakKeyDictionary[nn.Module, list[LeftBehind]] = WeakKeyDictionary()
+"""Of each model the Pipelines that were made of it in this process."""
+
+
 class HeldWeights:
     """The weights of the ranks that live in this process, and what they share with others.
 
@@ -83,6 +138,7 @@ class HeldWeights:
         here = {stage.index: stage.own for stage in local.stages}
         self._watched = Watched(model, parts or list(here.values()), here)
         self._by_identity = self._watched.table()
+        self._left = None if model is None else LeftBehind(model, list(here.values()))
         # Before channels are opened for it, which ranks do together.
         self._introduce()
         for rank in local.ranks:
@@ -94,6 +150,16 @@ class HeldWeights:
         self._shared = tuple(shared)
         self.names = Names(shared)
         self._sharing = Sharing(self.local.stages, shared, self._rank_of)
+
+    def prepare(self) -> None:
+        """Before a call of the model: take over what the user has changed, and look that nothing is outdated.
+
+        Raises:
+            UsageError: it cannot be taken over, or an earlier Pipeline has trained weights elsewhere.
+        """
+        if self._left is not None:
+            self._left.check()
+        self.follow()
 
     def follow(self) -> None:
         """Take over what the user has changed in the model since the last call.
