@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -98,11 +99,18 @@ def run(group: Any, how: str) -> dict[str, Any]:
     return {"gap": gap, "waited": waited, "told": told.text, "frames": frames}
 
 
+@pytest.fixture(scope="module")
+def pair() -> Iterator[WorkerPool]:
+    """Of their own: torch counts the groups of a process, and a mesh of some leaves the others behind."""
+    with WorkerPool(2) as made:
+        yield made
+
+
 @pytest.mark.parametrize("how", HOWS)
 def test_compiled_stages_in_wrappers_give_the_gradients_of_one_process(
-    workers: WorkerPool, how: str
+    pair: WorkerPool, how: str
 ) -> None:
-    for answer in workers.run("tests.compiled.test_wrapped:run", 2, timeout=240, how=how):
+    for answer in pair.run("tests.compiled.test_wrapped:run", 2, timeout=240, how=how):
         assert answer["gap"] < 1e-12
         # The weights of a stage's linear layers, and of norms whose input needs no gradient.
         assert len(answer["waited"]) == 16
