@@ -8,6 +8,7 @@ always run all their cases.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +22,13 @@ from penstock.testing import WorkerPool
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cheap_collections() -> None:
+    """Keeps what was imported out of garbage collections: it is far more than what tests make."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
