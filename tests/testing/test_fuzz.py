@@ -57,7 +57,9 @@ def in_process(case: Case) -> Verdict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", range(3))
+@pytest.mark.parametrize(
+    "chunk", [0, *(pytest.param(chunk, marks=pytest.mark.nightly) for chunk in (1, 2))]
+)
 def test_fixed_cases_in_one_process_are_those_of_a_plain_loop(chunk: int) -> None:
     cases = [grow(f"0:{number}") for number in range(chunk * 20, chunk * 20 + 20)]
     check([case for case in cases if not case.run.gloo], in_process)
