@@ -9,7 +9,6 @@ always run all their cases.
 from __future__ import annotations
 
 import gc
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,12 +35,6 @@ def cheap_collections() -> None:
 def workers() -> Iterator[WorkerPool]:
     with WorkerPool(4) as pool:
         yield pool
-
-
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: tests of faults wait more than they work."""
-    known = hasattr(os, "sched_getaffinity")  # not on macOS
-    return (len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(tryfirst=True)
