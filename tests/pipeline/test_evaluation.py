@@ -171,3 +171,12 @@ def test_every_rank_gets_the_results(workers: WorkerPool) -> None:
         assert answer["loss"] == pytest.approx(expected("eval", restless()))
         torch.testing.assert_close(torch.tensor(answer["outputs"]).double(), output)
         torch.testing.assert_close(torch.tensor(answer["prediction"]).double(), output)
+
+
+def test_a_model_made_in_inference_mode_predicts() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        expected = model(torch.ones(4, 4))
+    for _ in range(2):
+        pipe = Pipeline(model, ranks=2, microbatches=2)
+        assert torch.equal(pipe.predict(torch.ones(4, 4)), expected)

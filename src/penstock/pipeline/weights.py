@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import AgreementError, UsageError
 from penstock.parallel import whole
 from penstock.partition import Shared, Watched
 from penstock.pipeline.ranks import LocalRanks
 from penstock.runtime import Rank, Task
+from penstock.values import version_of
 from penstock.weights import (
     Init,
     initialise,
@@ -67,27 +68,26 @@ class LeftBehind:
     """
 
     def __init__(self, model: nn.Module, here: Sequence[nn.Module]) -> None:
-        held = {id(one): one for stage in here for one in stage.parameters()}
+        held = {id(one) for stage in here for one in stage.parameters()}
         named = dict(model.named_parameters())
-        self._trained = [(one, one._version) for one in held.values()]
-        self._others = {
-            id(one): one._version
-            for one in named.values()
-            if id(one) not in held and not one.is_meta
-        }
-        earlier = _EARLIER.setdefault(model, [])
+        now = {id(one): version_of(one) for one in named.values() if not one.is_meta}
+        # By numbers alone: what stands here keeps no weights alive that the model has given up.
+        self._here = {one: version for one, version in now.items() if one in held}
+        self._others = {one: version for one, version in now.items() if one not in held}
+        earlier = _EARLIER.get(model, [])
         self._suspects = {
-            name: (one, one._version)
+            name: (one, now[id(one)])
             for name, one in named.items()
-            if id(one) in held and any(pipe._has_left(one) for pipe in earlier)
+            if id(one) in self._here and any(pipe._has_left(id(one), now) for pipe in earlier)
         }
-        earlier.append(self)
+        if self._others:
+            _EARLIER[model] = [*earlier, self]
 
-    def _has_left(self, parameter: nn.Parameter) -> bool:
+    def _has_left(self, one: int, now: Mapping[int, int]) -> bool:
         """Whether others have trained a weight since, and nobody has given it new numbers here."""
-        if self._others.get(id(parameter)) != parameter._version:
+        if self._others.get(one) != now[one]:
             return False
-        return any(one._version != version for one, version in self._trained)
+        return any(now.get(own, version) != version for own, version in self._here.items())
 
     def check(self) -> None:
         """Check that the stages here do not begin with what another process has trained since.
@@ -96,7 +96,7 @@ class LeftBehind:
             UsageError: they do.
         """
         suspects, self._suspects = self._suspects, {}
-        old = [name for name, (one, version) in suspects.items() if one._version == version]
+        old = [name for name, (one, version) in suspects.items() if version_of(one) == version]
         if old:
             raise UsageError(
                 f"{', '.join(map(repr, old[:5]))}: an earlier Pipeline of this model has trained these "
@@ -105,8 +105,8 @@ class LeftBehind:
             )
 
 
-_EARLIER: WeakKeyDictionary[nn.Module, list[LeftBehind]] = WeakKeyDictionary()
-"""Of each model the Pipelines that were made of it in this process."""
+_EARLIER: Any = WeakIdKeyDictionary()
+"""Of each model, by identity, the Pipelines of it in this process that left some of its weights to others."""
 
 
 class HeldWeights:

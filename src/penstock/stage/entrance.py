@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import SpecError
-from penstock.values import flatten, paths, unflatten
+from penstock.values import flatten, paths, unflatten, version_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Kind: TypeAlias = tuple[Any, ...]
@@ -87,7 +87,7 @@ class Entrance:
                 # writing into it what does, is done to no other.
                 entered.append(own if own.requires_grad else own.detach())
         call = unflatten(structure, entered)
-        versions = [_version(tensor) for tensor in entered]
+        versions = [version_of(tensor) for tensor in entered]
         if not kwargs:
             call = (call, {})
         places = [] if copied is not None and not copied else [_place(t) for t in tensors]
@@ -107,7 +107,7 @@ class Entrance:
             for index, (tensor, before) in enumerate(
                 zip(entered.tensors, entered.versions, strict=True)
             )
-            if _version(tensor) != before
+            if version_of(tensor) != before
         ]
         twice = [
             i
@@ -163,10 +163,6 @@ def _place(tensor: Tensor) -> Any:
     if not tensor.numel() or tensor.is_meta or tensor.layout is not torch.strided:
         return None
     return tensor.data_ptr(), tensor.shape, tensor.stride()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Enter(torch.autograd.Function):

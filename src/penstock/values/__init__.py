@@ -40,7 +40,7 @@ from penstock.values.inference import (
 )
 from penstock.values.structure import Structure, arrived, flatten, paths, unflatten
 from penstock.values.trial import attributes_kept, isolate_hooks, randomness_kept, uncompiled
-from penstock.values.value import TensorSpec, ValueSpec, named_arguments, settled
+from penstock.values.value import TensorSpec, ValueSpec, named_arguments, settled, version_of
 
 __all__ = [
     "MISSING",
@@ -90,4 +90,5 @@ __all__ = [
     "surely_reached",
     "uncompiled",
     "unflatten",
+    "version_of",
 ]

@@ -167,6 +167,11 @@ _OBSTACLES = {
 } | {name: f"a tensor of layout {name} cannot travel; give its to_dense()" for name in _SPARSE}
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; nobody counts that of one made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def settled(tensor: Tensor) -> Tensor:
     """The tensor with its elements in order in memory, and negated or conjugated where only marked so."""
     data = tensor.detach()
