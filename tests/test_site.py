@@ -24,7 +24,9 @@ CHROMIUM = next(
 )
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --remote-debugging-pipe"
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --remote-debugging-pipe "
+    # A page that was left would live on there, and note the scheme that it shows.
+    "--disable-features=BackForwardCache"
 )
 SIZES = {"phone": (390, 844), "desktop": (1280, 800)}
 
@@ -237,23 +239,33 @@ def test_every_page_loads_without_a_complaint(
     ]
     assert pages
     for page, scheme in zip(pages, cycle(["light", "dark"])):
-        browser.resize(SIZES["phone"])
-        browser.open(f"{address}/{page}", scheme)
-        found = browser.evaluate(LOOK)
-        told = browser.complaints() + [f"image {one}" for one in found["broken"]]
-        told += [f"asks elsewhere for {one}" for one in browser.requested(but=address)]
-        if browser.evaluate(NOT_OF_SCHEME % {"light": "default", "dark": "slate"}[scheme]):
-            told.append(f"is not {scheme}")
-        for name, size in SIZES.items():
-            browser.resize(size)
-            if over := browser.evaluate(OVERFLOW):
-                told.append(f"is {over} pixels wider than a {name}")
+        # On a machine that is busy a page may be looked at too early: what is wrong is so each time.
+        for _ in range(3):
+            told, found = look_at(page, address, browser, scheme)
+            if not told:
+                break
         wrong += [f"{page}: {one}" for one in told]
-        links |= {(page, link) for link in found["links"] if link.startswith(address)}
+        links |= {(page, link) for link in found if link.startswith(address)}
     assert wrong == []
     assert [
         f"{page}: {link}" for page, link in sorted(links) if not leads(link, site, address)
     ] == []
+
+
+def look_at(page: str, address: str, browser: Browser, scheme: str) -> tuple[list[str], list[str]]:
+    """What is wrong with a page, and where its links lead."""
+    browser.resize(SIZES["phone"])
+    browser.open(f"{address}/{page}", scheme)
+    found = browser.evaluate(LOOK)
+    told = browser.complaints() + [f"image {one}" for one in found["broken"]]
+    told += [f"asks elsewhere for {one}" for one in browser.requested(but=address)]
+    if browser.evaluate(NOT_OF_SCHEME % {"light": "default", "dark": "slate"}[scheme]):
+        told.append(f"is not {scheme}")
+    for name, size in SIZES.items():
+        browser.resize(size)
+        if over := browser.evaluate(OVERFLOW):
+            told.append(f"is {over} pixels wider than a {name}")
+    return told, found["links"]
 
 
 def leads(link: str, site: Path, address: str) -> bool:
