@@ -202,7 +202,8 @@ def test_a_schedule_of_ones_own_has_a_name() -> None:
 
 @pytest.mark.usefixtures("own_registry")
 @pytest.mark.parametrize(
-    ("name", "says"), [("zbv", "it is taken"), ("mine.csv", "looks like the name of a file"), ("", "choose")]
+    ("name", "says"),
+    [("zbv", "it is taken"), ("mine.csv", "looks like the name of a file"), ("", "choose")],
 )
 def test_a_name_that_is_none(name: str, says: str) -> None:
     with pytest.raises(ScheduleError, match=f"cannot be registered as {name!r}: .*{says}"):
