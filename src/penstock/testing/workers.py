@@ -1,8 +1,8 @@
-"""A pool of gloo worker processes for tests: started once, used by many.
+"""A pool of gloo worker processes, started once and used by many tests.
 
-Tasks and results travel as lines of JSON over pipes. A task names a function as ``module:function``; it is
-called on each of the first ``ranks`` workers with a process group of them and the task's arguments, and
-gives JSON data back.
+Tasks and results travel as lines of JSON over pipes. A task names a function as ``module:function``, which is
+called on each of the first ``ranks`` workers with a process group of these and the task's arguments, and
+returns JSON data.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from penstock.errors import PenstockError
 from penstock.transport.process_group import Groups
 
 PATIENCE = 10.0
-"""Seconds that idle workers have to end by themselves."""
+"""How many seconds idle workers have to end by themselves."""
 STARTING = 60.0
-"""Seconds that new workers may take to start."""
+"""How many seconds new workers may take to start."""
 AFTER = 3.0
-"""Seconds that the other workers have to tell of their errors after the first one did."""
+"""How many seconds the other workers have to report their errors after the first one did."""
 _WORK = "import sys; from penstock.testing.workers import work; work(*sys.argv[1:])"
-"""The program of a worker: no module of its own, which the package would have imported before it runs."""
+"""The program of a worker; not ``-m`` of this module, which the package would import a second time."""
 _Lines = queue.SimpleQueue[tuple[int, str]]
 
 
 class WorkerError(PenstockError, RuntimeError):
-    """A task raised in a worker, or did not end in time; the message holds the worker's traceback."""
+    """A task failed in a worker, or did not end in time; the message holds the worker's traceback."""
 
 
 class WorkerPool:
-    """Worker processes that share one gloo group.
+    """Worker processes that share a gloo group.
 
-    A task that fails or exceeds its time ends all workers; the next task starts new ones.
+    A task that fails or takes too long ends all workers; the next task starts new ones.
 
     Args:
-        size: how many workers.
+        size: how many workers there are.
     """
 
     def __init__(self, size: int) -> None:
@@ -66,12 +66,12 @@ class WorkerPool:
             arguments: JSON data.
 
         Returns:
-            What each worker's call gave, by rank.
+            What each worker's call returned, by rank.
 
         Raises:
-            WorkerError: one raised, died or did not end in time.
+            WorkerError: a worker failed, died or did not end in time.
         """
-        # Several new processes import torch at once, which on a busy machine takes as long as a test.
+        # New processes import torch, which on a busy machine takes as long as a test.
         timeout += 0.0 if self._workers else STARTING
         self._start()
         task = json.dumps({"function": function, "ranks": ranks, "arguments": arguments})
@@ -85,7 +85,7 @@ class WorkerPool:
         return [answers[rank] for rank in range(ranks)]
 
     def _answers(self, ranks: int, deadline: float) -> dict[int, Any]:
-        """What the workers answer, as it comes: an error ends the wait for the others soon."""
+        """The workers' answers, as they come; after an error the others are not waited for long."""
         answers: dict[int, Any] = {}
         while len(answers) < ranks:
             try:
@@ -100,7 +100,7 @@ class WorkerPool:
         return answers
 
     def _with_others(self, first: WorkerError, missing: int) -> WorkerError:
-        """The first error and those that come soon after: the cause may have been slower to tell."""
+        """The first error and those that come soon after, since the cause may be reported later."""
         errors, deadline = [str(first)], time.monotonic() + AFTER
         for _ in range(missing):
             try:
@@ -173,7 +173,7 @@ class _Worker:
             raise self._died() from None
 
     def read(self, line: str) -> Any:
-        """The answer that a line holds; an empty one means that there will be no more."""
+        """The answer that a line holds; an empty line means that the worker has ended."""
         if not line:
             raise self._died()
         answer = json.loads(line)
@@ -186,12 +186,12 @@ class _Worker:
         return WorkerError(f"worker {self._rank} died:\n{self._errors.read()[-4000:]}")
 
     def let_go(self) -> None:
-        """Tell it that there are no more tasks."""
+        """Tell the worker that there are no more tasks."""
         with contextlib.suppress(OSError):
             self._pipe(self._process.stdin).close()
 
     def end(self, patience: float) -> None:
-        """Wait for its end for some seconds, then end it."""
+        """Give the worker some seconds to end by itself, then kill it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)
         self._process.kill()
@@ -208,7 +208,7 @@ class _Worker:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with its import path, one torch thread, and gloo on the loopback device."""
+    """This process's environment, with its import path, one torch thread, and gloo on the loopback device."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": "1",
@@ -222,7 +222,7 @@ def _environment() -> dict[str, str]:
 def work(rank: str, size: str, store: str) -> None:
     """Serve tasks until standard input ends."""
     torch.set_num_threads(1)
-    # What a task prints must not stand between the results.
+    # What a task prints goes to standard error, so that it does not mix with the results.
     results = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with contextlib.suppress(KeyboardInterrupt), Groups(int(rank), int(size), store) as groups:
@@ -231,7 +231,7 @@ def work(rank: str, size: str, store: str) -> None:
 
 
 def serve(task: dict[str, Any], groups: Groups, results: IO[str]) -> None:
-    """Run a task and write its answer as a line of JSON: its result, or the traceback of its error."""
+    """Run a task, and write its result, or the traceback of its error, as a line of JSON."""
     module, _, name = task["function"].partition(":")
     try:
         function = getattr(import_module(module), name)
