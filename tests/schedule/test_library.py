@@ -217,7 +217,7 @@ def test_a_schedule_of_ones_own_is_what_was_asked_for() -> None:
     with pytest.raises(ScheduleError, match="mine gave a schedule of ranks=2, microbatches=2"):
         build("mine", ranks=2, microbatches=4)
     with pytest.raises(
-        ScheduleError, match=r"yours gave a str, which is no penstock.schedule.Schedule"
+        ScheduleError, match=r"yours gave a str, which is not a penstock.schedule.Schedule"
     ):
         build("yours", ranks=2, microbatches=4)
 

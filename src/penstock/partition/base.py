@@ -297,8 +297,8 @@ class Watched:
             module = parent()
             if module is not None and module._modules.get(name) is not child():
                 raise UsageError(
-                    f"the model's module {path!r} was replaced after the Pipeline was made, whose stages "
-                    "have the old one; make a new Pipeline, or change what is inside of the module"
+                    f"the model's module {path!r} was replaced after the Pipeline was made, and its stages "
+                    "have the old one; make a new Pipeline, or change what is inside the module"
                 )
 
     def is_changed(self) -> bool:
@@ -323,8 +323,8 @@ class Watched:
             mine, other = held.get(name), known.get(name)
             if mine is not None and (other is None or (_is_filled(other) and other is not mine)):
                 raise UsageError(
-                    f"{name!r} was replaced in the model after the Pipeline was made, whose stages have the "
-                    "old one; make a new Pipeline"
+                    f"{name!r} was replaced in the model after the Pipeline was made, and its stages have "
+                    "the old one; make a new Pipeline"
                 )
 
     def foreign_gradients(self) -> dict[nn.Parameter, Tensor]:

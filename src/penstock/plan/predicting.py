@@ -413,7 +413,7 @@ def _config(path: Path) -> Any:
         found = _transformers().AutoConfig.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputFileError(
-            f"{path}: no config of a model that transformers knows: {error}"
+            f"{path}: not a config of a model that transformers knows: {error}"
         ) from error
     found.use_cache = False
     return found
@@ -425,6 +425,6 @@ def _model(config: Any, path: Path) -> torch.nn.Module:
             model: torch.nn.Module = _transformers().AutoModelForCausalLM.from_config(config)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputFileError(
-            f"{path}: no causal language model of transformers: {error}"
+            f"{path}: not a causal language model of transformers: {error}"
         ) from error
     return model.train()

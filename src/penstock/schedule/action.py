@@ -163,7 +163,7 @@ def misfit(action: Action) -> str | None:
     if action.microbatch is None:
         return f"{action.op.value} needs a microbatch"
     if action.peer is not None and action.op not in NEIGHBOUR:
-        return f"{action.op.value} is no message and names no peer"
+        return f"{action.op.value} is not a message and names no peer"
     return None
 
 

@@ -366,7 +366,7 @@ def _check_placement(data: list[int]) -> None:
     _check_list(data, int, "placement")
     for stage, rank in enumerate(data):
         if not 0 <= rank < len(data):
-            raise InputFileError(f"placement[{stage}]: {rank} is no rank of {len(data)} stages")
+            raise InputFileError(f"placement[{stage}]: {rank} is not a rank of {len(data)} stages")
 
 
 def _kind(data: object) -> str:

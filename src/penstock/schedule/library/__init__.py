@@ -170,7 +170,7 @@ def built(make: Callable[[], object], who: str, ranks: int, microbatches: int) -
     """
     made = make()
     if not isinstance(made, Schedule):
-        found = f"a {type(made).__name__}, which is no penstock.schedule.Schedule"
+        found = f"a {type(made).__name__}, which is not a penstock.schedule.Schedule"
     elif (made.ranks, made.microbatches) != (ranks, microbatches):
         found = f"a schedule of ranks={made.ranks}, microbatches={made.microbatches}"
     else:

@@ -221,7 +221,7 @@ def _placements(costs: Costs, ranks: int) -> list[Placement]:
     (stages,) = counts
     if stages % ranks or not stages:
         raise ScheduleError(
-            f"costs list {stages} stages, which is no multiple of ranks={ranks}: give the placement"
+            f"costs list {stages} stages, which is not a multiple of ranks={ranks}: give the placement"
         )
     laps = looped(ranks, stages // ranks)
     return [laps, v_shaped(ranks)] if stages == 2 * ranks > 2 else [laps]
