@@ -26,7 +26,7 @@ from penstock import ActionEvent, Pipeline
 from penstock import plan as planning
 from penstock.plan import Plan, Profile, UnitCosts
 from penstock.plan.answer import with_messages
-from penstock.plan.metering import Meter
+from penstock.plan.devices import Meter
 from penstock.schedule import parse_action, replay, simulate
 from penstock.schedule.action import COMPUTE_OPS
 from penstock.testing import WorkerPool

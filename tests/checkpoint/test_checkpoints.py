@@ -498,7 +498,7 @@ def test_random_numbers_follow_the_step_of_a_plain_loop(tmp_path: Path, caplog: 
     pipe = Pipeline(model, ranks=2, seed=3)
     assert Checkpoints(tmp_path).load(pipe=pipe) == 9
     assert pipe.randomness.state_dict() == {"seed": 3, "step": 9}
-    assert "the next step is taken as number 9" in caplog.text
+    assert "the next step is taken to be number 9" in caplog.text
 
 
 def test_the_folder_is_only_read_by_loading(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def on_one_alone(group: Any, folder: str) -> str:
 
 def test_a_call_on_one_rank_alone(workers: WorkerPool, tmp_path: Path) -> None:
     first, second = workers.run(f"{__name__}:on_one_alone", 2, folder=str(tmp_path))
-    assert "some of them called something else: was this called on one alone" in first
+    assert "some of them called something else: was this called on one rank only" in first
     assert "rank 1 stopped because rank 0" in second
     assert list(tmp_path.glob("[!.]*")) == []
 

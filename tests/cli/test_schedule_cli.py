@@ -118,6 +118,16 @@ def test_convert_applies_passes_and_writes(tmp_path: Path) -> None:
     assert not load(tmp_path / "plain.csv").communicates
 
 
+@pytest.mark.parametrize(("flag", "kept"), [("--wait-sends", True), ("--no-wait-sends", False)])
+def test_convert_adds_and_removes_waits(tmp_path: Path, flag: str, kept: bool) -> None:
+    path, other = tmp_path / "waits.csv", tmp_path / "other.csv"
+    assert run("convert", "1F1B", str(path), "--communication", "--wait-sends") == 0
+    assert run("convert", str(path), str(other), flag) == 0
+    assert ("WAIT_SEND_F" in other.read_text()) is kept
+    assert run("convert", str(path), str(other)) == 0
+    assert "WAIT_SEND_F" in other.read_text()
+
+
 def test_convert_refuses_what_cannot_complete(tmp_path: Path) -> None:
     (tmp_path / "bad.csv").write_text("0B0,0F0\n")
     assert run("convert", str(tmp_path / "bad.csv"), str(tmp_path / "out.json")) == 65

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.compiled.cut import Halves, Policy, cut
-from penstock.compiled.plain import function_of
+from penstock.compiled.halves import Halves, Policy, cut
+from penstock.compiled.stages import function_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 aten = torch.ops.aten

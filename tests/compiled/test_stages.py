@@ -16,8 +16,8 @@ from torch.utils import checkpoint
 from penstock import Pipeline, PipelineStage
 from penstock.backward import store
 from penstock.compiled import halves, names
-from penstock.compiled.backend import tally
-from penstock.compiled.cut import CutError
+from penstock.compiled.halves import CutError
+from penstock.compiled.stages import tally
 from penstock.errors import StageError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -542,7 +542,7 @@ def test_what_torch_has_without_a_graph_does_all_at_once(
     grads = [parameter.grad for parameter in stage.module.parameters()]
     torch.testing.assert_close(grads, list(expected), rtol=1e-12, atol=1e-12)
     assert waiting == []
-    assert "torch has it from its cache on disk" in told.text
+    assert "torch took it from its cache on disk" in told.text
 
 
 def test_a_stage_may_be_compiled_before(eager: Trained, waiting: list[int]) -> None:
@@ -576,7 +576,7 @@ def test_what_cannot_be_captured_runs_without(
     for microbatch in range(2):
         output, _ = stage.forward(microbatch, [batch()[0]])
         stage.backward(microbatch, [torch.ones_like(output), None, None])
-    assert told.text.count("stage 0: torch.compile can capture nothing of it") == 1
+    assert told.text.count("stage 0: torch.compile cannot capture any of it") == 1
 
 
 class Twice(nn.Module):
@@ -604,7 +604,7 @@ def test_what_fails_compiled_is_undone_and_runs_without(told: pytest.LogCaptureF
         output = stage.forward(0, [batch()[0].requires_grad_()])
         stage.backward(0, [torch.ones_like(output)])
         found.append((output.detach(), stage.module.layer.weight.grad, stage.module.calls))  # type: ignore[union-attr]
-    assert "stage 0: it differentiates twice what is compiled; it runs without" in told.text
+    assert "stage 0: it differentiates twice through compiled code; it runs without" in told.text
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
@@ -672,7 +672,7 @@ def test_without_a_compiler_graphs_run_as_they_are(
 ) -> None:
     monkeypatch.setattr(names, "has_compiler", lambda device: False)
     check_alike(trained(sequence(), compile=True), eager)
-    assert "no compiler for cpu is at hand" in told.text
+    assert "there is no compiler for cpu here" in told.text
 
 
 def test_batch_statistics_of_a_whole_batch_are_refused() -> None:

@@ -182,11 +182,9 @@ class Refusal(NamedTuple):
 
 REFUSALS = {
     "an unknown path": Refusal(
-        [["embed", "blocks.0"], CUT[1], CUT[2]], r"no modules \['blocks.0'\]"
+        [["embed", "blocks.0"], CUT[1], CUT[2]], "no module 'blocks.0' in the model"
     ),
-    "the model itself": Refusal(
-        [[""]], r"no modules \[''\] in the model; its paths are like embed"
-    ),
+    "the model itself": Refusal([[""]], "no module '' in the model; did you mean embed"),
     "no modules": Refusal([*CUT, []], r"stages \[3\] have no modules"),
     "what is left out": Refusal(CUT[:2], "in no stage: body.blocks.2.weight, .*head.bias"),
     "much is left out": Refusal(CUT[:1], "in no stage: .* and 4 more; name the modules"),

@@ -316,7 +316,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "unknown path": (
         lambda: Words(),
         {"split_spec": before("block.1")},
-        r"no module 'block.1' in the Words; the nearest are 'blocks.1'",
+        r"no module 'block.1' in the model; did you mean blocks.1",
     ),
     "not a point": (chain, {"split_spec": {"1": 2}}, r"split_spec\['1'\] is 2: must be SplitPoint"),
     "both": (chain, {"split_spec": {}, "split_policy": lambda m: m}, r"cannot both be given"),

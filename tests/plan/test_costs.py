@@ -23,7 +23,7 @@ from penstock.plan import (
     predict,
 )
 from penstock.plan.answer import held
-from penstock.plan.metering import Meter
+from penstock.plan.devices import Meter
 from penstock.schedule import build, looped, v_shaped
 from penstock.schedule.packed import Packed
 from tests.plan.models import SLOW, Skips, Tower, profile

@@ -112,14 +112,14 @@ def test_refusals() -> None:
         ({"schedules": "1F1C"}, "unknown schedule"),
         ({"schedules": "forward-only"}, "no backward"),
         ({"checkpoint": "some"}, "none, needed, all"),
-        ({"pipeline": 3}, "no whole number of pipelines"),
+        ({"pipeline": 3}, "cannot be divided into pipelines"),
         ({"batch": 0}, "batch=0"),
-        ({"microbatches": 3}, "leave more of it open"),
+        ({"microbatches": 3}, "leave some of these options out"),
     )
     for wrong, told in mistakes:
         with pytest.raises(UsageError, match=told):
             search(costs, **{**ONE, **wrong})
-    with pytest.raises(UsageError, match="leave more of it open"):
+    with pytest.raises(UsageError, match="leave some of these options out"):
         search(costs, ranks=2, pipeline=2, batch=4, schedules="ZB-V", seconds=0)
 
 

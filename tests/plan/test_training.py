@@ -15,7 +15,7 @@ from penstock.cli.main import main
 from penstock.cli.plan import bytes_of
 from penstock.errors import ConfigError, InputFileError, UsageError
 from penstock.plan import Plan
-from penstock.train import plan as planning
+from penstock.train import trainer
 from tests.plan.models import Tower
 
 mse = nn.functional.mse_loss
@@ -78,7 +78,7 @@ def test_the_loss_counts_for_the_last_stage(target: bool) -> None:
 
 def test_a_run_plans_itself(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The losses are those of the run without a plan, up to the number of microbatches."""
-    monkeypatch.setattr(planning, "SECONDS", 0.0)
+    monkeypatch.setattr(trainer, "PLANNING", 0.0)
 
     def losses(name: str, **more: Any) -> tuple[float, ...]:
         settings = train.resolve({**SMALL, "data": text, "out": str(tmp_path / name), **more})
@@ -148,6 +148,7 @@ def test_the_command_plans_a_model_of_transformers(
         ),
         (["--config", "nowhere.toml"], 2, "no such file"),
         (["--config", "nowhere.toml", "--memory", "much"], 2, "such as 80GB"),
+        (["--config", "nowhere.toml", "--efficiency", "0.5"], 2, "as --device"),
     ],
 )
 def test_wrong_calls_are_told_in_a_line(

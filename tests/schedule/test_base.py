@@ -73,7 +73,7 @@ def test_actions_out_of_range_are_refused(program: str, reason: str) -> None:
     [
         (Action(0, Op.F), "F needs a microbatch"),
         (Action(0, Op.UNSHARD, 0), "UNSHARD names no microbatch"),
-        (Action(0, Op.F, 0, 0), "F is no message and names no peer"),
+        (Action(0, Op.F, 0, 0), "F is not a message and names no peer"),
         (Action(-1, Op.F, 0), "there is no stage -1"),
         (Action(0, Op.F, -1), "there is no microbatch -1"),
     ],

@@ -113,7 +113,7 @@ GOOD = json.loads(to_json(build("1F1B", ranks=2, microbatches=1)))
         ({"microbatches": True}, "microbatches must be int, not bool"),
         ({"microbatches": 0}, "microbatches=0: must be at least 1"),
         ({"microbatches": 10**12}, "more than 10000000 forwards"),
-        ({"placement": [0, 10**9]}, r"placement\[1\]: 1000000000 is no rank"),
+        ({"placement": [0, 10**9]}, r"placement\[1\]: 1000000000 is not a rank"),
         ({"placement": [0, "1"]}, r"placement\[1\]: must be int, not str"),
         ({"programs": [["0F0"], "1F0"]}, r"programs\[1\]: expected a list, found str"),
         ({"programs": [["0F0"], [None]]}, r"programs\[1\]\[0\]: must be str, not null"),

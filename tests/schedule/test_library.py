@@ -22,7 +22,7 @@ from penstock.schedule import (
     validate,
 )
 from penstock.schedule.library import RECIPES, find
-from penstock.schedule.library.one_way import gpipe, looped_bfs
+from penstock.schedule.library.schedules import gpipe, looped_bfs
 
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
 
@@ -202,7 +202,8 @@ def test_a_schedule_of_ones_own_has_a_name() -> None:
 
 @pytest.mark.usefixtures("own_registry")
 @pytest.mark.parametrize(
-    ("name", "says"), [("zbv", "it is taken"), ("mine.csv", "for that of a file"), ("", "choose")]
+    ("name", "says"),
+    [("zbv", "it is taken"), ("mine.csv", "looks like the name of a file"), ("", "choose")],
 )
 def test_a_name_that_is_none(name: str, says: str) -> None:
     with pytest.raises(ScheduleError, match=f"cannot be registered as {name!r}: .*{says}"):
@@ -216,7 +217,7 @@ def test_a_schedule_of_ones_own_is_what_was_asked_for() -> None:
     with pytest.raises(ScheduleError, match="mine gave a schedule of ranks=2, microbatches=2"):
         build("mine", ranks=2, microbatches=4)
     with pytest.raises(
-        ScheduleError, match=r"yours gave a str, which is no penstock.schedule.Schedule"
+        ScheduleError, match=r"yours gave a str, which is not a penstock.schedule.Schedule"
     ):
         build("yours", ranks=2, microbatches=4)
 

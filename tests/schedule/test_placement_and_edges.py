@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Edge, Placement, chain, looped, v_shaped
-from penstock.schedule.edges import routes
+from penstock.schedule.base import routes
 
 
 def test_stages_are_laid_in_laps_or_in_a_v() -> None:

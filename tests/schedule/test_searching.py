@@ -369,7 +369,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PenstockError], str]] = {
         UsageError,
         "activation has 2 numbers for 4 stages",
     ),
-    "stages per rank": ({"costs": Costs(forward=[1, 2, 3])}, ScheduleError, "no multiple of ranks"),
+    "stages per rank": (
+        {"costs": Costs(forward=[1, 2, 3])},
+        ScheduleError,
+        "not a multiple of ranks",
+    ),
     "no stages": ({"costs": Costs(forward=[])}, ScheduleError, "costs list 0 stages"),
     "lists that differ": (
         {"costs": Costs(forward=[1, 2], input=[1, 2, 3])},

@@ -71,21 +71,21 @@ def test_what_is_built_is_valid(name: str, ranks: int) -> None:
             (TWO[0], "1F0 1B0 1SEND_B0"),
             "0SEND_F0: no rank has the RECV_F at its other end; add 1RECV_F0",
         ),
-        ((TWO[0], "1F0 1B0 1SEND_B0"), "1F0: needs 1RECV_F0, which nowhere stands"),
+        ((TWO[0], "1F0 1B0 1SEND_B0"), "1F0: needs 1RECV_F0, which is in no program"),
         ((TWO[0], "1F0 1RECV_F0 1B0 1SEND_B0"), "1F0: needs 1RECV_F0, which stands later"),
         (("0SEND_F0 0F0 0RECV_B0 0B0", TWO[1]), "0SEND_F0: needs 0F0, which stands later"),
         (("0F0 0B0 0REDUCE_GRAD 0WAIT_SEND_F0", "1F0 1B0"), "0WAIT_SEND_F0: needs 0SEND_F0"),
         (("0F0 0REDUCE_GRAD 0B0",), "0REDUCE_GRAD: needs 0B0, which stands later"),
         (
             ("0F0 0UNSHARD 0B0",),
-            "0F0: stands where the stage is not unsharded; put 0UNSHARD before it",
+            "0F0: runs while the stage is not unsharded; put 0UNSHARD before it",
         ),
         (
             ("0UNSHARD 0F0 0RESHARD 0B0",),
-            "position 3, 0B0: stands where the stage is not unsharded",
+            "position 3, 0B0: runs while the stage is not unsharded",
         ),
         (("0UNSHARD 0UNSHARD 0F0 0B0",), "position 1, 0UNSHARD: the stage is unsharded already"),
-        (("0RESHARD 0F0 0B0",), "position 0, 0RESHARD: needs 0UNSHARD, which nowhere stands"),
+        (("0RESHARD 0F0 0B0",), "position 0, 0RESHARD: needs 0UNSHARD, which is in no program"),
     ],
 )
 def test_each_problem_says_where_what_and_what_to_do(

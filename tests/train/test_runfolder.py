@@ -9,7 +9,7 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.schedule import Action, Op
-from penstock.schedule.timeline import Span, Timeline
+from penstock.schedule.simulation import Span, Timeline
 from penstock.train.runfolder import METRICS, RunFolder, create_folder
 
 TIMELINE = Timeline((Span(0, Action(0, Op.F, 0), 0.0, 1.0),), ranks=1)

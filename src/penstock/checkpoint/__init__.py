@@ -1,6 +1,6 @@
 """A run saved whole, and resumed in any layout; see docs/saving-and-resuming.md.
 
-Names are found when they are first used, so that ``penstock --help`` does not wait for torch.
+Modules are imported when a name is first used, so that ``penstock --help`` does not wait for torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints: save a whole run in one call, and load it in one, in whatever layout; see what is there."""
+"""Save a whole run in one call, and load it in one in any layout; show and export what was saved."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from penstock.weights.files import save_index, save_stage
 
 log = logging.getLogger("penstock")
 _PATIENCE = 300.0
-"""Seconds that a rank may take to save or load before it is called silent, and as many again for each ..."""
+"""How many seconds a rank may take to save or load before it is called silent, beyond those for writing."""
 _PER_SECOND = 20e6
-"""... bytes per second that a slow disk takes."""
+"""How many bytes per second a slow disk writes."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What saving came to.
+    """The result of saving.
 
     Attributes:
-        step: which one.
-        stall: seconds for which the training was held up.
+        step: the step that was saved.
+        stall: for how many seconds the training was held up.
         path: the checkpoint's folder; None while it is still being written, and on other ranks than 0.
-        bytes: of its tensors; 0 while it is still being written, and on other ranks than 0.
-        seconds: from the call until it was whole; 0 likewise.
+        bytes: the bytes of its files; 0 while it is still being written, and on other ranks than 0.
+        seconds: from the call until it was complete; 0 likewise.
     """
 
     step: int
@@ -65,8 +65,8 @@ class Saved:
 class Checkpoints:
     """The checkpoints of a run, in a folder.
 
-    What is saved depends on no layout: a run goes on with another schedule, other stages, more or fewer
-    ranks or replicas, and so does the unsplit model. A checkpoint is visible only when it is whole. See
+    What is saved does not depend on the layout: a run can go on with another schedule, other stages, more or
+    fewer ranks or replicas, or as the unsplit model. A checkpoint is visible only when it is complete. See
     docs/saving-and-resuming.md. ::
 
         checkpoints = penstock.Checkpoints("run/checkpoints", keep=3)
@@ -76,13 +76,13 @@ class Checkpoints:
             checkpoints.save(step + 1, pipe=pipe, optimizer=opt, scheduler=sched, loader=loader)
 
     Args:
-        folder: of this run alone; all processes must see the same files there.
-        keep: how many to keep; an old one goes only when a newer one is whole. By default all.
-        asynchronous: whether to write beside the training: the states are copied to the host, into memory
-            of the size of what this process writes, which is kept for the next time. An error is raised by
-            the next call.
-        group: a process group of all processes of the run, where there are more than the ranks of the
-            pipeline and of the replicas that it knows.
+        folder: a folder for this run alone; all processes must see the same files there.
+        keep: how many to keep; an old one is removed only when a newer one is complete. By default all.
+        asynchronous: whether to write while the training goes on: the states are copied to the host, into
+            memory as large as what this process writes, which is kept for the next time. An error is raised
+            by the next call.
+        group: a process group of all processes of the run, if there are more than the ranks of the pipeline
+            and of its replicas.
 
     Raises:
         UsageError: ``keep`` is not a whole number of at least 1.
@@ -113,28 +113,28 @@ class Checkpoints:
     # ---- saving
 
     def claim(self) -> None:
-        """Take hold of the folder before the first checkpoint is saved; the leading process calls it.
+        """Lock the folder before the first checkpoint is saved; to be called by the leading process.
 
         Raises:
             UsageError: another run writes into it.
-            CheckpointError: it cannot be written.
+            CheckpointError: it cannot be written to.
         """
         self._writer.hold()
 
     def save(self, step: int, *, extra: Any = None, **states: Any) -> Saved:
-        """Save a run between two steps; all its processes call it.
+        """Save a run between two steps; all its processes must call this.
 
         Args:
-            step: how many steps were made, as :meth:`load` will give it.
+            step: how many steps were made; :meth:`load` returns this number.
             extra: JSON data of your own, which :attr:`extra` holds after loading.
-            states: what to save, by any name, the same in :meth:`load`: ``pipe=`` a Pipeline, or ``model=``
-                the unsplit module; ``optimizer=``, ``scheduler=``, ``scaler=``, ``loader=`` and whatever
-                else has ``state_dict()`` and ``load_state_dict()``. What is None is left out. Optimizers
-                are saved under their parameters' names. A pipeline's random numbers are saved with it.
+            states: what to save, under names that :meth:`load` must use too: ``pipe=`` a Pipeline, or
+                ``model=`` the unsplit module; ``optimizer=``, ``scheduler=``, ``scaler=``, ``loader=`` and
+                whatever else has ``state_dict()`` and ``load_state_dict()``. None is left out. Optimizers
+                are saved by their parameters' names. A pipeline's random state is saved with it.
 
         Raises:
-            CheckpointError: it could not be written, on some process; what was there before is as it was.
-            UsageError: something given cannot be saved, or another run writes into the folder.
+            CheckpointError: some process could not write; earlier checkpoints are as they were.
+            UsageError: something that was given cannot be saved, or another run writes into the folder.
         """
         started = time.perf_counter()
         self.wait()
@@ -159,7 +159,7 @@ class Checkpoints:
         team.together("save", lambda: str(job.publish(written, self._writer)) if team.leads else "")
 
     def wait(self) -> None:
-        """Wait until what is written beside the training is whole; all processes call it.
+        """Wait until a checkpoint that is being written is complete; all processes must call this.
 
         Raises:
             CheckpointError: it could not be written.
@@ -173,7 +173,7 @@ class Checkpoints:
 
     @property
     def last(self) -> Saved | None:
-        """What the last saving came to, as far as it is known."""
+        """The result of the last saving, as far as that is known."""
         if self._pending is not None and self._pending.is_done and self._last is not None:
             return _saved(self._pending.job, self._last.stall)
         return self._last
@@ -181,23 +181,23 @@ class Checkpoints:
     # ---- loading
 
     def load(self, step: int | None = None, *, strict: bool = True, **states: Any) -> int | None:
-        """Load the latest whole checkpoint, or that of a step; all processes of the run call it.
+        """Load the latest complete checkpoint, or that of a step; all processes of the run must call this.
 
-        Each process reads what it needs, and first checks that it is there, fits, and is what was written.
+        Each process reads what it needs, after checking that it is there, fits, and is what was written.
 
         Args:
-            step: which one; by default the one written last. Where that is damaged, a warning names it, and
-                the one before it is taken.
-            strict: whether all that is missing or unexpected, or of another type, is an error. Without it a
-                warning lists that, and what fits is loaded.
-            states: what to load, by the names that it was saved under. What is left out is not loaded.
+            step: the step of the checkpoint; by default the one that was written last. If that is damaged, a
+                warning names it, and the one before it is loaded.
+            strict: whether anything missing, unexpected or of another type is an error. Otherwise a warning
+                lists it, and what fits is loaded.
+            states: what to load, by the names under which it was saved. What is not given is not loaded.
 
         Returns:
-            The step at which it was saved; None where there is no checkpoint, and nothing was changed.
+            The step at which it was saved; None if there is no checkpoint, and nothing was changed.
 
         Raises:
             StateDictError: it does not fit; the message lists all that does not, and nothing is changed.
-            InputFileError: it is damaged, as all that are there; nothing is changed.
+            InputFileError: all checkpoints, or that of the step, are damaged; nothing is changed.
         """
         self.wait()
         targets = Targets.of(states)
@@ -222,7 +222,7 @@ class Checkpoints:
         """The checkpoints to try, in order."""
         found = [[one.path.name, one.serial, one.step] for one in find(self.folder)]
         if step is None:
-            # Those whose tables are damaged first, so that they are named.
+            # Those with damaged tables come first, so that a warning names them.
             return sorted(found, key=lambda one: one[1] >= 0)
         chosen = [one for one in found if one[2] == step]
         if not chosen:
@@ -235,7 +235,7 @@ class Checkpoints:
     def _try(
         self, found: Found, targets: Targets, team: Team, *, strict: bool
     ) -> tuple[Loading | None, str]:
-        """Check a checkpoint on all processes: it fits, or it is damaged.
+        """Check on all processes whether a checkpoint is damaged, and whether it fits.
 
         Raises:
             StateDictError: it does not fit.
@@ -263,7 +263,7 @@ class Checkpoints:
 
     @property
     def extra(self) -> Any:
-        """What was given as ``extra=`` when the checkpoint was saved that was loaded last."""
+        """The ``extra=`` of the checkpoint that was loaded last."""
         return self._extra
 
     def steps(self) -> list[int]:
@@ -289,7 +289,7 @@ class Checkpoints:
         if error is None:
             self.close()
         else:
-            # The other processes may be gone: what is being written becomes whole without this call.
+            # The other processes may be gone, so do not wait: what is being written is completed anyway.
             self._writer.close()
 
 
@@ -299,7 +299,7 @@ def _saved(job: Job, stall: float) -> Saved:
 
 @contextmanager
 def _cleaned(job: Job, team: Team) -> Iterator[None]:
-    """Take away what was being written, where that failed."""
+    """Remove what was being written if that fails."""
     try:
         yield
     except BaseException:
@@ -308,15 +308,15 @@ def _cleaned(job: Job, team: Team) -> Iterator[None]:
         raise
 
 
-# ---- what is in a folder of checkpoints, in words, and the weights of one as plain files
+# ---- the contents of a folder of checkpoints in words, and the weights of one as plain files
 
 
 LARGEST = 2 << 30
-"""Bytes of an exported file: as much is in memory at once."""
+"""The most bytes of an exported file, which are in memory at once."""
 
 
 def _found(folder: str | os.PathLike[str]) -> list[Found]:
-    """The checkpoints that are meant: those of a folder, of a run folder, or a single one.
+    """The checkpoints of a folder, or of a run folder; or a single one.
 
     Raises:
         UsageError: there is none.
@@ -333,11 +333,11 @@ def _found(folder: str | os.PathLike[str]) -> list[Found]:
 
 
 def describe(folder: str | os.PathLike[str], *, check: bool = False) -> str:
-    """What checkpoints a folder holds, and what is in the latest of them.
+    """Which checkpoints a folder holds, and what is in the latest of them, as text.
 
     Args:
-        folder: a run folder, a folder of checkpoints, or one of them.
-        check: whether to read everything and compare it with the checksums.
+        folder: a run folder, a folder of checkpoints, or one of these.
+        check: whether to read everything, and compare it with the checksums.
 
     Raises:
         UsageError: there is no checkpoint.
@@ -399,20 +399,20 @@ def _bytes(size: float) -> str:
 
 
 def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[Path]:
-    """Write the weights of a checkpoint, the latest of several, as plain safetensors files and an index.
+    """Write the weights of a checkpoint (of several, the latest) as plain safetensors files and an index.
 
     :func:`penstock.read_weights`, ``Pipeline(weights=)`` and transformers read them.
 
     Args:
-        folder: a run folder, a folder of checkpoints, or one of them.
-        out: where to; it must not hold such files yet.
+        folder: a run folder, a folder of checkpoints, or one of these.
+        out: the folder to write to, which must not hold such files yet.
 
     Returns:
         The files.
 
     Raises:
-        UsageError: there is no checkpoint with a model's weights, or there are files already.
-        InputFileError: it is damaged.
+        UsageError: there is no checkpoint with a model's weights, or there are such files already.
+        InputFileError: the checkpoint is damaged.
     """
     table, path = Table(_found(folder)[0]), Path(out)
     if MODEL not in table.weights:

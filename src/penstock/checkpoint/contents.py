@@ -34,7 +34,7 @@ RANDOMNESS = "randomness"
 PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "base_momentums", "max_momentums"}
 )
-"""What schedulers of learning rates keep for each group of their optimizer."""
+"""The attributes that schedulers of learning rates keep for each group of their optimizer."""
 
 
 @dataclass
@@ -42,11 +42,11 @@ class Targets:
     """What a user gave to save or to load, by label.
 
     Args:
-        weights: pipelines' and modules'.
-        optimizers: of their parameters.
+        weights: the weights of pipelines and modules.
+        optimizers: the optimizers of their parameters.
         states: whatever else has a state dict.
         pipe: the pipeline, if there is one.
-        names: of the parameters of all weights, by identity.
+        names: the names of all parameters, by identity.
     """
 
     weights: dict[str, Weights] = field(default_factory=dict)
@@ -113,22 +113,22 @@ class Targets:
 
     @property
     def rank(self) -> int:
-        """Which rank of a pipeline this process is; the first where it is all of them."""
+        """The rank of the pipeline that this process is; the first if it is all of them."""
         return self.pipe.ranks[0] if self.pipe is not None else 0
 
     @property
     def labels(self) -> list[str]:
-        """All of them."""
+        """All labels."""
         return [*self.weights, *self.optimizers, *self.states]
 
 
 class Part(NamedTuple):
-    """The part of a tensor that lies in this process.
+    """The part of a tensor that is in this process.
 
     Attributes:
         tensor: the part.
-        shape: of the whole.
-        region: which part it is.
+        shape: the shape of the whole tensor.
+        region: where the part is in it.
     """
 
     tensor: Tensor
@@ -137,12 +137,12 @@ class Part(NamedTuple):
 
     @property
     def told(self) -> list[Any]:
-        """As JSON data."""
+        """Its type, shape and region as JSON data."""
         return [NAMES.get(self.tensor.dtype), list(self.shape), [list(of) for of in self.region]]
 
 
 def part_of(tensor: Tensor) -> Part:
-    """What lies here of a tensor."""
+    """The part of a tensor that is in this process."""
     region = region_of(tensor)
     if region is None:
         tensor = whole(tensor)
@@ -155,11 +155,11 @@ class Own:
     """What this process has to save.
 
     Args:
-        parts: of weights and optimizers' states, by key.
-        structure: of what they are in, as JSON data: the same from save to save, mostly.
-        settings: of the groups of optimizers.
-        states: of each object its state, as JSON data, and its tensors.
-        drivers: of each that is a scheduler the label of its optimizer.
+        parts: the parts of weights and optimizers' states, by key.
+        structure: what these belong to, as JSON data, which is mostly the same from save to save.
+        settings: the settings of the groups of optimizers.
+        states: for each other object its state as JSON data, and its tensors.
+        drivers: for each scheduler the label of its optimizer.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
@@ -170,11 +170,11 @@ class Own:
 
     @staticmethod
     def of(targets: Targets) -> Own:
-        """Collect it.
+        """Collect what this process has to save.
 
         Raises:
             CheckpointError: something cannot be stored.
-            UsageError: an optimizer's states cannot.
+            UsageError: an optimizer's states cannot be stored.
         """
         own = Own(structure={"weights": {}, "optimizers": {}, "rank": targets.rank})
         for label, weights in targets.weights.items():
@@ -227,11 +227,11 @@ class Own:
 
     @property
     def digest(self) -> str:
-        """Of the structure."""
+        """A digest of the structure."""
         return hashlib.sha256(json.dumps(self.structure).encode()).hexdigest()
 
     def told_states(self) -> dict[str, Any]:
-        """Of each state a digest, of its numbers and of what its tensors hold, and the tensors' types."""
+        """For each state a digest, of its tensors' contents too, and the types and shapes of its tensors."""
         return {
             label: [
                 _digest(value, tensors),
@@ -250,14 +250,14 @@ def _digest(value: Any, tensors: Mapping[str, Tensor]) -> str:
     return summed.hexdigest()
 
 
-# ---- all processes' parts in one table
+# ---- the parts of all processes, put together in one table
 
 
 def check_one_rank_each(told: Sequence[Mapping[str, Any]]) -> None:
-    """Check that no two ranks of a pipeline have different weights of one name.
+    """Check that no two ranks of a pipeline have different weights of the same name.
 
     Raises:
-        UsageError: some have.
+        UsageError: there are such weights.
     """
     rank_of: dict[str, int] = {}
     for one in told:
@@ -268,7 +268,7 @@ def check_one_rank_each(told: Sequence[Mapping[str, Any]]) -> None:
 
 
 def merge_weights(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all processes say of weights, by label."""
+    """What all processes tell about weights, by label."""
     labels = list(dict.fromkeys(label for one in told for label in one))
     return {
         label: {
@@ -282,10 +282,10 @@ def merge_weights(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def merge_optimizers(
     told: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, list[list[int]]]]:
-    """What all processes say of optimizers, by label, and of each process which group became which.
+    """What all processes tell about optimizers, by label; and for each process which group became which.
 
     Raises:
-        UsageError: they are of different classes.
+        UsageError: optimizers of the same label are of different classes.
     """
     found, numbers = {}, {}
     for label in dict.fromkeys(label for one in told for label in one):
@@ -315,11 +315,11 @@ def merge_optimizers(
 
 
 def spread_groups(state: Any, numbers: Sequence[int]) -> Any:
-    """A scheduler's state in which what it keeps for each of its groups stands under the merged groups.
+    """A scheduler's state, where what it keeps for its groups is stored by the merged groups.
 
     Args:
-        state: as JSON data.
-        numbers: of each of its groups the number of the merged one.
+        state: the state as JSON data.
+        numbers: for each of its groups the number of the merged one.
     """
     if isinstance(state, list):
         return [spread_groups(one, numbers) for one in state]
@@ -343,7 +343,7 @@ def _is_by_number(state: Any) -> bool:
 
 
 def join_groups(states: Sequence[Any]) -> Any:
-    """Several ranks' states of a scheduler as one that knows all groups."""
+    """The states of a scheduler on several ranks, joined to one with all groups."""
     known: dict[str, dict[str, Any]] = {}
     for state in states:
         _collect(state, "", known)
@@ -369,12 +369,12 @@ def _filled(state: Any, path: str, known: Mapping[str, Mapping[str, Any]]) -> An
 
 
 def pick_groups(state: Any, numbers: Sequence[int | None], now: Any) -> Any:
-    """A scheduler's state in which what it keeps for each group stands as the groups here are.
+    """A scheduler's state, where what it keeps for groups is in the order of the groups here.
 
     Args:
-        state: with all merged groups, as JSON data.
-        numbers: of each group here the number of the merged one.
-        now: the scheduler's state here, from which a group that was not saved has its part.
+        state: the state with all merged groups, as JSON data.
+        numbers: for each group here the number of the merged one.
+        now: the scheduler's current state, which is kept for a group that was not saved.
     """
     if _is_by_number(state):
         here = now if isinstance(now, list) and len(now) == len(numbers) else [None] * len(numbers)
@@ -391,7 +391,7 @@ def pick_groups(state: Any, numbers: Sequence[int | None], now: Any) -> Any:
 
 
 def optimizer_of(value: Any, optimizers: Mapping[str, Optimizer]) -> str | None:
-    """The label of the optimizer that a scheduler drives, if it is one."""
+    """The label of the optimizer that an object drives, if it is a scheduler."""
     is_scheduler = isinstance(value, LRScheduler) or hasattr(value, "min_lrs")
     held = getattr(value, "optimizer", None) if is_scheduler else None
     return next((label for label, one in optimizers.items() if one is held), None)

@@ -1,14 +1,14 @@
-"""What is on the disk: the folder of a run's checkpoints, and the files of tensors in each.
+"""What is on disk: the folder of a run's checkpoints, and the files of tensors in each.
 
 A checkpoint is a folder ``step-<number>`` with a table, ``checkpoint.json``, and a file of tensors for each
-process that wrote. It is written as ``.writing-…`` beside the others, seen onto the disk, and renamed when
-everything is there, so that what has the name of a checkpoint is a whole one. An old one is renamed before it
-is taken away, for the same reason.
+process that wrote. It is written as ``.writing-…`` beside the others, flushed to disk, and renamed when
+everything is there, so that whatever has the name of a checkpoint is complete. For the same reason an old one
+is renamed before it is removed.
 
-The files of tensors are safetensors, which any reader of that format opens. They are written and read here
-tensor by tensor, so that no process holds more than one of them twice; the checksums, of every four
-megabytes, stand in the table. (The safetensors storage of ``torch.distributed.checkpoint`` keeps no checksums
-and no states but tensors, and its files are visible before all are there.)
+The files of tensors are safetensors files, which any reader of that format can open. They are written and
+read tensor by tensor, so that no process holds more than one of them twice. The table has a checksum for
+every four megabytes. (The safetensors storage of ``torch.distributed.checkpoint`` keeps no checksums, no
+states other than tensors, and its files are visible before all of them are there.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 from penstock.errors import CheckpointError, InputFileError, UsageError
 from penstock.weights.files import DTYPES, fill, memory_of
 
-# ---- what is whole in a folder, how a checkpoint appears, how old ones go, who writes
+# ---- the folder: how checkpoints are found, appear and go, and who may write
 
 
 try:
@@ -46,9 +46,9 @@ LOCK = ".lock"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)(-\d+)?")
 _HEAD = re.compile(rb'\{"crc32": (\d+), "format": (\d+), "serial": (\d+), "step": (\d+)\}\n')
-"""The first line of a table. Its checksum is of all bytes after it, from the format's number on."""
+"""The first line of a table. The checksum is that of all bytes from the number of the format on."""
 _WAITS = 5.0
-"""Seconds for the run before this one to end, as when a launcher starts all processes anew."""
+"""How many seconds to wait for the run before this one to end, as when a launcher restarts all processes."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Found:
 
     Args:
         path: its own folder.
-        serial: how many had been written before it into the same folder.
-        step: at which it was saved.
+        serial: how many were written before it into the same folder.
+        step: the step at which it was saved.
     """
 
     path: Path
@@ -66,10 +66,10 @@ class Found:
     step: int
 
     def table(self) -> dict[str, Any]:
-        """What is in it.
+        """Its table.
 
         Raises:
-            InputFileError: its table is not what was written.
+            InputFileError: the table is not what was written.
         """
         found: dict[str, Any] = json.loads(_read_table(self.path / TABLE)[1])
         return found
@@ -78,7 +78,7 @@ class Found:
         """The path of one of its files.
 
         Raises:
-            InputFileError: it leads elsewhere.
+            InputFileError: the name leads out of its folder.
         """
         if Path(name).name != name:
             raise InputFileError(
@@ -107,7 +107,7 @@ def _read_table(path: Path) -> tuple[re.Match[bytes], bytes]:
 
 
 def find(folder: Path) -> list[Found]:
-    """The checkpoints of a folder, the latest first; also those whose table is damaged, as the oldest."""
+    """The checkpoints of a folder, the latest first; those with damaged tables come last."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         name = _NAME.fullmatch(path.name)
@@ -122,11 +122,11 @@ def find(folder: Path) -> list[Found]:
 
 
 class Writer:
-    """The one process of a run that makes checkpoints appear in a folder.
+    """Makes checkpoints appear in a folder; only one process of a run does.
 
     Args:
-        folder: where; it is made where it is not there.
-        keep: how many are left there; None leaves all.
+        folder: the folder; it is made if necessary.
+        keep: how many checkpoints to keep; None keeps all.
     """
 
     _held: ClassVar[dict[Path, int]] = {}
@@ -137,11 +137,11 @@ class Writer:
         self._locked = False
 
     def begin(self, step: int) -> Path:
-        """A new folder to write a checkpoint into.
+        """Make a new folder for the files of a checkpoint.
 
         Raises:
             UsageError: another run writes into the folder of checkpoints.
-            CheckpointError: it cannot be written.
+            CheckpointError: it cannot be made.
         """
         self.hold()
         try:
@@ -154,11 +154,11 @@ class Writer:
         return made
 
     def hold(self) -> None:
-        """Take hold of the folder of checkpoints, and tidy up in it.
+        """Lock the folder of checkpoints, and remove what killed runs have left there.
 
         Raises:
             UsageError: another run writes into it.
-            CheckpointError: it cannot be written.
+            CheckpointError: it cannot be written to.
         """
         if self._locked:
             return
@@ -172,15 +172,15 @@ class Writer:
             ) from error
 
     def publish(self, made: Path, step: int, table: Mapping[str, Any]) -> Path:
-        """Make a checkpoint visible whose other files are all there, and take old ones away.
+        """Make a checkpoint visible whose other files are all there, and remove old ones.
 
         Args:
-            made: its folder, as :meth:`begin` gave it.
+            made: its folder, which :meth:`begin` has made.
             step: its step.
-            table: what is in it.
+            table: its table.
 
         Returns:
-            Its folder.
+            Its final folder.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -208,7 +208,7 @@ class Writer:
         return place
 
     def _remove_old(self, before: list[Found], step: int) -> None:
-        """Take away what a new checkpoint makes superfluous: the older ones, and one of the same step."""
+        """Remove the checkpoints that a new one replaces: older ones, and one of the same step."""
         kept = [one for one in before if one.step != step]
         left = len(kept) if self._keep is None else self._keep - 1
         for one in before:
@@ -216,7 +216,7 @@ class Writer:
                 remove(one.path)
 
     def _sweep(self) -> None:
-        """Take away what runs that were killed have left."""
+        """Remove what runs that were killed have left."""
         for path in self._folder.glob(".*-*"):
             if path.name.startswith((".writing-", ".removing-")):
                 shutil.rmtree(path, ignore_errors=True)
@@ -224,12 +224,12 @@ class Writer:
     def _lock(self) -> None:
         """Hold the folder's lock until this process ends.
 
-        The system gives it back when the process is gone, however it ended: what a killed run has left is
-        only a file. A child does not inherit it, unlike a lock of ``flock``.
+        The system releases it when the process ends, however it does: a killed run leaves only a file. Unlike
+        a lock of ``flock`` it is not inherited by child processes.
         """
         path = (self._folder / LOCK).resolve()
         if path not in self._held and fcntl is not None:
-            # Not a file object: it stays open for the rest of the process, and nobody is to blame for that.
+            # Not a file object, which would warn that it was never closed: it stays open on purpose.
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             until = time.monotonic() + _WAITS
             while not _locked(handle):
@@ -279,7 +279,7 @@ def _write_table(path: Path, table: Mapping[str, Any], serial: int, step: int) -
 
 
 def _sync(folder: Path) -> None:
-    """See the names in a folder onto the disk."""
+    """Flush the names in a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -288,20 +288,20 @@ def _sync(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Take a checkpoint away: first its name, so that a part of one never has it."""
+    """Remove a checkpoint; it is renamed first, so that no part of one ever has that name."""
     hidden = path.with_name(f".removing-{path.name}-{os.urandom(4).hex()}")
     with suppress(OSError):
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-# ---- one process's file of tensors: written one after the other
+# ---- the file of one process: its tensors are written one after the other
 
 
 BLOCK = 4 << 20
-"""Bytes that a checksum is of: what is read at least, and a multiple of every type's size."""
+"""The bytes for one checksum: the least that is read, and a multiple of the size of every type."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""How the format calls the types."""
+"""The names of types in the format."""
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 """A part of a tensor: where it begins in each dimension, and how long it is there."""
@@ -313,20 +313,20 @@ def all_of(shape: Sequence[int]) -> Region:
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write tensors into a new file, and see it onto the disk.
+    """Write tensors into a new file, and flush it to disk.
 
     Args:
         path: the file.
-        tensors: by name.
+        tensors: the tensors by name.
 
     Returns:
-        As JSON data: the file's ``bytes``, the ``header``'s length and checksum, and of each of the
+        As JSON data: the file's ``bytes``, the length and checksum of its ``header``, and for each of the
         ``tensors`` where it begins and the checksums of its blocks.
 
     Raises:
         CheckpointError: it cannot be written.
     """
-    # As the format's own writer does: the widest types first, so that each lies at a multiple of its size.
+    # The widest types first, like the format's own writer, so that each is aligned to its size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header, begin, places = {}, 0, {}
     for name in order:
@@ -356,12 +356,14 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _name_of(tensor: Tensor, name: str) -> str:
     if tensor.dtype not in NAMES:
-        raise CheckpointError(f"{name} is of {tensor.dtype}, which safetensors files cannot hold")
+        raise CheckpointError(
+            f"{name} has the type {tensor.dtype}, which safetensors files cannot hold"
+        )
     return NAMES[tensor.dtype]
 
 
 def _written(file: Any, tensor: Tensor) -> Iterator[memoryview]:
-    """Write a tensor block by block, and give each."""
+    """Write a tensor block by block, and yield each block."""
     for block in _blocks(memory_of(tensor.detach().cpu().contiguous())):
         file.write(block)
         yield block
@@ -372,7 +374,7 @@ def _blocks(memory: memoryview) -> Iterator[memoryview]:
         yield memory[begin : begin + BLOCK]
 
 
-# ---- reading
+# ---- reading, with checks
 
 
 @dataclass(frozen=True)
@@ -381,8 +383,8 @@ class Stored:
 
     Args:
         path: the file.
-        dtype: of the tensor.
-        shape: of what is in the file.
+        dtype: the type of the tensor.
+        shape: the shape of what is in the file.
         begin: where its bytes begin in the file.
         sums: the checksums of its blocks.
     """
@@ -394,7 +396,7 @@ class Stored:
     sums: Sequence[int]
 
     def read(self, region: Region) -> Tensor:
-        """A part of it, in memory of its own; only the rows in which it lies are read.
+        """A part of it, in memory of its own; only the rows that contain the part are read.
 
         Raises:
             InputFileError: the file is not what was written.
@@ -410,11 +412,11 @@ class Stored:
         return found.reshape(region[1])
 
     def verify(self, region: Region, buffer: memoryview) -> None:
-        """Read a part and let go of it, to see whether it is what was written.
+        """Read a part only to check that it is what was written.
 
         Args:
             region: the part.
-            buffer: of one block, to read into.
+            buffer: memory of one block to read into.
 
         Raises:
             InputFileError: it is not.
@@ -425,7 +427,7 @@ class Stored:
             self._filled(buffer[: min(BLOCK, last - begin)], begin)
 
     def _range(self, region: Region) -> tuple[int, int]:
-        """The bytes of the rows in which a part lies."""
+        """The range of bytes of the rows that contain a part."""
         if not self.shape:
             return 0, self.dtype.itemsize
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
@@ -437,7 +439,7 @@ class Stored:
         return min(-(-stop // BLOCK) * BLOCK, size)
 
     def _filled(self, memory: memoryview, begin: int) -> None:
-        """Read from one of the tensor's blocks on, and compare each with its checksum."""
+        """Read from the beginning of a block on, and compare each block with its checksum."""
         if not len(memory):
             return
         fill(self.path, memory, self.begin + begin)
@@ -450,7 +452,7 @@ class Stored:
 
 
 def verify_header(path: Path, length: int, told: int, size: int) -> None:
-    """Check that a file has its length and begins as it was written.
+    """Check that a file has the length and the header with which it was written.
 
     Raises:
         InputFileError: it does not.

@@ -1,4 +1,4 @@
-"""Read a checkpoint: hold its table against what is there to be filled, then read what this process needs."""
+"""Read a checkpoint: compare its table with what is to be filled, then read what this process needs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Need = tuple[str, Region]
 
 
 class Table:
-    """What is in a checkpoint.
+    """The table of a checkpoint, and with it what its files hold.
 
     Args:
         found: the checkpoint.
@@ -68,7 +68,7 @@ class Table:
 
     @property
     def labels(self) -> list[str]:
-        """Of everything that was saved."""
+        """The labels of everything that was saved."""
         return [*self.weights, *self.optimizers, *self.states]
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -80,11 +80,11 @@ class Table:
         return DTYPES[self.tensors[key]["dtype"]]
 
     def everything(self, key: str) -> Region:
-        """All of a tensor."""
+        """The region of a whole tensor."""
         return all_of(self.shape(key))
 
     def pieces(self, key: str) -> Iterator[tuple[Stored, Region]]:
-        """Where a tensor is: its pieces, each with its place."""
+        """The pieces of a tensor, each with its place in it."""
         about = self.tensors[key]
         for file, offset, sizes, begin, sums in about["pieces"]:
             stored = Stored(self.found.file(file), self.dtype(key), tuple(sizes), begin, sums)
@@ -110,7 +110,7 @@ class Table:
         return torch.empty(wanted[1], dtype=self.dtype(key)) if made is None else made
 
     def verify(self, needs: Sequence[Need]) -> None:
-        """Read what is needed, to see whether it is what was written.
+        """Read what is needed, to check that it is what was written.
 
         Raises:
             InputFileError: it is not; the message names the file.
@@ -133,14 +133,14 @@ class Table:
         verify_header(self.found.file(name), length, told, about["bytes"])
 
     def verify_all(self) -> None:
-        """As :meth:`verify`, for everything."""
+        """Like :meth:`verify`, for everything."""
         for name in self.files:
             self._verify_header(name)
         self.verify([(key, self.everything(key)) for key in self.tensors])
 
 
 def _overlap(wanted: Region, place: Region) -> tuple[Region, tuple[int, ...]] | None:
-    """What a piece has of a wanted part: as a part of the piece, and where it begins in what is wanted."""
+    """The overlap of a wanted part with a piece: its region in the piece, its offset in the wanted part."""
     offsets, targets, sizes = [], [], []
     for begin, length, start, size in zip(*wanted, *place, strict=True):
         low, high = max(begin, start), min(begin + length, start + size)
@@ -156,7 +156,7 @@ def _overlap(wanted: Region, place: Region) -> tuple[Region, tuple[int, ...]] | 
 
 
 class Problems:
-    """What stands against loading, on this process or, put together, on all."""
+    """What does not fit on this process."""
 
     KINDS = ("missing", "shapes", "types", "others")
 
@@ -166,7 +166,7 @@ class Problems:
         self.alone: set[str] = set()
 
     def add(self, kind: str, text: str) -> None:
-        """Note one."""
+        """Note a problem."""
         self.found[kind].append(text)
 
 
@@ -176,13 +176,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class Loading:
-    """A checkpoint and what it is loaded into.
+    """A checkpoint, and what it is loaded into.
 
     Args:
-        table: of the checkpoint.
+        table: the table of the checkpoint.
         targets: what the user gave.
         team: the processes that load together.
-        strict: whether all must fit.
+        strict: whether everything must fit.
     """
 
     def __init__(self, table: Table, targets: Targets, team: Team, *, strict: bool) -> None:
@@ -198,7 +198,7 @@ class Loading:
     # ---- matching
 
     def _match(self, label: str, weights: Weights) -> list[tuple[str, Any, str]]:
-        """For each weight here its name, itself and its key in the checkpoint."""
+        """For each weight here its name, the weight itself, and its key in the checkpoint."""
         weights.check_filled()
         saved, found = self._table.weights.get(label), []
         if saved is None:
@@ -238,7 +238,7 @@ class Loading:
         return True
 
     def _matched(self, label: str) -> list[int | None]:
-        """For each group of an optimizer the number of the saved one."""
+        """For each group of an optimizer the number of the saved group."""
         saved, optimizer = self._table.optimizers.get(label), self._targets.optimizers[label]
         own = read_states(optimizer, self._targets.names, f"{label}=")
         if saved is None:
@@ -262,7 +262,7 @@ class Loading:
         return numbers
 
     def _state(self, label: str) -> Any:
-        """What an object's state is here, as JSON data; None where it was not saved."""
+        """The saved state of an object for this process, as JSON data; None if it was not saved."""
         saved = self._table.states.get(label)
         if saved is None:
             if label != RANDOMNESS:
@@ -282,7 +282,7 @@ class Loading:
         return saved["variants"][number]
 
     def _variant(self, numbers: Sequence[int]) -> int | None:
-        """Which of the states that differed between processes belongs to this one."""
+        """Which of the states that differed between processes is for this one."""
         replicas, processes = self._table.layout["replicas"], self._table.layout["processes"]
         if (replicas, processes) == self._team.layout:
             number = numbers[self._team.rank]
@@ -300,7 +300,7 @@ class Loading:
     # ---- checking
 
     def damage(self) -> str:
-        """What of the files that this process needs is damaged; empty if nothing is."""
+        """What is damaged of the files that this process needs, in words; empty if nothing is."""
         try:
             self._table.verify(list(self._needs()))
         except InputFileError as error:
@@ -323,14 +323,14 @@ class Loading:
             yield from ((key, self._table.everything(key)) for key in keys_of(others))
 
     def told(self) -> list[Any]:
-        """What the other processes have to know: what does not fit here, and what was saved for this one."""
+        """What to tell the other processes: what does not fit, and what of the checkpoint is used here."""
         names = self._names()
         bits = sum(1 << i for i, name in enumerate(names) if name in self._problems.used)
         alone = sum(1 << i for i, name in enumerate(names) if name in self._problems.alone)
         return [self._problems.found, f"{bits:x}", self._targets.rank, f"{alone:x}"]
 
     def _names(self) -> list[str]:
-        """Everything that was saved of the weights and optimizers that are asked for."""
+        """The names of all that was saved of the given weights and optimizers."""
         others = [
             f"{label}/{name}"
             for label, saved in self._table.weights.items()
@@ -349,10 +349,10 @@ class Loading:
         return sorted({*others, *(key for key in weights if key not in inner), *parameters})
 
     def check(self, told: Sequence[Any]) -> None:
-        """Hold together what all processes say.
+        """Check what all processes have told.
 
         Raises:
-            StateDictError: it does not fit; the message lists everything.
+            StateDictError: the checkpoint does not fit; the message lists everything.
         """
         found = {
             kind: list(dict.fromkeys(text for one in told for text in one[0][kind]))
@@ -367,7 +367,7 @@ class Loading:
         self._report(found, unexpected, foreign=bool(names) and not used)
 
     def _check_apart(self, told: Sequence[Any], names: Sequence[str]) -> None:
-        """Check that what was saved of one weight goes to one rank, or to those that share it."""
+        """Check that each saved weight goes to one rank only, or to ranks that share it."""
         of_rank: dict[int, int] = {}
         for _, _, rank, alone in told:
             of_rank[rank] = of_rank.get(rank, 0) | int(alone, 16)
@@ -402,7 +402,7 @@ class Loading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Read what this process needs, and put it in its place."""
+        """Read what this process needs, and put it into place."""
         states = {
             label: decode(self._adapted(label, state), self._table.read)
             for label, state in self._states.items()
@@ -428,7 +428,7 @@ class Loading:
             elif local_part(own).data_ptr() in lies:
                 self._copy(own, key)
             else:
-                # What a module's own hooks put into its state dict, they take out again.
+                # Not in memory of the module: its hooks made it for the state dict, and will take it back.
                 apart[first] = spread(own, self._table.read(key))
         if apart:
             weights.load(apart)
@@ -441,7 +441,7 @@ class Loading:
             local_part(own).copy_(self._table.read(key, region))
 
     def _states_of(self, label: str, optimizer: Any) -> Iterator[tuple[str, Tensor, Any]]:
-        """The parameters of an optimizer with what was kept for them."""
+        """The parameters of an optimizer, with the states that were saved for them."""
         saved = self._table.optimizers.get(label, {"states": {}})["states"]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -450,7 +450,7 @@ class Loading:
                     yield name, parameter, saved[name]
 
     def _region(self, key: str, parameter: Tensor) -> Region:
-        """The part of a state that belongs to the part of a parameter that lies here."""
+        """The part of a state that belongs to the part of a parameter in this process."""
         alike = self._table.shape(key) == tuple(parameter.shape)
         if is_sharded(parameter) and alike and parameter.dim():
             return region_of(parameter) or self._table.everything(key)
@@ -486,7 +486,7 @@ class Loading:
         return read
 
     def _adapted(self, label: str, state: Any) -> Any:
-        """The state of a scheduler, with what it keeps for groups as its optimizer here has them."""
+        """A state; if it is a scheduler's, then for the groups that its optimizer has here."""
         value = self._targets.states[label]
         optimizer = optimizer_of(value, self._targets.optimizers)
         if optimizer is None:
@@ -497,13 +497,13 @@ class Loading:
         return pick_groups(merged, numbers, value.state_dict())
 
     def _follow_step(self) -> None:
-        """A run whose random numbers were not saved, such as a plain loop's, goes on at its step."""
+        """If no random state was saved, as by a plain loop, let the random numbers go on at the step."""
         pipe = self._targets.pipe
         if pipe is None or self._states.get(RANDOMNESS) is not None:
             return
         step = self._table.found.step
         log.warning(
-            "%s holds no random numbers' seed and step: the next step is taken as number %d",
+            "%s holds no seed and step of random numbers: the next step is taken to be number %d",
             self._table.found.path,
             step,
         )
@@ -511,11 +511,11 @@ class Loading:
 
     @property
     def extra(self) -> Any:
-        """The user's own data."""
+        """The user's own data, which were saved as ``extra=``."""
         return self._table.extra
 
     def left_out(self) -> list[str]:
-        """What was saved and not asked for, where more than weights were."""
+        """The labels that were saved but are not loaded, if more than weights is loaded."""
         given = {*self._targets.labels, RANDOMNESS}
         asks = self._targets.optimizers or self._targets.states.keys() - {RANDOMNESS}
         return [label for label in self._table.labels if label not in given] if asks else []

@@ -1,4 +1,4 @@
-"""Write a checkpoint: who writes what, at once or beside the training, and when it becomes visible."""
+"""Write a checkpoint: which process writes what, at once or in the background; when it becomes visible."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from penstock.weights.trees import encode_inline, with_keys
 
 _POLL = 0.02
 _ORPHANED = 60.0
-"""Seconds that the leading process, about to end, waits for the files of the others."""
+"""How many seconds the leading process, before it ends, waits for the files of the others."""
 
 
 class Plan:
-    """Who writes which part of which tensor: each once, and all about equally much.
+    """Which process writes which part of which tensor: each part once, and all about equally much.
 
     Args:
-        told: of each process its tensors, as :attr:`Part.told` says it, by key.
-        team: for messages.
+        told: for each process its tensors by key, as :attr:`Part.told` describes them.
+        team: the processes, for messages.
 
     Raises:
-        CheckpointError: the processes' parts do not make up the whole.
+        CheckpointError: the parts of the processes do not make up a whole tensor.
     """
 
     def __init__(self, told: Sequence[Mapping[str, Any]], team: Team) -> None:
@@ -74,7 +74,7 @@ class Plan:
     def _check_whole(self, key: str, boxes: Sequence[Region]) -> None:
         dtype, shape = self.about[key]
         if dtype is None:
-            raise CheckpointError(f"{key} is of a type that safetensors files cannot hold")
+            raise CheckpointError(f"{key} has a type that safetensors files cannot hold")
         if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
             raise CheckpointError(
                 f"{key} has the shape {shape}, and the processes that save have the parts "
@@ -83,7 +83,7 @@ class Plan:
             )
 
     def mine(self, parts: Mapping[str, Part], process: int) -> dict[str, Tensor]:
-        """What a process writes, by the name in its file."""
+        """The tensors that a process writes, by their names in its file."""
         return {
             name_of(key, part.region, part.shape): part.tensor
             for key, part in parts.items()
@@ -92,24 +92,24 @@ class Plan:
 
 
 def name_of(key: str, region: Sequence[Sequence[int]], shape: Sequence[int]) -> str:
-    """What a part of a tensor is called in a file."""
+    """The name of a part of a tensor in a file."""
     if list(region[1]) == list(shape):
         return key
     return f"{key}@{','.join(map(str, region[0]))}"
 
 
-# ---- what is to be written
+# ---- from what a user gave to what is to be written
 
 
 @dataclass
 class Job:
-    """A checkpoint on its way.
+    """A checkpoint that is being written.
 
     Args:
-        step: of the run.
-        made: the folder it is written into.
-        table: what will stand in it, but for where the tensors are.
-        plan: who writes what.
+        step: the step of the run.
+        made: the folder into which it is written.
+        table: its table, without the places of the tensors.
+        plan: which process writes what.
         mine: what this process writes, by name.
     """
 
@@ -127,7 +127,7 @@ class Job:
         """Write this process's file.
 
         Returns:
-            What the table has to say of it.
+            What the table must say about the file.
         """
         if not self.mine:
             return {}
@@ -135,7 +135,7 @@ class Job:
         return {"file": name, **write_shard(self.made / name, self.mine)}
 
     def publish(self, written: Sequence[Mapping[str, Any]], writer: Writer) -> Path:
-        """Make it visible, once all have written."""
+        """Make the checkpoint visible, once all processes have written."""
         for one in written:
             if one and _size(self.made / one["file"]) != one["bytes"]:
                 raise CheckpointError(
@@ -175,7 +175,7 @@ def _size(path: Path) -> int:
 
 
 class Preparing:
-    """From what a user gave to a :class:`Job`; what does not change from save to save is agreed on once."""
+    """Makes a :class:`Job` of what a user gave; what does not change from save to save is agreed on once."""
 
     def __init__(self) -> None:
         self._agreed: Any = None
@@ -186,7 +186,7 @@ class Preparing:
         """Agree with the other processes on what is to be written, and by whom.
 
         Raises:
-            PenstockError: it cannot be, on some process; all raise it.
+            PenstockError: some process cannot save; all raise its error.
         """
         own, made = Own(), ""
 
@@ -239,7 +239,7 @@ class Preparing:
 
 
 def _layout(targets: Targets) -> dict[str, Any]:
-    """How the model was cut, for a reader: nothing depends on it."""
+    """How the model was cut, as information: nothing depends on it."""
     if targets.pipe is None:
         return {}
     schedule = targets.pipe.schedule
@@ -247,10 +247,10 @@ def _layout(targets: Targets) -> dict[str, Any]:
 
 
 class States:
-    """The states that each process has whole: one for all where they are the same, else one of each kind.
+    """The states that each process has whole: stored once if they are equal, else once for each variant.
 
     Args:
-        told: of each process, by label, the state's digest and its tensors' types and shapes.
+        told: for each process, by label, the state's digest and the types and shapes of its tensors.
     """
 
     def __init__(self, told: Sequence[Mapping[str, Any]]) -> None:
@@ -271,7 +271,7 @@ class States:
         }
 
     def own_parts(self, own: Own, process: int) -> dict[str, Part]:
-        """This process's tensors, by their keys in the checkpoint."""
+        """The tensors of this process, by their keys in the checkpoint."""
         return {
             _variant(key, self._of[label][process]): Part(
                 tensor, tuple(tensor.shape), all_of(tensor.shape)
@@ -287,7 +287,7 @@ class States:
         own: Own,
         numbers: Mapping[str, Sequence[Sequence[int]]],
     ) -> dict[str, Any]:
-        """What the checkpoint's table says of them, on the leading process."""
+        """What the checkpoint's table says about them; on the leading process only."""
         drivers = {label: _driver(own.drivers.get(label), numbers) for label in self.labels}
         differ = [label for label in self.labels if drivers[label] or len({*self._of[label]}) > 1]
         mine = {
@@ -315,7 +315,7 @@ class States:
 def _driver(
     label: str | None, numbers: Mapping[str, Sequence[Sequence[int]]]
 ) -> Sequence[Sequence[int]]:
-    """For the scheduler of an optimizer whose groups differ between processes: which became which."""
+    """For a scheduler whose optimizer's groups differ between processes: which group became which."""
     found = numbers.get(label or "", ())
     return found if any(list(of) != list(range(len(of))) for of in found if of) else ()
 
@@ -325,17 +325,17 @@ def _variant(key: str, number: int) -> str:
 
 
 def _keyed(state: Any, number: int) -> Any:
-    """A state whose tensors have the keys of a variant."""
+    """A state in which tensors have the keys of a variant."""
     return with_keys(state, lambda key: _variant(key, number))
 
 
-# ---- beside the training
+# ---- in the background, while the training goes on
 
 
 class Snapshots:
-    """Copies on the CPU of what this process writes, in memory that is used again for the next one.
+    """Copies on the CPU of what this process writes, in memory that is reused for the next checkpoint.
 
-    They take as much as the process's share of the checkpoint, no more, and keep it.
+    They take as much memory as the process's share of the checkpoint, and keep it.
     """
 
     def __init__(self) -> None:
@@ -363,15 +363,15 @@ class Snapshots:
 
 
 class Background:
-    """A job that is written beside the training.
+    """A job that is written while the training goes on.
 
-    The processes need not talk for it: each leaves a note in the folder when its file is on the disk, and
+    The processes need no messages for that: each leaves a note in the folder when its file is on disk, and
     the leading one makes the checkpoint visible when all notes are there.
 
     Args:
         job: what to write.
         team: the processes.
-        writer: makes it visible.
+        writer: makes the checkpoint visible.
     """
 
     def __init__(self, job: Job, team: Team, writer: Writer) -> None:
@@ -382,7 +382,7 @@ class Background:
         self._problem: Exception | None = None
         self._own_done = threading.Event()
         self._given_up = threading.Event()
-        # No daemon: the process does not end before what it writes is whole.
+        # Not a daemon, so that the process does not end before its file is complete.
         self._thread = threading.Thread(target=self._run, name="penstock-checkpoint")
         self._thread.start()
 
@@ -403,7 +403,7 @@ class Background:
                 self._problem = error
 
     def _notes(self) -> list[Any] | None:
-        """What all have written; None where that is given up."""
+        """What all processes have written; None if that was given up."""
         found: dict[int, Any] = {}
         ended: float | None = None
         while len(found) < self._team.size:
@@ -420,14 +420,14 @@ class Background:
 
     @property
     def is_done(self) -> bool:
-        """Whether this process has nothing more to do for it."""
+        """Whether this process has done its part."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until it is visible; every process calls it.
+        """Wait until the checkpoint is visible; every process must call it.
 
         Raises:
-            CheckpointError: it could not be written, by some process.
+            CheckpointError: some process could not write its part.
         """
         try:
             self._team.together("save", self._written)

@@ -19,10 +19,12 @@ from penstock.pipeline import Pipeline
 from penstock.transport import Circle
 
 _WORD = "checkpoint"
-"""By it a rank's value is known as one of these calls, and not of another that it makes."""
+"""Marks a value as one of these exchanges, to tell it from those of other calls."""
 
 
 class _Told(NamedTuple):
+    """Replicas that are reached in a way that the user has given."""
+
     rank: int
     size: int
     exchange: Callable[[Any], list[Any]]
@@ -32,12 +34,12 @@ _Circle = Circle | _Told
 
 
 class Team:
-    """All processes of a run, from a pipeline and its replicas, or from a process group.
+    """All processes of a run, taken from a pipeline and its replicas or from a process group.
 
     Args:
-        pipe: the pipeline, whose ranks take part, and whose replicas do.
-        group: a process group of all processes instead, or ``torch.distributed``'s own where there is no
-            pipeline.
+        pipe: the pipeline, whose ranks and replicas take part.
+        group: a process group of all processes instead; if there is no pipeline either, the default group of
+            ``torch.distributed``.
 
     Raises:
         UsageError: the replicas cannot be reached.
@@ -60,35 +62,35 @@ class Team:
         self.rank = beside * processes + (ranks[0] if processes > 1 else 0)
 
     def _told(self) -> list[_Circle]:
-        """The replicas, where a user has said himself how they are reached."""
+        """The replicas, if the user has said how they are reached."""
         replicas = self._pipe.replicas if self._pipe is not None else None
         if replicas is None or replicas.number == 1:
             return []
         if replicas.exchange is None:
             raise UsageError(
-                "the Pipeline was given replicas that only add numbers up; give "
+                "the Pipeline was given replicas that can only add up numbers; give "
                 "penstock.Checkpoints(group=...) the process group of all ranks of all replicas"
             )
         return [_Told(replicas.index, replicas.number, replicas.exchange)]
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """How many processes there are."""
         return self.layout[0] * self.layout[1]
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the one that makes checkpoints appear."""
+        """Whether this process is the one that makes checkpoints visible."""
         return self.rank == 0
 
     def name(self, process: int) -> str:
-        """A process in words."""
+        """The name of a process, for messages."""
         if self.layout[0] == 1:
             return f"rank {process}"
         return f"rank {process % self.layout[1]} of replica {process // self.layout[1]}"
 
     def agree(self, value: Any) -> list[Any]:
-        """Exchange a JSON value between all; all values, by process.
+        """Exchange a JSON value between all processes; returns all values, by process.
 
         Raises:
             AgreementError: some rank has called something else.
@@ -104,19 +106,19 @@ class Team:
             return [one[_WORD] for one in told]
         except (MessageError, TypeError, KeyError) as error:
             raise AgreementError(
-                "ranks save and load together, and some of them called something else: was this called on "
-                f"one alone, as under `if pipe.leads:`? ({error})"
+                "all ranks must save and load together, and some of them called something else: was this "
+                f"called on one rank only, as under `if pipe.leads:`? ({error})"
             ) from error
 
     def together(self, doing: str, task: Callable[[], Any]) -> list[Any]:
-        """Do something on every process; where one cannot, all raise its error.
+        """Do something on every process; if one fails, all raise its error.
 
         Args:
-            doing: what, for the others' messages: ``cannot ...``.
-            task: gives a JSON value.
+            doing: what it is, for the messages of the others: ``cannot ...``.
+            task: does it, and returns a JSON value.
 
         Returns:
-            What it gave on each.
+            What it returned on each process.
         """
         found, error, own = None, None, ["", ""]
         try:
@@ -134,7 +136,7 @@ class Team:
         return [value for _, value in told]
 
     def patient(self, seconds: float) -> AbstractContextManager[None]:
-        """Let this process take so long."""
+        """Let this process take so many seconds before it is called silent."""
         return nullcontext() if self._pipe is None else self._pipe.patient(seconds)
 
 

@@ -1,4 +1,4 @@
-"""``penstock checkpoint``: see what is in one, and write its weights as plain files."""
+"""``penstock checkpoint``: show what checkpoints hold, and write their weights as plain files."""
 
 from __future__ import annotations
 

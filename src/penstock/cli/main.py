@@ -1,4 +1,4 @@
-"""The ``penstock`` command: finds the subcommand, imports no more than that one needs, says how it ended."""
+"""The ``penstock`` command: it imports only the subcommand that is called, and turns errors into statuses."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ COMMANDS = {
     "checkpoint": "See what checkpoints hold, and export weights.",
     "schedule": "List, draw, check, simulate, convert and compare schedules; no model needed.",
 }
-"""What ``penstock --help`` lists. Each is a module of this package with an ``app``, imported when called."""
+"""What ``penstock --help`` lists. Each is a module of this package with an ``app``, imported on a call."""
 
 
 class Lazily(TyperGroup):
     """A group that imports a command when it is called, not when it is listed."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the arguments name, and what is left for it."""
+        """The command that the arguments name, and the arguments that are left for it."""
         name, listed, rest = super().resolve_command(ctx, args)
         return name, loaded(name) if name in COMMANDS else listed, rest
 
 
 def loaded(name: str) -> Any:
-    """A subcommand, as typer runs it."""
+    """A subcommand in the form in which typer runs it."""
     command = typer.main.get_command(import_module(f"penstock.cli.{name}").app)
     command.name = name
     return command
@@ -70,7 +70,7 @@ def _show_version(wanted: bool) -> None:
 
 
 def _installed(package: str) -> str:
-    # Slow to import, and needed by nothing else here.
+    # importlib.metadata is slow to import, and only needed here.
     metadata = import_module("importlib.metadata")
     try:
         return str(metadata.version(package))
@@ -91,7 +91,7 @@ def _root(
 
 
 def _listed(name: str, help_: str) -> None:
-    """List a command; what it takes is known when it is called."""
+    """List a command; its options are found when it is called."""
     app.command(name, help=help_)(lambda: None)
 
 
@@ -107,23 +107,23 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 done, 2 a wrong flag or argument, 65 a file that cannot be used, 70 an exception in
-        the user's code or in Penstock, 75 a rank died or fell silent, so that trying again is sensible, 76 a
-        loss or gradient that is not finite, 130 interrupted, 143 told to end.
+        the user's code or in Penstock, 75 a rank died or fell silent, so that it makes sense to try again, 76
+        a loss or gradient that is not finite, 130 interrupted, 143 terminated.
     """
     with leaving_on_sigterm():
         return guarded(lambda: app(arguments, prog_name="penstock", standalone_mode=False))
 
 
-# ---- from what went wrong to an exit status, and to what is printed about it
+# ---- from an error to an exit status, and to a message
 
 
 PATIENCE = 10.0
-"""Seconds that the other processes of a machine leave to the first one to say what is wrong."""
+"""How many seconds the other processes of a machine wait for the first one to say what is wrong."""
 
 
 @runtime_checkable
 class Refusal(Protocol):
-    """What the parser of the command line raises; typer has no public name for its class."""
+    """What the parser of the command line raises; typer has no public name for that class."""
 
     exit_code: int
 
@@ -132,9 +132,9 @@ class Refusal(Protocol):
 
 
 def guarded(run: Callable[[], object]) -> int:
-    """Run a command and turn what it raises into an exit status.
+    """Run a command, and turn what it raises into an exit status.
 
-    A mistake in the call or in a file is told in one line. Anything else keeps its traceback.
+    A mistake in the call or in a file is reported in one line. Anything else keeps its traceback.
     """
     try:
         result = run()
@@ -149,9 +149,9 @@ def guarded(run: Callable[[], object]) -> int:
 
 @contextmanager
 def leaving_on_sigterm() -> Iterator[None]:
-    """Leave through the contexts that are open, so that a terminal gets its cursor back.
+    """Leave through the open contexts on SIGTERM, as on Ctrl-C, so that a terminal gets its cursor back.
 
-    So does Ctrl-C; a second signal ends the process at once.
+    A second signal ends the process at once.
     """
     handlers = {signal.SIGTERM: terminate, signal.SIGINT: interrupt}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -181,10 +181,10 @@ def _report(error: Exception) -> int:
 
 
 def _tell(message: str) -> None:
-    """Print one line, as a rule once for a machine.
+    """Print one line, in general only once per machine.
 
-    Under torchrun all processes have the same to say. The first one says it and ends, upon which
-    torchrun ends the others; one that is still there after a while has something of its own to say.
+    Under torchrun all processes have the same message. The first one prints it and ends, upon which torchrun
+    ends the others; one that is still alive after a while prints its own.
     """
     if not _first_of_machine():
         time.sleep(PATIENCE)

@@ -1,4 +1,4 @@
-"""``penstock plan``: the fastest ways to run a model that fit, before it runs."""
+"""``penstock plan``: the fastest ways to run a model that fit into memory, found before it runs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ Memory = Annotated[
 ]
 Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Samples of a step.")]
 Sequence = Annotated[int | None, typer.Option("--sequence", min=1, help="Tokens of a sample.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="Of the weights, with --hf.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="Type of the weights, with --hf.")]
 OnDevice = Annotated[
     str | None,
-    typer.Option("--device", help="Predict for this one, such as h100. Default: measure here."),
+    typer.Option(
+        "--device", help="Predict for this device, such as h100. Default: measure on this machine."
+    ),
 ]
 Efficiency = Annotated[
     float | None,
-    typer.Option("--efficiency", help="The share of its peak that matrix products reach."),
+    typer.Option("--efficiency", help="The share of the device's peak that matrix products reach."),
 ]
 Schedules = Annotated[
     list[str] | None, typer.Option("--schedule", help="Choose among these only; may be repeated.")
@@ -54,17 +56,19 @@ Pipeline = Annotated[
     typer.Option(
         "--pipeline",
         min=1,
-        help="Ranks of a pipeline; others are replicas. Default: any, or all.",
+        help="Ranks of a pipeline; the others are replicas. Default: all with --config, else any.",
     ),
 ]
 Microbatches = Annotated[
-    int | None, typer.Option("--microbatches", min=1, help="Of a pipeline. Default: any.")
+    int | None,
+    typer.Option("--microbatches", min=1, help="Microbatches of a pipeline. Default: any."),
 ]
 Checkpoint = Annotated[
-    str | None, typer.Option("--checkpoint", help="none, needed or all. Default: any.")
+    str | None,
+    typer.Option("--checkpoint", help="Units to recompute: none, needed or all. Default: any."),
 ]
 Keep = Annotated[int, typer.Option("--keep", min=1, help="How many plans to show.")]
-Seconds = Annotated[float, typer.Option("--seconds", help="How long to improve the best.")]
+Seconds = Annotated[float, typer.Option("--seconds", help="How long to improve the best plans.")]
 Report = Annotated[Path | None, typer.Option("--report", help="Write an HTML file with pictures.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the best plan as JSON.")]
 
@@ -99,6 +103,8 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
         raise ConfigError(
             "give the settings of penstock train as --config, or a model's config as --hf"
         )
+    if efficiency is not None and device is None:
+        raise ConfigError("--efficiency is of a device to predict for; give its name as --device")
     on = (
         None
         if device is None
@@ -167,10 +173,10 @@ def _written(path: Path, write: Callable[[], object]) -> None:
 
 
 def bytes_of(text: str) -> float:
-    """A size such as ``80GB``, ``512MiB`` or a number of bytes.
+    """The bytes of a size such as ``80GB``, ``512MiB`` or ``1000``.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not a size.
     """
     found = _SIZE.fullmatch(text)
     if found is None:

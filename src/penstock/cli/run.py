@@ -1,4 +1,4 @@
-"""``penstock run``: a script in one process per rank on this machine."""
+"""``penstock run``: a script, run in one process per rank on this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(
 
 
 def start(arguments: list[str], processes: int) -> int:
-    """Run Python with these arguments in several processes; the exit status that says best how it went."""
+    """Run Python with these arguments in several processes; returns the exit status for all of them."""
     outcome = launch.launch([sys.executable, "-u", *arguments], processes)
     if outcome.causes:
         print(f"penstock: {outcome}", file=sys.stderr)  # noqa: T201

@@ -20,7 +20,7 @@ from penstock.errors import INPUT, InputFileError, ScheduleError, UsageError
 from penstock.schedule.files import csv_table
 from penstock.schedule.library import RECIPES
 
-# ---- the options that the commands share, as groups that a command takes whole
+# ---- groups of options that several commands share
 
 
 RANKS = 4
@@ -61,7 +61,7 @@ class Shape:
 
 
 def matching_names(incomplete: str) -> list[str]:
-    """The schedules whose name begins so, for the shell to complete."""
+    """The schedules whose names begin like this, for the shell's completion."""
     return [name for name in ps.names() if name.startswith(incomplete)]
 
 
@@ -108,10 +108,10 @@ class CostFlags:
     ] = ""
 
     def costs(self, share: int = 1) -> ps.Costs:
-        """The costs that the flags say.
+        """The costs that the flags give.
 
         Args:
-            share: over how many stages single numbers, and the memory, are to be divided.
+            share: by how many to divide single numbers, and the memory.
         """
         if self.unit not in ("", "s", "ms", "us"):
             raise UsageError(f"--unit={self.unit}: must be s, ms or us")
@@ -160,7 +160,8 @@ class PassFlags:
     prefetch: Annotated[
         int | None,
         typer.Option(
-            help="Gather parameters (UNSHARD) this many stages ahead.", rich_help_panel=PASSES
+            help="Add UNSHARD and RESHARD; a rank holds at most this many stages gathered.",
+            rich_help_panel=PASSES,
         ),
     ] = None
     reduce_gradients: Annotated[
@@ -180,13 +181,13 @@ class PassFlags:
         ),
     ] = False
     wait_sends: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--wait-sends/--no-wait-sends",
-            help="Add or remove WAIT_SEND actions.",
+            help="Add or remove WAIT_SEND actions. Default: leave them as they are.",
             rich_help_panel=PASSES,
         ),
-    ] = False
+    ] = None
 
     def apply(self, schedule: ps.Schedule) -> ps.Schedule:
         """The schedule after the chosen passes."""
@@ -198,13 +199,14 @@ class PassFlags:
             (self.reduce_gradients, ps.reduce_gradients),
             (self.communication, ps.add_communication),
             (self.delay_receives, ps.delay_receives),
-            (self.wait_sends, ps.add_wait_sends),
+            (self.wait_sends is True, ps.add_wait_sends),
+            (self.wait_sends is False, ps.remove_wait_sends),
         ]
         return ps.compose(*(apply for wanted, apply in chosen if wanted))(schedule)
 
 
 def grouped(run: Callable[..., object]) -> Callable[..., object]:
-    """A command for typer from a function that takes groups of options: their fields become its options."""
+    """Make a command for typer of a function that takes groups of options; their fields become options."""
     hints = get_type_hints(run, include_extras=True)
     hints.pop("return", None)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
@@ -309,7 +311,7 @@ def _columns(width: int | None) -> int:
 
 
 def _in_colour() -> bool:
-    """Whether a terminal is there to see it, and its user does not mind (https://no-color.org)."""
+    """Whether the output goes to a terminal whose user accepts colours (https://no-color.org)."""
     return (
         sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     )
@@ -393,7 +395,7 @@ def _simulated(source: Source, shape: Shape, costs: CostFlags) -> ps.Simulation:
 
 
 def _row(name: str, shape: Shape, costs: CostFlags) -> Sequence[str]:
-    """A line of the comparison; a named schedule that cannot be of this shape says so."""
+    """A line of the comparison; for a named schedule that cannot have this shape, the reason."""
     try:
         made = Source(name).read(Shape() if Source(name).is_file else shape)
         ran = ps.simulate(made, costs.costs(share=len(made.placement.stages_on(0))))
@@ -418,9 +420,9 @@ def _filled(row: Sequence[str]) -> Sequence[str]:
 
 
 def _columns_of(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    """The lines of the comparison; where they are too long, the last columns are left out, and said to be.
+    """The lines of the comparison; if they are too long, the last columns are left out, and a line says so.
 
-    Names are never shortened: two that begin alike would look the same.
+    Names are never shortened, since two that begin alike would look the same.
     """
     said = [row for row in rows if len(row) == len(COLUMNS)]
     sizes = [max(map(len, column)) for column in zip(COLUMNS, *said, strict=True)]
@@ -472,7 +474,7 @@ def _print(table: Table) -> None:
 
 
 def _write(path: Path | None, text: Callable[[], str]) -> None:
-    """Write a text to a file, if one is wanted."""
+    """Write a text to a file, if a path is given."""
     if path is not None:
         _writing(path, lambda: path.write_text(text(), encoding="utf-8", newline=""))
         typer.echo(f"wrote {path}")

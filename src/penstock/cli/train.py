@@ -18,13 +18,13 @@ from penstock.cli.run import start
 from penstock.train import TrainConfig
 from penstock.train.config import group_of
 
-# ---- a flag for every setting, made from the settings, so that the two cannot drift apart
+# ---- one flag for every setting, made from the settings, so that the two cannot drift apart
 
 
 Flags = dict[str, Any]
 
 PROCESSES = "processes"
-"""A flag that is no setting: how many processes to start."""
+"""A flag that is not a setting: how many processes to start."""
 
 CONFIG_HELP = "TOML file with settings; flags win over it."
 
@@ -33,7 +33,7 @@ def command(run: Callable[[Flags, Path | None], int | None]) -> Callable[..., in
     """A function that typer turns into a command.
 
     Args:
-        run: is called with the flags that were given, by setting, and the config file.
+        run: called with the given flags, by setting, and the config file.
     """
 
     def wrapper(**given: Any) -> int | None:
@@ -60,7 +60,7 @@ def flag_name(setting: str) -> str:
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     if _kind(name) is bool:
-        switch = f"{flag_name(name)}/--no-{name}"
+        switch = f"{flag_name(name)}/{flag_name(f'no_{name}')}"
         shown = typer.Option(None, switch, help=_help(field), rich_help_panel=group_of(name))
         return _parameter(name, shown, bool)
     option = typer.Option(
@@ -94,14 +94,14 @@ def _help(field: FieldInfo) -> str:
 
 
 def _kind(setting: str) -> type:
-    """``int``, ``float``, ``str`` or ``bool``, whether or not the setting may be left out."""
+    """The type of a setting, ``int``, ``float``, ``str`` or ``bool``, without ``None``."""
     hint = get_type_hints(TrainConfig)[setting]
     kind: type = next((kind for kind in get_args(hint) if kind is not NoneType), hint)
     return kind
 
 
 def _value(setting: str, text: Any) -> Any:
-    """The text of a flag as the setting's type; a text that is none is refused with all other mistakes."""
+    """The text of a flag as the setting's type; any other text is refused later, with all mistakes."""
     if isinstance(text, bool):
         return text
     try:
@@ -119,8 +119,8 @@ app = typer.Typer(add_completion=False)
 def run_training(flags: Flags, config: Path | None) -> int:
     """Train a byte-level GPT through pipeline stages.
 
-    All ranks take turns in one process; with --processes, or under torchrun, each rank has its own process,
-    as it always has with --replicas.
+    All ranks take turns in one process; with --processes, under torchrun, and always with --replicas, each
+    rank has its own process.
     """
     processes = flags.pop(PROCESSES, None)
     if processes is None and "WORLD_SIZE" not in os.environ:
@@ -132,7 +132,7 @@ def run_training(flags: Flags, config: Path | None) -> int:
 
 
 def _without_processes(arguments: list[str]) -> list[str]:
-    """The arguments of each process: those of this one except for the number of processes."""
+    """The arguments of each process: those of this one, without the number of processes."""
     found = iter(arguments)
     kept = []
     for argument in found:

@@ -1,6 +1,6 @@
 """Compiled stages whose backward passes are in two halves.
 
-Names are found when they are first used: most of them need parts of torch that take seconds to import.
+Modules are imported when a name is first used: most of them need parts of torch that take seconds to import.
 """
 
 from __future__ import annotations

@@ -1,36 +1,348 @@
-"""The backward of a compiled graph in halves, found where a walk over autograd's graph comes to its node.
-
-AOT autograd makes of a compiled graph one node, whose backward is a graph as well, and keeps that. When a
-node of a kind is seen for the first time, the graph is cut in two and both halves are compiled; from then on
-all nodes of the kind run them one after the other, or leave the second to whoever asks for it.
-"""
+"""The backward of a compiled graph in halves: how it is cut, and how its halves are compiled and run."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, itemgetter
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
+import networkx
+import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from penstock.compiled import names
-from penstock.compiled.cut import CutError, Halves, Policy, cut
-from penstock.compiled.plain import Function
-from penstock.errors import StageError
+from penstock.compiled.names import bytes_of, is_light
+from penstock.errors import PenstockError, StageError
 
 log = logging.getLogger("penstock")
+
+Function = Callable[[list[Any]], Any]
+"""Takes a list of arguments, and empties it, so that each argument is freed after its last use."""
+
+# ---- cut a backward graph in two: what the inputs' gradients need, and what only the weights' need
+#
+#     saved, output gradients ──> inputs' half ──> input gradients
+#               │                      │
+#               └──────── kept ────────┘
+#                           │
+#                           └──────────> weights' half ──> weight gradients
+#
+# What is kept between the halves is a smallest cut through the part of the graph on which the weights'
+# gradients depend. A node is worth its bytes. The weights' half computes again what is cheap, never a matrix
+# product; the inputs' half computes a norm's weight gradient if that is smaller than what it is made of,
+# never a matrix product that can wait.
+
+
+# It costs more to keep what the inputs' half would not compute otherwise, and what is made earlier.
+MOVED = 1.1
+FARTHER = 0.01
+
+
+class CutError(PenstockError):
+    """A graph cannot be cut."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the weights' half may compute again.
+
+    Args:
+        fused: Whether the compiler fuses elementwise operations, so that they cost little.
+        checkpoints: Whether to compute checkpointed regions a second time, matrix products included.
+    """
+
+    fused: bool
+    checkpoints: bool = False
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Two graphs in place of one.
+
+    Args:
+        inputs: Computes the gradients ``given`` from the arguments ``taken``, and after these what is kept.
+        weights: Computes the gradients ``left`` from the arguments ``held``, and what is kept.
+        taken: Positions among the arguments of the backward graph.
+        held: Positions among the arguments of the backward graph.
+        given: Positions among its results.
+        left: Positions among its results.
+        count: How many results it has.
+        saved: How many of the arguments ``held`` come before the gradients of outputs.
+    """
+
+    inputs: GraphModule
+    weights: GraphModule
+    taken: tuple[int, ...]
+    held: tuple[int, ...]
+    given: tuple[int, ...]
+    left: tuple[int, ...]
+    count: int
+    saved: int
+
+    def in_order(self, held: Sequence[Any], made: Sequence[Any]) -> list[Any]:
+        """Returns the arguments of the weights' half.
+
+        Inductor expects the gradients of outputs to come last.
+        """
+        return [*held[: self.saved], *made, *held[self.saved :]]
+
+
+def cut(
+    backward: GraphModule, waiting: Collection[int], policy: Policy, free: Collection[str] = ()
+) -> Halves:
+    """Cuts a backward graph.
+
+    Args:
+        backward: Computes one gradient or None for each argument of forward. It is changed.
+        waiting: Which of these are the gradients of weights.
+        policy: What may be computed twice.
+        free: The names of arguments that cost nothing to keep, since they are kept in any case.
+
+    Raises:
+        CutError: The graph cannot be cut.
+    """
+    _separate_convolutions(backward.graph)
+    results = list(_output(backward.graph).args[0])  # type: ignore[arg-type]
+    left = [i for i in waiting if isinstance(results[i], Node)]
+    given = [i for i, made in enumerate(results) if isinstance(made, Node) and i not in left]
+    impure = [n for n in backward.graph.nodes if n.op == "call_function" and n.is_impure()]
+    now = _above([*(results[i] for i in given), *impure])
+    late = _above(results[i] for i in left)
+    prices = _Prices(backward.graph, now, late, set(free))
+    kept = _cheapest(prices, [results[i] for i in left], policy)
+    # A gradient that would itself be kept, or of which it would be a view, can be returned at once.
+    early = [i for i in left if all(map(_is_view, _above([results[i]], stop=set(kept))))]
+    given, left = given + early, [i for i in left if i not in early]
+    if not policy.fused:
+        kept = _with_views(backward.graph, kept, now)
+    kept = _needed(kept, [results[i] for i in left])
+    arguments = [n for n in backward.graph.nodes if n.op == "placeholder"]
+    places = {node: place for place, node in enumerate(arguments)}
+    held = [node for node in kept if node in places]
+    made = [node for node in kept if node not in places]
+    saved = sum("tangents" not in node.name for node in held)
+    first = _above([*now, *(results[i] for i in early), *made])
+    taken = [node for node in arguments if node in first]
+    return Halves(
+        _graph_of(backward, taken, [*(results[i] for i in given), *made], impure),
+        _graph_of(backward, [*held[:saved], *made, *held[saved:]], [results[i] for i in left]),
+        tuple(places[node] for node in taken),
+        tuple(places[node] for node in held),
+        tuple(given),
+        tuple(left),
+        len(results),
+        saved,
+    )
+
+
+def _output(graph: Graph) -> Node:
+    found: Node = next(iter(reversed(graph.nodes)))
+    return found
+
+
+def _reached(
+    nodes: Iterable[Any], onward: Callable[[Node], Iterable[Node]], stop: Collection[Node] = ()
+) -> dict[Node, None]:
+    """Returns the nodes and all that can be reached from them without passing those at which to stop."""
+    found: dict[Node, None] = {}
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found and node not in stop:
+            found[node] = None
+            pending += onward(node)
+    return found
+
+
+def _above(nodes: Iterable[Any], stop: Collection[Node] = ()) -> dict[Node, None]:
+    """Returns the nodes and all that they depend on."""
+    return _reached(nodes, lambda node: node.all_input_nodes, stop)
+
+
+def _separate_convolutions(graph: Graph) -> None:
+    """Splits each node that computes the gradients of input and weight, which share no work."""
+    both = torch.ops.aten.convolution_backward.default
+    for node in list(graph.nodes):
+        if node.target is not both or not (node.args[-1][0] and any(node.args[-1][1:])):
+            continue
+        of_input, *of_weights = node.args[-1]
+        with graph.inserting_after(node):
+            other = graph.call_function(both, (*node.args[:-1], [False, *of_weights]))
+        other.meta = dict(node.meta)
+        for user in list(node.users):
+            if user.args[1] > 0:
+                user.replace_input_with(node, other)
+        node.args = (*node.args[:-1], [of_input, False, False])
+
+
+# ---- what to keep
+
+
+@dataclass
+class _Prices:
+    """What it costs to keep the values on which the weights' half depends.
+
+    Args:
+        graph: The backward graph.
+        now: The nodes that the inputs' half needs.
+        late: The nodes that the weights' half needs.
+        free: The names of the nodes that cost nothing to keep.
+    """
+
+    graph: Graph
+    now: Collection[Node]
+    late: Collection[Node]
+    free: Collection[str]
+
+    def __post_init__(self) -> None:
+        self.waits = self._that_wait()
+        self._distances = self._to_what_waits()
+
+    def _that_wait(self) -> set[Node]:
+        """Returns the heavy nodes that only the weights' half needs, and what depends on them."""
+        waits: set[Node] = set()
+        for node in self.graph.nodes:
+            if node not in self.late or node in self.now or node.op == "placeholder":
+                continue
+            if not is_light(node) or any(source in waits for source in node.all_input_nodes):
+                waits.add(node)
+        return waits
+
+    def _to_what_waits(self) -> dict[Node, int]:
+        """Returns how many steps each node is away from those that wait."""
+        found: dict[Node, int] = {}
+        for node in reversed(self.graph.nodes):
+            if node in self.late:
+                users = (user for user in node.users if user in self.late)
+                steps = (0 if user in self.waits else 1 + found[user] for user in users)
+                found[node] = min(steps, default=0)
+        return found
+
+    def of(self, node: Node) -> float | None:
+        """Returns what a node costs, or None for one that cannot be kept."""
+        value = _value(node)
+        if isinstance(value, torch.SymInt | int) or node.name in self.free:
+            return 1.0
+        if not isinstance(value, Tensor) or (_is_view(node) and node.op != "placeholder"):
+            return None
+        factor = 1.0 if node in self.now or node.op == "placeholder" else MOVED
+        return (1 + bytes_of(node)) * (factor + FARTHER * min(self._distances[node], 100))
+
+
+def _cheapest(prices: _Prices, results: Iterable[Node], policy: Policy) -> list[Node]:
+    """Returns the nodes to keep for the weights' half, in the order of the graph."""
+    may_repeat = _repetition(prices.graph, policy)
+    net = networkx.DiGraph()
+    for node in prices.late:
+        price = prices.of(node)
+        net.add_edge((node, "in"), (node, "out"), **({} if price is None else {"capacity": price}))
+        for source in node.all_input_nodes:
+            net.add_edge((source, "out"), (node, "in"))
+        if node.op == "placeholder" or (node in prices.now and not may_repeat(node)):
+            net.add_edge("inputs' half", (node, "in"))
+        if node in prices.waits:
+            net.add_edge((node, "in"), "weights' half")
+    for node in results:
+        net.add_edge((node, "out"), "weights' half")
+    if "inputs' half" not in net:
+        return []
+    try:
+        _, (before, _) = networkx.minimum_cut(net, "inputs' half", "weights' half")
+    except networkx.NetworkXUnbounded:
+        raise CutError("both halves need something that is not a tensor") from None
+    return [n for n in prices.graph.nodes if (n, "in") in before and (n, "out") not in before]
+
+
+def _needed(kept: Iterable[Node], results: Iterable[Node]) -> list[Node]:
+    """Returns those of the kept nodes from which results are computed."""
+    computed = _above(results, stop=dict.fromkeys(kept))
+    sources = {source for node in computed for source in node.all_input_nodes}
+    return [node for node in kept if node in sources]
+
+
+def _with_views(graph: Graph, kept: Iterable[Node], now: Collection[Node]) -> list[Node]:
+    """Returns what is kept, and the views of it that the inputs' half makes.
+
+    These share its memory, and the weights' half need not make them again.
+    """
+    shown = dict.fromkeys(kept)
+    for node in graph.nodes:
+        is_tensor = isinstance(_value(node), Tensor)
+        if node in now and is_tensor and _is_view(node) and shown.keys() >= {*node.all_input_nodes}:
+            shown[node] = None
+    return list(shown)
+
+
+def _repetition(graph: Graph, policy: Policy) -> Callable[[Node], bool]:
+    gradients = (n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name)
+    of_gradients = _reached(gradients, lambda node: node.users)
+
+    def may_repeat(node: Node) -> bool:
+        if (
+            node.op == "get_attr"
+            or _is_view(node)
+            or not isinstance(_value(node), Tensor | list | tuple)
+        ):
+            return True
+        if policy.checkpoints and node not in of_gradients:
+            return not node.is_impure()
+        return policy.fused and is_light(node) and not _is_reduction(node)
+
+    return may_repeat
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("val")
+
+
+def _is_view(node: Node) -> bool:
+    """Says whether a node makes a view of a tensor."""
+    schema = getattr(node.target, "_schema", None)
+    infos = [] if schema is None else [made.alias_info for made in schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def _is_reduction(node: Node) -> bool:
+    return 4 * bytes_of(node) < sum(map(bytes_of, node.all_input_nodes))
+
+
+# ---- the two graphs
+
+
+def _graph_of(
+    whole: GraphModule, arguments: list[Node], results: list[Node], besides: Iterable[Node] = ()
+) -> GraphModule:
+    """Returns the part of a graph that computes results from arguments, and has certain effects besides."""
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in arguments:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    needed = _above([*results, *besides], stop=copies)
+    for node in whole.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return GraphModule(whole, graph)
+
+
+# ---- find the backward of a compiled graph, compile its halves, and run them
+# AOT autograd makes one autograd node of a compiled graph; its backward is a graph as well, which is kept.
+# When a walk over autograd's graph meets a node of a kind for the first time, that graph is cut in two, and
+# both halves are compiled. From then on all nodes of the kind run the halves one after the other, or leave
+# the second one to whoever asks for it.
 
 
 def places_in(node: Any) -> Sequence[int]:
     """Returns which edges of a compiled node lead to weights whose gradients can wait; none if it is not cut.
 
-    The node has what its backward looks for then: ``node.split.use``, which may be set to what keeps the
-    weights' half.
+    If there are any, the node gets what its backward looks for: ``node.split.use``, which may be set to what
+    keeps the weights' half.
     """
     kind = type(node)
     if not hasattr(kind, _CUT):
@@ -46,7 +358,7 @@ _CUT = "cut_by_penstock"
 
 
 def _cut(node: Any) -> Backward | None:
-    """Cuts the backward of a kind of nodes; says so if that is not possible."""
+    """Cuts the backward of a kind of nodes; logs it if that is not possible."""
     weights = dict(_weights_of(node))
     if not weights:
         return None
@@ -72,9 +384,9 @@ _EXPECTED = names.UnknownError, CutError
 
 
 def _weights_of(node: Any) -> Iterator[tuple[int, int]]:
-    """Yields of each weight its place among the arguments of forward, and among the node's edges."""
+    """Yields for each weight its place among the arguments of forward, and among the node's edges."""
     asked = (place for place, needed in enumerate(node.needs_input_grad) if needed)
-    # Only tensors have edges, and those that need no gradient lead nowhere.
+    # Only tensors have edges, and the edges of those that need no gradient lead nowhere.
     edges = enumerate(node.next_functions)
     for place, (edge, (below, _)) in zip(asked, ((e, to) for e, to in edges if to[0]), strict=True):
         if isinstance(getattr(below, "variable", None), nn.Parameter):
@@ -94,12 +406,12 @@ def _backward(
         graph: The graph.
         inputs: Its inputs, without data.
         compile_: Compiles a graph.
-        weights: As of `_weights_of`.
-        later: Where the graph comes from.
+        weights: What `_weights_of` yields.
+        later: The backward whose graph it is.
     """
     names.propagate(graph, inputs)
     policy = later.noted or Policy(fused=later.is_fused)
-    # So AOT autograd calls the arguments of forward where it has saved them for backward.
+    # These are the names that AOT autograd gives to arguments of forward that it saves for backward.
     free = {f"primals_{place + 1}" for place in weights}
     halves = cut(graph, list(weights), policy, free)
     if not halves.left:
@@ -143,15 +455,15 @@ class Backward:
         self.places = places
         self._halves, self._given = halves, len(halves.given)
         self._hold, self._take = _picking(halves.held), _picking(halves.taken)
-        # Of the gradients that are given, with None behind them.
+        # Picks from the given gradients, which are followed by a None.
         of = {place: index for index, place in enumerate(halves.given)}
         self._spread = _picking([of.get(place, len(of)) for place in range(halves.count)])
         self._inputs, self._weights, self._whole = inputs, weights, whole
-        # So AOT autograd calls it with a list that it may empty.
+        # With this attribute AOT autograd passes a list of arguments, which may be emptied.
         self._boxed_call = True
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        """Returns a gradient or None for each argument of forward; leaves those of weights to a use."""
+        """Returns a gradient or None for each argument of forward; those of weights may be left for later."""
         split = getattr(names.running_node(), "split", None)
         if split is None or split.use is None:
             found: Sequence[Any] = self._whole(args)
@@ -177,7 +489,7 @@ class Backward:
 
 
 def _picking(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Returns what picks the values at some places, in one call of C where there are several."""
+    """Returns a function that picks the values at some places, if several then in a single call of C code."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda values: [values[place] for place in places]
@@ -187,7 +499,7 @@ def _versions(values: list[Any]) -> list[int]:
     try:
         return [*map(_version, values)]
     except AttributeError:
-        # Sizes are among them, as numbers.
+        # Some of the values are sizes, which are plain numbers.
         return [getattr(value, "_version", 0) for value in values]
 
 

@@ -1,7 +1,7 @@
-"""The private names of torch that compiled stages rest on, all in this file. They hold for torch 2.13.
+"""The private names of torch that compiled stages need, all in this file. They hold for torch 2.13.
 
-What each gives has no public name: the backward graph of what AOT autograd has compiled, inductor as a
-function of a graph, and how something was compiled.
+There is no public way to get the backward graph of what AOT autograd has compiled, inductor as a function of
+a graph, or the settings with which something was compiled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ is_wrapper = is_traceable_wrapper_subclass
 
 
 def bytes_of(node: Node) -> int:
-    """Returns the bytes of a graph node's value; 0 for what is no tensor."""
+    """Returns the bytes of a graph node's value; 0 if that is not a tensor."""
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else [value]
     tensors = [each for each in values if isinstance(each, Tensor)]
@@ -59,7 +59,7 @@ def is_light(node: Node) -> bool:
 
 
 def propagate(graph: GraphModule, inputs: Sequence[Any]) -> None:
-    """Notes at each node what it is for these inputs, whose strides a compiler may have changed."""
+    """Notes at each node its value for these inputs, whose strides a compiler may have changed."""
     mode = detect_fake_mode(inputs)
     FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
 
@@ -73,7 +73,7 @@ class Later:
     Args:
         kind: The type of the nodes.
         compiler: What compiles it.
-        noted: What was noted for it by `note`.
+        noted: What `note` has noted for it.
     """
 
     def __init__(self, kind: Any, compiler: Any, noted: Any) -> None:
@@ -81,7 +81,7 @@ class Later:
 
     @property
     def is_fused(self) -> bool:
-        """Whether it is inductor that compiles."""
+        """Whether inductor compiles it."""
         return "_inductor" in str(getattr(_unwrapped(self._compiler.bw_compiler), "__module__", ""))
 
     def compiled(self, make: Compile) -> Any:
@@ -96,7 +96,7 @@ class Later:
             ).get_or_compile(saved_tensors_use_once=False)
 
     def whole(self) -> Compile:
-        """Returns what torch has compiled of it or would."""
+        """Returns the whole backward, which torch has compiled, or compiles when it is first called."""
         before = replace(self._compiler)
 
         def run(args: list[Any]) -> Any:
@@ -106,7 +106,7 @@ class Later:
         return run
 
     def run_instead(self, function: Compile) -> None:
-        """Lets nodes of the kind call this function."""
+        """Makes nodes of the kind call this function."""
         self._compiler.compiled_bw = function
 
 
@@ -121,7 +121,7 @@ def _unwrapped(function: Any) -> Any:
 
 
 class UnknownError(Exception):
-    """A backward that cannot be had as a graph."""
+    """The backward of a node cannot be had as a graph."""
 
 
 def backward_of(node: Any) -> Later:
@@ -137,20 +137,20 @@ def backward_of(node: Any) -> Later:
     saved = compiler.lazy_backward_info
     if not hasattr(saved, "bw_module") or compiler.bw_compiler is None:
         raise UnknownError(
-            "torch has it from its cache on disk, without a graph; compile it in the first step of the "
+            "torch took it from its cache on disk, which holds no graph; compile it in the first step of the "
             "Pipeline, or set TORCHINDUCTOR_AUTOGRAD_CACHE=0"
         )
     context = saved.saved_context
     results = next(iter(reversed(saved.bw_module.graph.nodes))).args[0]
     if function.maybe_subclass_metadata is not None:
-        raise UnknownError("a type of tensors has its own way through it")
+        raise UnknownError("it handles a type of tensors of its own")
     if (
         function.metadata.tokens
         or cells["backward_state_indices"].cell_contents
         or len(results) != len(node.needs_input_grad)
         or getattr(context, "ddp_optimizer_ctx", None) is not None
     ):
-        raise UnknownError("something that is no gradient goes through it")
+        raise UnknownError("it handles more than gradients")
     return Later(type(node), compiler, getattr(context, _NOTED, None))
 
 
@@ -170,7 +170,7 @@ def running_node() -> Any:
 
 
 def autocast_disabled() -> Any:
-    """Returns a context in which autocast casts nothing."""
+    """Returns a context in which autocast is off."""
     return torch._C._DisableAutocast()
 
 
@@ -197,19 +197,19 @@ def compile_plainly(graph: GraphModule, inputs: Sequence[Any], compile_: Compile
 
 
 def compile_with_inductor(graph: GraphModule, inputs: Sequence[Any], options: Options) -> Compile:
-    """Does so with inductor."""
-    # It takes seconds to import, and warns.
+    """Does the same with inductor."""
+    # This takes seconds to import, and warns.
     compiler = import_module("torch._inductor.compile_fx")
     made: Any = compiler.compile_fx(graph, inputs, config_patches=options)
     return cast("Compile", made)
 
 
 def graphs_kept() -> AbstractContextManager[Any]:
-    """A context in which what is compiled keeps its backward graph, and that in one piece.
+    """A context in which what is compiled keeps its backward graph, in one piece.
 
-    What torch has cached on disk would come without. A module in DistributedDataParallel would be cut at
-    the bounds of its buckets, to reduce one while the backward of the next runs; a pipeline has other
-    microbatches to run meanwhile.
+    Torch's cache on disk does not keep it. And a module in DistributedDataParallel would be cut at the bounds
+    of its buckets, to reduce one while the backward of the next runs; a pipeline has other microbatches to
+    run meanwhile.
     """
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
@@ -220,17 +220,17 @@ def graphs_kept() -> AbstractContextManager[Any]:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Returns what two tensors share that share memory."""
+    """Returns a value that is the same for tensors that share memory."""
     return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
 def global_state() -> str:
-    """Returns what of torch's state compiled code depends on: grad mode, autocast, and so on."""
+    """Returns the state of torch on which compiled code depends: grad mode, autocast, and so on."""
     return str(GlobalStateGuard().__getstate__())
 
 
 def is_no_failure(error: BaseException) -> bool:
-    """Says whether an error is Dynamo's way to begin anew."""
+    """Says whether an error is only Dynamo's way to start again."""
     return isinstance(error, RestartAnalysis | SkipFrame)
 
 
@@ -248,18 +248,18 @@ def has_compiler(device: str) -> bool:
 
 
 def inductor_options(settings: Mapping[str, Any]) -> Options:
-    """Returns the options of inductor that `torch.compile` would take from its own."""
+    """Returns the options of inductor that `torch.compile` derives from its own options."""
     mode, options = settings.get("mode"), settings.get("options")
     return dict(torch._TorchCompileInductorWrapper(mode, options, settings.get("dynamic")).config)
 
 
 class CompiledWith(NamedTuple):
-    """What `torch.compile` was told.
+    """The settings that `torch.compile` was given.
 
     Args:
-        backend: What was given for that.
-        inductor: The options of inductor, if that is its backend.
-        options: The others.
+        backend: The backend.
+        inductor: The options of inductor, if that is the backend.
+        options: The other options.
     """
 
     backend: Any

@@ -4,6 +4,7 @@ from penstock.partition.balance import choose_cuts
 from penstock.partition.base import (
     Describe,
     Description,
+    Example,
     Partition,
     Shared,
     Watched,
@@ -12,7 +13,7 @@ from penstock.partition.base import (
     named_tensors,
 )
 from penstock.partition.costs import StageCost, Table, stage_costs, table, untouched
-from penstock.partition.entry import Example, cut_chain, cut_sequential, partition, unit_paths
+from penstock.partition.entry import cut_chain, cut_sequential, partition, unit_paths
 from penstock.partition.traced import cut_into, cut_traced, weigh_blocks
 
 __all__ = [

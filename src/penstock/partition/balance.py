@@ -1,9 +1,9 @@
 """Where to cut a row of blocks into stages, so that the heaviest rank is as light as can be.
 
 A *cut* is the list of the blocks that stages start with. Each stage is a run of at least one block, and
-what a rank costs is the sum of its stages. With one stage per rank the best cut is found for certain. For
-other placements it is searched for, from a good one on; the search proves most of its results, and is given
-up after a while.
+the cost of a rank is the sum of those of its stages. With one stage per rank the cut that is found is the
+best. For other placements a good cut is improved by a search, which proves most of its results to be the best
+and gives up after a while.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from penstock.schedule import Placement
 Cut = tuple[int, ...]
 Array = npt.NDArray[Any]
 _PATIENCE = 200_000
-"""After how many tries the search for a better cut is given up."""
+"""After how many tries the search for a better cut gives up."""
 _HALVINGS = 60
-"""How often the span between what is known to do and not to do is halved."""
+"""How often the interval between a limit that is too low and one that is not is halved."""
 
 
 def choose_cuts(costs: Sequence[float], stages: int, placement: Placement | None = None) -> Cut:
     """The blocks that stages start with, beginning with block 0.
 
     Args:
-        costs: of each block, in the order in which they run.
-        stages: how many.
-        placement: which rank holds which stage; by default each rank one.
+        costs: the cost of each block, in the order in which they run.
+        stages: how many stages to make.
+        placement: which rank holds which stage; by default each rank holds one.
 
     Raises:
-        PartitionError: more stages than blocks.
-        UsageError: a cost that is negative or no number, or a placement of another number of stages.
+        PartitionError: there are more stages than blocks.
+        UsageError: a cost is negative or not finite, or the placement is for another number of stages.
     """
     _check(costs, stages, placement)
     weights = list(map(float, costs)) if any(costs) else [1.0] * len(costs)
@@ -64,12 +64,12 @@ def _check(costs: Sequence[float], stages: int, placement: Placement | None) -> 
 
 
 def use_up_to(most: int) -> str:
-    """What to say where another number of stages than up to so many is asked for."""
+    """Tells the user which numbers of stages can be asked for."""
     return f"use from 1 to {most}" if most > 1 else "it can be one stage: ranks=1"
 
 
 def loads(costs: Sequence[float], starts: Cut, placement: Placement | None = None) -> list[float]:
-    """What each rank costs under a cut."""
+    """The cost of each rank under a cut."""
     sums = [0.0, *accumulate(map(float, costs))]
     return _loads(sums, starts, placement.rank_of if placement else tuple(range(len(starts))))
 
@@ -81,7 +81,7 @@ def _loads(sums: Sequence[float], starts: Cut, rank_of: Sequence[int]) -> list[f
     return found
 
 
-# ---- one stage per rank: a table of the best cut of each prefix
+# ---- one stage per rank: dynamic programming over the best cuts of each prefix
 
 
 def _one_a_rank(sums: Sequence[float], stages: int) -> Cut:
@@ -96,12 +96,12 @@ def _one_a_rank(sums: Sequence[float], stages: int) -> Cut:
 
 
 def _best(prices: Array, stages: int, join: Callable[[Array, Array], Array]) -> tuple[float, Cut]:
-    """The cut whose stages' prices, joined, are least.
+    """The cut for which the joint price of all stages is least, with that price.
 
     Args:
-        prices: of a stage from each block up to before each other.
-        stages: how many.
-        join: two prices to one.
+        prices: the price of a stage from one block (row) up to just before another (column).
+        stages: how many stages to make.
+        join: makes one price of two.
     """
     blocks = len(prices) - 1
     best: Array = np.full(blocks + 1, math.inf)
@@ -142,10 +142,10 @@ def _down_and_up(sums: Sequence[float], ranks: int) -> Cut:
 
 
 def _fit(prefix: Array, ranks: int, limit: float) -> Cut | None:
-    """A cut in which no rank costs more than a limit, if there is one.
+    """A cut in which no rank costs more than a limit, if one is found.
 
-    For each end of the runs at the front, only the runs at the back that reach farthest are looked at. What
-    is left is least then; it may lack a light block that a later stage needs to have one at all.
+    For each end of the runs at the front, only the runs at the back that reach farthest are considered. They
+    leave the least work to later ranks, but may take a light block that a later stage needs to have any.
     """
     blocks = len(prefix) - 1
     back = np.full(blocks + 1, blocks + 1)
@@ -165,7 +165,7 @@ def _fit(prefix: Array, ranks: int, limit: float) -> Cut | None:
 
 
 def _next(prefix: Array, back: Array, limit: float, needed: int) -> tuple[Array, Array]:
-    """The farthest runs at the back after one more rank, and from where they came."""
+    """The runs at the back that reach farthest after one more rank, and where they came from."""
     blocks = len(prefix) - 1
     found, came = np.full(blocks + 1, blocks + 1), np.zeros((blocks + 1, 2), dtype=int)
     for front in range(blocks + 1):
@@ -204,7 +204,7 @@ def _searched(sums: Sequence[float], rank_of: Sequence[int], known: Cut) -> Cut:
 
 
 def _least(sums: Sequence[float], ranks: int) -> float:
-    """What the heaviest rank costs at least: of n * ranks + 1 blocks, some rank has n + 1."""
+    """A lower bound for the heaviest rank: of n * ranks + 1 blocks, some rank has n + 1."""
     costs = sorted((b - a for a, b in pairwise(sums)), reverse=True)
     packed = (
         sum(costs[n * ranks + 1 - (n + 1) : n * ranks + 1])
@@ -214,7 +214,7 @@ def _least(sums: Sequence[float], ranks: int) -> float:
 
 
 def _improved(sums: Sequence[float], rank_of: Sequence[int], cut: Cut) -> Cut:
-    """Pass single blocks on from stage to stage while that makes the ranks more even."""
+    """Pass single blocks from stage to stage for as long as that makes the ranks more even."""
     while True:
         found = _more_even(np.array(sums), np.array(rank_of), np.array(cut))
         if found is None:
@@ -223,9 +223,9 @@ def _improved(sums: Sequence[float], rank_of: Sequence[int], cut: Cut) -> Cut:
 
 
 def _more_even(prefix: Array, rank_of: Array, cut: Array) -> Cut | None:
-    """Of the cuts in which some stage has one block more and another one less, the most even.
+    """The most even of the cuts in which one stage has a block more and another one less.
 
-    None where none is more even than the one that is given.
+    None where the given cut is the most even.
     """
     ends, tiny = np.append(cut, len(prefix) - 1), prefix[-1] * 1e-12
     base = np.zeros(rank_of.max() + 1)
@@ -245,7 +245,7 @@ def _more_even(prefix: Array, rank_of: Array, cut: Array) -> Cut | None:
 def _moved(
     prefix: Array, rank_of: Array, ends: Array, base: Array, step: int
 ) -> Iterator[tuple[int, Array, Array]]:
-    """What ranks cost when the starts of a row of stages move by a block: from the first to a stop."""
+    """The costs of ranks when the starts of stages from a first up to each stop move by one block."""
     stages = len(rank_of)
     change = np.zeros(stages + 1)
     change[1:-1] = prefix[ends[1:-1] + step] - prefix[ends[1:-1]]
@@ -265,7 +265,7 @@ def _moved(
 
 
 class _Search:
-    """Tries all cuts that may be better than one that is known, stage by stage."""
+    """Tries all cuts that may be better than a known one, stage by stage."""
 
     def __init__(self, sums: Sequence[float], rank_of: Sequence[int]) -> None:
         self._sums, self._rank_of = sums, rank_of
@@ -298,7 +298,7 @@ class _Search:
             load[rank] = held
 
     def _has_room(self, stage: int, stop: int, load: Sequence[float], cost: float) -> bool:
-        """Whether ranks that get more can take what is left; the less a stage takes, the more is left."""
+        """Whether the ranks of later stages have room for the rest; the shorter a stage, the more is left."""
         rank = self._rank_of[stage]
         later = set(self._rank_of[stage + 1 :])
         room = sum(self._limit - load[r] - (cost if r == rank else 0.0) for r in later)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from difflib import get_close_matches
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -18,16 +19,19 @@ class Description(NamedTuple):
     """What travels between the stages for one call.
 
     Attributes:
-        edges: the values, who makes and who uses them.
-        specs: of each edge's value, and under ``"output"`` of the model's output.
+        edges: the values that travel, each with the stage that makes it and those that use it.
+        specs: the spec of each edge's value by its name, and that of the model's output as ``"output"``.
     """
 
     edges: tuple[Edge, ...]
     specs: Mapping[str, ValueSpec]
 
 
+Example = tuple[Sequence[Any], Mapping[str, Any]]
+"""The ``(args, kwargs)`` of a model's call for one microbatch."""
+
 Describe = Callable[[ValueSpec, bool], Description]
-"""From the spec of a microbatch's ``(args, kwargs)``, and whether gradients are wanted."""
+"""Describes a call, given the spec of its ``(args, kwargs)`` and whether gradients are wanted."""
 
 
 class Shared(NamedTuple):
@@ -35,7 +39,7 @@ class Shared(NamedTuple):
 
     Attributes:
         names: all its names in the model; it is counted and saved under the first.
-        holders: the stages, ascending, each with a name of it in that stage's module.
+        holders: the stages that use it, ascending, each with its name in that stage's module.
     """
 
     names: tuple[str, ...]
@@ -52,7 +56,7 @@ class Releases(Protocol):
     """A stage that can let go of its data."""
 
     def release(self, kept: Collection[Tensor]) -> None:
-        """Let go of all data but of the tensors that are kept."""
+        """Let go of all data except that of the tensors in ``kept``."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +65,16 @@ class Partition:
 
     A stage's module is called as a module is, or, where it has the attribute ``wired = True``, as
     ``module(values, args, kwargs)``: the values that it uses by name, and the arguments of the model, in
-    which tensors that this process was not given are on the meta device. It then gives a dict of all values
-    that it makes, and in the last stage the model's output.
+    which tensors that this process was not given are on the meta device. It then returns a dict of all
+    values that it makes, or, in the last stage, the model's output.
 
     Args:
         modules: one for each stage.
         edges: which values travel; empty for the chain, where each stage feeds the next.
         shared: the weights that several stages use.
-        describe: tells the edges and specs of a call, where they depend on it.
-        how: the way it was made, as :func:`penstock.partition.partition` says it.
-        reason: why that way.
+        describe: finds the edges and specs of a call, where these depend on the call.
+        how: the way in which it was cut, as in :func:`penstock.partition.partition`.
+        reason: why that way was chosen.
     """
 
     modules: tuple[nn.Module, ...]
@@ -157,8 +161,35 @@ def paths_in(model: nn.Module) -> list[str]:
     return [path for path, _ in model.named_modules(remove_duplicate=False) if path]
 
 
+def check_paths(model: nn.Module, paths: Iterable[str]) -> None:
+    """Check that each path leads to a module of the model.
+
+    Raises:
+        PartitionError: an unknown path; the message names the nearest ones.
+    """
+    known = paths_in(model)
+    for path in paths:
+        if path not in known:
+            near = get_close_matches(path, known, 3, 0.4) or known[:3]
+            raise PartitionError(
+                f"no module {path!r} in the model; did you mean {' or '.join(near)}?"
+            )
+
+
+def check_lists(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
+    """Check that each stage has modules, and that these are in the model.
+
+    Raises:
+        PartitionError: an unknown path, or a stage without modules.
+    """
+    check_paths(model, (path for paths in stages for path in paths))
+    empty = [index for index, paths in enumerate(stages) if not paths]
+    if empty:
+        raise PartitionError(f"stages {empty} have no modules; name at least one for each stage")
+
+
 def holder_in(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """What is to hold something of this path, and its name there; on the way empty modules are made."""
+    """The module that is to hold what has this path, and its name there; modules on the way are made."""
     *way, name = path.split(".")
     holder = root
     for step in way:
@@ -174,12 +205,12 @@ def _listed(names: list[str]) -> str:
 
 
 # ---- the weights that several stages use: found by identity, before anything is copied or moved
-# A user may change a model after it was cut, as he may between two steps of a loop of his own. What the
-# stages share with it is changed there too; what that means for the others is found here.
+# A user may change a model after it was cut, as between two steps of a hand-written loop. The stages share
+# its tensors and so change with it; what that means for the other stages is found out below.
 
 
 _Uses = dict[int, list[tuple[int, str]]]
-"""By the identity of a tensor: the stages that hold it, each with a name of it there."""
+"""By the identity of a tensor: the stages that hold it, each with its name there."""
 
 
 def find_shared(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[Shared, ...]:
@@ -199,7 +230,7 @@ def find_shared(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[Shared,
 
 
 def find_shared_between(modules: Mapping[int, nn.Module]) -> tuple[Shared, ...]:
-    """As :func:`find_shared`, for stages whose model is not there: the names are those of the stages.
+    """Like :func:`find_shared` where the whole model is not at hand: names are those in the stages.
 
     Args:
         modules: by the index of the stage.
@@ -228,25 +259,26 @@ def _uses(modules: Mapping[int, nn.Module]) -> _Uses:
 
 @runtime_checkable
 class Follows(Protocol):
-    """A stage that holds parameters beside the model that its user knows."""
+    """A stage with references of its own to the parameters of the user's model."""
 
     def follow(self) -> None:
-        """Takes over what the user has put in their place."""
+        """Take over the parameters that the user has put in their place."""
 
 
 class Watched:
-    """The modules of a model and of its stages, looked at before each call.
+    """Notices what a user changes in a model or in its stages between two calls.
 
     Args:
-        model: the whole model, if there is one; whether it lives on is up to its user.
-        stages: all its stages, or those of this process.
-        here: those of this process, by index.
+        model: the whole model, if there is one; it is not kept alive.
+        stages: all its stages, or those of this process where it holds no others.
+        here: the stages of this process, by index.
     """
 
     def __init__(
         self, model: nn.Module | None, stages: Sequence[nn.Module], here: Mapping[int, nn.Module]
     ) -> None:
-        self._model = None if model is None else weakref.ref(model)
+        self._model: Callable[[], nn.Module | None]
+        self._model = (lambda: None) if model is None else weakref.ref(model)
         self._here = dict(here)
         self._is_whole = len(stages) == len(here)
         self._placed = [] if model is None else list(_placed(model, stages))
@@ -265,8 +297,8 @@ class Watched:
             module = parent()
             if module is not None and module._modules.get(name) is not child():
                 raise UsageError(
-                    f"the model's module {path!r} was replaced after the Pipeline was made, whose stages "
-                    "have the old one; make a new Pipeline, or change what is inside of the module"
+                    f"the model's module {path!r} was replaced after the Pipeline was made, and its stages "
+                    "have the old one; make a new Pipeline, or change what is inside the module"
                 )
 
     def is_changed(self) -> bool:
@@ -281,8 +313,8 @@ class Watched:
         return True
 
     def _check_held(self) -> None:
-        """Check that what the model has under a name is what its stages have, if that was so."""
-        model = self._model() if self._model is not None else None
+        """Check that the model still has the tensors of its stages, under the names it had them."""
+        model = self._model()
         if model is None:
             return
         known = dict(named_tensors(model))
@@ -291,8 +323,8 @@ class Watched:
             mine, other = held.get(name), known.get(name)
             if mine is not None and (other is None or (_is_filled(other) and other is not mine)):
                 raise UsageError(
-                    f"{name!r} was replaced in the model after the Pipeline was made, whose stages have the "
-                    "old one; make a new Pipeline"
+                    f"{name!r} was replaced in the model after the Pipeline was made, and its stages have "
+                    "the old one; make a new Pipeline"
                 )
 
     def foreign_gradients(self) -> dict[nn.Parameter, Tensor]:
@@ -304,38 +336,38 @@ class Watched:
 
     def names_of(self, parameters: Collection[nn.Parameter]) -> list[str]:
         """The names of parameters in the model."""
-        model = self._model() if self._model is not None else None
+        model = self._model()
         named = [] if model is None else list(model.named_parameters())
         return [name for name, parameter in named if any(parameter is one for one in parameters)]
 
     def _look(self) -> None:
-        model = self._model() if self._model is not None else None
+        model = self._model()
         roots = [*self._here.values(), *([] if model is None else [model])]
         modules = {id(module): module for root in roots for module in root.modules()}
         self._modules = [weakref.ref(module) for module in modules.values()]
         held = [one for module in self._here.values() for one in module.parameters()]
-        # Not by weak references: torch moves no parameter to another device that has some. Those of this
-        # process are kept until the next look, so that no new one takes the place of an old one in memory.
+        # Not by weak references: torch refuses to move a parameter that has some to another device. Those
+        # of this process are kept until the next look, so that no new one can get the id of an old one.
         self._held = {id(one): one for one in held}
         self._seen = list(map(id, _parameters(self._modules)))
 
     def table(self) -> tuple[Shared, ...]:
         """What the stages of this process share by identity now."""
-        model = self._model() if self._model is not None and self._is_whole else None
+        model = self._model() if self._is_whole else None
         if model is None:
             return find_shared_between(self._here)
         return find_shared(model, [self._here[index] for index in sorted(self._here)])
 
     def check_ties(self, table: Sequence[Shared]) -> None:
-        """Check, where there are other processes, that what they share is what it was.
+        """Check that weights shared with other processes are still shared as they were.
 
         Args:
-            table: what is shared.
+            table: what was shared when the Pipeline was made.
 
         Raises:
             UsageError: a weight that several stages use was untied, or others were tied.
         """
-        model = self._model() if self._model is not None else None
+        model = self._model()
         if model is None:
             return
         stages = [{name for name, _ in named_tensors(module)} for module in self._here.values()]
@@ -371,7 +403,7 @@ def _parameters(modules: Iterable[weakref.ref[nn.Module]]) -> list[nn.Parameter]
 
 
 def _is_filled(tensor: Tensor) -> bool:
-    """Whether it is a parameter with data of its own; what torch shards takes the place of another."""
+    """Whether it is a plain parameter with data: sharding puts others in its place, which is no mistake."""
     return type(tensor) is nn.Parameter and not tensor.is_meta
 
 
@@ -379,7 +411,7 @@ _Place = tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module], str]
 
 
 def _placed(model: nn.Module, stages: Sequence[nn.Module]) -> Iterator[_Place]:
-    """Where in the model the modules are that stages have, and those around them; each with its path."""
+    """Where the modules that stages have, and those around them, stand in the model; each with its path."""
     held = {id(module) for stage in stages for module in stage.modules()}
     known = dict(model.named_modules(remove_duplicate=False))
     inside: set[str] = set()

@@ -1,4 +1,4 @@
-"""What the stages of a partition cost, found by running them one after the other, and a table of it."""
+"""What the stages of a partition cost, measured by running them in turn, and a table of that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import PartitionError, UsageError
-from penstock.partition.base import Partition, count_parameters
+from penstock.partition.base import Example, Partition, count_parameters
 from penstock.values import (
     ValueSpec,
     attributes_kept,
@@ -29,8 +29,8 @@ from penstock.values import (
 )
 
 Measure = Literal["time", "flops", "parameters", "memory"]
-_REPEATS = 3
-"""How often a time is measured, of which the least counts."""
+REPEATS = 3
+"""How often a time is measured; the shortest counts."""
 _KEPT_A_WEIGHT = 4
 """The weight, its gradient and the two moments of an optimizer like AdamW."""
 
@@ -40,14 +40,14 @@ class StageCost:
     """What a stage costs for one microbatch.
 
     Args:
-        parameters: how many numbers its parameters hold; weights that stages share count in each.
+        parameters: how many numbers its parameters hold; shared weights count in each of their stages.
         held: the bytes of its parameters and buffers.
-        trained: of these, the bytes that get gradients.
-        flops: of its forward.
-        saved: the bytes that forward leaves for backward.
-        forward: seconds, as the next two, or 0 where time was not measured.
-        backward_input: of the gradients of what it takes.
-        backward_weight: of the gradients of its weights.
+        trained: how many of these bytes get gradients.
+        flops: the floating-point operations of its forward.
+        saved: the bytes that forward saves for backward.
+        forward: the seconds of its forward, or 0 where time was not measured.
+        backward_input: the seconds for the gradients of its inputs, likewise.
+        backward_weight: the seconds for the gradients of its weights, likewise.
     """
 
     parameters: int
@@ -65,10 +65,10 @@ class StageCost:
         return self.forward + self.backward_input + self.backward_weight
 
     def by(self, measure: Measure) -> float:
-        """The one number that is to be balanced.
+        """The number to balance by.
 
-        ``"memory"`` counts trained weights four times (with gradients and the state of an optimizer like
-        AdamW), and what one microbatch leaves for backward.
+        ``"memory"`` counts trained weights four times, for their gradients and the state of an optimizer like
+        AdamW, and adds what one microbatch saves for backward.
         """
         numbers: dict[Measure, float] = {
             "time": self.seconds,
@@ -80,10 +80,10 @@ class StageCost:
 
 
 def check_measure(measure: object) -> None:
-    """Check that a partition can be balanced so.
+    """Check that ``measure`` is something by which stages can be balanced.
 
     Raises:
-        UsageError: it names nothing that is measured.
+        UsageError: it is not.
     """
     if measure not in get_args(Measure):
         raise UsageError(f"balance={measure!r}: must be one of {', '.join(get_args(Measure))}")
@@ -98,18 +98,17 @@ def stage_costs(
 ) -> tuple[StageCost, ...]:
     """What each stage costs.
 
-    Parameters, buffers, attributes, gradients and random numbers stay as they were, and hooks that only note
-    something hear nothing. A model on the meta device has no
-    times.
+    Parameters, buffers, attributes, gradients and random states stay as they were, and hooks that only
+    observe are not called.
 
     Args:
-        partition: its stages run where their weights are.
-        args: the model's arguments for one microbatch.
-        kwargs: those by name.
-        repeats: how often time is measured, of which the least counts; not at all with 0.
+        partition: the stages; each runs where its weights are.
+        args: the model's positional arguments for one microbatch.
+        kwargs: its arguments by name.
+        repeats: how often time is measured; the shortest counts. By default it is not measured.
 
     Raises:
-        UsageError: times are asked of a model without data.
+        UsageError: time is to be measured on the meta device.
     """
     if repeats and any(p.is_meta for m in partition.modules for p in m.parameters()):
         raise UsageError(
@@ -127,21 +126,21 @@ def weigh_units(
     model: nn.Module,
     units: Sequence[str],
     balance: str | Sequence[float] | None,
-    example: tuple[Sequence[Any], Mapping[str, Any]] | None,
+    example: Example | None,
     fine: Callable[[], Partition],
 ) -> list[float]:
-    """The weight of each module that may be placed, by which stages are made equal.
+    """The weights of the modules that can be placed, by which stages are made equal.
 
     Args:
-        model: that they are of.
-        units: their paths.
-        balance: what it is, see :func:`penstock.partition.partition`.
-        example: arguments to measure it with.
-        fine: makes the partition in which each of them is a stage of its own.
+        model: the whole model.
+        units: the paths of the modules.
+        balance: the weights, or what they are, see :func:`penstock.partition.partition`.
+        example: arguments to measure with.
+        fine: makes the partition in which each module is a stage of its own.
 
     Raises:
-        PartitionError: there is not a weight for each, or what is to be measured cannot be.
-        UsageError: nothing of that name is measured.
+        PartitionError: the weights are not one for each module, or what they are cannot be measured.
+        UsageError: there is no such measure.
     """
     if balance is None or balance == "parameters":
         modules = map(model.get_submodule, units)
@@ -162,18 +161,18 @@ def weigh_units(
             f"balance={balance!r} runs the model, which has no data: balance it by parameters, give a weight "
             'for each module, or cut it by how="traced", which measures all but time without data'
         )
-    costs = stage_costs(fine(), *example, repeats=_REPEATS if balance == "time" else 0)
+    costs = stage_costs(fine(), *example, repeats=REPEATS if balance == "time" else 0)
     return [cost.by(cast("Measure", balance)) for cost in costs]
 
 
 @contextlib.contextmanager
 def untouched(modules: Sequence[nn.Module], home: torch.device | None) -> Iterator[None]:
-    """What runs inside leaves no trace: not in buffers and attributes, nor by hooks that note something."""
+    """Leave no trace of what runs inside: keep buffers and attributes, call no hooks that only observe."""
     buffers = [buffer for module in modules for buffer in module.buffers() if not buffer.is_meta]
     before = [buffer.clone() for buffer in buffers]
     with contextlib.ExitStack() as stack:
         stack.enter_context(randomness_kept(home or torch.device("cpu")))
-        # Stages that are cut by calls share one model.
+        # Stages that are cut by calls all stand for one model.
         for module in dict.fromkeys(getattr(module, "stands_for", module) for module in modules):
             stack.enter_context(attributes_kept(module))
             isolate_hooks(module, {id(part): part for part in module.modules()})
@@ -187,7 +186,7 @@ def untouched(modules: Sequence[nn.Module], home: torch.device | None) -> Iterat
 
 
 class _Run:
-    """Runs stages one after the other and hands on what they give."""
+    """Runs stages in turn, and hands on what each returns."""
 
     def __init__(
         self,
@@ -210,7 +209,7 @@ class _Run:
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
-            # Where torch.func differentiates, no hook may be set: what came before it is what is known.
+            # torch.func allows no such hooks while it differentiates: only what was saved before it counts.
             output, flops = self._counted(module, contextlib.nullcontext())
         times = [self._timed(module) for _ in range(self._repeats)]
         self._keep(module, output)
@@ -232,14 +231,14 @@ class _Run:
     def _counted(
         self, module: nn.Module, around: contextlib.AbstractContextManager[None]
     ) -> tuple[Any, int]:
-        """What a stage gives, and how many operations that takes."""
+        """What a stage returns, and the number of operations that takes."""
         _, (args, kwargs) = self._arguments(module)
         with torch.enable_grad(), FlopCounterMode(display=False) as counter, around:
             output = module(*args, **kwargs)
         return output, counter.get_total_flops()
 
     def _arguments(self, module: nn.Module) -> tuple[list[Tensor], tuple[tuple[Any, ...], Any]]:
-        # What holds no parameters lives where the model does.
+        # A stage without parameters runs where the rest of the model does.
         device = next((p.device for p in module.parameters()), self._home)
         if getattr(module, "wired", False):
             leaves, (values, args, kwargs) = _fresh((self._values, *self._call), device)
@@ -255,7 +254,7 @@ class _Run:
             self._values.update(output)
 
     def _timed(self, module: nn.Module) -> tuple[float, float, float]:
-        """Seconds of forward, of backward to what it takes, and of what backward takes longer in all."""
+        """The seconds of forward, of backward to the inputs, and those that the weights' gradients add."""
         leaves, call = self._arguments(module)
         clock = _Clock(leaves)
         with torch.enable_grad():
@@ -275,7 +274,7 @@ class _Run:
 
 
 class _Clock:
-    """Time between calls, with the device's work done."""
+    """Measures the time between calls, including the work of devices."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors}
@@ -292,7 +291,7 @@ class _Clock:
 
 
 def _fresh(value: Any, device: torch.device | None) -> tuple[list[Tensor], Any]:
-    """Values as a stage gets them from elsewhere."""
+    """Leaves made from the tensors of a value, and the value as a stage gets it from another."""
     tensors, structure = flatten(value)
     leaves = [
         (tensor if device is None else tensor.to(device))
@@ -300,14 +299,14 @@ def _fresh(value: Any, device: torch.device | None) -> tuple[list[Tensor], Any]:
         .requires_grad_(tensor.requires_grad)
         for tensor in tensors
     ]
-    # What is changed in place must be no leaf, and not the caller's.
+    # Clones: a stage may change them in place, which is forbidden for leaves and would reach the caller.
     entered = [leaf.clone() for leaf in leaves]
     return leaves, unflatten(structure, entered)
 
 
 @contextlib.contextmanager
 def _noted(saved: dict[int, int]) -> Iterator[None]:
-    """Note the bytes of what forward saves, but for leaves such as weights."""
+    """Note the bytes of what forward saves, except for leaves such as weights."""
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -330,12 +329,12 @@ def _bytes(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """A stage.
+    """A stage in the table.
 
     Args:
-        modules: the paths of the modules whose weights it holds; those of a list by their numbers.
-        cost: what it costs for one microbatch.
-        sent: the bytes of the values that it gives to other stages.
+        modules: the paths of the modules whose weights it holds; items of a list by their numbers.
+        cost: what the stage costs for one microbatch.
+        sent: the bytes of the values that it sends to other stages.
     """
 
     modules: tuple[str, ...]
@@ -345,7 +344,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A row for each stage, which reads well as text."""
+    """A row for each stage; ``str`` gives it as text."""
 
     rows: tuple[Row, ...]
 
@@ -368,10 +367,10 @@ def table(
     """What each stage holds, computes and sends.
 
     Args:
-        partition: of a model.
-        args: the model's arguments for one microbatch.
-        kwargs: those by name.
-        repeats: how often time is measured; not at all with 0.
+        partition: the stages.
+        args: the model's positional arguments for one microbatch.
+        kwargs: its arguments by name.
+        repeats: how often time is measured; by default it is not.
     """
     costs = stage_costs(partition, args, kwargs, repeats=repeats)
     sent = _sent(partition, spec_of_arguments(tuple(args), dict(kwargs or {})))
@@ -392,7 +391,7 @@ def _sent(partition: Partition, call: ValueSpec) -> list[int]:
 
 
 def module_paths(module: nn.Module) -> list[str]:
-    """Where the weights of a stage are: children of the model, and the items of lists among them."""
+    """The modules that hold the weights of a stage: children of the model, or items of lists."""
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     return spans(dict.fromkeys(_place(name) for name in names))
 
@@ -404,7 +403,7 @@ def _place(name: str) -> str:
 
 
 def spans(paths: Iterable[str]) -> list[str]:
-    """Paths in which those that differ in the last number alone are put together: ``blocks.0-3``."""
+    """Paths, where neighbours that differ only in the last number become one: ``blocks.0-3``."""
     runs = [list(run) for _, run in groupby(paths, lambda path: re.sub(r"\d+$", "", path))]
     return [r[0] if len(r) == 1 else f"{r[0]}-{re.sub('.*[^0-9]', '', r[-1])}" for r in runs]
 
@@ -426,7 +425,7 @@ def _short(number: float) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    # The modules' names to the left, numbers to the right.
+    # Names of modules are aligned to the left, numbers to the right.
     return "  ".join(
         cell.ljust(width) if column == 1 else cell.rjust(width)
         for column, (cell, width) in enumerate(zip(cells, widths, strict=True))

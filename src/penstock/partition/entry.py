@@ -1,9 +1,9 @@
-"""Cut any model: the one entry, which chooses how, and the cut of a chain of modules."""
+"""Cut a model in the way that suits it, and the simplest of these ways: a chain of modules."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,7 +13,14 @@ from torch import nn
 
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.balance import choose_cuts, use_up_to
-from penstock.partition.base import Partition, find_shared, holder_in, paths_in
+from penstock.partition.base import (
+    Example,
+    Partition,
+    check_lists,
+    find_shared,
+    holder_in,
+    paths_in,
+)
 from penstock.partition.calls import cut_calls, cut_points, units_in_order
 from penstock.partition.costs import weigh_units
 from penstock.partition.traced import Cuts, Point, cut_into, cut_traced
@@ -22,10 +29,7 @@ from penstock.schedule import Placement
 from penstock.values import named_arguments
 
 Where = int | Sequence[str] | Sequence[Sequence[str]]
-"""How many stages, or the module paths to cut before, or for each stage its modules' paths."""
-
-Example = tuple[Sequence[Any], Mapping[str, Any]]
-"""Arguments of a model for one microbatch."""
+"""How many stages; or the module paths to cut before; or for each stage the paths of its modules."""
 
 
 class _Asked(NamedTuple):
@@ -58,10 +62,11 @@ def partition(
         example: arguments for one microbatch, as ``(args, kwargs)``. Traces need them; for calls they show
             the order of the modules, where the source does not tell it.
         balance: what makes stages equal where their number is given: ``"parameters"``, ``"flops"``,
-            ``"memory"`` or ``"time"``, of which all but the first need the example, or a weight for each
-            module that can be placed. By default parameters; for traces flops; the children of an
+            ``"memory"`` or ``"time"``, of which all but the first need the example; or a weight for each
+            module that can be placed. By default parameters, or flops for traces; the children of an
             ``nn.Sequential`` count alike.
-        placement: which rank holds which stage, where their number is given: the ranks are made equal.
+        placement: which rank holds which stage, where their number is given: then ranks, rather than
+            stages, are made equal.
 
     Returns:
         The stages; :attr:`Partition.how` and :attr:`Partition.reason` say which way was chosen and why.
@@ -85,7 +90,7 @@ def partition(
     if how != "auto":
         made, reason = _CUTTERS[how](model, stages, asked), "as asked for"
     elif isinstance(stages, int) and stages == 1:
-        choose_cuts([1.0], stages, placement)
+        choose_cuts([1.0], stages, placement)  # for its checks
         made, reason = Partition((model,), shared=find_shared(model, (model,))), "one stage is all"
         how = "whole"
     elif _is_chain(model, stages):
@@ -102,7 +107,7 @@ def unit_paths(model: nn.Module, stages: int, *, example: Example | None = None)
 
     Args:
         model: any module.
-        stages: how many there may have to be: the model is taken apart as far as they need.
+        stages: how many stages there are to be: the model is taken apart as far as that needs.
         example: arguments for one microbatch, where the source does not tell the order of the calls.
 
     Returns:
@@ -167,11 +172,11 @@ class ChainStage(nn.Module):
     Args:
         model: the whole model.
         paths: the modules' paths in it, in the order of the calls.
-        spread: whether a tuple that one gives becomes the next one's positional arguments; else it is
-            passed as it is, like ``nn.Sequential`` does.
+        spread: whether a tuple that one returns becomes the next one's positional arguments; otherwise it
+            is passed as it is, as ``nn.Sequential`` does.
 
     Attributes:
-        spreads: the same, for whoever calls it with what another stage gave.
+        spreads: the same; the runtime asks for it when it hands over what the stage before returned.
     """
 
     def __init__(self, model: nn.Module, paths: Sequence[str], *, spread: bool = True) -> None:
@@ -192,13 +197,13 @@ class ChainStage(nn.Module):
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """The arguments by name that the modules take; all but the first get theirs from the one before."""
+        """The names of the arguments: later modules get their first one from the module before."""
         first, *rest = self._paths
         later = (name for path in rest for name in self._takes[path][1:])
         return tuple(dict.fromkeys((*self._takes[first], *later)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the modules in order; the first gets the arguments, and each those by name that it takes."""
+        """Call the modules in order; all but the first get only those arguments that they take by name."""
         first, *rest = self._paths
         others = set(self.takes).difference(self._takes[first])
         own = {name: given for name, given in kwargs.items() if name not in others}
@@ -212,7 +217,7 @@ class ChainStage(nn.Module):
 
 
 def _models_around(model: nn.Module, paths: Sequence[str]) -> dict[str, Any]:
-    """The models inside the model that initialise what they hold, as shells without anything in them."""
+    """The modules around the paths that initialise what they hold, as shells without contents."""
     return {
         path: _shell(module)
         for path, module in model.named_modules()
@@ -242,15 +247,7 @@ def cut_chain(model: nn.Module, stages: Sequence[Sequence[str]]) -> Partition:
 
 
 def _cut(model: nn.Module, stages: Sequence[Sequence[str]], *, spread: bool) -> Partition:
-    known = paths_in(model)
-    unknown = [path for paths in stages for path in paths if path not in known]
-    if unknown:
-        raise PartitionError(
-            f"no modules {unknown} in the model; its paths are like {', '.join(known[:5])}"
-        )
-    empty = [index for index, paths in enumerate(stages) if not paths]
-    if empty:
-        raise PartitionError(f"stages {empty} have no modules; name at least one for each stage")
+    check_lists(model, stages)
     modules = tuple(ChainStage(model, paths, spread=spread) for paths in stages)
     partition = Partition(modules, shared=find_shared(model, modules))
     partition.check_covers(model)
@@ -261,18 +258,18 @@ def cut_sequential(
     model: nn.Sequential,
     stages: int,
     *,
-    example: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    example: Example | None = None,
     balance: str | Sequence[float] | None = None,
     placement: Placement | None = None,
 ) -> Partition:
     """Cut an ``nn.Sequential`` into runs of its children, as equal in number as can be.
 
     Args:
-        model: whose children are cut.
+        model: the container whose children are shared out.
         stages: how many.
         example: arguments for one microbatch, as ``(args, kwargs)``, where something is measured.
         balance: what is made equal instead of their number, see :func:`penstock.partition.partition`.
-        placement: which rank holds which stage: the ranks are made equal.
+        placement: which rank holds which stage; then ranks are made equal.
 
     Raises:
         PartitionError: more stages than children, or a forward of its own.
@@ -293,7 +290,7 @@ def cut_sequential(
         weights = weigh_units(model, names, balance, example, fine)
     starts = choose_cuts(weights, stages, placement)
     if balance is None and placement is None:
-        # Of several cuts that are as even, the one whose first stages are the larger ones.
+        # Of several cuts that are equally even, the one whose first stages are the larger ones.
         size, rest = divmod(len(names), stages)
         starts = tuple(index * size + min(index, rest) for index in range(stages))
     return _cut(model, [names[a:b] for a, b in pairwise((*starts, len(names)))], spread=False)

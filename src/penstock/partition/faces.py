@@ -1,8 +1,8 @@
-"""Let what an author's forward does be seen while it runs, and at no other time.
+"""See what an author's forward does, for as long as it runs.
 
-A module's class is exchanged for one that is the same but for ``__call__``, which is how a call is seen
-before checkpointing, hooks and all else that the author has put around ``forward``. Functions of PyTorch are
-seen by a mode of its own; here is what no mode sees: custom functions, checkpoints and added losses.
+A module's class is exchanged for one that differs in ``__call__`` alone: so a call is seen before hooks,
+checkpointing and whatever else the author has put around ``forward``. Functions of PyTorch are seen by a
+``TorchFunctionMode``; this file sees what no mode does: custom functions, checkpoints and added losses.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from penstock.errors import PartitionError
 from penstock.step.loss import losses_heard
 
 Run = Callable[..., Any]
-"""What would have been done."""
+"""Does what would have been done."""
 
 
 class Listener:
-    """Who is told, and answers; by default with what would have been done, but for checkpoints."""
+    """Is told what happens, and answers for it; by default nothing changes, but checkpoints are left out."""
 
     def called(self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A module is called."""
@@ -45,12 +45,12 @@ class Listener:
     def checkpointed(
         self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
     ) -> Any:
-        """A checkpoint ``run`` is called for a function and what that is called with; it is left out."""
+        """A checkpoint ``run`` is called with a function and its arguments; by default it is left out."""
         with uncheckpointed(args, options):
             return args[0](*args[1:], **kwargs)
 
     def added(self, loss: Tensor) -> Tensor | None:
-        """A loss is added; answers what is added here."""
+        """A loss is added; the answer is what to add instead, or ``None``."""
         return loss
 
 
@@ -59,11 +59,11 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 @contextlib.contextmanager
 def seen(units: Sequence[nn.Module], listener: Listener) -> Iterator[None]:
-    """Tell ``listener`` of what is done in this thread, for as long as the context lasts.
+    """Tell ``listener`` what is done in this thread, for as long as the context lasts.
 
     Args:
-        units: the modules whose calls are told.
-        listener: who is told.
+        units: the modules of whose calls it is told.
+        listener: answers for what is done.
     """
     kinds = [(unit, type(unit)) for unit in units]
     token = _LISTENER.set(listener)
@@ -112,7 +112,7 @@ def _make_face(kind: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         listener = _LISTENER.get()
         if listener is None:
-            # Another thread uses the module meanwhile.
+            # Called by another thread meanwhile.
             return kind.__call__(self, *args, **kwargs)
         return listener.called(self, partial(run, self), args, kwargs)
 
@@ -125,8 +125,9 @@ def _make_face(kind: type[nn.Module]) -> type[nn.Module]:
 _APPLY: Any = vars(Function)["apply"]
 _CHECKPOINT: Any = inspect.unwrap(checkpointing.checkpoint)
 _SWITCH = "__dynamo_disable"
-"""By whatever name the author has imported the checkpoint, this attribute of it is asked at each call what to
-run. It is torch's own switch, without a public name. Seen in torch 2.13."""
+"""At each call the checkpoint looks at this attribute of itself for what to run instead, so that setting it
+works under whatever name the author has imported the function. It is torch's own switch and has no public
+name. As of torch 2.13."""
 
 
 _OPTIONS = {"preserve_rng_state"} | {
@@ -134,11 +135,11 @@ _OPTIONS = {"preserve_rng_state"} | {
     for name, parameter in inspect.signature(checkpointing.checkpoint).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
 }
-"""Of a checkpoint's arguments those that are not for the function."""
+"""The arguments of a checkpoint that are not passed on to the function."""
 
 
 class _Taps:
-    """Makes torch ask this thread's listener, as long as any thread has one."""
+    """Makes torch call the listener of the current thread, as long as any thread has one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -160,7 +161,7 @@ class _Taps:
                 self._users -= 1
                 if not self._users:
                     Function.apply = _APPLY  # type: ignore[method-assign]
-                    # None is what torch takes for not set.
+                    # Torch takes None for not set.
                     setattr(_CHECKPOINT, _SWITCH, self._switch)
 
 
@@ -184,10 +185,10 @@ def _checkpoint(*args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def uncheckpointed(args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[bool]:
-    """What runs here gives the gradients that it would give checkpointed.
+    """Run what was checkpointed without that, so that it still gives the same gradients.
 
-    A reentrant checkpoint gives some only if what it is given has some. The context tells whether it is such
-    a one, that would run twice.
+    A reentrant checkpoint gives gradients only if one of its arguments requires them. The context's value
+    says whether it is a reentrant one that would run a second time.
     """
     reentrant = options.get("use_reentrant") is not False
     given = any(isinstance(a, Tensor) and a.requires_grad for a in args)
@@ -195,7 +196,7 @@ def uncheckpointed(args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterato
         yield reentrant and torch.is_grad_enabled()
 
 
-# ---- what leaves no value
+# ---- functions that return nothing, and what operators write
 
 _TENSOR: Any = Tensor
 HOOKS = {
@@ -205,15 +206,15 @@ HOOKS = {
 }
 """Functions by which a hook is set on the gradient of a tensor."""
 EFFECTS = {*HOOKS, _TENSOR.retain_grad}
-"""Functions that return nothing of a tensor but have a part in its gradient."""
+"""Functions that return nothing, but act on the gradient of a tensor."""
 
 GET_DATA, SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
 REQUIRES_GRAD = {_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__}
-"""Functions that make a tensor ask for a gradient, or no longer."""
+"""Functions that make a tensor require a gradient, or stop requiring it."""
 
 
 def written_by(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Those of an operator's arguments that it writes into, as its schema tells."""
+    """The arguments that an operator writes into, according to its schema."""
     for argument, value in given_to(schema, args, kwargs):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield value
@@ -222,7 +223,7 @@ def written_by(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> I
 def given_to(
     schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """The arguments of an operator that are given, each with what its schema says of it."""
+    """The arguments that an operator is given, each after its declaration in the schema."""
     for position, argument in enumerate(schema.arguments):
         if position < len(args):
             yield argument, args[position]

@@ -20,7 +20,7 @@ from penstock.rng import Draw, Randomness
 from penstock.runtime import Call, Hooks, Report
 from penstock.runtime.health import Trouble
 from penstock.schedule import Schedule
-from penstock.schedule.edges import Edges, whole_number
+from penstock.schedule.base import Edges, whole_number
 from penstock.step import Loss, LossScaler, LossWeight, NonFinite, StepResult
 from penstock.values import MISSING, Batch, Rules, merge, output_dim, split_batch
 

@@ -51,7 +51,7 @@ from penstock.plan import answer as planning
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
 from penstock.schedule import Schedule
-from penstock.schedule.edges import Edges
+from penstock.schedule.base import Edges
 from penstock.stage import Compilation, FrugalStage, PipelineStage, home_of, without_compilation
 from penstock.step import (
     BatchStatistics,

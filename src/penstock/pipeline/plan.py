@@ -25,9 +25,9 @@ from penstock.schedule import (
     release_sends,
     validate,
 )
-from penstock.schedule.edges import Edges, whole_number
+from penstock.schedule.base import Edges, whole_number
 from penstock.schedule.library import built
-from penstock.schedule.library.one_way import forward_only
+from penstock.schedule.library.schedules import forward_only
 from penstock.transport import Transport
 from penstock.values import MISSING, split_batch
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import PartitionError, UsageError
 from penstock.partition import Partition, Shared
+from penstock.partition.base import check_paths
 from penstock.partition.traced import (
     Cuts,
     Point,
@@ -23,7 +24,6 @@ from penstock.partition.traced import (
     pipe_split,
     summary,
 )
-from penstock.partition.traced.marks import check_points
 from penstock.pipelining._utils import PipeInfo
 from penstock.pipelining.refusals import CutError, PathError
 from penstock.pipelining.stage import PipelineStage, build_stage
@@ -258,7 +258,7 @@ def points_of(model: nn.Module, spec: Mapping[str, SplitPoint]) -> tuple[Point, 
     """
     points = tuple(_point(path, where) for path, where in spec.items())
     try:
-        check_points(model, points)
+        check_paths(model, spec)
     except PartitionError as error:
         raise PathError(str(error)) from error
     return points

@@ -6,7 +6,7 @@
     plans = penstock.plan.search(profile, ranks=4, batch=64, memory=16e9)
     pipe = penstock.Pipeline(model, plan=plans[0], loss_fn=loss_fn)
 
-Names are found when they are first used, so that the command line does not wait for torch.
+Modules are imported when a name is first used, so that the command line does not wait for torch.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
         cut_of,
     )
     from penstock.plan.devices import DEVICES, Device, device_named
-    from penstock.plan.hf import predict_hf
     from penstock.plan.measuring import measure
-    from penstock.plan.predicting import predict
+    from penstock.plan.predicting import predict, predict_hf
     from penstock.plan.searching import plan_for, search
 
 __all__ = [
@@ -61,9 +60,8 @@ __getattr__ = lazily(
         "answer": "Plan Plans Shape",
         "costs": "MeasuredStages Profile StageCosts UnitCost UnitCosts ValueCost costs_from cut_of",
         "devices": "DEVICES Device device_named",
-        "hf": "predict_hf",
         "measuring": "measure",
-        "predicting": "predict",
+        "predicting": "predict predict_hf",
         "searching": "plan_for search",
     },
 )

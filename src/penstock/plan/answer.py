@@ -1,4 +1,4 @@
-"""The answer: plans as values, best first, as a table for people and as JSON for files."""
+"""Plans: what they decide and what they cost, as a table for people and as JSON for files."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Shape:
 
     Args:
         schedule: the name of the schedule.
-        ranks: of a pipeline.
+        ranks: how many ranks a pipeline has.
         replicas: how many pipelines share the batch.
         stages_per_rank: how many stages each rank has.
-        microbatches: of a pipeline's part of the batch.
-        samples: of a microbatch.
-        checkpoint: ``"none"``, ``"needed"`` or ``"all"``: which units keep only what they are given.
+        microbatches: into how many parts a pipeline's share of the batch is split.
+        samples: the samples of a microbatch.
+        checkpoint: ``"none"``, ``"needed"`` or ``"all"``: which units keep only their inputs.
     """
 
     schedule: str
@@ -68,7 +68,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to run a model: schedule, cut, microbatches, checkpointing; and what it comes to.
+    """A way to run a model: schedule, cut, microbatches and checkpointing; and what it costs.
 
     ``Pipeline(model, plan=plan)`` runs it.
 
@@ -76,15 +76,15 @@ class Plan:
         shape: what was decided.
         stages: for each stage the paths of its modules.
         checkpoint: the paths of the modules that are computed again in backward.
-        own: the schedule itself, where it is not one of the library.
-        seconds: of a step, with its messages and the sum of gradients over the replicas.
-        reduce: how many of these that sum takes.
-        recompute: how many of these the busiest rank takes to compute things again.
+        own: the schedule itself, if it is not one of the library.
+        seconds: the time of a step, with its messages and the sum of gradients over the replicas.
+        reduce: how much of this time that sum takes.
+        recompute: how much of this time the busiest rank spends on computing things again.
         bubble: the share of the ranks' time in which they do not compute.
         memory: the most that each rank holds, in bytes.
-        limit: the most that a rank may hold; 0 where there is none.
-        tokens: of a step, or samples where the profile does not say what a sample has.
-        stage_costs: what the simulation was fed with.
+        limit: the most that a rank may hold; 0 if there is no limit.
+        tokens: the tokens of a step, or its samples if the profile does not say how long a sample is.
+        stage_costs: the costs that were simulated.
     """
 
     shape: Shape
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Of one pipeline."""
+        """The ranks of one pipeline."""
         return self.shape.ranks
 
     @property
@@ -117,14 +117,14 @@ class Plan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule, without messages, for the values that travel."""
+        """The schedule without messages, with the edges of this cut."""
         if self.own is not None:
             return self.own
         return scheduled(self.shape).with_edges(self.stage_costs.edges)
 
     @property
     def source(self) -> str | Schedule:
-        """What a Pipeline is given: a name, good for any number of microbatches, or the plan's schedule."""
+        """What to give to a Pipeline: a name, which works for any number of microbatches, or a schedule."""
         return self.shape.schedule if self.own is None else self.own
 
     @cached_property
@@ -139,12 +139,12 @@ class Plan:
 
     @property
     def busiest(self) -> float:
-        """Seconds that the busiest rank computes."""
+        """The seconds that the busiest rank computes."""
         return max(self.simulation.busy)
 
     @property
     def rate(self) -> float:
-        """Tokens per second, or samples where the profile does not say what a sample has."""
+        """Tokens per second, or samples if the profile does not say how long a sample is."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -193,7 +193,7 @@ class Plan:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            InputFileError: the text is something else.
+            InputFileError: the text is not that.
         """
         try:
             data = json.loads(text)
@@ -296,10 +296,10 @@ def held(packed: Packed, stage_costs: StageCosts) -> list[np.ndarray[Any, Any]]:
 
 
 def _under_way(packed: Packed, rank: int, stage_costs: StageCosts) -> Any:
-    """What messages take on a rank during each of its actions.
+    """The bytes of messages on a rank during each of its actions.
 
-    There is memory for the next ones of a kind from when the first is used. A rank knows that a message of
-    its own has left only when later ones have come, and lets go of it before its next backward.
+    There is memory for the next messages of a kind from when the first is used. A rank knows that a message
+    of its own has left only when later ones have arrived, and frees it before its next backward.
     """
     mine = slice(packed.starts[rank], packed.starts[rank + 1])
     op, on, count = packed.op[mine], packed.stage[mine], packed.schedule.microbatches
@@ -316,12 +316,12 @@ def _under_way(packed: Packed, rank: int, stage_costs: StageCosts) -> Any:
 
 
 def _next_ones(used: Any, count: int) -> Any:
-    """For how many messages there is memory, when so many of them were used."""
+    """For how many messages there is memory once so many of them were used."""
     return np.where(used > 0, np.minimum(count - used, AHEAD), 0)
 
 
 def static_of(placement: Placement, stage_costs: StageCosts, rank: int) -> float:
-    """What a rank holds all the time: weights, gradients, optimizer states."""
+    """What a rank always holds: weights, gradients and optimizer states."""
     return sum(stage_costs.static[stage] for stage in placement.stages_on(rank))
 
 
@@ -330,7 +330,7 @@ def peak_memory(schedule: Schedule, stage_costs: StageCosts) -> tuple[float, ...
     return tuple(float(rank.max(initial=0.0)) for rank in held(Packed(schedule), stage_costs))
 
 
-# ---- several
+# ---- several plans, and how they compare
 
 
 @dataclass(frozen=True)
@@ -338,10 +338,10 @@ class Plans(Sequence[Plan]):
     """Plans, the fastest first; as text a table.
 
     Args:
-        plans: in this order.
+        plans: the plans.
         profile: the costs that they were made from.
         looked_at: how many candidates there were.
-        simulated: how many of them were simulated; the others were proven to be slower, or too large.
+        simulated: how many of these were simulated; the others were proven to be slower, or too large.
     """
 
     plans: tuple[Plan, ...]
@@ -363,7 +363,7 @@ class Plans(Sequence[Plan]):
         return iter(self.plans)
 
     def costs(self, plan: Plan) -> UnitCosts:
-        """The costs of the units that a plan was made from."""
+        """The costs of units that a plan was made from."""
         return self.profile.at(plan.shape.samples)
 
     def __str__(self) -> str:
@@ -422,7 +422,7 @@ class Plans(Sequence[Plan]):
         return json.dumps([json.loads(plan.to_json()) for plan in self], indent=1)
 
     def report(self, path: str | Path, *, title: str = "") -> None:
-        """Write the report: one HTML file that needs nothing else."""
+        """Write the report: one HTML file that needs no other."""
         made = import_module("penstock.plan.report").report_of(self, title=title)
         Path(path).write_text(made, encoding="utf-8")
 
@@ -435,7 +435,7 @@ _LEFT = [False, True, *[False] * 8, True, True]
 
 
 def _largest(plan: Plan, best: Plan) -> str:
-    """What costs a plan most beside another."""
+    """What makes a plan slower than another, most of all."""
     work, best_work = plan.busiest - plan.recompute, best.busiest - best.recompute
     waits = plan.seconds - plan.reduce - plan.busiest
     best_waits = best.seconds - best.reduce - best.busiest
@@ -450,7 +450,7 @@ def _largest(plan: Plan, best: Plan) -> str:
 
 
 def _memories(memory: Sequence[float]) -> str:
-    """The memory of each rank; of many the least and the most."""
+    """The memory of each rank; if there are many, the least and the most."""
     scale, unit = (2**30, "GiB") if max(memory) >= 2**30 else (2**20, "MiB")
     shown = [f"{held / scale:.1f}" for held in memory]
     if len(shown) > 4:
@@ -459,7 +459,7 @@ def _memories(memory: Sequence[float]) -> str:
 
 
 def seconds_as_text(seconds: float) -> str:
-    """A time as people read it."""
+    """A time in a suitable unit."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -467,7 +467,7 @@ def seconds_as_text(seconds: float) -> str:
 
 
 def bytes_as_text(number: float) -> str:
-    """A size as people read it."""
+    """A size in a suitable unit."""
     for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"

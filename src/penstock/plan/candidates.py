@@ -1,13 +1,13 @@
-"""Try all ways to run a model that are worth considering, and keep the fastest that fit.
+"""The candidates for a plan: ways to run a model, how each is cut, what it costs, and whether it fits.
 
-Each candidate is a schedule, a number of ranks, replicas, stages and microbatches, and how much is computed
-again. It is cut so that the ranks of its own placement have about equal work. It is simulated twice: first
-without its messages spelled out, which is never longer than with them, and then with them. What is proven
-to be slower than what is known is not simulated at all:
+Each candidate is a schedule, numbers of ranks, replicas, stages and microbatches, and how much is computed
+again. It is cut so that the ranks of its placement have about equal work. It is simulated twice: first
+without its messages spelled out, which never takes longer than with them, and then with them. A candidate
+that is proven to be slower than a known one is not simulated at all:
 
-- no cut of the units makes the step shorter than all work shared evenly;
-- with a cut, a rank cannot start before the stages ahead of it have had a microbatch, then has all its own
-  work to do, and a backward that is whole must then still pass the stages ahead.
+- with no cut is the step shorter than all work shared out evenly;
+- with a given cut, a rank cannot start before the stages ahead of it have run a microbatch, then has all its
+  own work to do, and after that a whole backward must still pass the stages ahead.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from penstock.schedule.library import find
 
 POLICIES = ("none", "needed", "all")
 MOST_MICROBATCHES = 6
-"""How many numbers of microbatches are tried by default for a number of ranks."""
+"""How many numbers of microbatches are tried by default."""
 LAPS = (2, 3, 4)
-"""How many stages per rank are tried by default, where a schedule takes any number."""
+"""The numbers of stages per rank that are tried by default, if a schedule takes any number."""
 MANY_STAGES = 32
-"""With more stages than these, and more than two per rank, the stages are made equal and not the ranks."""
+"""With more stages than this, and more than two per rank, stages are made equal rather than ranks."""
 SEARCHED = "searched"
-"""The name of a schedule that was found by a search for these costs."""
+"""The name of a schedule that was searched for these costs."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Wanted:
     """What is planned, and what the user has fixed.
 
     Args:
-        devices: how many there are.
-        batch: samples of a step, of all replicas.
-        memory: bytes that a rank may hold; 0 for no limit.
-        schedules: names.
-        ranks: of a pipeline.
-        stages_per_rank: how many.
-        microbatches: of a pipeline's part of the batch.
-        checkpoint: of :data:`POLICIES`.
+        devices: how many devices there are.
+        batch: the samples of a step, of all replicas together.
+        memory: the bytes that a rank may hold; 0 for no limit.
+        schedules: the names of the schedules to try.
+        ranks: the numbers of ranks of a pipeline to try.
+        stages_per_rank: the numbers of stages per rank to try; None for the usual ones.
+        microbatches: the numbers of microbatches to try; None for the usual ones.
+        checkpoint: which of :data:`POLICIES` to try.
         states: bytes of optimizer state for each byte of trained weights.
-        keep: how many plans.
+        keep: how many plans to keep.
     """
 
     devices: int
@@ -71,7 +71,7 @@ class Wanted:
             if self.batch % replicas:
                 continue
             part = self.batch // replicas
-            # On one rank there is nothing to wait for: the schedule that holds least is as good as any.
+            # One rank waits for nothing, so any schedule is as fast; the first one, 1F1B, holds least.
             for name in self.schedules if ranks > 1 else self.schedules[:1]:
                 laps = [each for each in self._laps(name) if ranks * each <= units]
                 counts = self._microbatches(ranks, part)
@@ -91,7 +91,7 @@ class Wanted:
             return tuple(m for m in self.microbatches if m <= part and part % m == 0)
         counts = [m for m in range(1, part + 1) if part % m == 0]
         enough = [m for m in counts if m >= ranks] or counts[-1:]
-        # Each about twice the one before: neighbours differ little.
+        # Each is at least twice the one before, since neighbours differ little.
         found: list[int] = []
         for count in enough:
             if not found or count >= 2 * found[-1]:
@@ -104,7 +104,7 @@ class Wanted:
 
 @lru_cache(maxsize=64)
 def built(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule | None:
-    """A schedule of the library; None where it has none for such numbers."""
+    """A schedule of the library; None if it has none for such numbers."""
     shape = Shape(name, ranks, 1, stages_per_rank, microbatches, 1, "none")
     try:
         return answer.scheduled(shape)
@@ -115,13 +115,13 @@ def built(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Sch
 @lru_cache(maxsize=1024)
 def _even_cut(shares: tuple[float, ...], placement: Placement) -> Cut:
     laps, many = placement.stages // placement.ranks, placement.stages > MANY_STAGES
-    # With many laps even stages make even ranks; to make the ranks more even than that takes long.
+    # With many laps, even stages make even ranks; making the ranks still more even would take long.
     return choose_cuts(shares, placement.stages, None if many and laps > 2 else placement)
 
 
 @dataclass
 class Candidate:
-    """A shape with a cut, and what that comes to."""
+    """A shape with a cut, and what that costs."""
 
     shape: Shape
     schedule: Schedule
@@ -141,7 +141,7 @@ class Candidates:
         wanted: what is planned.
 
     Attributes:
-        least: of all candidates that do not fit, the one that needs the least memory.
+        least: of all candidates that do not fit the one that needs the least memory.
     """
 
     def __init__(self, profile: Profile, wanted: Wanted) -> None:
@@ -150,14 +150,14 @@ class Candidates:
         self.least: Candidate | None = None
 
     def at_least(self, shape: Shape) -> float:
-        """A time that no cut of the units beats: all work, shared evenly."""
+        """A time that no cut of the units beats: all work, shared out evenly."""
         costs = self.profile.at(shape.samples)
         work = sum(_works(costs, shape.checkpoint))
         saved = sum(costs.between) * (len(costs.units) - shape.ranks)
         return shape.microbatches * max(work - saved, 0.0) / shape.ranks
 
     def least_memory(self, shape: Shape) -> float:
-        """Bytes that some rank holds with any cut: what the largest unit has all the time."""
+        """Bytes that some rank holds with any cut: those that the largest unit always needs."""
         units = self.profile.at(shape.samples).units
         return max(unit.parameters + unit.trained * (1 + self.wanted.states) for unit in units)
 
@@ -192,7 +192,7 @@ class Candidates:
             weighed.append([_weight(unit, alive, shape.checkpoint, states) for unit in costs.units])
         found = []
         for weights in weighed:
-            # Candidates that differ in the size of microbatches alone have the same shares.
+            # As shares, so that candidates that differ only in the size of microbatches share a cut.
             whole = sum(weights) or 1.0
             shares = tuple(round(weight / whole, 9) for weight in weights)
             cut = _even_cut(shares, schedule.placement)
@@ -201,13 +201,13 @@ class Candidates:
         return found
 
     def fitted(self, shape: Shape, schedule: Schedule, cut: Cut) -> Candidate | None:
-        """A candidate that keeps to the memory, computing as much again as that needs."""
+        """A candidate that keeps to the memory, by computing as much again as that needs."""
         costs = self.profile.at(shape.samples)
         units = range(len(costs.units))
         again = frozenset(units if shape.checkpoint == "all" else ())
         candidate = self.composed(shape, schedule, cut, again)
         if self.fits(candidate):
-            # Where nothing has to be computed again, that candidate is another one.
+            # If nothing has to be computed again, this is the candidate of the policy "none".
             return None if shape.checkpoint == "needed" else candidate
         if shape.checkpoint != "needed":
             return None
@@ -223,7 +223,7 @@ class Candidates:
     def composed(
         self, shape: Shape, schedule: Schedule, cut: Cut, again: frozenset[int]
     ) -> Candidate:
-        """A candidate whose units are computed again as told."""
+        """A candidate in which these units are computed again."""
         costs = self.profile.at(shape.samples)
         latency, bandwidth = self.profile.wire(self.wanted.devices)
         stage_costs = costs.stages(
@@ -248,7 +248,7 @@ class Candidates:
         return fits
 
     def _to_compute_again(self, candidate: Candidate, costs: UnitCosts) -> frozenset[int]:
-        """On each rank that holds too much, the units that give most memory for their time."""
+        """On each rank that holds too much, the units that free most memory for their time."""
         placement = candidate.schedule.placement
         runs = runs_of(candidate.cut, len(costs.units))
         found: set[int] = set()
@@ -275,7 +275,7 @@ class Candidates:
 
 
 def _reduce(shape: Shape, placement: Placement, stage_costs: StageCosts) -> float:
-    """How long the replicas take to sum gradients in a ring, on the rank that has most."""
+    """How long the replicas take to sum gradients in a ring, for the rank that has most."""
     if shape.replicas == 1:
         return 0.0
     most = max(
@@ -298,6 +298,6 @@ def _works(costs: UnitCosts, policy: str) -> list[float]:
 
 
 def _weight(unit: UnitCost, alive: int, policy: str, states: float) -> float:
-    """What a unit holds, with so many microbatches alive."""
+    """The bytes that a unit holds with so many microbatches alive."""
     kept = 0.0 if policy == "all" else unit.held
     return unit.parameters + unit.trained * (1 + states) + alive * kept

@@ -21,7 +21,7 @@ _KIND = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
 
 
 def runs_of(cut: Cut, units: int) -> list[range]:
-    """The units of each stage, of so many in all."""
+    """The range of units of each stage, for so many units in all."""
     return [range(a, b) for a, b in pairwise((*cut, units))]
 
 
@@ -31,26 +31,26 @@ AHEAD = 2
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What one unit costs for one microbatch: seconds and bytes.
+    """What one unit costs for one microbatch, in seconds and bytes.
 
     Args:
-        path: of its module.
-        forward: time of F.
-        input: time of I, the gradients of what it takes.
-        weight: time of W, the gradients of its weights.
-        backward: time of B, both at once.
-        spread: half of the range between the quartiles of its times, as a share of them; 0 where predicted.
+        path: the path of its module.
+        forward: the time of F.
+        input: the time of I, which computes the gradients of its inputs.
+        weight: the time of W, which computes the gradients of its weights.
+        backward: the time of B, which computes both.
+        spread: half of the range between the quartiles of its times, as a share of these; 0 if predicted.
         held: what F leaves until I or B, apart from the values that units hand on.
-        around: of this, what is left by operations around its module, which are not computed again.
+        around: the part of this that operations around its module leave, which are not computed again.
         stash: what I leaves until W.
-        forward_extra: what F needs while it runs, beside what is held before or after it.
-        input_extra: the same of I.
-        weight_extra: of W.
-        backward_extra: of B.
-        parameters: bytes of its weights and buffers.
-        trained: of these, the bytes that get gradients.
+        forward_extra: what F needs while it runs, beyond what is held before or after it.
+        input_extra: the same for I.
+        weight_extra: the same for W.
+        backward_extra: the same for B.
+        parameters: the bytes of its weights and buffers.
+        trained: how many of these bytes get gradients.
         numbers: how many numbers its weights hold.
-        flops: of its forward.
+        flops: the floating-point operations of its forward.
     """
 
     path: str
@@ -77,12 +77,12 @@ class ValueCost:
     """A value that units hand on.
 
     Args:
-        name: unique among the values.
+        name: its name, unique among the values.
         source: the unit that makes it.
-        targets: the units that use it, ascending.
+        targets: the units that use it, in ascending order.
         bytes: its size.
         gradient: whether a gradient comes back.
-        kept: the units of which the graph keeps it until backward.
+        kept: the units whose graphs keep it until backward.
     """
 
     name: str
@@ -95,19 +95,19 @@ class ValueCost:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What the stages of a cut cost: what the simulator takes, and what it does not know of.
+    """What the stages of a cut cost, including what the simulator does not know.
 
     Args:
-        costs: of the actions, and of what lies between them.
+        costs: the costs of actions and messages, for the simulator.
         edges: the values that travel between stages.
-        extra: by the op of an action, for each stage, what it needs while it runs.
+        extra: for each op and each stage what an action needs while it runs.
         static: for each stage the bytes of weights, gradients and optimizer states.
-        kinds: the same by kind, for each stage.
-        taken: for each stage the bytes of values that come to it for a microbatch, from other ranks.
-        returned: of the gradients that come to it from other ranks.
-        sent: of the gradients that it sends to others.
-        left: what the gradients that its backward leaves on its rank, for other stages there, take more
-            than those that it uses up.
+        kinds: for each stage the same bytes by kind.
+        taken: for each stage the bytes of the values that arrive from other ranks for a microbatch.
+        returned: for each stage the bytes of the gradients that arrive from other ranks.
+        sent: for each stage the bytes of the gradients that it sends to other ranks.
+        left: for each stage the bytes of the gradients that its backward leaves on its rank for other stages
+            there, less those that it uses up.
     """
 
     costs: Costs
@@ -121,7 +121,7 @@ class StageCosts:
     left: tuple[float, ...]
 
     def messages(self, stage: int) -> float:
-        """The most that messages of a stage take while they wait to be used, or to be sent."""
+        """The most bytes that a stage's messages take while they wait to be used or sent."""
         return AHEAD * (self.taken[stage] + self.returned[stage] + self.sent[stage])
 
 
@@ -130,10 +130,11 @@ class UnitCosts:
     """The units of a model, in order, and the values between them, for microbatches of one size.
 
     Args:
-        samples: of a microbatch.
-        units: what each costs.
-        values: what they hand on.
-        between: seconds that one more unit in a stage saves, since a stage is entered once: in F, and in B.
+        samples: the samples of a microbatch.
+        units: what each unit costs.
+        values: the values that they hand on.
+        between: the seconds that each further unit of a stage saves, in F and in B, since a stage is entered
+            only once.
     """
 
     samples: int
@@ -143,16 +144,16 @@ class UnitCosts:
 
     @cached_property
     def weights(self) -> tuple[float, ...]:
-        """What a cut makes equal: the seconds of each unit, forward and backward."""
+        """The seconds of each unit, forward and backward: what a cut makes equal."""
         return tuple(unit.forward + max(unit.backward, unit.input) for unit in self.units)
 
     def again(self, unit: int) -> float:
-        """Seconds of computing a unit again: no stage is entered for that."""
+        """The seconds of computing a unit again, for which no stage is entered."""
         return max(self.units[unit].forward - self.between[0], 0.0)
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward of a microbatch, on one device."""
+        """The seconds of forward and backward of a microbatch on one device."""
         return sum(self.weights)
 
     def stages(  # noqa: PLR0913 - what lies between the stages, by name
@@ -170,11 +171,11 @@ class UnitCosts:
 
         Args:
             cut: the units that stages start with.
-            placement: which rank holds which stage: between stages of one rank nothing travels.
-            checkpoint: the units that keep only what they are given, and compute the rest again.
+            placement: which rank holds which stage; nothing travels between stages of one rank.
+            checkpoint: the units that keep only their inputs, and compute the rest again.
             states: bytes of optimizer state for each byte of trained weights; 2 for AdamW.
-            latency: of a message.
-            bandwidth: bytes per second of a channel.
+            latency: the latency of a message.
+            bandwidth: the bytes per second of a channel.
             handling: how long a rank is busy with a message, at either end of it.
         """
         return _Composed(self, cut, placement, frozenset(checkpoint)).all(
@@ -199,20 +200,20 @@ class _Composed:
         self._returned, self._sent, self._left = ([0.0] * stages for _ in range(3))
         self._messages: tuple[set[Message], set[Message]] = set(), set()
         self._pending = [0.0] * len(self._units)
-        """For each unit the gradients of units after it in its stage that are there still, in bytes."""
+        """For each unit the bytes of gradients that wait meanwhile for earlier units of its stage."""
         self._edges: list[Edge] = []
         self._bytes: dict[str, float] = {}
         for value in unit_costs.values:
             self._place(value)
 
     def _place(self, value: ValueCost) -> None:
-        """Where a value lies until backward, and whether it travels."""
+        """Find where a value is kept until backward, and whether it travels."""
         home = self._stage_of[value.source]
         users = sorted({self._stage_of[target] for target in value.targets} - {home})
         if value.gradient:
             self._let_wait(value)
         if users:
-            # The source keeps what it gave, to start backward from.
+            # The source keeps what it sent, to start backward from.
             self._leaves[home] += value.bytes
             self._edges.append(Edge(value.name, home, tuple(users), value.gradient))
             self._bytes[value.name] = value.bytes
@@ -229,14 +230,14 @@ class _Composed:
                 self._give_back(value.bytes, home, rank, there)
 
     def _let_wait(self, value: ValueCost) -> None:
-        """Within a stage a gradient is there from its last user back to its source, or to the first unit."""
+        """Count a gradient in each stage: it waits from the last user to the source, or the first unit."""
         latest = {self._stage_of[target]: target for target in value.targets}
         for stage, last in latest.items():
             for number in range(max(value.source, self._runs[stage].start), last):
                 self._pending[number] += value.bytes
 
     def _give_back(self, size: float, home: int, rank: int, users: Sequence[int]) -> None:
-        """The gradients of a value, from its users on a rank: they wait there until all are made."""
+        """Count the gradients of a value from its users on a rank, where they wait until all are made."""
         last = home
         if rank != self._rank_of[home]:
             last = users[0]
@@ -285,7 +286,7 @@ class _Composed:
         )
 
     def _times(self, kind: str, handling: float) -> list[float]:
-        """Seconds of each stage; a backward computes forward again where that is not kept."""
+        """The seconds of each stage; backward computes again what is not kept."""
         backward = kind != "forward"
         saved = self._of.between[backward]
         found = []
@@ -298,15 +299,15 @@ class _Composed:
         return found
 
     def _kept(self, number: int) -> float:
-        """What a unit keeps from F on, apart from the values."""
+        """What a unit keeps after F, apart from the values."""
         unit = self._units[number]
         return unit.around if number in self._again else unit.held
 
     def _extra(self, run: range, op: Op) -> float:
-        """The most that a stage needs in an action beyond what it holds before or after: at one of its units.
+        """The most that a stage needs in an action beyond what it holds before or after, at any of its units.
 
-        In F the units after it hold nothing yet. In B they hold nothing any more, but the gradients that they
-        gave are there. What is computed again is there while it is used.
+        In F the units after that one hold nothing yet. In B they hold nothing any more, but their gradients
+        are there. What is computed again is there while it is used.
         """
         kind, backward = f"{_KIND[op]}_extra", op in (Op.I, Op.B)
         most, beyond = 0.0, 0.0
@@ -317,7 +318,7 @@ class _Composed:
                 need += self._pending[number]
                 need += unit.held - unit.around if number in self._again else 0.0
             most = max(most, need - beyond)
-            # I leaves what W needs.
+            # After I the unit still holds what W needs.
             beyond += self._kept(number) if op in (Op.F, Op.B) else 0.0
         return most + (self._returned[self._stage_of[run[0]]] if backward else 0.0)
 
@@ -331,7 +332,7 @@ class _Composed:
         }
 
 
-# ---- of one model, for every size that is asked for
+# ---- the costs of a model, for every size of a microbatch that is asked for
 
 
 Coster = Callable[[int], UnitCosts]
@@ -342,18 +343,18 @@ class Profile:
     """What the units of a model cost, found for each size of a microbatch when it is first asked for.
 
     Args:
-        device: what computes: a name of the table of devices, or what it was measured on.
-        known: what was found, by samples.
-        memory: bytes of the device; 0 where that is not known.
-        latency: of a message between ranks.
+        device: the device: a name of the table of devices, or what it was measured on.
+        known: the costs that are known, by samples.
+        memory: bytes of the device; 0 if that is not known.
+        latency: the latency of a message between ranks.
         bandwidth: bytes per second of a channel between ranks.
         handling: how long a rank is busy with a message, at either end of it.
-        node: how many devices are joined by ``latency`` and ``bandwidth``; more are by the network.
-        network: latency and bandwidth beyond that.
-        tokens: positions of a sample, by which tokens are counted; 0 counts samples.
-        measured: whether times are of real runs.
-        model: what it is called.
-        coster: finds what is not known.
+        node: for how many devices ``latency`` and ``bandwidth`` hold; 0 for any number.
+        network: the latency and bandwidth where there are more.
+        tokens: positions in a sample, by which tokens are counted; with 0 samples are counted.
+        measured: whether the times were measured.
+        model: the name of the model.
+        coster: finds costs that are not known.
     """
 
     device: str
@@ -373,7 +374,7 @@ class Profile:
         """What a microbatch of so many samples costs.
 
         Raises:
-            UsageError: that is not known, and there is no model to look at.
+            UsageError: that is not known, and there is no model to find it.
         """
         if samples not in self.known:
             if self.coster is None:
@@ -385,16 +386,16 @@ class Profile:
         return self.known[samples]
 
     def wire(self, devices: int) -> tuple[float, float]:
-        """Latency and bandwidth between ranks of a job of so many devices."""
+        """The latency and bandwidth between ranks that use so many devices."""
         if self.node and devices > self.node:
             return self.network
         return self.latency, self.bandwidth
 
     def corrected(self, factors: Mapping[str, Sequence[float]]) -> Profile:
-        """The same with times multiplied, for each unit by its own factor and for every size alike.
+        """The same profile with the times of each unit multiplied by its own factors, for every size.
 
         Args:
-            factors: by ``forward``, ``input``, ``weight`` and ``backward``.
+            factors: one for each unit, by ``forward``, ``input``, ``weight`` and ``backward``.
         """
 
         def multiplied(of: UnitCosts) -> UnitCosts:
@@ -410,7 +411,7 @@ class Profile:
         return replace(self, known=known, coster=coster)
 
     def to_json(self) -> str:
-        """The numbers as JSON: what was found, not the model."""
+        """The known costs as JSON, without the model."""
         data = {name: getattr(self, name) for name in _PLAIN}
         data["bandwidth"] = bandwidth_to_json(self.bandwidth)
         data["network"] = [self.network[0], bandwidth_to_json(self.network[1])]
@@ -422,12 +423,12 @@ class Profile:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            InputFileError: the text is something else.
+            InputFileError: the text is not that.
         """
         try:
             data = json.loads(text)
             if (data.pop("format"), data.pop("version")) != ("penstock-costs", 1):
-                raise ValueError("it is no file of costs, version 1")
+                raise ValueError("it is not a file of costs, version 1")
             known = [_costs_read(one) for one in data.pop("known")]
             latency, bandwidth = data.pop("network")
             data["bandwidth"] = bandwidth_from_json(data["bandwidth"])
@@ -447,12 +448,12 @@ _PLAIN = [each.name for each in fields(Profile) if each.name not in ("coster", "
 
 
 def bandwidth_to_json(bandwidth: float) -> float | None:
-    """JSON has no infinity."""
+    """A bandwidth for JSON, which has no infinity."""
     return None if bandwidth == float("inf") else bandwidth
 
 
 def bandwidth_from_json(bandwidth: float | None) -> float:
-    """What :func:`bandwidth_to_json` was given."""
+    """The bandwidth that :func:`bandwidth_to_json` was given."""
     return float("inf") if bandwidth is None else float(bandwidth)
 
 
@@ -468,7 +469,7 @@ def _costs_read(data: dict[str, Any]) -> UnitCosts:
     )
 
 
-# ---- what a recorded step tells
+# ---- the costs that a recorded step shows
 
 
 @dataclass(frozen=True)
@@ -477,8 +478,8 @@ class MeasuredStages:
 
     Args:
         seconds: for each stage its median times, by ``forward``, ``input``, ``weight`` and ``backward``.
-        makespan: of the step.
-        timeline: of the step.
+        makespan: how long the step took.
+        timeline: when each action ran.
     """
 
     seconds: tuple[Mapping[str, float], ...]
@@ -486,15 +487,15 @@ class MeasuredStages:
     timeline: Timeline
 
     def correct(self, profile: Profile, samples: int, cut: Cut) -> Profile:
-        """Costs that say what was measured: each unit's times grow or shrink like its stage's.
+        """Correct costs by what was measured: each unit's times are scaled as its stage's are.
 
         Args:
-            profile: what was said before.
-            samples: of a microbatch of the step.
-            cut: what the step's stages started with.
+            profile: the costs so far.
+            samples: the samples of a microbatch of the step.
+            cut: the units that the step's stages started with.
 
         Raises:
-            UsageError: the cut has other stages than the step.
+            UsageError: the cut has another number of stages than the step.
         """
         if len(cut) != len(self.seconds):
             raise UsageError(
@@ -510,7 +511,7 @@ class MeasuredStages:
         return profile.corrected(factors)
 
     def _ratios(self, stages: Costs, kind: str) -> list[float]:
-        """For each stage what was measured over what was said; for what did not run, what the rest shows."""
+        """For each stage the measured over the expected time; if the kind did not run, by those that did."""
         said = {each: stages.per_stage(each, len(self.seconds)) for each in _KIND.values()}
         found: list[float] = []
         for stage, measured in enumerate(self.seconds):
@@ -521,10 +522,10 @@ class MeasuredStages:
 
 
 def costs_from(result: Any) -> MeasuredStages:
-    """The costs that a recorded step gives back.
+    """The costs that a recorded step shows.
 
     Args:
-        result: of ``pipe.step(..., record=True)``; or its timeline.
+        result: what ``pipe.step(..., record=True)`` returned, or its timeline.
 
     Raises:
         UsageError: the step was not recorded.
@@ -547,7 +548,7 @@ def cut_of(units: Sequence[str], stages: Sequence[Sequence[str]]) -> Cut:
     """The units that the stages of a partition start with.
 
     Raises:
-        UsageError: the stages are no runs of the units.
+        UsageError: the stages do not hold the units in their order.
     """
     if [path for paths in stages for path in paths] != list(units):
         raise UsageError("these stages do not hold the units of the costs, in their order")

@@ -1,4 +1,4 @@
-"""Measure what the units of a model cost where it is."""
+"""Measure what the units of a model cost on the device where it is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from penstock.errors import UsageError
 from penstock.partition import Partition, partition, untouched
 from penstock.plan.costs import Profile, UnitCost, UnitCosts, ValueCost
-from penstock.plan.metering import Meter
+from penstock.plan.devices import Meter
 from penstock.plan.probing import (
     Bench,
     Holding,
@@ -35,7 +35,7 @@ from penstock.stage import home_of
 from penstock.values import MISSING, Rules, ValueSpec, flatten, unflatten
 
 REPEATS = 5
-"""How often times are measured by default, after one run that is not counted."""
+"""How often times are measured by default, after a first run that does not count."""
 
 
 def measure(  # noqa: PLR0913 - the arguments of a step, by name
@@ -53,10 +53,10 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
     tokens: int = 0,
     **kwargs: Any,
 ) -> Profile:
-    """Measure what the units of a model cost where it is.
+    """Measure what the units of a model cost on the device where it is.
 
-    Nothing runs yet: each size of a microbatch is measured when it is asked for. The model is left as it is,
-    with its gradients, buffers and random numbers.
+    Nothing runs yet: each size of a microbatch is measured when it is first asked for. The model is left as
+    it is, with its gradients, buffers and random states.
 
     Args:
         model: any module, with data.
@@ -64,17 +64,17 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
         target: what the loss compares with.
         loss_fn: ``(output, target) -> scalar``, as for a Pipeline.
         rules: how arguments are split, as for a Pipeline.
-        stages: into how many stages the model may have to be cut: it is taken apart as far as they need.
-        repeats: how often each unit runs, after once that is not counted.
-        memory: bytes of the device; by default what a GPU has, and unknown of a CPU.
-        latency: of a message between ranks, in seconds.
-        bandwidth: of a channel between ranks, in bytes per second.
+        stages: into how many stages the model may have to be cut: it is taken apart as far as that needs.
+        repeats: how often each unit runs, after a first run that does not count.
+        memory: bytes of the device; by default those of a GPU, and for a CPU unknown.
+        latency: the latency of a message between ranks, in seconds.
+        bandwidth: the bandwidth of a channel between ranks, in bytes per second.
         handling: how long a rank is busy with a message, at either end of it, in seconds.
         tokens: positions in a sample, by which tokens are counted.
         kwargs: the model's arguments by name.
 
     Raises:
-        UsageError: the model has no data, or the batch has no such parts.
+        UsageError: the model has no data, or the batch cannot be split so.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError(
@@ -115,11 +115,11 @@ def _measured(
         subjects, values = _in_turn(work, fine, (args, kwargs), _on(home, target))
         modules = [work.model.get_submodule(subject.path) for subject in subjects]
         kinds = [kind_of(subject, m) for subject, m in zip(subjects, modules, strict=True)]
-        # Of units that are alike the first runs.
+        # Of several units that are alike only the first runs.
         first = dict(zip(reversed(kinds), reversed(subjects), strict=True))
         runs = {kind: _Run(subject, bench) for kind, subject in first.items()}
         halves = [_Run(half, bench) for half in _halves(work, (args, kwargs), _on(home, target))]
-        # In turns: a device is not always as fast, and what ran just now is still in its caches.
+        # In turns: the speed of a device varies, and what ran just before is still in its caches.
         for _ in range(repeats):
             for run in (*runs.values(), *halves):
                 bench.run(run.subject, run.laps)
@@ -130,7 +130,7 @@ def _measured(
 
 
 class _Run:
-    """A unit that is run again and again, warmed up and with its memory known."""
+    """A unit that is measured repeatedly; it has run to warm up, and to find its memory."""
 
     def __init__(self, subject: Subject, bench: Bench) -> None:
         self.subject, self.laps, self._metered = subject, Laps(), Laps()
@@ -146,9 +146,9 @@ class _Run:
 
 
 def _clock(home: torch.device) -> Callable[[], float]:
-    """Tells the time when the device has done what it was given."""
+    """A function that tells the time once the device has done its work."""
     if home.type == "cpu":
-        # What else runs on the machine does not count, as long as one thread does all the work.
+        # If a single thread does all the work, the time of other programs need not count.
         return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def after_all() -> float:
@@ -168,7 +168,7 @@ def _on(home: torch.device, value: Any) -> Any:
 def _in_turn(
     work: Work, made: Partition, call: tuple[Any, Any], target: Any
 ) -> tuple[list[Subject], list[ValueCost]]:
-    """The stages of a partition, each with what those before it give; and the values that they hand on."""
+    """The stages of a partition, each with the arguments that it gets; and the values that they hand on."""
     described = made.describe(ValueSpec.of(call), True) if made.describe is not None else None
     edges = described.edges if described else chain_edges(len(made.modules))
     subjects, sizes = [], {}
@@ -215,16 +215,16 @@ def _in_turn(
 
 
 def _detached(value: Any) -> Any:
-    """Values as another stage gets them."""
+    """A value as another stage gets it."""
     try:
         tensors, structure = flatten(value)
-    except Exception:  # a model's output may be anything; none is handed on
+    except Exception:  # a model's output may be anything, and goes to no other stage
         return value
     return unflatten(structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors])
 
 
 def _halves(work: Work, call: tuple[Any, Any], target: Any) -> list[Subject]:
-    """Two stages of half of the units each; none where there are too few to tell anything."""
+    """Two stages with half of the units each; none where there are too few units to learn from that."""
     half = len(work.units) // 2
     if half < 2:
         return []
@@ -234,14 +234,14 @@ def _halves(work: Work, call: tuple[Any, Any], target: Any) -> list[Subject]:
 
 
 def _between(units: Sequence[Laps], halves: Sequence[Laps]) -> tuple[float, float]:
-    """What each further unit of a stage saves: from the units beside two stages of half of them each."""
+    """What each further unit of a stage saves: the units alone are compared with two stages of them."""
     if not halves:
         return 0.0, 0.0
 
     def saved(kind: str) -> float:
         alone = zip(*(getattr(laps, kind) for laps in units), strict=True)
         together = zip(*(getattr(laps, kind) for laps in halves), strict=True)
-        # Of the same turn each: a slow one is slow for both.
+        # Always of the same turn: if that was slow, it was slow for both.
         found: float = median(sum(a) - sum(t) for a, t in zip(alone, together, strict=True))
         return max(found, 0.0) / (len(units) - len(halves))
 

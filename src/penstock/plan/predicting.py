@@ -1,4 +1,4 @@
-"""Predict what the units of a model cost on a device that need not be there, from shapes alone."""
+"""Predict what the units of a model cost on a device that need not be present, from shapes alone."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
-from penstock.errors import UsageError
+from penstock.errors import InputFileError, UsageError
 from penstock.partition import partition
+from penstock.partition.calls.inference import memory_of
 from penstock.plan.costs import Profile, UnitCost, UnitCosts, ValueCost
-from penstock.plan.devices import Device, device_named
-from penstock.plan.metering import FusedAttention, Meter, shapes, storage_key
+from penstock.plan.devices import Device, FusedAttention, Meter, device_named, shapes
 from penstock.plan.probing import (
     Bench,
     Holding,
@@ -57,7 +60,7 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
     tokens: int = 0,
     **kwargs: Any,
 ) -> Profile:
-    """Predict what the units of a model cost on a device that need not be there.
+    """Predict what the units of a model cost on a device that need not be present.
 
     Args:
         model: any module; on the meta device it takes no memory.
@@ -71,7 +74,7 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
         kwargs: the model's arguments by name.
 
     Raises:
-        UsageError: an unknown device, or the batch has no such parts.
+        UsageError: the device is unknown, or the batch cannot be split so.
     """
     of = device_named(device)
     work = work_of(model, args, kwargs, target, loss_fn, rules, stages)
@@ -92,7 +95,7 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
 
 @dataclass
 class _Seen:
-    """What a unit was called with, and what it gave."""
+    """What a unit was called with, and what it returned."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -120,7 +123,7 @@ def _predicted(work: Work, samples: int, device: Device) -> UnitCosts:
 
 
 def _twin(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a model that has shapes and no data."""
+    """A copy of a model that has shapes but no data."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -138,12 +141,12 @@ Place = tuple[Any, ...]
 
 
 def _meta(value: Any, device: str = "meta", memo: dict[Place, Tensor] | None = None) -> Any:
-    """The same with tensors that have shapes and no data.
+    """The same value with tensors that have shapes but no data.
 
     Args:
-        value: any.
-        device: that they say they are on.
-        memo: what was made for which: tensors that show the same memory alike stay one tensor.
+        value: any value.
+        device: the device that the tensors claim to be on.
+        memo: the tensors made so far: equal views of the same memory stay one tensor.
     """
     memo = {} if memo is None else memo
     tensors, structure = flatten(value)
@@ -159,18 +162,18 @@ def _meta(value: Any, device: str = "meta", memo: dict[Place, Tensor] | None = N
 
 def _place(tensor: Tensor) -> Place:
     shape, stride = tuple(tensor.shape), tensor.stride()
-    return storage_key(tensor), tensor.storage_offset(), shape, stride, tensor.dtype
+    return memory_of(tensor), tensor.storage_offset(), shape, stride, tensor.dtype
 
 
 def _watched(work: Work, call: tuple[Any, Any], device: Device) -> tuple[dict[str, _Seen], Any]:
     """Run the model once without data and note what each unit is given.
 
-    It runs among torch's fake tensors, which unlike those on the meta device let code between the units ask
-    for a device, or for numbers of what it makes itself. What runs between two units is counted with the
-    first.
+    It runs with torch's fake tensors: unlike tensors on the meta device these let code between the units ask
+    for a device, or for numbers in tensors that it makes itself. What runs between two units is counted with
+    the first.
 
     Returns:
-        For each unit what was seen, and the model's output; their tensors are on the meta device.
+        What was seen of each unit, and the model's output; their tensors are on the meta device.
     """
     seen = {path: _Seen() for path in work.units}
     meter = Meter(device)
@@ -200,8 +203,8 @@ def _watched(work: Work, call: tuple[Any, Any], device: Device) -> tuple[dict[st
     idle = [path for path, note in seen.items() if not note.calls]
     if idle:
         raise UsageError(
-            f"these modules are not called by this batch, so that they have no costs: {', '.join(idle[:5])}; "
-            "give a batch that uses them"
+            f"these modules are not called with this batch, so their costs are unknown: "
+            f"{', '.join(idle[:5])}; give a batch that uses them"
         )
     memo: dict[Place, Tensor] = {}
     for note in seen.values():
@@ -211,7 +214,7 @@ def _watched(work: Work, call: tuple[Any, Any], device: Device) -> tuple[dict[st
 
 
 def _run_once(module: nn.Module, known: dict[Any, Any]) -> None:
-    """Let a module of a copy answer with shapes alone where one like it was called like that before."""
+    """Let a module answer with shapes alone if one like it was called in the same way before."""
     run, parts = module.forward, parts_of(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -225,10 +228,10 @@ def _run_once(module: nn.Module, known: dict[Any, Any]) -> None:
 
 
 def _handed_on(work: Work, seen: Mapping[str, _Seen]) -> tuple[list[Edge], dict[str, float]] | None:
-    """The values between the units, and their sizes, where units get what others gave as it is.
+    """The values between the units, and their sizes, where units get unchanged what others return.
 
     Returns:
-        None where something happens on the way.
+        None where something happens between the units.
     """
     maker: dict[int, int] = {}
     users: dict[int, list[int]] = {}
@@ -253,7 +256,7 @@ def _handed_on(work: Work, seen: Mapping[str, _Seen]) -> tuple[list[Edge], dict[
 def _analysed(
     work: Work, seen: Mapping[str, _Seen], call: tuple[Any, Any]
 ) -> tuple[Sequence[Edge], dict[str, float]]:
-    """The values between the units as the analysis of the finest partition finds them."""
+    """The values between the units, as found by the analysis of the finest partition."""
     fine = partition(work.model, [[path] for path in work.units])
     if fine.describe is None:
         edges: Sequence[Edge] = chain_edges(len(work.units))
@@ -287,7 +290,7 @@ def _subject(
     index: int,
     loss: Callable[[Any], Any] | None,
 ) -> Subject:
-    """A unit alone; the values that it is given are told by their order and their need of a gradient."""
+    """A unit by itself; its arguments are matched with edges by their order and their need of a gradient."""
     given = tuple(edge.value for edge in edges if edge.source == index)
     uses = [edge.value for edge in edges if index in edge.targets and edge.gradient]
     tensors = flatten((seen.args, seen.kwargs))[0]
@@ -303,7 +306,7 @@ def _predicted_unit(
     holding = holding_of(subject, module)
     with Meter(device) as meter:
         bench = Bench(lambda: meter.seconds)
-        # Once to have gradients that are there already, as in all steps but the first.
+        # The first run makes the gradients, which are there already in all steps but the first.
         bench.run(subject, Laps(), meter)
         bench.run(subject, laps := Laps(), meter)
     cost = cost_of(subject, laps, holding, flops_of(subject))
@@ -318,7 +321,7 @@ _OF_A_CALL = ("forward", "input", "weight", "backward", "held", "around", "stash
 
 
 def _loss_after(work: Work, own: Any, output: Any, target: Any) -> Callable[[Any], Any]:
-    """The loss of what the last unit gives: of the model's output, in which that stands."""
+    """A loss for the output of the last unit: that of the model's output, of which it is a part."""
     mine = flatten(own)[0]
     tensors, structure = flatten(output)
     at = {i: j for i, t in enumerate(tensors) for j, m in enumerate(mine) if t is m}
@@ -327,7 +330,7 @@ def _loss_after(work: Work, own: Any, output: Any, target: Any) -> Callable[[Any
         new = flatten(made)[0]
         placed = [new[at[i]] if i in at else t.detach() for i, t in enumerate(tensors)]
         if not at:
-            # What the model makes of it is not known; it is counted as if it were the output.
+            # The model makes something else of it; it is counted as if it were the output itself.
             placed = [*new, *placed[len(new) :]]
         return work.root(unflatten(structure, placed), target)
 
@@ -336,3 +339,92 @@ def _loss_after(work: Work, own: Any, output: Any, target: Any) -> Callable[[Any
 
 def _size(spec: ValueSpec) -> float:
     return float(sum(math.prod(t.shape) * t.torch_dtype.itemsize for t in spec.tensors))
+
+
+# ---- a model of transformers, from its config file alone: neither weights nor a network are needed
+
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+LONGEST = 4096
+"""Tokens of a sample by default, if the model takes as many."""
+
+
+def next_token_loss(output: Any, target: Tensor) -> Tensor:
+    """Mean cross-entropy of a language model, in float32; targets are in the places of their tokens."""
+    logits = output.logits.float()
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+def predict_hf(
+    config: str | Path,
+    *,
+    batch: int,
+    device: Device | str,
+    sequence: int | None = None,
+    dtype: str = "bfloat16",
+    stages: int = 1,
+) -> Profile:
+    """Predict what the units of a causal language model cost.
+
+    Args:
+        config: a file such as ``config.json``, or its folder.
+        batch: samples of a step.
+        device: a name of :data:`penstock.plan.DEVICES`, or a :class:`penstock.plan.Device`.
+        sequence: tokens of a sample; by default as many as the model takes, at most 4096.
+        dtype: the type of its weights: ``bfloat16``, ``float16`` or ``float32``.
+        stages: into how many stages the model may have to be cut.
+
+    Raises:
+        UsageError: there is no such file or dtype, or transformers is not installed.
+        InputFileError: the file is not a config of a causal language model.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+    found = _config(Path(config))
+    sequence = sequence or min(LONGEST, getattr(found, "max_position_embeddings", LONGEST))
+    model = _model(found, Path(config)).to(DTYPES[dtype])
+    tokens = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+    profile = predict(
+        model,
+        input_ids=tokens,
+        target=tokens,
+        loss_fn=next_token_loss,
+        device=device,
+        stages=stages,
+        tokens=sequence,
+    )
+    profile.model = f"{profile.model} of {Path(config).name}"
+    return profile
+
+
+def _transformers() -> Any:
+    try:
+        return import_module("transformers")
+    except ImportError:
+        raise UsageError("hf= needs transformers: pip install 'penstock[hf]'") from None
+
+
+def _config(path: Path) -> Any:
+    if not path.exists():
+        raise UsageError(
+            f"hf={str(path)!r}: there is no such file; give a config.json of transformers"
+        )
+    try:
+        found = _transformers().AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputFileError(
+            f"{path}: not a config of a model that transformers knows: {error}"
+        ) from error
+    found.use_cache = False
+    return found
+
+
+def _model(config: Any, path: Path) -> torch.nn.Module:
+    try:
+        with torch.device("meta"):
+            model: torch.nn.Module = _transformers().AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputFileError(
+            f"{path}: not a causal language model of transformers: {error}"
+        ) from error
+    return model.train()

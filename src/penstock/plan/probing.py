@@ -1,9 +1,9 @@
-"""Find what the units of a model cost: measured where it is, or predicted for a device that is not there.
+"""Run single units to find what they cost, whether that is measured or predicted.
 
 Either way each unit runs alone as a :class:`~penstock.stage.PipelineStage`, as it will in a pipeline, once
-whole and once in halves. Measured, it is a stage of the finest partition of the model and gets what the
-stages before it gave. Predicted, the model is copied without its data, which takes no memory however large
-it is; its forward shows what each unit is given, and of units that are alike one is looked at.
+with its backward whole and once in halves. When measured, it is a stage of the finest partition of the model
+and gets what the stages before it return. When predicted, the model is copied without its data, which takes
+no memory however large it is; a forward shows what each unit is given. Of units that are alike one is run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from penstock.errors import InternalError, UsageError
 from penstock.partition import unit_paths
 from penstock.plan.costs import UnitCost, ValueCost
-from penstock.plan.devices import Device
-from penstock.plan.metering import Meter, shapes
+from penstock.plan.devices import Device, Meter, shapes
 from penstock.schedule import Edge
 from penstock.stage import PipelineStage
 from penstock.values import (
@@ -37,7 +36,7 @@ from penstock.values import (
 LossFunction = Callable[..., Any]
 
 
-# ---- what is asked for
+# ---- the model and its batch
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,12 @@ class Work:
 
     Args:
         model: any module.
-        args: its arguments for a batch.
-        kwargs: those by name.
+        args: its positional arguments for a batch.
+        kwargs: its arguments by name.
         target: what the loss compares with.
-        loss_fn: ``(output, target) -> scalar``; by default the sum of what the model gives.
+        loss_fn: ``(output, target) -> scalar``; by default the sum of the model's output.
         rules: how the batch is split, as for a Pipeline.
-        units: the paths of the modules that are placed as a whole, in the order of their calls.
+        units: the paths of the modules that are placed as wholes, in the order of their calls.
     """
 
     model: nn.Module
@@ -71,19 +70,19 @@ class Work:
         found = batch.parts[0]
         if found.samples != samples:
             raise UsageError(
-                f"a batch of {self.samples} samples has no part of {samples}; give one that has"
+                f"a batch of {self.samples} samples has no part of {samples}; give a batch that has one"
             )
         target = batch.targets[0] if batch.targets is not None else MISSING
         return found.args, found.kwargs, target
 
     @property
     def samples(self) -> int:
-        """Of the batch."""
+        """The samples of the batch."""
         whole = split_batch(self.args, self.kwargs, MISSING, self.rules, 1).samples
         return whole[0] if whole else 1
 
     def root(self, output: Any, target: Any) -> Any:
-        """What backward starts from."""
+        """The scalar that backward starts from."""
         if self.loss_fn is not None:
             return self.loss_fn(output, target) if target is not MISSING else self.loss_fn(output)
         return sum(t.float().sum() for t in flatten(output)[0] if t.requires_grad)
@@ -98,7 +97,7 @@ def work_of(  # noqa: PLR0913 - the arguments of a step, by name
     rules: Rules | None,
     stages: int,
 ) -> Work:
-    """A model and a batch, and the units for so many stages."""
+    """A model and a batch, with the units for so many stages."""
     call = tuple(args), dict(kwargs or {})
     example = None if any(t.is_meta for t in flatten(call)[0]) else call
     units = unit_paths(model, stages, example=example)
@@ -113,13 +112,13 @@ class Subject:
     """A unit, and what it is run with.
 
     Args:
-        path: of its module.
+        path: the path of its module.
         module: what runs.
-        arguments: positional, of which tensors are replaced by fresh ones.
-        keywords: by name.
-        names: for each tensor among these, in order, the value that it is of; None for one of the batch.
-        given: the values that it gives.
-        loss: makes a scalar of the output, in the last one.
+        arguments: its positional arguments, whose tensors are replaced by fresh ones in each run.
+        keywords: its arguments by name, likewise.
+        names: for each tensor among these, in order, the value to which it belongs; None for the batch.
+        given: the values that it makes.
+        loss: makes a scalar of the output; for the last unit only.
         calls: how often the model calls it.
     """
 
@@ -133,13 +132,13 @@ class Subject:
     calls: int = 1
 
     def fresh(self, *, leaf: bool) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-        """Arguments that nothing else holds; what a graph is to reach is a leaf, or stands over one."""
+        """Arguments that nothing else holds; those that need gradients are leaves, or made from one."""
         tensors, structure = flatten((self.arguments, dict(self.keywords)))
         made = []
         for tensor in tensors:
             own = tensor.detach().clone().requires_grad_(tensor.requires_grad and leaf)
             if tensor.requires_grad and not leaf:
-                # So that the graph holds another tensor's memory, and this one's only if it is used.
+                # Then the graph reaches a leaf, but holds the memory of this tensor only if it saves it.
                 own = _anchor(own.device) + own
             made.append(own)
         args, kwargs = unflatten(structure, made)
@@ -148,13 +147,13 @@ class Subject:
 
 @cache
 def _anchor(device: torch.device) -> Tensor:
-    """A leaf that graphs end in; where it is made, no meter is held."""
+    """A leaf in which graphs end; it must be made while no meter counts."""
     return torch.zeros((), device=device, requires_grad=True)
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a unit's forward leaves: bytes, of these what is not its module's own, and the values it keeps."""
+    """What a unit's forward leaves: bytes, how many of these are not its module's, and the values kept."""
 
     inner: float
     around: float
@@ -166,7 +165,7 @@ def holding_of(subject: Subject, module: nn.Module) -> Holding:
 
     Args:
         subject: the unit.
-        module: of the model; what runs around it, such as a pooling after it, is not computed again with it.
+        module: its module; what runs around that, such as a pooling after it, is not computed again with it.
     """
     for tensor in flatten((subject.arguments, dict(subject.keywords)))[0]:
         _anchor(tensor.device)
@@ -178,7 +177,7 @@ def holding_of(subject: Subject, module: nn.Module) -> Holding:
 
 @contextmanager
 def _computed_again(module: nn.Module) -> Iterator[None]:
-    """The module keeps what it is given, and nothing of what its own operations would keep for backward."""
+    """Let the module keep its arguments, but nothing that its operations save for backward."""
     own = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _nothing_back)
     given = []
 
@@ -202,7 +201,7 @@ def _nothing_back(_: Any) -> Tensor:
 
 
 def _held(subject: Subject) -> tuple[float, frozenset[str]]:
-    """What the graph of a unit keeps: bytes, and values beside them."""
+    """What the graph of a unit keeps: bytes, and apart from these values."""
     with Meter() as meter, torch.enable_grad():
         before = meter.live
         args, kwargs, made = subject.fresh(leaf=False)
@@ -222,7 +221,7 @@ def _held(subject: Subject) -> tuple[float, frozenset[str]]:
         del args, kwargs, made, output, tensors, root
         alive = [(name, size) for name, storage, size in known if storage() is not None]
         held = meter.live - before
-        # Of the loss's own input nothing travels: it is the unit's.
+        # The output to which a loss is applied does not travel: it counts as the unit's own.
         outside = {n for n in subject.names if n} | (
             set(subject.given) if subject.loss is None else set()
         )
@@ -236,7 +235,7 @@ def _held(subject: Subject) -> tuple[float, frozenset[str]]:
 
 
 def _names_of(output: Any, given: Sequence[str], tensors: int) -> list[str | None]:
-    """The value that each tensor of an output is of."""
+    """The value to which each tensor of an output belongs."""
     if isinstance(output, Mapping) and set(given) <= set(output):
         return [
             name if name in given else None
@@ -250,7 +249,7 @@ def _names_of(output: Any, given: Sequence[str], tensors: int) -> list[str | Non
 
 @dataclass
 class Laps:
-    """The times of one run of a unit, in halves and whole; and what it holds on the way."""
+    """The times of the runs of a unit, in halves and whole; and the memory that it takes meanwhile."""
 
     forward: list[float] = field(default_factory=list)
     input: list[float] = field(default_factory=list)
@@ -260,12 +259,12 @@ class Laps:
     extra: dict[str, float] = field(default_factory=dict)
 
     def needed(self, kind: str, extra: float) -> None:
-        """Note how much more than before and after it an F, I, W or B took while it ran."""
+        """Note how much more memory an F, I, W or B takes while it runs than before or after it."""
         self.extra[kind] = max(self.extra.get(kind, 0.0), extra)
 
 
 class Bench:
-    """Runs a unit again and again.
+    """Runs units as stages, and takes their times.
 
     Args:
         clock: tells the time.
@@ -307,7 +306,7 @@ class Bench:
         start = self._clock()
         found = stage.backward_input(0, None if gradients is None else list(gradients))
         laps.input.append(self._clock() - start)
-        # What is held from here on, the stage holds.
+        # Whatever is alive from here on is held by the stage.
         del found
         if gradients is not None:
             gradients.clear()
@@ -320,7 +319,7 @@ class Bench:
 
 
 class _Peaks:
-    """How much more than before and after it something takes while it runs."""
+    """Tells how much more memory something takes while it runs than before or after it."""
 
     def __init__(self, meter: Meter | None) -> None:
         self._meter = meter or Meter()
@@ -329,11 +328,11 @@ class _Peaks:
 
     @property
     def live(self) -> float:
-        """What is held now beyond what was at first."""
+        """How much more is held now than at first."""
         return float(max(self._meter.live - self._base, 0))
 
     def beyond(self) -> float:
-        """Of what ran since the last call."""
+        """The extra memory of what ran since the last call."""
         found = self._meter.peak - max(self._before, self._meter.live)
         self._before = self._meter.live
         self._meter.reset_peak()
@@ -341,14 +340,14 @@ class _Peaks:
 
 
 def _gradients(subject: Subject, output: Any) -> list[Tensor | None] | None:
-    """What comes back for an output."""
+    """The gradients that come back for an output."""
     if subject.loss is not None:
         return None
     return [torch.ones_like(t) if t.requires_grad else None for t in flatten(output)[0]]
 
 
 def cost_of(subject: Subject, laps: Laps, holding: Holding, flops: float) -> UnitCost:
-    """What a unit costs, by what was seen of it."""
+    """What a unit costs, from the times and memory of its runs."""
     own = {id(t): t for t in (*subject.module.parameters(), *subject.module.buffers())}.values()
     spreads = [_spread(times) for times in (laps.forward, laps.input, laps.backward)]
     return UnitCost(
@@ -377,10 +376,10 @@ def _spread(times: Sequence[float]) -> float:
 
 
 class Known:
-    """The units that were looked at. Of those that are alike one is.
+    """Collects the costs of units; of several that are alike only one is looked at.
 
     Attributes:
-        units: what each costs.
+        units: the cost of each unit.
     """
 
     def __init__(self) -> None:
@@ -394,9 +393,9 @@ class Known:
         """Add a unit.
 
         Args:
-            subject: what runs.
-            module: of the model.
-            cost: looks at it.
+            subject: the unit.
+            module: its module in the model.
+            cost: finds its cost.
         """
         kind = kind_of(subject, module)
         if kind not in self._kinds:
@@ -421,11 +420,11 @@ class Known:
 
 
 _POSITIONS = {"layer_idx", "layer_number", "layer_id", "index", "idx", "training"}
-"""Attributes that tell layers apart which are alike."""
+"""Attributes that differ between layers that are otherwise alike."""
 
 
 def kind_of(subject: Subject, module: nn.Module) -> Any:
-    """What is the same for units that cost the same."""
+    """A key that is the same for units that cost the same."""
     if subject.loss is not None:
         return subject.path
     tensors = shapes(flatten((subject.arguments, dict(subject.keywords)))[0])
@@ -434,7 +433,7 @@ def kind_of(subject: Subject, module: nn.Module) -> Any:
 
 
 def parts_of(module: nn.Module) -> Any:
-    """What is the same for modules that are alike."""
+    """A key that is the same for modules that are alike."""
     return tuple(
         (
             type(part),
@@ -456,7 +455,7 @@ def parts_of(module: nn.Module) -> Any:
 
 @contextmanager
 def gradients_kept(module: nn.Module) -> Iterator[None]:
-    """The parameters have their ``.grad`` back afterwards."""
+    """Set the parameters' ``.grad`` aside, and put it back afterwards."""
     before = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in before:
         parameter.grad = None
@@ -468,7 +467,7 @@ def gradients_kept(module: nn.Module) -> Iterator[None]:
 
 
 def flops_of(subject: Subject) -> float:
-    """The operations of a unit's forward."""
+    """The floating-point operations of a unit's forward."""
     args, kwargs, _ = subject.fresh(leaf=True)
     with Meter(_ANY) as meter, torch.enable_grad():
         subject.module(*args, **kwargs)
@@ -479,5 +478,5 @@ _ANY = Device("any", {"float32": 1.0}, 1.0, 1.0)
 
 
 def chain_edges(count: int) -> list[Edge]:
-    """The values of units of which each feeds the next."""
+    """The edges of units of which each feeds the next."""
     return [Edge(f"unit{index}", index, (index + 1,)) for index in range(count - 1)]

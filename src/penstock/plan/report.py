@@ -15,9 +15,9 @@ from penstock.schedule.drawing import COLOURS, NAMES
 
 TEMPLATE = Path(__file__).with_name("report.html")
 MOST_SPANS = 60_000
-"""How many actions are drawn: if that is not enough for all plans, the first ones have pictures."""
+"""How many actions are drawn; if that is not enough for all plans, only the first ones have pictures."""
 HELD = ("weights", "gradients", "optimizer", "messages", "activations", "between I and W")
-"""What lies in a rank's memory, from the bottom up."""
+"""What is in a rank's memory, from the bottom of the picture up."""
 
 
 def report_of(
@@ -27,8 +27,8 @@ def report_of(
 
     Args:
         plans: the fastest first.
-        title: what stands above; by default of what model and device they are.
-        measured: a step that the first plan was run for, to stand beside its simulation.
+        title: the heading; by default it names the model.
+        measured: a step that was run by the first plan, to be shown beside its simulation.
     """
     profile = plans.profile if isinstance(plans, Plans) else None
     if not title:
@@ -42,7 +42,7 @@ def report_of(
         "held": HELD,
         "plans": list(_plans(plans, measured)),
     }
-    # In a script element, "</" would end it, wherever it stands.
+    # "</" would end the script element that holds the data, even inside a string.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     return TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", text)
 
@@ -109,7 +109,7 @@ def _timeline(label: str, plan: Plan, ran: Simulation) -> dict[str, Any]:
 
 
 def _measured(plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    """A step that was run: what its gaps waited for is not recorded, but what came next is."""
+    """A step that was run. What its gaps waited for was not recorded, so it is taken from the simulation."""
     start, ranks = timeline.start, range(timeline.ranks)
     computing = [
         [span for span in timeline.of_rank(rank) if span.action.op in COLOURS] for rank in ranks
@@ -137,7 +137,7 @@ def _measured(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
 
 def _awaited(plan: Plan) -> dict[Action, str]:
-    """What each action of a measured step has to wait for, by the simulation's own account of the gaps."""
+    """What each action waits for in the simulation, by the action."""
     ran = plan.simulation
     return {
         gap.action: awaited(gap.waits_for) for rank in range(plan.ranks) for gap in ran.gaps(rank)
@@ -145,7 +145,7 @@ def _awaited(plan: Plan) -> dict[Action, str]:
 
 
 def awaited(action: Action) -> str:
-    """What a rank waits for, in words: an action of its own or of another rank."""
+    """The action that a rank waits for, in words."""
     _, op, microbatch, _ = action
     if op is Op.RECV_F:
         return f"what {action.peer_stage}F{microbatch} sends"
@@ -164,7 +164,7 @@ def _short(seconds: float) -> float:
 
 
 def _memory(plan: Plan, rank: int, spans: Sequence[Span], origin: float) -> dict[str, Any]:
-    """What a rank holds: all the time, and from each moment on."""
+    """What a rank holds: always, and from each moment on."""
     costs, placement = plan.stage_costs, plan.schedule.placement
     mine = placement.stages_on(rank)
     fixed = [sum(costs.kinds[stage][kind] for stage in mine) for kind in HELD[:3]]

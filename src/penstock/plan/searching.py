@@ -1,4 +1,4 @@
-"""Find the fastest plans that fit: look at the candidates, best bound first, and improve the best of them."""
+"""Find the fastest plans that fit: try the candidates, best bound first, and improve the best of them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from penstock.schedule.library import find
 
 KEPT = 10
 POLISHED = 3
-"""How many of the best are improved at the end."""
+"""How many of the best plans are improved at the end."""
 LARGEST_SEARCH = 512
-"""Stages times microbatches, up to which a schedule is searched: above, the time is too short for it."""
+"""Up to which product of stages and microbatches a schedule is searched; beyond it takes too long."""
 
 
 def search(  # noqa: PLR0913 - the whole question, by name
@@ -42,28 +42,28 @@ def search(  # noqa: PLR0913 - the whole question, by name
     """Find the fastest ways to run a model.
 
     Args:
-        profile: what its units cost: of :func:`measure` or :func:`predict`.
+        profile: what its units cost, from :func:`measure` or :func:`predict`.
         ranks: how many devices there are.
-        batch: samples of a step.
-        memory: bytes that a rank may hold; by default what the device has, if that is known; 0 for no limit.
-        schedules: names to choose from; by default every schedule of the library that trains.
-        pipeline: how many ranks a pipeline may have; the others are replicas, each with its part of the
-            batch. By default every number that divides ``ranks``.
-        stages_per_rank: for schedules that take any number; by default 2, 3 and 4.
-        microbatches: numbers of them for each pipeline; by default several that divide its part of the batch.
+        batch: the samples of a step.
+        memory: the bytes that a rank may hold; by default those of the device, if known; 0 for no limit.
+        schedules: the names to choose from; by default every schedule of the library that trains.
+        pipeline: how many ranks a pipeline may have; the other ranks are replicas, each with its share of
+            the batch. By default every number that divides ``ranks``.
+        stages_per_rank: numbers to try for schedules that take any; by default 2, 3 and 4.
+        microbatches: numbers to try for each pipeline; by default several that divide its share of the batch.
         checkpoint: ``"none"``, ``"needed"`` (as few units as fit the memory) or ``"all"``; by default all
-            three are tried, and without a limit none is computed again.
+            three are tried, or without a limit only ``"none"``.
         states: bytes of optimizer state for each byte of trained weights: 2 for AdamW, 1 for SGD with
             momentum.
-        keep: how many plans are wanted.
-        seconds: how long the best may be improved at the end: their cuts moved, their schedules searched.
-        prune: whether what is proven to be slower is left out; the plans are the same.
+        keep: how many plans to return.
+        seconds: how long the best may be improved at the end, by moving their cuts and searching schedules.
+        prune: whether to skip candidates that are proven to be slower, which does not change the plans.
 
     Returns:
         The plans, the fastest first.
 
     Raises:
-        UsageError: nothing fits, and what would; or a number or name is not valid.
+        UsageError: nothing fits (the message says what would), or a number or name is not valid.
     """
     limit = profile.memory if memory is None else memory
     policies = POLICIES if limit else ("none",)
@@ -92,17 +92,17 @@ def plan_for(
     batch: int,
     states: float = 2.0,
 ) -> Plan:
-    """The plan of a schedule and a cut that somebody chose by hand, to see what it costs.
+    """The plan of a schedule and a cut that were chosen by hand, to see what it costs.
 
     Args:
         profile: what the units cost.
-        schedule: what runs; its messages are worked out anew.
+        schedule: the schedule; its messages are worked out anew.
         stages: for each stage the paths of its units.
-        batch: samples of a step.
+        batch: the samples of a step.
         states: bytes of optimizer state for each byte of trained weights.
 
     Raises:
-        UsageError: the stages are no runs of the units.
+        UsageError: the stages do not hold the units in their order.
     """
     made = compute_only(schedule)
     samples = batch // made.microbatches
@@ -133,7 +133,7 @@ def _divisors(name: str, given: int | Iterable[int] | None, devices: int) -> tup
         return tuple(n for n in range(1, devices + 1) if devices % n == 0)
     if wrong := [number for number in found if devices % number]:
         raise UsageError(
-            f"{name}={wrong[0]}: {devices} ranks are no whole number of pipelines of {wrong[0]} ranks"
+            f"{name}={wrong[0]}: {devices} ranks cannot be divided into pipelines of {wrong[0]} ranks"
         )
     return found
 
@@ -200,7 +200,7 @@ class _Search:
                 del self._best[wanted.keep :]
 
     def anything_fits(self) -> bool:
-        """Whether some candidate fits: of the smallest microbatches, with all computed again."""
+        """Whether some candidate fits, tried with the smallest microbatches and all computed again."""
         thrifty = "all" if "all" in self._wanted.checkpoint else self._wanted.checkpoint[-1]
         shapes = list(replace(self._wanted, checkpoint=(thrifty,)).shapes(self.units))
         least = min((shape.samples for shape in shapes), default=0)
@@ -215,25 +215,25 @@ class _Search:
 
     @property
     def units(self) -> int:
-        """How many the model has."""
+        """How many units the model has."""
         sizes = sorted(self._profile.known) or [self._smallest()]
         return len(self._profile.at(sizes[0]).units)
 
     def _smallest(self) -> int:
-        """Some size of a microbatch, to see which units there are."""
+        """Some size of a microbatch, for which to find the units."""
         shapes = self._wanted.shapes(1_000_000)
         found = min((shape.samples for shape in shapes), default=None)
         if found is None:
             wanted = self._wanted
             raise UsageError(
-                f"batch={wanted.batch} cannot be shared as asked by {wanted.devices} ranks: the part of a "
+                f"batch={wanted.batch} cannot be shared as asked by {wanted.devices} ranks: the share of a "
                 "pipeline must be a whole number of samples, and of microbatches"
             )
         return found
 
     @property
     def _worst(self) -> float:
-        """What a candidate has to beat."""
+        """The time that a candidate has to beat."""
         full = len(self._best) >= self._wanted.keep
         return self._best[-1][0] if full else float("inf")
 
@@ -270,7 +270,7 @@ class _Search:
     # ---- improving
 
     def _improved(self, candidate: Candidate, until: float) -> list[Candidate]:
-        """The candidate with its cut moved, and with a schedule that is searched for that."""
+        """The candidate with an improved cut, and with a schedule that is searched for that."""
         found = []
         moved = self._moved(candidate, until)
         if moved is not candidate:
@@ -281,7 +281,7 @@ class _Search:
         return found
 
     def _moved(self, candidate: Candidate, until: float) -> Candidate:
-        """Move single units from stage to stage as long as that helps."""
+        """Move single units from stage to stage for as long as that helps."""
         units = len(self._profile.at(candidate.shape.samples).units)
         best, tried = candidate, {candidate.cut}
         while monotonic() < until:
@@ -296,7 +296,7 @@ class _Search:
         return best
 
     def _searched(self, candidate: Candidate, until: float) -> Candidate | None:
-        """A schedule that is searched for the costs of a candidate."""
+        """The candidate with a schedule that is searched for its costs, if that is faster."""
         schedule, stage_costs = candidate.schedule, candidate.stage_costs
         large = schedule.stages * schedule.microbatches > LARGEST_SEARCH
         if large or schedule.ranks == 1 or monotonic() > until:
@@ -326,14 +326,14 @@ class _Search:
         return other if other.seconds < candidate.seconds else None
 
     def _room(self, schedule: Schedule, stage_costs: StageCosts, rank: int) -> float:
-        """What a schedule may fill with activations, whatever its order."""
+        """The bytes that a schedule may fill with activations, whatever its order."""
         own = schedule.placement.stages_on(rank)
         extra = max(sizes[stage] for sizes in stage_costs.extra.values() for stage in own)
         messages = sum(map(stage_costs.messages, own))
         fixed = static_of(schedule.placement, stage_costs, rank)
         return self._wanted.memory - fixed - extra - messages
 
-    # ---- the answer
+    # ---- plans of candidates
 
     def plan_by_hand(self, shape: Shape, schedule: Schedule, cut: Cut) -> Plan:
         """The plan of one candidate, whether it fits or not."""
@@ -392,7 +392,7 @@ def _what_would_do(profile: Profile, wanted: Wanted, least: Candidate | None) ->
     if least is None:
         return (
             f"none of {', '.join(wanted.schedules)} can run so few units on the ranks and microbatches asked "
-            f"for: ranks={wanted.devices}, batch={wanted.batch}; leave more of it open"
+            f"for: ranks={wanted.devices}, batch={wanted.batch}; leave some of these options out"
         )
     most = max(least.memory)
     found = [
@@ -412,7 +412,7 @@ def _what_would_do(profile: Profile, wanted: Wanted, least: Candidate | None) ->
 
 
 def _enough_ranks(profile: Profile, wanted: Wanted) -> int | None:
-    """The least number of ranks of one pipeline that fits: replicas do not make it smaller."""
+    """The least number of ranks of a single pipeline that fits; replicas would not help."""
     search = _Search(profile, wanted, prune=True)
     for devices in range(wanted.devices + 1, search.units + 1):
         if wanted.batch < devices and wanted.microbatches is None:

@@ -11,11 +11,10 @@ from penstock.lazily import lazily
 
 if TYPE_CHECKING:
     from penstock.schedule.action import Action, Op, Overlap, matching, parse_action
-    from penstock.schedule.base import Schedule
+    from penstock.schedule.base import Edge, Placement, Schedule, chain, looped, v_shaped
     from penstock.schedule.clock import Costs
     from penstock.schedule.dependencies import Dependencies
     from penstock.schedule.drawing import draw_svg, draw_text
-    from penstock.schedule.edges import Edge, Placement, chain, looped, v_shaped
     from penstock.schedule.files import Limits, from_csv, from_json, load, save, to_csv, to_json
     from penstock.schedule.library import build, names, register
     from penstock.schedule.passes import (
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
         remove_wait_sends,
     )
     from penstock.schedule.searching import lower_bound, search
-    from penstock.schedule.simulation import Gap, Simulation, replay, simulate
-    from penstock.schedule.timeline import Span, Timeline
+    from penstock.schedule.simulation import Gap, Simulation, Span, Timeline, replay, simulate
     from penstock.schedule.validation import Problem, Report, validate
 
 
@@ -91,18 +89,16 @@ __getattr__ = lazily(
     __name__,
     {
         "action": "Action Op Overlap matching parse_action",
-        "base": "Schedule",
+        "base": "Edge Placement Schedule chain looped v_shaped",
         "dependencies": "Dependencies",
         "drawing": "draw_svg draw_text",
-        "edges": "Edge Placement chain looped v_shaped",
         "files": "Limits from_csv from_json load save to_csv to_json",
         "library": "build names register",
         "passes": "Pass add_communication add_wait_sends compose compute_only delay_receives merge_backward "
         "prefetch reduce_gradients release_sends remove_wait_sends",
         "searching": "lower_bound search",
         "clock": "Costs",
-        "simulation": "Gap Simulation replay simulate",
-        "timeline": "Span Timeline",
+        "simulation": "Gap Simulation Span Timeline replay simulate",
         "validation": "Problem Report validate",
     },
 )

@@ -1,4 +1,4 @@
-"""What a rank can be told to do: an op on a stage for a microbatch, its text form, and patterns of that.
+"""What a rank can be told to do: an op on a stage for a microbatch. Its text form, and patterns of that.
 
 An action reads ``<stage><op><microbatch>``: ``2F0``, ``0SEND_F1``, ``3W2``, ``0UNSHARD``. A message that
 does not go to the neighbouring stage names its peer stage after an ``@``: ``0SEND_F1@5``.
@@ -114,7 +114,7 @@ def message(stage: int, op: Op, microbatch: int | None, peer: int) -> Action:
 
 _OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
 _SHOWN = 60
-"""How much of a wrong text an error shows."""
+"""How many characters of a wrong text an error shows."""
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _ACTION = re.compile(rf"{_NUMBER}({_OPS}){_NUMBER}?(?:@{_NUMBER})?")
 _OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
@@ -163,11 +163,11 @@ def misfit(action: Action) -> str | None:
     if action.microbatch is None:
         return f"{action.op.value} needs a microbatch"
     if action.peer is not None and action.op not in NEIGHBOUR:
-        return f"{action.op.value} is no message and names no peer"
+        return f"{action.op.value} is not a message and names no peer"
     return None
 
 
-# ---- which actions a text means: the text form of an action, in which ``*`` stands for anything
+# ---- patterns: the text form of an action, in which ``*`` stands for anything
 
 
 _PART = r"(\*|0|[1-9][0-9]*)"
@@ -179,12 +179,12 @@ def matching(pattern: str) -> Callable[[Action], bool]:
 
     Args:
         pattern: ``<stage><op><microbatch>``, each of them as in an action's text or ``*``: ``3F0``, ``*F*``,
-            ``3*0``, ``3B*``. For any op, and for ops on a whole stage, the microbatch may be left out:
-            ``3*`` is all that stage 3 does, ``*UNSHARD`` every unshard, ``*`` everything. A message may
-            name its peer stage, ``0SEND_F*@5``; without one it is any.
+            ``3*0``, ``3B*``. The microbatch may be left out where the op is ``*`` or is one on a whole
+            stage: ``3*`` is all that stage 3 does, ``*UNSHARD`` every unshard, ``*`` everything. A message
+            may name its peer stage, as in ``0SEND_F*@5``; otherwise any peer will do.
 
     Raises:
-        ScheduleError: it is no pattern, or means nothing.
+        ScheduleError: it is not a pattern, or no action can match it.
     """
     stage, op, microbatch, peer = _parts(pattern)
 

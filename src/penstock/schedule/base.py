@@ -1,17 +1,18 @@
-"""A schedule: the program of each rank, as a value."""
+"""A schedule as a value: which rank holds which stage, which values travel, and what each rank does."""
 
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain as concatenate
-from operator import itemgetter
-from typing import cast
+from operator import index, itemgetter
+from typing import cast, overload
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.action import (
     MESSAGE_OPS,
     NEIGHBOUR,
@@ -22,16 +23,239 @@ from penstock.schedule.action import (
     Program,
     misfit,
 )
-from penstock.schedule.edges import Edge, Edges, Placement, Routes, chain, routes
+
+# ---- which rank holds which stages
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A map from stages to ranks.
+
+    Args:
+        rank_of: the rank of each stage; every rank from 0 up to the largest has at least one stage.
+
+    Raises:
+        ScheduleError: no stage, a negative rank, or a rank without a stage.
+    """
+
+    rank_of: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rank_of:
+            raise ScheduleError("a placement needs at least one stage")
+        empty = sorted(set(range(max(self.rank_of) + 1)) - set(self.rank_of))
+        if min(self.rank_of) < 0 or empty:
+            raise ScheduleError(
+                f"placement {self.rank_of}: ranks count from 0 and each holds a stage; "
+                f"without one: {empty}"
+            )
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.rank_of)
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return max(self.rank_of) + 1
+
+    @cached_property
+    def _stages_on(self) -> tuple[tuple[int, ...], ...]:
+        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, rank in enumerate(self.rank_of):
+            held[rank].append(stage)
+        return tuple(map(tuple, held))
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` holds, ascending."""
+        return self._stages_on[rank]
+
+
+def looped(ranks: int, stages_per_rank: int = 1) -> Placement:
+    """Stage ``s`` on rank ``s % ranks``: the chain, and its laps for interleaved schedules."""
+    check_at_least_one(ranks=ranks, stages_per_rank=stages_per_rank)
+    return Placement(tuple(stage % ranks for stage in range(ranks * stages_per_rank)))
+
+
+def v_shaped(ranks: int) -> Placement:
+    """Rank ``r`` holds stages ``r`` and ``2 * ranks - 1 - r``: down the ranks and back up."""
+    check_at_least_one(ranks=ranks)
+    down = tuple(range(ranks))
+    return Placement(down + down[::-1])
+
+
+def check_at_least_one(**counts: int) -> None:
+    """Refuse counts, given by their names, that are below 1 or not whole numbers."""
+    for name, count in counts.items():
+        if whole_number(name, count) < 1:
+            raise ScheduleError(f"{name}={count}: must be at least 1")
+
+
+@overload
+def whole_number(name: str, number: int) -> int: ...
+@overload
+def whole_number(name: str, number: None) -> None: ...
+@overload
+def whole_number(name: str, number: int | None) -> int | None: ...
+
+
+def whole_number(name: str, number: int | None) -> int | None:
+    """A whole number, which may be numpy's, as an ``int``; or ``None``.
+
+    Args:
+        name: the name of the argument, for the message.
+        number: what the user gave.
+
+    Raises:
+        UsageError: it is not a whole number.
+    """
+    try:
+        return None if number is None else index(number)
+    except TypeError:
+        raise UsageError(f"{name}={number!r}: must be a whole number") from None
+
+
+# ---- which values travel between stages, and over which messages
+# An *edge* is a value, the stage that makes it and the stages that use it; the chain, where each stage
+# feeds the next, is the common table. A value is sent once to each rank that needs it: all values that a
+# stage makes for one rank travel as one message, named after the lowest stage there that uses any of them.
+# Their gradients come back as one message from that same stage.
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value made by one stage and used by later ones.
+
+    Args:
+        value: its name, unique in the edge table.
+        source: the stage that makes it.
+        targets: the later stages that use it, in ascending order.
+        gradient: whether a gradient comes back; false for masks, indices and the like.
+    """
+
+    value: str
+    source: int
+    targets: tuple[int, ...]
+    gradient: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.targets or list(self.targets) != sorted(set(self.targets)):
+            raise ScheduleError(
+                f"edge {self.value!r}: targets {self.targets} must be at least one stage, in ascending order"
+            )
+        if self.source < 0 or self.targets[0] <= self.source:
+            raise ScheduleError(
+                f"edge {self.value!r}: made by stage {self.source}, used by stages {self.targets}; "
+                "a value goes to later stages only"
+            )
+
+
+Edges = tuple[Edge, ...]
+
+
+def chain(stages: int) -> Edges:
+    """The table in which every stage feeds the next one."""
+    return tuple(Edge(f"stage{stage}", stage, (stage + 1,)) for stage in range(stages - 1))
+
+
+Table = tuple[tuple[int, ...], ...]
+"""For each stage some other stages, in ascending order."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How an edge table runs over a placement, per stage.
+
+    Attributes:
+        sources: the stages whose values a stage uses.
+        users: the stages that use a stage's values and owe it a gradient.
+        messages_in: the stages on other ranks whose messages are named after this stage.
+        messages_out: the stages on other ranks after which this stage's messages are named, one per rank.
+        gradients_in: like ``messages_out``, for the messages that bring gradients back.
+        gradients_out: like ``messages_in``, for the messages that take gradients back.
+    """
+
+    placement: Placement
+    sources: Table
+    users: Table
+    messages_in: Table
+    messages_out: Table
+    gradients_in: Table
+    gradients_out: Table
+
+    def carrier(self, source: int, user: int) -> int:
+        """The stage on ``user``'s rank after which the message from ``source`` is named."""
+        rank = self.placement.rank_of[user]
+        return next(s for s in self.messages_out[source] if self.placement.rank_of[s] == rank)
+
+    def gradient_carrier(self, source: int, user: int) -> int:
+        """The stage on ``user``'s rank after which the gradient message to ``source`` is named."""
+        rank = self.placement.rank_of[user]
+        return next(s for s in self.gradients_in[source] if self.placement.rank_of[s] == rank)
+
+    def owing(self, source: int, carrier: int) -> tuple[int, ...]:
+        """The stages on ``carrier``'s rank whose gradients make up its message to ``source``."""
+        rank = self.placement.rank_of[carrier]
+        return tuple(u for u in self.users[source] if self.placement.rank_of[u] == rank)
+
+
+def routes(edges: Iterable[Edge], placement: Placement) -> Routes:
+    """Work out the messages of an edge table over a placement."""
+    table = tuple(edges)
+    out = _message_targets(table, placement)
+    back = _message_targets((edge for edge in table if edge.gradient), placement)
+    return Routes(
+        placement,
+        sources=_inverse(_used_by(table, placement.stages)),
+        users=_used_by((edge for edge in table if edge.gradient), placement.stages),
+        messages_in=_inverse(out),
+        messages_out=out,
+        gradients_in=back,
+        gradients_out=_inverse(back),
+    )
+
+
+def _used_by(edges: Iterable[Edge], stages: int) -> Table:
+    users: list[set[int]] = [set() for _ in range(stages)]
+    for edge in edges:
+        users[edge.source].update(edge.targets)
+    return tuple(tuple(sorted(found)) for found in users)
+
+
+def _message_targets(edges: Iterable[Edge], placement: Placement) -> Table:
+    """For each stage, the lowest user of its values on each other rank."""
+    return tuple(
+        _first_on_each_rank(users, placement, placement.rank_of[source])
+        for source, users in enumerate(_used_by(edges, placement.stages))
+    )
+
+
+def _first_on_each_rank(users: Sequence[int], placement: Placement, home: int) -> tuple[int, ...]:
+    first: dict[int, int] = {}
+    for user in users:
+        first.setdefault(placement.rank_of[user], user)
+    first.pop(home, None)
+    return tuple(sorted(first.values()))
+
+
+def _inverse(table: Table) -> Table:
+    found: list[list[int]] = [[] for _ in table]
+    for stage, others in enumerate(table):
+        for other in others:
+            found[other].append(stage)
+    return tuple(map(tuple, found))
+
 
 # ---- Python's cyclic garbage collector, kept out of the way of millions of small values
-# Actions are tuples that can never be part of a cycle, yet each full collection walks all of them: with a
-# million actions that is half of the time. What is decorated here makes no cycles worth collecting.
+# Actions are tuples that can never be part of a cycle, yet each full collection visits all of them: with a
+# million actions that takes half of the time. The functions that are decorated make no cycles worth
+# collecting.
 
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """Pause the cyclic collector; also a decorator. Nested use is fine, the outermost resumes it."""
+    """Pause the cyclic collector; also usable as a decorator. When nested, the outermost resumes it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -59,15 +283,15 @@ class Schedule:
         edges: the values that travel between stages; by default the chain.
 
     Raises:
-        ScheduleError: as many programs as ranks are expected; stages, microbatches and peers must be in
-            range; an action must have the parts its op needs.
+        ScheduleError: there is not one program per rank, a stage, microbatch or peer is out of range, or
+            an action lacks a part that its op needs.
     """
 
     name: str = field(compare=False)
     placement: Placement
     microbatches: int
     programs: tuple[Program, ...] = field(repr=False)
-    # None stands for the chain until the object is made; no edges at all are another table.
+    # None means the chain, see __post_init__; an empty tuple means no edges at all.
     edges: Edges = field(default=cast("Edges", None), repr=False)
 
     def __post_init__(self) -> None:
@@ -95,19 +319,19 @@ class Schedule:
 
     @cached_property
     def ops(self) -> frozenset[Op]:
-        """The ops that occur."""
+        """The ops that occur in the programs."""
         return frozenset(
             op for program in self.programs for op in set(map(itemgetter(1), flat(program)))
         )
 
     @property
     def communicates(self) -> bool:
-        """Whether the messages are spelled out."""
+        """Whether its messages are spelled out."""
         return not self.ops.isdisjoint(MESSAGE_OPS)
 
     @property
     def trains(self) -> bool:
-        """Whether there is any backward."""
+        """Whether it runs any backward."""
         return not self.ops.isdisjoint({Op.I, Op.W, Op.B})
 
     @property
@@ -159,20 +383,14 @@ def _check_edges(edges: Edges, stages: int) -> None:
     beyond = [edge.value for edge in edges if edge.targets[-1] >= stages]
     if beyond:
         raise ScheduleError(f"edges {beyond} go to stages beyond the last, {stages - 1}")
-    values = [edge.value for edge in edges]
-    twice = (
-        sorted({value for value in values if values.count(value) > 1}) if _repeats(values) else []
-    )
+    counts = Counter(edge.value for edge in edges)
+    twice = sorted(value for value, count in counts.items() if count > 1)
     if twice:
         raise ScheduleError(f"edges named twice: {twice}")
 
 
-def _repeats(values: list[str]) -> bool:
-    return len(set(values)) < len(values)
-
-
 def _check_program(rank: int, program: Program, stages: int, microbatches: int) -> None:
-    """Check that each action could exist: first by kinds, of which there are few, then one by one."""
+    """Check that each action can exist: first by kinds, which are few, and one by one only for an error."""
     if _sound(tuple(flat(program)), stages, microbatches):
         return
     for position, action in enumerate(flat(program)):

@@ -29,11 +29,11 @@ class Costs:
         input: time of I.
         weight: time of W.
         backward: time of B; input + weight where not given.
-        latency: time from the moment a message is posted at both ends until it is there.
+        latency: time from the moment a message is posted at both ends until it has arrived.
         bandwidth: bytes that a channel carries in a unit of time; its messages go one after the other.
         message: bytes of each value by its name in the edge table, or one number for all.
         activation: what F of a stage holds until its I or B is done.
-        stash: what I leaves until W is done.
+        stash: what I holds until W is done.
         overlap: the share of the shorter half that an overlapped pair of F and B hides, from 0 to 1.
         unit: the unit of the times: ``s``, ``ms``, ``us``, or empty for plain numbers.
 
@@ -68,14 +68,14 @@ class Costs:
             raise UsageError(f"overlap={self.overlap}: must be from 0 to 1")
 
     def per_stage(self, name: str, stages: int) -> list[float]:
-        """One of the costs, a number per stage.
+        """One of the costs, as a number for each stage.
 
         Args:
             name: ``forward``, ``input``, ``weight``, ``backward``, ``activation`` or ``stash``.
             stages: how many stages there are.
 
         Raises:
-            UsageError: a list of another length.
+            UsageError: the cost is a list of another length.
         """
         if name == "backward" and self.backward is None:
             halves = zip(
@@ -117,7 +117,7 @@ class Prices:
         duration: how long the action keeps its rank busy.
         transfer: how long its message keeps its channel busy.
         hidden: how much earlier than the end of its forward half a backward half may start.
-        latency: from the end of a transfer until the message is there.
+        latency: the time from the end of a transfer until the message has arrived.
     """
 
     duration: Numbers
@@ -146,7 +146,7 @@ def _hidden(packed: Packed, duration: Numbers, costs: Costs) -> Numbers:
 
 
 def _transfers(wiring: Wiring, costs: Costs) -> Numbers:
-    """How long each message is under way: at its SEND and its RECV, or at the action that makes its value."""
+    """How long each message is under way, at its SEND and RECV or at the action that makes its value."""
     packed = wiring.packed
     transfer = np.zeros(len(packed))
     if not costs.message:
@@ -192,7 +192,7 @@ class Times:
     Attributes:
         start: when it started; of a message, when it was posted.
         end: when it ended.
-        there: when what it gives was there for another rank: of a message, its arrival.
+        there: when its result was available to another rank; for a message, when it arrived.
     """
 
     start: Numbers
@@ -242,12 +242,12 @@ def _integers(values: NDArray[np.int32]) -> array[int]:
 
 
 NOT_YET = -1.0
-"""A time before all times: what has not happened."""
+"""Stands for the time of what has not happened yet."""
 
 
 @dataclass
 class _Channels:
-    """The messages under way: the times of their ends, and until when each channel is busy."""
+    """The messages under way, and until when each channel is busy."""
 
     partner: array[int]
     transfer: array[float]
@@ -256,7 +256,7 @@ class _Channels:
     busy_until: dict[int, float] = field(default_factory=dict)
 
     def arrival(self, number: int, first: float, second: float) -> float:
-        """When a message is there whose ends were posted at these two times."""
+        """When a message arrives whose two ends were posted at these times."""
         posted = max(first, second)
         transfer = self.transfer[number]
         if transfer:
@@ -267,7 +267,7 @@ class _Channels:
 
 
 class _Clocks:
-    """Runs each rank until it must wait for a rank whose time is not known yet."""
+    """Runs each rank until it must wait for an action whose time is not known yet."""
 
     def __init__(self, wiring: Wiring, prices: Prices) -> None:
         packed = wiring.packed
@@ -283,7 +283,7 @@ class _Clocks:
         self._hidden = _doubles(prices.hidden)
         self._waits = [_integers(column) for column in wiring.waits]
         self._first_halves = frozenset((packed.halves - 1).tolist())
-        """An overlapped pair gives what it makes when both halves are done."""
+        """The forward halves of overlapped pairs: their results are there when both halves are done."""
         self._message = bytes(packed.messages.astype(np.uint8))
         partner = _integers(wiring.partner)
         transfer = _doubles(prices.transfer)
@@ -304,7 +304,7 @@ class _Clocks:
             (at for at, last in zip(self._at, self._last, strict=True) if at < last), None
         )
         if stands is not None:
-            raise _refusal(self._packed, stands, "waits for ever")
+            raise _refusal(self._packed, stands, "waits forever")
 
     def _advance(self, rank: int) -> None:
         clock = self._clock[rank]
@@ -330,7 +330,7 @@ class _Clocks:
         self._at[rank], self._clock[rank] = number, clock
 
     def _ready_at(self, number: int, rank: int, ready: float) -> float:
-        """When what an action waits for is there; ``NOT_YET`` where that is not known."""
+        """When all that an action waits for is there; ``NOT_YET`` where that is not known."""
         for column in self._waits:
             awaited = column[number]
             if awaited >= 0:
@@ -360,7 +360,7 @@ class _Clocks:
 
 
 def _channel(wiring: Wiring) -> NDArray[np.int32]:
-    """For each SEND and RECV a number of its channel: the ranks it joins and the kind of message."""
+    """For each SEND and RECV the number of its channel, made of its two ranks and the kind of message."""
     packed = wiring.packed
     other = packed.rank[wiring.partner]
     is_send = packed.having(SEND_OPS)

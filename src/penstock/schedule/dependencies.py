@@ -1,6 +1,6 @@
-"""Rule 1: whatever says what must come before an action lives in this file.
+"""Rule 1: what must come before an action is said in this file, and nowhere else.
 
-Validator, passes, simulator, drawing and runtime ask it here and nowhere else.
+The validator, the passes, the simulator and the runtime all ask it here.
 
 ====================  =====================================================================
 action                must be complete before it
@@ -46,14 +46,14 @@ COUNTERPART = {
 
 
 class Half(Enum):
-    """An op that may run alone or inside B: a need for either is met by the one the microbatch has."""
+    """An op that may run alone or as part of a B: a need for it is met by the one that the microbatch has."""
 
     INPUT = Op.I
     WEIGHT = Op.W
 
 
 class Need(NamedTuple):
-    """What an action needs, without the microbatch."""
+    """An action that is needed, without its microbatch."""
 
     stage: int
     op: Op | Half
@@ -75,7 +75,7 @@ class Dependencies:
     """What must come before each action of a schedule, and which messages its values need.
 
     Args:
-        schedule: any schedule, with its messages spelled out or not.
+        schedule: any schedule, with or without its messages.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -136,8 +136,8 @@ class Dependencies:
     def shards(self, stage: int) -> bool:
         """Whether the stage's parameters are gathered by an UNSHARD and freed by a RESHARD.
 
-        Its computing actions, and a RESHARD, then stand where the last of the two before them is an
-        UNSHARD; an UNSHARD stands where it is not.
+        If so, the last of these two before each of its computing actions, and before a RESHARD, must be an
+        UNSHARD; before an UNSHARD it must not.
         """
         return stage in self._sharded
 
@@ -149,8 +149,8 @@ class Dependencies:
     def sends(self, action: Action) -> list[Action]:
         """The messages that ``action`` makes possible, as SENDs of its rank.
 
-        A gradient message carries the sum over the stages of the rank that use the value; it is listed
-        for each of them, and possible after the last.
+        A gradient message carries the sum over all stages of the rank that use the value. It is listed for
+        each of these, and becomes possible after the last.
         """
         stage, op, microbatch, _ = action
         if op is Op.F:

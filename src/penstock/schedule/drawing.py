@@ -10,9 +10,9 @@ from html import escape
 from typing import NamedTuple
 
 from penstock.schedule.action import COMPUTE_OPS, Action, Op
-from penstock.schedule.timeline import Span, Timeline
+from penstock.schedule.simulation import Span, Timeline
 
-# ---- time as people read it: a unit, round ticks, short numbers
+# ---- times for readers: a suitable unit, round ticks, short numbers
 
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -20,14 +20,14 @@ _STEPS = (1, 2, 5, 10)
 
 
 class Unit(NamedTuple):
-    """A unit to write times in: its name, and how many of it one unit of the timeline is."""
+    """A unit to write times in: its name, and how many of it make up one unit of the timeline."""
 
     name: str
     factor: float
 
 
 def unit_for(timeline: Timeline) -> Unit:
-    """The unit in which the makespan is a number from 1 to 1000, where its unit is one of time."""
+    """The unit in which the makespan is a number from 1 to 1000; none where times are plain numbers."""
     if timeline.unit not in _SECONDS:
         return Unit("", 1.0)
     seconds = timeline.makespan * _SECONDS[timeline.unit]
@@ -62,7 +62,8 @@ def stages_of(timeline: Timeline) -> list[list[int]]:
 
 
 # ---- the colours of the ops
-# Okabe and Ito, "Color Universal Design", 2008: eight colours that every kind of colour vision separates.
+# Okabe and Ito, "Color Universal Design", 2008: eight colours that people with any colour vision can tell
+# apart.
 COLOURS = {Op.F: "#56b4e9", Op.I: "#e69f00", Op.W: "#009e73", Op.B: "#cc79a7"}
 OTHER = "#999999"
 NAMES = {
@@ -73,11 +74,11 @@ NAMES = {
 }
 RESET = "\x1b[0m"
 PALEST = 0.6
-"""How far towards white the last of several stages on a rank goes."""
+"""How far the colour of the last of a rank's stages goes towards white."""
 
 
 def colour(op: Op, place: int = 0, places: int = 1) -> str:
-    """The colour of an op on the ``place``-th of a rank's ``places`` stages: later ones are paler."""
+    """The colour of an op on the ``place``-th of a rank's ``places`` stages; later ones are paler."""
     white = PALEST * place / max(1, places - 1)
     parts = (int(COLOURS.get(op, OTHER)[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
@@ -97,11 +98,11 @@ LABELS, SHARES = 62, 58
 TOP, LEGEND, AXIS, NOTE = 34, 24, 36, 20
 """Height of title, legend, time axis and note."""
 NARROWEST, WIDEST, SCREEN = 640, 12_000, 2000
-"""Width of the rows at least and at most, and from where on one has to scroll."""
+"""The least and largest width of the rows, and the width from which one has to scroll."""
 ROOM = 21
-"""Width of a box in which a number of two digits is read well."""
+"""Width of a box in which a number of two digits is legible."""
 DIGIT, TIGHT = 6.6, 4.6
-"""Width of a digit of the labels, and where there is less room."""
+"""Width of a digit in a label, and of one in small type where there is less room."""
 
 _STYLE = (
     "text{font-family:Helvetica,Arial,sans-serif;font-size:12px;fill:#222}"
@@ -131,7 +132,7 @@ class _Sheet:
 
     @cached_property
     def scale(self) -> float:
-        """Pixels per unit of time: as many as the numbers need, within bounds for the whole."""
+        """Pixels per unit of time: as many as the numbers need, within the bounds on the whole width."""
         makespan = self.timeline.makespan or 1.0
         durations = sorted(s.duration for s in self.timeline.spans if s.duration > 0)
         typical = durations[len(durations) // 4] if durations else makespan
@@ -171,8 +172,8 @@ def draw_svg(timeline: Timeline, *, title: str = "", note: str = "") -> str:
 
     Args:
         timeline: of a simulated or measured step.
-        title: what stands above it.
-        note: what stands below it, such as how the times came about.
+        title: the text above it.
+        note: the text below it, such as where the times are from.
 
     Returns:
         An SVG document. All text is escaped; each box names its action and times in a tooltip.
@@ -256,7 +257,7 @@ def _rank(sheet: _Sheet, rank: int, unit: Unit) -> Iterator[str]:
 
 
 def _pairs(sheet: _Sheet) -> Iterator[str]:
-    """A frame around each forward and backward that overlap, whether or not that saves time here."""
+    """A frame around each overlapped pair, whether or not the overlap saves time here."""
     spans = {span.action: span for span in sheet.timeline.spans} if sheet.timeline.pairs else {}
     for pair in sheet.timeline.pairs:
         halves = [spans[half] for half in pair if half in spans]
@@ -269,7 +270,7 @@ def _pairs(sheet: _Sheet) -> Iterator[str]:
 
 
 def _together(spans: Iterable[Span]) -> set[int]:
-    """Which spans of a rank, by start, run at the same time as another."""
+    """Which spans of a rank, in the order of their starts, run at the same time as another."""
     found: set[int] = set()
     last, end = -1, float("-inf")
     for i, span in enumerate(spans):
@@ -281,7 +282,7 @@ def _together(spans: Iterable[Span]) -> set[int]:
 
 
 def _box(sheet: _Sheet, span: Span, unit: Unit, *, shares: bool) -> Iterator[str]:
-    """A span; one that shares its time has half the height, forwards above."""
+    """The box of a span; one that shares its time has half the height, with forwards on top."""
     stage, op, microbatch, _ = span.action
     x, width = sheet.x(span.start), span.duration * sheet.scale
     height = (sheet.row - 4) / (2 if shares else 1)
@@ -318,7 +319,7 @@ def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> 
     """Draw a timeline in characters.
 
     There is one line per rank or, where ranks hold several stages, one per stage. A box begins with its op
-    and, where it fits, its microbatch; ``.`` is time in which the rank is idle. A legend stands below.
+    and, if there is room, its microbatch; ``.`` is time in which the rank is idle. There is a legend below.
 
     Args:
         timeline: of a simulated or measured step.
@@ -350,14 +351,14 @@ class _Page:
 
     @cached_property
     def label(self) -> int:
-        """The width of what stands before a line."""
+        """The width of the labels before the lines."""
         highest = max((stage for found in self.stages for stage in found), default=0)
         stage = len(f" stage {highest}") if self.staged else 0
         return len(f"rank {self.timeline.ranks - 1}") + stage
 
     @cached_property
     def scale(self) -> float:
-        """Columns per unit of time; boxes that take equally long are equally wide, where they can be."""
+        """Columns per unit of time, such that boxes of equal times have equal widths if possible."""
         columns = max(FEWEST, self.width - self.label - len(" |") - len(SHARE))
         whole = columns / self.timeline.makespan if self.timeline.makespan else 0.0
         shortest = min((s.duration for s in self.timeline.spans if s.duration > 0), default=0.0)
@@ -368,7 +369,7 @@ class _Page:
         return max(FEWEST, math.ceil(self.timeline.makespan * self.scale - 1e-9))
 
     def lines(self, rank: int) -> Iterator[str]:
-        """A rank's lines; its idle share stands behind the first."""
+        """A rank's lines; its idle share is at the end of the first."""
         spans = self.timeline.of_rank(rank)
         busy = [IDLE] * self.columns
         for span in spans:
@@ -383,7 +384,7 @@ class _Page:
             yield f"{name.ljust(self.label)} |{row}{share if number == 0 else '|'}"
 
     def place(self, span: Span) -> tuple[int, int]:
-        """The first column of a box, and the one behind it."""
+        """The first column of a box, and the one after its last."""
         start, end = (
             round((at - self.timeline.start) * self.scale) for at in (span.start, span.end)
         )
@@ -397,7 +398,7 @@ class _Page:
             text = _cell(span.action, last - first)
             cells[first:last] = text
             if self.colour and last > first:
-                # The whole box is in its first cell.
+                # The first cell gets the whole box, so that its text is painted at once.
                 cells[first:last] = [painted(text, span.action.op), *[""] * (last - first - 1)]
         return "".join(cells)
 
@@ -420,7 +421,7 @@ class _Page:
 
 
 def _cell(action: Action, width: int) -> str:
-    """The longest of the names of an action that leaves a space before the next box, or its op."""
+    """The name of an action if a space is left before the next box, otherwise its op."""
     microbatch = "" if action.microbatch is None else action.microbatch
     name = f"{action.op.value}{microbatch}"
     return (name if len(name) < width else action.op.value)[:width].ljust(width)

@@ -1,4 +1,4 @@
-"""Schedules in files: as CSV, which torch writes and reads too, and as JSON, which holds all of one."""
+"""Schedules in files: as CSV, which torch reads and writes too, and as JSON, which holds everything."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from typing import Any
 
 from penstock.errors import InputFileError, ScheduleError, UsageError, printable
 from penstock.schedule.action import COMPUTE_OPS, Action, Entry, parse_action
-from penstock.schedule.base import Schedule, flat
-from penstock.schedule.edges import Edge, Placement, chain
+from penstock.schedule.base import Edge, Placement, Schedule, chain, flat
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Caps on what is read: how much a schedule file may hold.
+    """Limits on what a schedule file may hold.
 
     Attributes:
-        size: bytes of the file.
-        ranks: programs.
-        actions: actions of all programs, empty cells included.
+        size: bytes in the file.
+        ranks: programs in it.
+        actions: actions in all programs, including empty cells.
     """
 
     size: int = 256 * 2**20
@@ -37,14 +36,14 @@ DEFAULT = Limits()
 
 SUFFIXES = (".csv", ".json")
 _SHOWN = 60
-"""How much of a wrong text an error shows."""
+"""How many characters of a wrong text an error shows."""
 
 
 def save(schedule: Schedule, path: str | Path) -> None:
     """Write a schedule to a ``.csv`` or ``.json`` file.
 
     Raises:
-        UsageError: another ending.
+        UsageError: the name has another ending.
         ScheduleError: CSV cannot hold the schedule's edges.
     """
     file = Path(path)
@@ -56,8 +55,8 @@ def load(path: str | Path, *, limits: Limits = DEFAULT) -> Schedule:
     """Read a schedule from a ``.csv`` or ``.json`` file. Whether it completes is for ``validate`` to say.
 
     Raises:
-        UsageError: another ending.
-        InputFileError: what the file holds is not a schedule; the message names file, row, column, text.
+        UsageError: the name has another ending.
+        InputFileError: the file does not hold a schedule; the message names the file, row, column and text.
     """
     file = Path(path)
     suffix = _suffix(file)
@@ -77,7 +76,7 @@ def _suffix(path: Path) -> str:
     return suffix
 
 
-# ---- files come from others: reading one must end
+# ---- files may be anybody's: reading one must come to an end
 
 
 def read_text(path: Path, limits: Limits) -> str:
@@ -110,7 +109,7 @@ def read_text(path: Path, limits: Limits) -> str:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open without waiting for somebody to write at the other end of a pipe."""
+    """Open without waiting for a writer, in case it is a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -133,7 +132,7 @@ def _check_counts(ranks: int, actions: int, limits: Limits) -> None:
 
 
 def _check_microbatches(stages: int, microbatches: int, limits: Limits) -> None:
-    """Refuse a microbatch index so high that its missing actions alone exceed the limits."""
+    """Refuse a microbatch index so high that the actions missing below it exceed the limits."""
     if stages * microbatches > limits.actions:
         raise InputFileError(
             f"{microbatches} microbatches of {stages} stages: more than {limits.actions} forwards, "
@@ -141,13 +140,13 @@ def _check_microbatches(stages: int, microbatches: int, limits: Limits) -> None:
         )
 
 
-# ---- CSV: a row per rank, a cell per action
-# With messages it is what torch calls ``compute_comms``, without ``compute_only``. CSV holds neither
+# ---- CSV: one row per rank, one cell per action
+# With messages it is what torch calls ``compute_comms``, and without them ``compute_only``. CSV holds neither
 # placement nor edges: a stage is on the rank in whose row it computes, and the edges are the chain.
 
 
 _RUNS = ("=", "+", "-", "@", "\t", "\r")
-"""What a cell begins with that a spreadsheet takes for a formula."""
+"""The beginnings of cells that a spreadsheet would take for formulas."""
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -162,7 +161,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def csv_table(rows: Iterable[Iterable[str]]) -> str:
-    """Rows of text as CSV; a cell that a spreadsheet would run gets a ``'`` in front."""
+    """Rows of text as CSV; a cell that a spreadsheet would evaluate is prefixed with ``'``."""
     out = io.StringIO()
     csv.writer(out).writerows([_unrunnable(cell) for cell in row] for row in rows)
     return out.getvalue()
@@ -173,12 +172,12 @@ def _unrunnable(cell: str) -> str:
 
 
 def from_csv(text: str, *, name: str = "CSV", limits: Limits = DEFAULT) -> Schedule:
-    """Read a schedule from CSV; empty cells are bubbles and left out.
+    """Read a schedule from CSV; empty cells are bubbles and are left out.
 
     Args:
-        text: a row per rank.
+        text: one row per rank.
         name: what to call the schedule.
-        limits: caps on its size.
+        limits: limits on its size.
 
     Raises:
         InputFileError: a cell is not an action, or the rows are not a schedule; the message names row,
@@ -264,11 +263,11 @@ _KEYS = {
 _EDGE_KEYS = {"value": str, "source": int, "targets": list, "gradient": bool}
 _LONGEST_NAME = 200
 _DIGITS = 18
-"""More than any number here needs, and fewer than Python refuses to read."""
+"""More digits than any number here needs, and fewer than Python refuses to read."""
 
 
 def to_json(schedule: Schedule) -> str:
-    """Write a schedule as JSON, a line per program."""
+    """Write a schedule as JSON, with one line per program."""
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -367,7 +366,7 @@ def _check_placement(data: list[int]) -> None:
     _check_list(data, int, "placement")
     for stage, rank in enumerate(data):
         if not 0 <= rank < len(data):
-            raise InputFileError(f"placement[{stage}]: {rank} is no rank of {len(data)} stages")
+            raise InputFileError(f"placement[{stage}]: {rank} is not a rank of {len(data)} stages")
 
 
 def _kind(data: object) -> str:

@@ -25,9 +25,10 @@ from penstock.schedule.base import Schedule, flat
 from penstock.schedule.dependencies import Dependencies, Half, Need
 
 # ---- a schedule as columns of integers
-# Validator and simulator look at millions of actions. Here each action is a number: its place in the
-# programs laid end to end, rank after rank. The actions of one stage, op and peer form a *lane*, one slot a
-# microbatch; since the rule speaks of lanes, one array operation answers it for all their microbatches.
+# The validator and the simulator look at millions of actions. Here each action is a number: its place in the
+# programs laid end to end, rank after rank. The actions of one stage, op and peer form a *lane*, with one
+# slot per microbatch; since the rule speaks of lanes, one array operation answers it for all their
+# microbatches.
 
 Column = NDArray[np.int32]
 Mask = NDArray[np.bool_]
@@ -52,8 +53,8 @@ class Packed:
         schedule: any schedule.
 
     Attributes:
-        starts: the number of each rank's first action, and one past the last rank's last.
-        lane: the lane of each action.
+        starts: the number of each rank's first action, and after these one past the last action of all.
+        lane: the number of each action's lane.
         microbatch: the microbatch of each action; 0 where it names none.
         halves: the backward halves of overlapped pairs; each follows its forward.
     """
@@ -62,7 +63,7 @@ class Packed:
         self.schedule = schedule
         self.rule = Dependencies(schedule)
         self._far: dict[Lane, int] = {}
-        """Lanes whose peer is not the neighbour, numbered after those of the neighbours."""
+        """Lanes whose peer is not the neighbour, numbered after all the others."""
         lanes, microbatches = self._columns()
         self.starts = np.cumsum([0, *map(len, lanes)])
         self.lane: Column = np.concatenate(lanes)
@@ -103,7 +104,7 @@ class Packed:
         return lane, np.array(microbatches, np.int32)
 
     def _number(self, lane: Lane) -> int:
-        """The number of a lane, given it now where it has none."""
+        """The number of a lane, which it gets now if it has none."""
         stage, op, peer = lane
         if peer is None or peer == stage + NEIGHBOUR[op]:
             return stage * len(OPS) + CODE[op]
@@ -120,7 +121,7 @@ class Packed:
 
     @property
     def first(self) -> Column:
-        """For each action the first one like it, most often itself."""
+        """For each action the first equal one, most often itself."""
         first: Column = self._where.reshape(-1)[self.slots]
         return first
 
@@ -212,7 +213,7 @@ class Packed:
 
 
 def _second_halves(program: Program) -> NDArray[np.int64]:
-    """The places of the backward halves of overlapped pairs in the flat program."""
+    """The places of the backward halves of overlapped pairs in the program without pairs."""
     pairs = np.array([isinstance(entry, Overlap) for entry in program])
     halves: NDArray[np.int64] = np.flatnonzero(pairs) + np.cumsum(pairs)[pairs]
     return halves
@@ -275,10 +276,10 @@ class Wiring:
 
     @cached_property
     def waits(self) -> tuple[Column, ...]:
-        """What each action waits for beyond its own rank, else ``NOWHERE``; a column per wait it may have.
+        """What each action waits for beyond its own rank, else ``NOWHERE``; one column for each such wait.
 
         A message is given by its end on the rank that waits: the RECV of a value, the SEND of a WAIT_SEND.
-        An overlapped pair waits for both its halves at its first.
+        An overlapped pair waits at its first half for what both halves need.
         """
         columns: list[Column] = []
         for block in self.blocks:
@@ -289,7 +290,7 @@ class Wiring:
         return tuple(columns)
 
     def late(self, block: Block) -> Mask:
-        """Which needs of a block stand on the same rank, but not before what needs them.
+        """Which needs of a block stand on the same rank, but not before the action that needs them.
 
         An overlapped pair is one place: neither half is before the other. A RECV may stand anywhere.
         """

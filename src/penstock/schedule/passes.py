@@ -1,4 +1,4 @@
-"""Passes: a Schedule in, a Schedule out, the argument untouched.
+"""Passes: functions from a schedule to a schedule that leave their argument as it is.
 
 What a rank computes is written by hand or by a function of the library. Passes add the rest: the messages,
 when they are received and when a rank waits for its sends, when sharded parameters are gathered and freed,
@@ -30,11 +30,11 @@ from penstock.schedule.dependencies import Dependencies, counterpart
 from penstock.schedule.packed import NOWHERE, Wiring
 
 Pass = Callable[[Schedule], Schedule]
-"""Schedule in, Schedule out, the argument untouched."""
+"""A function from a schedule to a schedule that leaves its argument as it is."""
 
 
 def compose(*passes: Pass) -> Pass:
-    """The pass that applies ``passes`` from first to last; without any, the one that changes nothing."""
+    """The pass that applies ``passes`` from first to last; without any, one that changes nothing."""
     return lambda schedule: reduce(lambda made, apply: apply(made), passes, schedule)
 
 
@@ -42,7 +42,7 @@ def compose(*passes: Pass) -> Pass:
 
 
 def compute_only(schedule: Schedule) -> Schedule:
-    """Leave F, I, W, B and overlapped pairs: the form in which schedules are written by hand."""
+    """Keep only F, I, W, B and overlapped pairs: the form in which schedules are written by hand."""
     return schedule.with_programs(filter(_computes, program) for program in schedule.programs)
 
 
@@ -51,7 +51,7 @@ def _computes(entry: Entry) -> bool:
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
-    """Replace each I that its own W follows directly by one B, which saves a second pass over the graph.
+    """Replace each I that is directly followed by its own W by a B, which saves a second pass over the graph.
 
     Apply it before :func:`add_communication`: a message between the two halves keeps them apart, since a
     merged B would send it later.
@@ -86,20 +86,20 @@ Channel = deque[Action]
 
 
 class _Send(NamedTuple):
-    """A SEND that the actions of a stage and an op make possible, for any microbatch."""
+    """A SEND that actions of one stage and op make possible, for any microbatch."""
 
     stage: int
     op: Op
     peer: int | None
     receive: Action
-    """Its RECV, for microbatch 0."""
+    """The RECV at its other end, for microbatch 0."""
     channel: Channel
     alone: bool
-    """Whether it needs no other action."""
+    """Whether it needs this action only."""
 
 
 class _Receive(NamedTuple):
-    """A RECV that the actions of a stage and an op need, for any microbatch."""
+    """A RECV that actions of one stage and op need, for any microbatch."""
 
     action: Action
     channel: Channel
@@ -111,14 +111,14 @@ class _Receive(NamedTuple):
 def add_communication(schedule: Schedule, *, ahead: int = 1) -> Schedule:
     """Add every SEND and RECV that the edges need, for values that change ranks.
 
-    A SEND follows the action that makes its value. A RECV is posted while the rank waits for the message
-    before on the same channel: right ahead of the last entry that needs one of it. So a message finds its
-    buffer ready, posting costs no time in which the rank could compute, and few buffers wait. Messages of one
-    channel keep the order of their sends. Stages on one rank hand over directly.
+    A SEND follows the action that makes its value. A RECV is posted just before the last entry that waits for
+    an earlier message of the same channel. So a message finds its buffer ready, posting takes no time in
+    which the rank could compute, and few buffers wait. The messages of a channel keep the order of their
+    sends. Stages on one rank hand values over directly.
 
     Args:
-        schedule: without messages. One whose messages are spelled out already is returned as it is.
-        ahead: how many messages of a channel to be ready for beside the one that is waited for.
+        schedule: one without messages; if it has messages already it is returned as it is.
+        ahead: for how many messages of a channel to be ready besides the one that is waited for.
 
     Raises:
         ScheduleError: an action needs a value that no action makes.
@@ -136,7 +136,7 @@ def add_communication(schedule: Schedule, *, ahead: int = 1) -> Schedule:
 
 
 class _Messages:
-    """The messages of a schedule's lanes, and its channels with what is on them."""
+    """The messages of each stage and op, and the channels with what is on them."""
 
     def __init__(self, schedule: Schedule, ahead: int) -> None:
         self._ahead = ahead
@@ -163,7 +163,7 @@ class _Messages:
         return self._channels.setdefault((*ranks, send.op), deque())
 
     def add_sends(self, program: Program) -> list[Entry]:
-        """Put the sends behind the entries that make their values, and their receives on the channels."""
+        """Put the sends after the entries that make their values, and their receives on the channels."""
         done: set[Action] = set()
         placed: list[Entry] = []
         for entry in program:
@@ -173,7 +173,7 @@ class _Messages:
         return placed
 
     def _post_sends(self, action: Action, done: set[Action]) -> list[Action]:
-        """The sends of an action, with their receives put on the channels."""
+        """The sends that an action makes possible; puts their receives on the channels."""
         stage, op, microbatch, _ = action
         posted = []
         for send in self._sends.get((stage, op), ()):
@@ -190,7 +190,7 @@ class _Messages:
         return all(needed in done for needed in self._rule.before(message))
 
     def add_receives(self, rank: int, program: list[Entry]) -> list[Entry]:
-        """Put each receive before an entry ahead that needs one of its channel too."""
+        """Put each receive before an earlier entry that waits for a message of its channel too."""
         early: set[Action] = set()
         placed: list[Entry] = []
         waits = _Waits(self._ahead)
@@ -210,10 +210,10 @@ class _Messages:
 
 
 class _Waits:
-    """Where in a program that grows the last entries stand that wait for a message of each channel.
+    """The places, in a program that grows, of the last entries that wait for a message of each channel.
 
     Args:
-        ahead: how many of them to know for each channel.
+        ahead: how many places to remember for each channel.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -221,20 +221,20 @@ class _Waits:
         self._last: dict[int, list[int]] = {}
 
     def place(self, channel: Channel, end: int) -> int:
-        """Where to post a channel's next receive; of its first ones, ahead of the last wait of any."""
+        """Where to post a channel's next receive; the first ones go before the last wait of any channel."""
         known = self._last.get(id(channel), [])
         if known:
             return known[0]
         return max((places[-1] for places in self._last.values()), default=end)
 
     def note(self, channel: Channel, place: int) -> None:
-        """An entry at this place waits for a message of the channel."""
+        """Note that the entry at this place waits for a message of the channel."""
         known = self._last.setdefault(id(channel), [])
         known.append(place)
         del known[: -self._ahead]
 
     def moved(self, place: int, count: int) -> None:
-        """So many entries were put in at a place."""
+        """Note that so many entries were inserted at a place."""
         for known in self._last.values():
             known[:] = [last + count if last >= place else last for last in known]
 
@@ -243,10 +243,10 @@ def _post(rank: int, receive: _Receive, action: Action, early: set[Action]) -> l
     """The receives to post for an action: its own, after those ahead of it on the channel.
 
     Args:
-        rank: whose program it is.
+        rank: the rank whose program it is.
         receive: what the action needs.
         action: the action.
-        early: what has been posted and will be needed yet; changed.
+        early: the receives that were posted before they are needed; updated.
     """
     stage, op, _, peer = receive.action
     wanted = Action(stage, op, action[2], peer)
@@ -275,13 +275,16 @@ def delay_receives(schedule: Schedule) -> Schedule:
 
     A pending receive may occupy what a computation needs, such as the compute units that NCCL uses. Messages
     of a channel keep their order. Since SEND and RECV only post, later receives cannot close a circle of
-    waits, unless some rank waits for its sends: with WAIT_SEND, receives pass only entries that never wait.
+    waits unless some rank waits for its sends: with WAIT_SEND, receives are moved past entries that never
+    wait, and no others.
     """
     delay = _Delay(schedule)
     return schedule.with_programs(delay.program(program) for program in schedule.programs)
 
 
 class _Delay:
+    """Moves the receives of a schedule's programs."""
+
     def __init__(self, schedule: Schedule) -> None:
         self._rule = Dependencies(schedule)
         self._rank_of = schedule.placement.rank_of
@@ -308,7 +311,7 @@ class _Delay:
         return [receive for action in flat((entry,)) for receive in self._rule.receives(action)]
 
     def _waits(self, entry: Entry) -> bool:
-        """Whether a rank may stand at an entry until another rank has done something."""
+        """Whether a rank may have to wait at an entry for another rank."""
         if isinstance(entry, Overlap) or entry.op in WAIT_SEND_OPS:
             return True
         return entry.op in COMPUTE_OPS and bool(self._rule.receives(entry))
@@ -328,7 +331,7 @@ def _rest(held: dict[_Lane, deque[Action]]) -> Iterator[Action]:
         channel.clear()
 
 
-# ---- wait for sends, or leave that to whoever frees their buffers
+# ---- wait for sends at the end, or not at all
 
 
 _WAIT = {Op.SEND_F: Op.WAIT_SEND_F, Op.SEND_B: Op.WAIT_SEND_B}
@@ -340,10 +343,10 @@ def wait_of(send: Action) -> Action:
 
 
 def add_wait_sends(schedule: Schedule) -> Schedule:
-    """Add a WAIT_SEND for each SEND, at the end of the program where it can hold nothing up.
+    """Add a WAIT_SEND for each SEND, at the end of the program, where it can hold nothing up.
 
     Newer versions of torch want them in files. A schedule that has some already is returned as it is. For
-    waits that come early, so that little is kept, see :func:`release_sends`.
+    early waits, so that little memory is kept, see :func:`release_sends`.
     """
     if not schedule.ops.isdisjoint(WAIT_SEND_OPS):
         return schedule
@@ -357,24 +360,24 @@ def _waits(program: Program) -> Iterator[Entry]:
 
 
 def remove_wait_sends(schedule: Schedule) -> Schedule:
-    """Leave out every WAIT_SEND, as older versions of torch want it in files."""
+    """Remove every WAIT_SEND, which older versions of torch do not accept in files."""
     return schedule.with_programs(
         (e for e in program if not (isinstance(e, Action) and e.op in WAIT_SEND_OPS))
         for program in schedule.programs
     )
 
 
-# ---- wait for each send where that holds nothing up, so that what was sent is not kept for long
-# Two ways to know that a message has been taken, tried in this order:
+# ---- wait for each send early, but where that holds nothing up, so that what was sent is not kept for long
+# There are two ways to know that a message has been taken, tried in this order:
 #
-# *By what came back.* A rank that has waited for a message knows that its sender had come at least as far as
-# that SEND. A receive which the sender posts earlier in its program is therefore posted, and the message that
-# it takes needs nothing more: waiting for it costs no more than the transfer.
+# *By what came back.* A rank that has waited for a message knows that its sender got at least as far as that
+# SEND. A receive that the sender posts earlier in its program is therefore posted, and the message that it
+# takes needs nothing else: waiting for that costs no more than the transfer.
 #
 # *By one possible run.* Where too little comes back, as in a schedule without backward, a rank waits for its
-# oldest message once a window of them is under way: only at a place that it reaches, on simulated clocks,
-# later than the peer posts the receive. That run with its waits is a run of the new schedule. Since whatever
-# may run now may run later too, a schedule of which one run completes has none that stops.
+# oldest message once a window of them is under way; but only at a place that it reaches, on simulated clocks,
+# later than the peer posts the receive. That run, with these waits, is a run of the new schedule. An action
+# that may run now may also run later, so if one run of a schedule completes, all do.
 
 
 WINDOW = 4
@@ -385,12 +388,12 @@ WINDOW = 4
 def release_sends(schedule: Schedule, *, window: int = WINDOW) -> Schedule:
     """Add a WAIT_SEND for each SEND, at the first place where its message has certainly been taken.
 
-    So a rank keeps few messages, whatever the number of microbatches. The new schedule completes where the
-    given one does. A message for which a gradient comes back is released when it has come: until then the
-    stage that made it holds it anyway. A schedule that has some WAIT_SEND already is returned as it is.
+    So a rank keeps few messages, whatever the number of microbatches. The new schedule completes if the given
+    one does. A message for which a gradient comes back is released when the gradient has come: until then
+    the stage that made it holds it anyway. A schedule that has any WAIT_SEND already is returned as it is.
 
     Args:
-        schedule: with its messages spelled out; one without is returned as it is.
+        schedule: one with its messages spelled out; one without is returned as it is.
         window: how many other messages of a channel may be under way at a time.
 
     Raises:
@@ -408,7 +411,7 @@ def release_sends(schedule: Schedule, *, window: int = WINDOW) -> Schedule:
 
 
 class _Places:
-    """Where both ends of each message stand, and when they are posted in one possible run."""
+    """Where both ends of each message are, and when these are posted in one possible run."""
 
     def __init__(self, wiring: Wiring) -> None:
         self.packed = wiring.packed
@@ -428,16 +431,16 @@ class _Places:
 
 
 class _Rank:
-    """One rank's program, read from its start to its end."""
+    """Reads one rank's program from its start to its end, and adds the waits."""
 
     def __init__(self, places: _Places, rank: int, window: int) -> None:
         self._places = places
         self._rank = rank
         self._window = window
         self._known: dict[int, int] = defaultdict(lambda: NOWHERE)
-        """For each other rank the last action that it is known to have passed."""
+        """For each other rank the last of its actions that it is known to have passed."""
         self._kept: dict[tuple[int, Op, bool], deque[tuple[int, Action]]] = defaultdict(deque)
-        """Sends that nothing was waited for, by the peer, the op, and whether gradients come back."""
+        """Sends that were not waited for yet, by the peer, the op, and whether gradients come back."""
         self._answered: dict[tuple[int, int], bool] = {}
 
     def program(self) -> Iterator[Entry]:
@@ -471,7 +474,7 @@ class _Rank:
         return self._answered[key]
 
     def _learn(self, number: int) -> Iterator[Action]:
-        """The waits that may follow an action, given what it waited for itself."""
+        """The waits that may follow an action, because of what that action itself waited for."""
         partner, rank = self._places.partner, self._places.rank
         for column in self._places.waits:
             sent = partner[column[number]] if column[number] != NOWHERE else NOWHERE
@@ -487,7 +490,7 @@ class _Rank:
                 yield wait_of(kept.popleft()[1])
 
     def _make_room(self, kept: deque[tuple[int, Action]], number: int) -> Iterator[Action]:
-        """The waits ahead of a send whose window is full."""
+        """The waits that must precede a send because its window is full."""
         while len(kept) >= self._window and self._posted_before(kept[0][0], number):
             yield wait_of(kept.popleft()[1])
 
@@ -502,8 +505,8 @@ class _Rank:
 def prefetch(schedule: Schedule, *, unsharded: int = 3) -> Schedule:
     """Add UNSHARD and RESHARD so that each stage is gathered ahead of its use.
 
-    At any time a rank holds the stages that it uses next, up to a bound; a stage that is not among them is
-    freed. A schedule that has UNSHARD already is returned as it is.
+    At any time a rank has the stages gathered that it uses next, up to a bound; other stages are freed. A
+    schedule that has any UNSHARD already is returned as it is.
 
     Args:
         schedule: with or without messages.
@@ -552,10 +555,10 @@ _LAST = (Op.W, Op.B)
 
 
 def reduce_gradients(schedule: Schedule) -> Schedule:
-    """Add a REDUCE_GRAD behind the last weight gradient of each stage.
+    """Add a REDUCE_GRAD after the last weight gradient of each stage.
 
-    So it runs beside what other stages of the rank have still to do. A schedule that has them already is
-    returned as it is.
+    So it runs while other stages of the rank still compute. A schedule that has any already is returned as
+    it is.
     """
     if Op.REDUCE_GRAD in schedule.ops:
         return schedule

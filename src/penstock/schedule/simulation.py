@@ -1,8 +1,10 @@
-"""From a schedule and costs to times, bubbles, memory and the reasons for idle time."""
+"""When each action runs: timelines, and simulations that find bubbles, memory and reasons for idle time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -11,11 +13,142 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import UsageError
-from penstock.schedule.action import COMPUTE_OPS, MESSAGE_OPS, WAIT_SEND_OPS, Action, Op
+from penstock.schedule.action import COMPUTE_OPS, MESSAGE_OPS, WAIT_SEND_OPS, Action, Op, Overlap
 from penstock.schedule.base import Schedule, paused_collection
 from penstock.schedule.clock import Costs, Numbers, Prices, Times, prices, run_clocks
 from penstock.schedule.packed import CODE, NOWHERE, Packed, Wiring
-from penstock.schedule.timeline import Span, Timeline
+
+# ---- the timeline of a step, simulated or measured
+
+
+MICROSECONDS: Mapping[str, float] = {"s": 1e6, "ms": 1e3, "us": 1.0, "": 1e3}
+"""How long a unit of time is in a Chrome trace; a unit without a name is drawn as a millisecond."""
+
+
+class Span(NamedTuple):
+    """An action of a rank and when it ran."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        """How long it ran."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of a step.
+
+    Args:
+        spans: the actions with their ranks and times, in any order.
+        ranks: how many ranks there are.
+        unit: the unit of the times: ``s``, ``ms``, ``us``, or empty for plain numbers.
+        pairs: the forwards and backwards that the schedule runs as overlapped pairs.
+
+    Raises:
+        UsageError: an unknown unit, or a span that is of no such rank or ends before it starts.
+    """
+
+    spans: tuple[Span, ...]
+    ranks: int
+    unit: str = "s"
+    pairs: tuple[Overlap, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spans", tuple(self.spans))
+        if self.unit not in MICROSECONDS:
+            raise UsageError(
+                f"unit={self.unit!r}: must be one of {', '.join(map(repr, MICROSECONDS))}"
+            )
+        for span in self.spans:
+            if not (0 <= span.rank < self.ranks and span.start <= span.end):
+                raise UsageError(
+                    f"{span}: must be of a rank below {self.ranks} and end after it starts"
+                )
+
+    @cached_property
+    def start(self) -> float:
+        """When the first span starts; 0 if there are none."""
+        return min((span.start for span in self.spans), default=0.0)
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start to the last end."""
+        return max((span.end for span in self.spans), default=0.0) - self.start
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """For each rank how long it computed; time in which spans overlap counts once."""
+        return tuple(_covered(self.of_rank(rank)) for rank in range(self.ranks))
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """For each rank the share of the makespan in which it did not compute."""
+        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the makespan in which ranks did not compute, over all ranks."""
+        return sum(self.bubbles) / self.ranks
+
+    @cached_property
+    def _of_rank(self) -> tuple[tuple[Span, ...], ...]:
+        found: list[list[Span]] = [[] for _ in range(self.ranks)]
+        for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
+            found[span.rank].append(span)
+        return tuple(map(tuple, found))
+
+    def of_rank(self, rank: int) -> tuple[Span, ...]:
+        """The spans of a rank, in the order in which they start."""
+        return self._of_rank[rank]
+
+    def to_chrome_trace(self) -> str:
+        """The timeline as Chrome-trace JSON, for ``chrome://tracing`` or Perfetto: one thread per rank."""
+        scale = MICROSECONDS[self.unit]
+        names = (_thread_name(rank) for rank in range(self.ranks))
+        events = (_event(span, self.start, scale) for span in self.spans)
+        return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
+
+
+def _covered(spans: Iterable[Span]) -> float:
+    """How long at least one computing span runs; ``spans`` are in the order in which they start."""
+    covered, end = 0.0, float("-inf")
+    for span in spans:
+        if span.action.op in COMPUTE_OPS and span.end > end:
+            covered += span.end - max(span.start, end)
+            end = span.end
+    return covered
+
+
+def _thread_name(rank: int) -> dict[str, object]:
+    return {
+        "ph": "M",
+        "name": "thread_name",
+        "pid": 0,
+        "tid": rank,
+        "args": {"name": f"rank {rank}"},
+    }
+
+
+def _event(span: Span, origin: float, scale: float) -> dict[str, object]:
+    stage, op, microbatch, _ = span.action
+    return {
+        "ph": "X",
+        "name": str(span.action),
+        "cat": op.value,
+        "pid": 0,
+        "tid": span.rank,
+        "ts": (span.start - origin) * scale,
+        "dur": span.duration * scale,
+        "args": {"op": op.value, "stage": stage, "microbatch": microbatch},
+    }
+
+
+# ---- a simulated step: bubbles, memory, and the reasons for idle time
 
 
 class Gap(NamedTuple):
@@ -25,8 +158,8 @@ class Gap(NamedTuple):
         rank: the idle rank.
         start: when it had nothing to do.
         end: when ``action`` started.
-        action: what it went on with.
-        waits_for: the action of another rank whose result came last.
+        action: the action that it then started.
+        waits_for: the action of another rank that it waited for last.
     """
 
     rank: int
@@ -41,7 +174,7 @@ class Simulation:
 
     Args:
         wiring: the schedule.
-        costs: what was given.
+        costs: what its actions cost.
         times: when each action ran.
     """
 
@@ -68,7 +201,7 @@ class Simulation:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank how long it computes; what an overlapped pair hides counts once."""
+        """For each rank how long it computes; time in which a pair overlaps counts once."""
         if len(self._packed.halves) and self.costs.overlap:
             return self.timeline.busy
         start, end = self._times.start[self._computes], self._times.end[self._computes]
@@ -83,9 +216,9 @@ class Simulation:
 
     @cached_property
     def longest_stage(self) -> float:
-        """The longest that any rank takes from the start of its first action to the end of its last.
+        """The longest time that any rank takes from the start of its first action to the end of its last.
 
-        The zero-bubble papers measure a step so, since the idle ends of two steps overlap.
+        The zero-bubble papers measure a step by it, since the idle ends of two steps overlap.
         """
         ranks = self._packed.rank[self._computes]
         first = np.full(self.schedule.ranks, np.inf)
@@ -111,9 +244,9 @@ class Simulation:
         return peaks(self._packed, self._changes)
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
-        """What a rank holds over time: when it changes, and what it holds from then on.
+        """What a rank holds over time: pairs of a time and what the rank holds from then on.
 
-        An F takes its memory when it starts, the others give theirs back when they end.
+        An F takes memory when it starts; the others give memory back when they end.
         """
         numbers = self._numbers(rank)
         held = np.cumsum(self._changes[numbers]).tolist()
@@ -153,7 +286,7 @@ class Simulation:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The computing actions, first to last, none of which can be longer without the step being longer."""
+        """The computing actions, first to last, that determine how long the step takes."""
         path = []
         number = int(self._computes[np.argmax(self._times.end[self._computes])])
         while number != NOWHERE:
@@ -164,10 +297,10 @@ class Simulation:
     # ---- why an action started when it did
 
     def _awaited(self, number: int) -> int:
-        """The action that the rank last waited for before ``number`` could start; ``NOWHERE`` if for none.
+        """The action that the rank last waited for before ``number`` could start, or ``NOWHERE``.
 
-        Messages and other actions that take no time stand between two computing actions; the wait may have
-        been at any of them.
+        Messages and other actions that take no time stand between two computing actions; the rank may have
+        waited at any of them.
         """
         at: int | None = number
         while at is not None:
@@ -243,12 +376,12 @@ def replay(
 ) -> Timeline:
     """Lay measured durations out on one clock per rank.
 
-    Where one thread runs all ranks in turn, this is the timeline that ranks of their own would have had.
+    If one thread ran all ranks in turn, this is the timeline that separate processes would have had.
 
     Args:
         schedule: what was run, with its messages or without.
         durations: seconds of each action; one that is not listed took none.
-        latency: seconds until a message is there.
+        latency: the seconds that a message takes to arrive.
 
     Raises:
         ScheduleError: the schedule does not complete.
@@ -272,10 +405,7 @@ def replay(
 # ---- what each rank holds
 
 
-Amounts = NDArray[np.float64]
-
-
-def changes(packed: Packed, activation: Sequence[float], stash: Sequence[float]) -> Amounts:
+def changes(packed: Packed, activation: Sequence[float], stash: Sequence[float]) -> Numbers:
     """By how much each action changes what its rank holds.
 
     Args:
@@ -288,11 +418,11 @@ def changes(packed: Packed, activation: Sequence[float], stash: Sequence[float])
     table[CODE[Op.B]] = np.negative(activation)
     table[CODE[Op.I]] = np.subtract(stash, activation)
     table[CODE[Op.W]] = np.negative(stash)
-    found: Amounts = table[packed.op, packed.stage]
+    found: Numbers = table[packed.op, packed.stage]
     return found
 
 
-def peaks(packed: Packed, changed: Amounts) -> tuple[float, ...]:
+def peaks(packed: Packed, changed: Numbers) -> tuple[float, ...]:
     """The most that each rank holds at any time."""
     ends = packed.starts.tolist()
     return tuple(

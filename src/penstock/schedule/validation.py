@@ -1,9 +1,9 @@
 """Proof that a schedule completes, or every reason why it does not.
 
-The meaning proven: SEND and RECV *post* and return. A message is complete when both ends have posted it
-and the earlier ones on its channel are complete; there is one first-in first-out channel per ordered pair
-of ranks and kind. A compute action waits for what it needs, WAIT_SEND for its message. An overlapped pair
-starts when both its halves may.
+It is proven for this meaning of the actions: SEND and RECV *post* and return. A message is complete when both
+ends have posted it and the earlier ones on its channel are complete; there is one first-in first-out channel
+per ordered pair of ranks and kind of message. A compute action waits for what it needs, WAIT_SEND for its
+message. An overlapped pair starts when both its halves may.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Problem:
     """One thing that is wrong with a schedule.
 
     Attributes:
-        rank: the rank whose program is wrong; ``None`` where it is no single rank's.
+        rank: the rank whose program is wrong; ``None`` where it is not a single one.
         position: the place in that program, from 0; ``None`` for what is missing.
         action: the action.
         what: what is wrong.
@@ -97,7 +97,7 @@ def validate(schedule: Schedule) -> Report:
     """Prove that a schedule completes, in time linear in its actions.
 
     Args:
-        schedule: with its messages spelled out, or without: then values simply are where they are needed.
+        schedule: with its messages spelled out, or without; then values are simply there when needed.
 
     Returns:
         A report with every problem at once.
@@ -115,7 +115,7 @@ def validate(schedule: Schedule) -> Report:
     return Report(schedule.name, tuple(problems), blocking)
 
 
-# ---- what can be wrong with a schedule, a function a kind
+# ---- what can be wrong with a schedule: one function for each kind of problem
 
 
 Check = Callable[[Wiring], Iterator[Problem]]
@@ -135,7 +135,7 @@ def missing(wiring: Wiring) -> Iterator[Problem]:
 def _absent(packed: Packed, need: Need) -> Iterator[Problem]:
     found = packed.find(need)
     if need.op is Half.WEIGHT:
-        # Without I and B the input half is missing, which is said already.
+        # A microbatch that has neither I nor B is reported for the input half already.
         found = np.where(packed.find(Need(need.stage, Half.INPUT)) == NOWHERE, 0, found)
     for microbatch in np.flatnonzero(found == NOWHERE).tolist():
         action = packed.rule.settle(need, microbatch)
@@ -180,7 +180,7 @@ def wrong_rank(wiring: Wiring) -> Iterator[Problem]:
 
 
 def order(wiring: Wiring) -> Iterator[Problem]:
-    """What an action needs on its own rank stands before it; a message that it needs is posted there."""
+    """What an action needs stands before it on its own rank, which also posts the messages that it needs."""
     packed = wiring.packed
     for block in wiring.blocks:
         late = wiring.late(block)
@@ -195,7 +195,7 @@ def order(wiring: Wiring) -> Iterator[Problem]:
 
 
 def _unmet(packed: Packed, block: Block) -> Iterator[Problem]:
-    """Needs that nothing meets, but for computing actions that are reported as missing already."""
+    """Needs that nothing meets, except for computing actions, which are reported as missing already."""
     lacking = np.flatnonzero(block.before == NOWHERE)
     computes = isinstance(block.need.op, Half) or block.need.op in COMPUTE_OPS
     if computes and (packed.schedule.trains or block.need.op is Op.F):
@@ -205,7 +205,7 @@ def _unmet(packed: Packed, block: Block) -> Iterator[Problem]:
         if block.lane.op in MESSAGE_OPS:
             what = f"no rank has the {action.op.value} at its other end"
         else:
-            what = f"needs {action}, which nowhere stands"
+            what = f"needs {action}, which is in no program"
         home = packed.schedule.placement.rank_of[action.stage]
         yield _at(packed, int(block.after[i]), what, f"add {action} to rank {home}")
 
@@ -268,7 +268,7 @@ def channels(wiring: Wiring) -> Iterator[Problem]:
 
 
 def shards(wiring: Wiring) -> Iterator[Problem]:
-    """Stages that are gathered and freed are gathered where they compute."""
+    """Stages that are gathered and freed are gathered whenever they compute."""
     packed = wiring.packed
     if Op.UNSHARD not in packed.schedule.ops:
         return
@@ -287,7 +287,7 @@ def _shard_states(packed: Packed, numbers: NDArray[np.int64]) -> Iterator[Proble
             yield _at(packed, number, "the stage is unsharded already", "remove it")
         needs = op in COMPUTE_OPS or op is Op.RESHARD
         if needs and not gathered:
-            what = "stands where the stage is not unsharded"
+            what = "runs while the stage is not unsharded"
             yield _at(packed, number, what, f"put {packed.stage[number]}UNSHARD before it")
         if op in (Op.UNSHARD, Op.RESHARD):
             gathered = op is Op.UNSHARD
@@ -306,22 +306,22 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _at(packed: Packed, number: int, what: str, remedy: str) -> Problem:
-    """What is wrong with the action of a number."""
+    """A problem of the action with this number."""
     rank, position = int(packed.rank[number]), packed.position(number)
     return Problem(rank, position, packed.action(number), what, remedy)
 
 
-# ---- let all programs run as far as they come, and say who waits for whom where they stop
+# ---- run all programs as far as they get, and tell who waits for whom where they stop
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the ranks came.
+    """How far the ranks got.
 
     Attributes:
-        reached: for each rank the number of the action it stands at, or one past its last.
-        waits_for: for each rank that stands, the action it waits for.
-        complete: whether all ranks came to their end.
+        reached: for each rank the number of the action at which it stopped, or one past its last.
+        waits_for: for each rank that stopped early, the action it waits for.
+        complete: whether all ranks got to their end.
     """
 
     reached: list[int]
@@ -331,20 +331,20 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Waits:
-    """One wait a line, by rank and place: ``after[i]`` may start once ``before[i]`` is past."""
+    """All waits, one per line, by rank and place: ``after[i]`` may start once ``before[i]`` is done."""
 
     after: list[int]
     before: list[int]
     holder: list[int]
     """The rank of ``before[i]``."""
     first: list[int]
-    """For each rank its first line, and one past the last rank's last."""
+    """For each rank its first line, and after these one past the last line of all."""
 
 
 def run(wiring: Wiring, *, blocking_sends: bool = False) -> Progress:
-    """Run all programs under the meaning of SEND and RECV, or with sends that wait for their RECV.
+    """Run all programs, with sends that return at once or with sends that wait for their RECV.
 
-    A need that nothing meets counts as met: it is a finding of its own, and others shall still be found.
+    A need that nothing meets counts as met: it is reported by itself, and others can still be found.
     """
     packed = wiring.packed
     waits = _waits(wiring, blocking_sends)
@@ -411,12 +411,12 @@ def _blocking(packed: Packed) -> Column:
 
 
 def _other_end(wiring: Wiring, numbers: Column) -> Column:
-    """What a wait is for: of a message the end at the other rank, else the action itself."""
+    """What a wait is for: the other end of a message, or else the action itself."""
     return np.where(wiring.packed.messages[numbers], wiring.partner[numbers], numbers)
 
 
 def circle(packed: Packed, progress: Progress) -> tuple[int, list[str]]:
-    """A circle of ranks that wait for each other: where its first rank stands, and the way round in words."""
+    """A circle of ranks that wait for each other: where the first one stopped, and all of it in words."""
     rank = next(iter(progress.waits_for))
     seen: list[int] = []
     while rank not in seen:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.errors import UsageError
 from penstock.parallel import gathered
-from penstock.schedule.edges import whole_number
+from penstock.schedule.base import whole_number
 from penstock.values.structure import tensors_of
 
 # ---- losses that a model makes on its way

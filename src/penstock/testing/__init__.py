@@ -1,4 +1,4 @@
-"""What Penstock tests itself with, for its users' tests too."""
+"""The tools with which Penstock tests itself, for the tests of its users too."""
 
 from penstock.testing.counting import CountingTransport, Traffic, count_messages
 from penstock.testing.faults import Fault, InjectedError, fail_at

@@ -1,4 +1,4 @@
-"""Count what travels: messages and bytes by channel, control operations, and what is under way at a time."""
+"""Count what travels: messages and bytes by channel, control operations, and what is under way."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from penstock.values import TensorSpec
 
 @dataclass
 class Traffic:
-    """What one rank has sent or received.
+    """What one rank has sent, or what it has received.
 
     Attributes:
-        messages: by channel; those that carry nothing do not travel and do not count.
-        bytes: by channel.
-        pending: bytes of what is posted and not complete yet.
-        most: the most bytes that were pending at a time.
+        messages: the messages by channel; empty ones do not travel, and do not count.
+        bytes: the bytes by channel.
+        pending: the bytes that are posted but not complete yet.
+        most: the most bytes that were pending at any time.
     """
 
     messages: Counter[Channel] = field(default_factory=Counter)
@@ -42,7 +42,7 @@ class Traffic:
         return _Counted(inner, self, size)
 
     def reset(self) -> None:
-        """Start anew; what is pending stays so."""
+        """Start counting anew; what is pending stays pending."""
         self.messages.clear()
         self.bytes.clear()
         self.most = self.pending
@@ -73,12 +73,12 @@ class CountingTransport(Relay):
     """Counts what goes over another transport.
 
     Args:
-        inner: carries it.
+        inner: the other transport.
 
     Attributes:
         sent: what this rank sent.
         received: what this rank received.
-        control: how often each control operation was run.
+        control: how often each control operation ran.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -88,7 +88,7 @@ class CountingTransport(Relay):
         self.control: Counter[str] = Counter()
 
     def reset(self) -> None:
-        """Start anew, such as after the first step."""
+        """Start counting anew, for instance after the first step."""
         self.sent.reset()
         self.received.reset()
         self.control.clear()
@@ -130,7 +130,7 @@ def count_messages(pipe: Pipeline) -> list[CountingTransport]:
     """Count what the ranks of this process exchange from now on.
 
     Returns:
-        A counter for each rank that lives here.
+        A counter for each rank of this process.
     """
     counters: list[CountingTransport] = []
 

@@ -1,4 +1,4 @@
-"""Faults on purpose: what a test of one's own training does to see that it stops well."""
+"""Faults on purpose, with which a test sees that a training run stops as it should."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ T = TypeVar("T")
 
 BETWEEN = "between"
 LONG = 3600
-"""Seconds of a fault that does not end by itself."""
+"""How many seconds a fault lasts that does not end by itself."""
 
 
 class InjectedError(RuntimeError):
-    """What ``"exception"`` raises."""
+    """The error that ``"exception"`` raises."""
 
 
 def fail_at(
@@ -57,39 +57,38 @@ def fail_at(
     *,
     before: Callable[[], object] | None = None,
 ) -> Fault:
-    """Let a rank fail at a place of its program, once.
+    """Let a rank fail once, at a place in its program.
 
-    Use it on every rank alike, around or before the training; only the rank that is meant fails::
+    Use it in the same way on every rank, around or before the training; only the given rank fails::
 
         with fail_at(rank=1, step=3, action="1F2", how="SIGKILL"):
             train()
 
     Args:
-        rank: which, by its position in the pipeline.
-        step: in which training step of the pipeline, counted from 1; 0 while the Pipeline is being made, for
-            which ``action`` may be the begin of ``"connects"``, ``"cuts the model"`` or ``"loads"``.
-        action: at which action, such as ``"1F2"``, or a pattern of :func:`penstock.schedule.matching`; by
-            default the rank's first of the step. ``"between"``: in the code of your own before the step,
-            where ``fault.over(batches)`` gives its batch.
+        rank: the rank that fails, by its position in the pipeline.
+        step: the training step of the pipeline, counted from 1; 0 while the Pipeline is being made, where
+            ``action`` may be the beginning of ``"connects"``, ``"cuts the model"`` or ``"loads"``.
+        action: the action, such as ``"1F2"``, or a pattern of :func:`penstock.schedule.matching`; by default
+            the rank's first action of the step. ``"between"``: in your own code before the step, where
+            ``fault.over(batches)`` gives its batch.
         how: ``"exception"``, ``"out of memory"``: raise. ``"SIGKILL"``, ``"SIGSTOP"``, ``"SIGTERM"``,
-            ``"SIGINT"``: send this process that signal. ``"exit"``: end it with status 0 and no word.
+            ``"SIGINT"``: send this process that signal. ``"exit"``: end it silently, with status 0.
             ``"sleep"``: make no progress. ``"hold the GIL"``: likewise, and let no other thread run.
-            ``"dtype"``, ``"shape"``, ``"layout"``, ``"detach"``, ``"nan"``: change the tensors that the
-            stage gives, at a forward. ``"short iterator"``: none of these; ``fault.over(batches)`` ends
-            before the step.
-        before: called just before, for instance to note the time.
+            ``"dtype"``, ``"shape"``, ``"layout"``, ``"detach"``, ``"nan"``: change the tensors that a stage
+            returns from a forward. ``"short iterator"``: ``fault.over(batches)`` ends before the step.
+        before: called just before the fault, for instance to note the time.
 
     Returns:
-        The fault. It is armed until its ``with`` block ends, or ``remove()``.
+        The fault. It is armed until its ``with`` block ends, or ``remove()`` is called.
 
     Raises:
-        UsageError: an unknown kind of fault, or one that needs an action and was given none.
+        UsageError: the kind of fault is unknown, or it needs an action and was given none.
     """
     if how not in get_args(How):
         raise UsageError(f"how={how!r}: must be one of {', '.join(map(repr, get_args(How)))}")
     if how in _CHANGES and (step == 0 or action == BETWEEN):
         raise UsageError(
-            f"how={how!r}: changes what a stage gives, so it needs an action of a step"
+            f"how={how!r}: changes what a stage returns, so it needs an action of a step"
         )
     return Fault(rank, step, action, how, before or _nothing)
 
@@ -112,11 +111,11 @@ class Fault:
         self._disarm = add_probe(self._probe)
 
     def over(self, batches: Iterable[T], rank: int | None = None) -> Iterator[T]:
-        """The batches; on the fault's rank, for a ``"short iterator"`` those before the step alone.
+        """The batches; for a ``"short iterator"``, on the rank of the fault, only those before its step.
 
         Args:
-            batches: of all steps.
-            rank: this process's; by default from ``RANK``.
+            batches: the batches of all steps.
+            rank: the rank of this process; by default from ``RANK``.
         """
         here = int(os.environ.get("RANK", "0")) if rank is None else rank
         for number, batch in enumerate(batches, start=1):
@@ -130,7 +129,7 @@ class Fault:
             yield batch
 
     def remove(self) -> None:
-        """Disarm it."""
+        """Disarm the fault."""
         self._disarm()
 
     def __enter__(self) -> Fault:
@@ -160,11 +159,11 @@ class Fault:
 
 
 def _nothing() -> None:
-    """Nobody wants to know."""
+    """By default nothing is called before the fault."""
 
 
 def _beginning(text: str) -> Callable[[str], bool]:
-    """What a rank does while its Pipeline is made, by the begin of its name."""
+    """Matches what a rank does while its Pipeline is made, by the beginning of the text."""
     return lambda doing: doing.startswith(text.rstrip("*"))
 
 
@@ -181,7 +180,7 @@ def _send(number: int) -> Callable[[], None]:
 
 
 def _hold_the_gil() -> None:
-    # Functions of a PyDLL run with the lock held.
+    # Unlike those of a CDLL, functions of a PyDLL are called without releasing the GIL.
     ctypes.PyDLL(None).sleep(LONG)
 
 
@@ -207,7 +206,7 @@ _CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _change_output(change: Callable[[Tensor], Tensor]) -> None:
-    """Change what the next module gives that is called from no other module: the stage's."""
+    """Change what the next module returns that no other module calls: that of the stage."""
     depth = 0
 
     def enter(module: Any, args: Any) -> None:

@@ -1,4 +1,4 @@
-"""The gradient oracle: a pipelined step against the unsplit model in a plain loop."""
+"""The gradient oracle: it compares a pipelined step with the unsplit model in a plain loop."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Case:
     """A model, a batch and a loss.
 
     Args:
-        model: it is copied, never changed.
-        args: the model's positional arguments.
+        model: the model; it is copied, and not changed itself.
+        args: its positional arguments.
         target: what the loss compares with.
         loss_fn: ``(output, target) -> scalar``.
         reduction: whether that is a mean or a sum over samples.
         kwargs: the model's arguments by name.
         rules: how arguments are split.
-        loss_weight: over how many things a microbatch's loss is a mean, such as its target's tokens that
-            count; the loss of all samples at once is the mean over all of them.
+        loss_weight: over how many things a microbatch's loss is a mean, such as the tokens of its target that
+            count; the loss of the batch is the mean over all of these.
     """
 
     model: nn.Module
@@ -48,13 +48,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the pipeline computed and what it should have.
+    """What the pipeline computed, and what it should have computed.
 
     Attributes:
         loss: the pipeline's loss.
-        expected_loss: the plain loop's.
-        gradients: by name, of the parameters that live in this process.
-        expected: by name, of the same parameters in the plain loop.
+        expected_loss: the plain loop's loss.
+        gradients: the gradients of the parameters that are in this process, by name.
+        expected: the gradients of the same parameters in the plain loop.
     """
 
     loss: float
@@ -70,7 +70,7 @@ class Verdict:
         return {"loss": abs(self.loss - self.expected_loss), **found}
 
     def check(self, tolerance: float) -> None:
-        """Check that nothing differs by more.
+        """Check that nothing differs by more than the tolerance.
 
         Raises:
             AssertionError: something does; the message lists it.
@@ -82,7 +82,7 @@ class Verdict:
             )
 
     def digest(self) -> dict[str, str]:
-        """A text for the loss and each gradient that is equal exactly if all bits are."""
+        """For the loss and each gradient a text, which is equal for two of them exactly if all bits are."""
         found = {name: _fingerprint(grad) for name, grad in self.gradients.items()}
         return {"loss": self.loss.hex(), **found}
 
@@ -115,12 +115,12 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
 
     Args:
         case: what to run.
-        schedule: as for :class:`penstock.Pipeline`, like what follows.
-        microbatches: how many.
-        ranks: how many.
+        schedule: as for :class:`penstock.Pipeline`, like the next three.
+        microbatches: how many microbatches.
+        ranks: how many ranks.
         stages: how the model is cut.
-        group: the process group; each of its processes calls this and gets a verdict on its stages.
-        steps: how many steps, without zeroing gradients between them.
+        group: the process group; each of its processes calls this, and gets a verdict on its own stages.
+        steps: how many steps to run, without zeroing gradients between them.
     """
     expected_loss, expected = plain_loop(case, steps)
     pipe = Pipeline(
@@ -134,7 +134,7 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
         rules=case.rules,
         loss_weight=case.loss_weight,
         group=group,
-        # The verdict tells.
+        # What is not finite is for the verdict to tell.
         nonfinite="warn",
     )
     with pipe:
@@ -145,7 +145,7 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
 
 
 def plain_loop(case: Case, steps: int = 1) -> tuple[float, dict[str, Tensor | None]]:
-    """The loss and gradients of the unsplit model, all samples at once, with the losses it adds itself."""
+    """The loss and gradients of the unsplit model for all samples at once, with the losses that it adds."""
     model = copy.deepcopy(case.model)
     for _ in range(steps):
         with collect_losses() as added:

@@ -1,8 +1,8 @@
-"""Train for hundreds of steps with random faults, and see that every run ends as it should.
+"""Train for hundreds of steps with random faults, and check that every run ends as it should.
 
 ``python -m penstock.testing.soak`` starts runs of a few steps on three gloo processes. In a third of them a
-rank fails, in a way and at a place drawn from a seed. A run is good if no process is left, all ranks ended in
-time, and every rank that could speak named the culprit.
+rank fails, in a way and at a place that are drawn from a seed. A run is good if no process is left, all ranks
+ended in time, and every rank that still could named the culprit.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ ANYWHERE = (
     "hold the GIL",
 )
 FORWARD = (*ANYWHERE, "shape")
-"""The last stage's output goes nowhere, so that its shape may be any."""
+"""Not for the last stage: its output goes nowhere, so its shape does not matter."""
 SET_UP = ("connects", "cuts", "makes")
 PLACES = (*SET_UP, "between", *["step"] * 8)
-"""Where: in a step, between two, or while the Pipeline is being made."""
+"""Where a fault happens: in a step, between two steps, or while the Pipeline is being made."""
 SCHEDULES = ("1F1B", "GPipe", "ZB-H1")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does: which schedule, and who fails where and how, if anybody does."""
+    """What a run does: its schedule, and which rank fails where and how, if any does."""
 
     schedule: str
     fault: dict[str, Any] | None
@@ -62,7 +62,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a run: what was wrong with it, and after how many seconds the others had heard."""
+    """How a run ended: what was wrong with that, and after how many seconds the others knew of the fault."""
 
     problems: tuple[str, ...]
     heard: float | None
@@ -87,7 +87,7 @@ def plan_of(draw: random.Random) -> Plan:
 
 
 def work(rank: int, port: int, folder: str, plan: Plan) -> None:
-    """What each process does."""
+    """Run one process of a run."""
     sys.stdout = sys.stderr = Path(folder, f"out-{rank}").open("w", buffering=1)  # noqa: SIM115
     os.dup2(sys.stdout.fileno(), 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
@@ -110,7 +110,7 @@ def work(rank: int, port: int, folder: str, plan: Plan) -> None:
 
 
 def train(schedule: str, batches: Iterable[int]) -> None:
-    """Some steps of a small model."""
+    """Train a small model for some steps."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(RANKS)))
     x = torch.rand(8, 4)
@@ -184,7 +184,7 @@ def _free_port() -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run the soak and print its figures; 0 if every run was good."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=300, help="of training, over all runs")
+    parser.add_argument("--steps", type=int, default=300, help="training steps, over all runs")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     multiprocessing.get_context("forkserver").set_forkserver_preload(

@@ -1,8 +1,8 @@
-"""A pool of gloo worker processes for tests: started once, used by many.
+"""A pool of gloo worker processes, started once and used by many tests.
 
 The workers are forked from one process that has imported torch and Penstock. Tasks and results travel as
-JSON over pipes. A task names a function as ``module:function``; it is called on each of the first ``ranks``
-workers with a process group of them and the task's arguments, and gives JSON data back.
+JSON over pipes. A task names a function as ``module:function``, which is called on each of the first
+``ranks`` workers with a process group of these and the task's arguments, and returns JSON data.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from penstock.errors import PenstockError
 from penstock.transport.process_group import Groups
 
 PATIENCE = 10.0
-"""Seconds that idle workers have to end by themselves."""
+"""How many seconds idle workers have to end by themselves."""
 STARTING = 60.0
-"""Seconds that new workers may take to start."""
+"""How many seconds new workers may take to start."""
 AFTER = 3.0
-"""Seconds that the other workers have to tell of their errors after the first one did."""
+"""How many seconds the other workers have to report their errors after the first one did."""
 _METHODS = multiprocessing.get_all_start_methods()
 _CONTEXT: Any = multiprocessing.get_context("forkserver" if "forkserver" in _METHODS else "spawn")
 _Lines = queue.SimpleQueue[tuple[int, str]]
 
 
 class WorkerError(PenstockError, RuntimeError):
-    """A task raised in a worker, or did not end in time; the message holds the worker's traceback."""
+    """A task failed in a worker, or did not end in time; the message holds the worker's traceback."""
 
 
 class WorkerPool:
-    """Worker processes that share one gloo group.
+    """Worker processes that share a gloo group.
 
-    A task that fails or exceeds its time ends all workers; the next task starts new ones.
+    A task that fails or takes too long ends all workers; the next task starts new ones.
 
     Args:
-        size: how many workers.
+        size: how many workers there are.
     """
 
     def __init__(self, size: int) -> None:
@@ -68,12 +68,12 @@ class WorkerPool:
             arguments: JSON data.
 
         Returns:
-            What each worker's call gave, by rank.
+            What each worker's call returned, by rank.
 
         Raises:
-            WorkerError: one raised, died or did not end in time.
+            WorkerError: a worker failed, died or did not end in time.
         """
-        # Several new processes import torch at once, which on a busy machine takes as long as a test.
+        # New processes import torch, which on a busy machine takes as long as a test.
         timeout += 0.0 if self._workers else STARTING
         self._start()
         task = json.dumps({"function": function, "ranks": ranks, "arguments": arguments})
@@ -87,7 +87,7 @@ class WorkerPool:
         return [answers[rank] for rank in range(ranks)]
 
     def _answers(self, ranks: int, deadline: float) -> dict[int, Any]:
-        """What the workers answer, as it comes: an error ends the wait for the others soon."""
+        """The workers' answers, as they come; after an error the others are not waited for long."""
         answers: dict[int, Any] = {}
         while len(answers) < ranks:
             try:
@@ -102,7 +102,7 @@ class WorkerPool:
         return answers
 
     def _with_others(self, first: WorkerError, missing: int) -> WorkerError:
-        """The first error and those that come soon after: the cause may have been slower to tell."""
+        """The first error and those that come soon after, since the cause may be reported later."""
         errors, deadline = [str(first)], time.monotonic() + AFTER
         for _ in range(missing):
             try:
@@ -174,7 +174,7 @@ class _Worker:
             raise self._died() from None
 
     def read(self, line: str) -> Any:
-        """The answer that a line holds; an empty one means that there will be no more."""
+        """The answer that a line holds; an empty line means that the worker has ended."""
         if not line:
             raise self._died()
         answer = json.loads(line)
@@ -187,12 +187,12 @@ class _Worker:
         return WorkerError(f"worker {self._rank} died:\n{text[-4000:]}")
 
     def let_go(self) -> None:
-        """Tell it that there are no more tasks."""
+        """Tell the worker that there are no more tasks."""
         with contextlib.suppress(OSError):
             self._pipe.send_bytes(b"")
 
     def end(self, patience: float) -> None:
-        """Wait for its end for some seconds, then end it."""
+        """Give the worker some seconds to end by itself, then kill it."""
         self._process.join(patience)
         self._process.kill()
         self._process.join()
@@ -208,7 +208,7 @@ def _received(pipe: Connection) -> Iterator[str]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with one torch thread, and gloo on the loopback device."""
+    """This process's environment, with one torch thread, and gloo on the loopback device."""
     return os.environ | {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
@@ -235,7 +235,7 @@ def work(rank: int, size: int, folder: str, pipe: Connection, environment: dict[
 
 
 def serve(task: dict[str, Any], groups: Groups) -> bytes:
-    """Run a task, and give its answer in JSON: its result, or the traceback of its error."""
+    """Run a task, and return its result, or the traceback of its error, as JSON."""
     module, _, name = task["function"].partition(":")
     try:
         function = getattr(import_module(module), name)

@@ -1,6 +1,6 @@
 """The ready-made trainer: a byte-level GPT over real text, through pipeline stages.
 
-torch is imported when a name is first used, so that ``penstock --help`` does not wait for it.
+Modules are imported when a name is first used, so that ``penstock --help`` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from penstock.lazily import lazily
 if TYPE_CHECKING:
     from penstock.train.config import TrainConfig
     from penstock.train.model import GPT
-    from penstock.train.plan import profile_of
     from penstock.train.settings import processes_needed, ranks_of, resolve
-    from penstock.train.trainer import Outcome, train
+    from penstock.train.trainer import Outcome, profile_of, train
 
 __all__ = [
     "GPT",
@@ -31,9 +30,8 @@ __getattr__ = lazily(
     __name__,
     {
         "model": "GPT",
-        "trainer": "Outcome train",
+        "trainer": "Outcome profile_of train",
         "config": "TrainConfig",
-        "plan": "profile_of",
         "settings": "processes_needed ranks_of resolve",
     },
 )

@@ -1,4 +1,4 @@
-"""The settings of a training run: one table that the flags, the config file and the docs share."""
+"""The settings of a training run: one table for the flags, the config file and the docs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _setting(default: Any, group: str, description: str) -> Any:
 
 
 class TrainConfig(BaseModel):
-    """Every setting of ``penstock train``; a config file has these keys, a flag these names.
+    """Every setting of ``penstock train``: the keys of a config file, and the names of the flags.
 
     Raises:
         pydantic.ValidationError: an unknown key, or a value of the wrong type or range.
@@ -35,17 +35,17 @@ class TrainConfig(BaseModel):
         None, "Pipeline", "Stages on each rank. Default: what the schedule needs."
     )
     replicas: Count = _setting(
-        1, "Pipeline", "Copies of the pipeline, in processes of their own; they share each batch."
+        1, "Pipeline", "Copies of the pipeline, each with its own processes; they share each batch."
     )
     shard: bool = _setting(
-        False, "Pipeline", "Whether each replica holds a part of each weight (FSDP2), and not all."
+        False, "Pipeline", "Whether each replica holds only a part of each weight (FSDP2)."
     )
     schedule: Text = _setting("1F1B", "Pipeline", "Name of the schedule.")
     plan: Text | None = _setting(
         None,
         "Pipeline",
-        "A plan of penstock plan --json, or auto: the fastest, found from measured costs. It decides "
-        "schedule, stages and microbatches.",
+        "A file written by penstock plan --json, or auto: the fastest plan, found from measured costs. It "
+        "decides schedule, stages and microbatches.",
     )
     microbatches: Count = _setting(8, "Pipeline", "Number of parts that each batch is split into.")
     device: Text = _setting("cpu", "Pipeline", "Where to compute: cpu, cuda or cuda:<index>.")
@@ -71,13 +71,13 @@ class TrainConfig(BaseModel):
     seed: Amount = _setting(0, "Training", "Seed of weights, batches and sample.")
 
     save_every: Count | None = _setting(
-        None, "Checkpoints", "Steps between checkpoints. Default: only where the run is stopped."
+        None, "Checkpoints", "Steps between checkpoints. Default: only when the run is stopped."
     )
     keep: Count = _setting(2, "Checkpoints", "How many checkpoints are kept.")
     resume: Text | None = _setting(
         None,
         "Checkpoints",
-        "Go on from a run folder or a folder of checkpoints; auto: from --out, where it has one.",
+        "Go on from a run folder or a folder of checkpoints; auto: from --out if that has one.",
     )
     time_limit: Positive | None = _setting(
         None, "Checkpoints", "Seconds after which the run is saved and stops."
@@ -89,7 +89,7 @@ class TrainConfig(BaseModel):
     held_out_batches: Count = _setting(
         16, "Text and output", "Batches of held-out text at the end."
     )
-    prompt: Text = _setting("def ", "Text and output", "Beginning of the sample.")
+    prompt: Text = _setting("def ", "Text and output", "Beginning of the sample text.")
     sample_length: Amount = _setting(200, "Text and output", "Bytes of generated text.")
     temperature: Positive = _setting(0.7, "Text and output", "Randomness of the sample.")
     log_every: Count = _setting(10, "Text and output", "Steps between printed lines.")

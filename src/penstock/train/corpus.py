@@ -1,7 +1,7 @@
-"""The text to train on: found, split in training and held-out, and cut into batches.
+"""The text to train on: found, split into a training and a held-out part, and cut into batches.
 
-Everything here follows from the text and the seed alone, so every rank makes the same batches without
-a message.
+Everything follows from the text and the seed alone, so every rank makes the same batches without any
+message.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Bytes = npt.NDArray[np.uint8]
 Batch = tuple[Tensor, Tensor]
 
 HELD_OUT_SHARE = 20
-"""One file in so many is held out, or that part of a single file."""
+"""One in how many files is held out, or which fraction of a single file."""
 
 LARGEST_FOLDER = 2 << 30
-"""Bytes. A folder is read into memory; a larger text belongs into one file, which is mapped."""
+"""Bytes. A folder is read into memory; a larger text must be a single file, which is mapped."""
 
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
@@ -37,7 +37,7 @@ class Corpus:
     """A text in two parts.
 
     Args:
-        name: where it is from, for people.
+        name: where it is from, for messages.
         files: how many files were read.
         training: the bytes to learn from, one-dimensional.
         held_out: the bytes to measure on.
@@ -87,7 +87,7 @@ def load(data: str | None, sequence: int) -> Corpus:
 
     Raises:
         UsageError: there is no such file or folder.
-        InputFileError: it holds too little text, or cannot be read.
+        InputFileError: the text is too short, or cannot be read.
     """
     corpus = _standard_library() if data is None else _given(Path(data))
     needed = sequence + 1
@@ -137,7 +137,7 @@ def _from_file(path: Path) -> Corpus:
 
 
 def _from_files(name: str, root: Path, paths: list[Path]) -> Corpus:
-    """Read all text files; which are held out follows from the names."""
+    """Read all text files; their names decide which are held out."""
     _check_size(name, paths)
     texts = {path: text for path in paths if (text := _text(path))}
     held_out = {path: _is_held_out(path.relative_to(root).as_posix()) for path in texts}
@@ -166,7 +166,7 @@ def _split_by_position(name: str, files: int, text: Bytes) -> Corpus:
 
 
 def _text(path: Path) -> bytes | None:
-    """What a file holds if that is UTF-8 text."""
+    """The contents of a file, if that is UTF-8 text."""
     try:
         content = path.read_bytes() if path.is_file() else b""
         content.decode("utf-8")

@@ -1,4 +1,4 @@
-"""What a step measured, and how a run shows it, on a terminal and elsewhere."""
+"""What was measured in a step, and how a run shows that on a terminal and elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-# ---- what one step measured, as a value, a line of JSON and a line for people
+# ---- what was measured in a step: as a value, as a line of JSON, and as a line of text
 
 
 PEAKS: Mapping[str, tuple[float, float]] = {
@@ -27,7 +27,7 @@ PEAKS: Mapping[str, tuple[float, float]] = {
     "H100": (67.0, 494.0),
     "H200": (67.0, 494.0),
 }
-"""Peak teraflops of GPUs by a part of their name: in float32, and in TF32 where they have it, dense."""
+"""Peak dense teraflops of GPUs by a part of their name: in float32, and in TF32 if they have that."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class StepMetrics:
         time: when it ended, in seconds since 1970.
         rank: the rank that measured it.
         loss: mean training loss in nats per byte.
-        gradient_norm: before clipping.
-        learning_rate: that the step used.
+        gradient_norm: the norm of the gradients before clipping.
+        learning_rate: the learning rate of the step.
         seconds: wall time of the step.
         tokens_per_second: bytes of text per second.
         memory: peak bytes of the process that holds most.
-        mfu: the share of the devices' peak arithmetic that the model's own operations took; None where the
-            peak is not known.
-        bubble: idle share of the ranks' time, 0 to 1; on a GPU, where recording slows a step down, only of
+        mfu: the share of the devices' peak arithmetic that the model's own operations use; None if the peak
+            is not known.
+        bubble: idle share of the ranks' time, 0 to 1; on a GPU, where recording slows a step down, only for
             the steps that are shown.
         clocks: how the bubble was found: ``"measured"`` on the clocks of the ranks, or ``"replayed"`` from
             measured durations where the ranks of one process took turns.
@@ -96,7 +96,7 @@ class StepMetrics:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The most floating-point operations per second that a device can do; None where that is not known."""
+    """The floating-point operations per second that a device can do at most; None if that is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -106,7 +106,7 @@ def peak_flops(device: torch.device) -> float | None:
     return None if peaks is None else peaks[tensor_float] * 1e12
 
 
-# ---- how a run shows itself
+# ---- how a run is shown
 
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -114,7 +114,7 @@ _HISTORY = 16
 
 
 class Display(Protocol):
-    """Shows the steps while they are made."""
+    """Shows the steps of a run while it goes on."""
 
     def running(self) -> AbstractContextManager[object]:
         """A context around the steps."""
@@ -124,11 +124,11 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """A line for each step that is to be shown.
+    """Prints a line for each step that is to be shown.
 
     Args:
-        console: where to write.
-        steps: how many there will be.
+        console: where to print.
+        steps: how many steps there will be.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -150,7 +150,7 @@ class LiveDisplay:
 
     Args:
         console: a terminal.
-        steps: how many there will be.
+        steps: how many steps there will be.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -176,7 +176,7 @@ class LiveDisplay:
         return Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show the step; its use of the machine keeps its last value where it did not measure all of it."""
+        """Show the step; the usage is that of the last step for which all of it was measured."""
         self._latest = metrics
         self._usage = metrics.usage if metrics.shown or not self._usage else self._usage
         self._losses.append(metrics.loss)
@@ -204,7 +204,7 @@ def say(console: Console, text: str) -> None:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The course of ``values`` in at most ``width`` bars, each the mean of its share."""
+    """The course of ``values`` as at most ``width`` bars, each for the mean of some of them."""
     if not values:
         return ""
     count = min(width, len(values))

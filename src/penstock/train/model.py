@@ -1,4 +1,4 @@
-"""A byte-level GPT, its optimizer, and text from it.
+"""A byte-level GPT, its optimizer, and how it generates text.
 
 The model is a chain of modules, so that it can be cut between any two of them:
 pre-norm blocks with RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary positions (Su et al. 2021,
@@ -144,7 +144,7 @@ class GPT(nn.Module):
 
     Args:
         shape: its size.
-        seed: from which the weights are drawn, see :func:`initialise`.
+        seed: the seed of the weights, see :func:`initialise`.
     """
 
     def __init__(self, shape: Shape, seed: int = 0) -> None:
@@ -176,9 +176,9 @@ def rotations(length: int, features: int) -> tuple[Tensor, Tensor]:
 def initialise(model: nn.Module, seed: int, layers: int) -> None:
     """Draw every matrix from a generator of its own, seeded from ``seed`` and its name.
 
-    So a weight depends neither on the cut nor on which weights are made before it. Matrices that write
-    to the residual stream are scaled down by the number of writers (GPT-2); the head starts at zero,
-    which makes the first loss that of a uniform guess.
+    So a weight depends neither on the cut nor on the weights made before it. Matrices that write to the
+    residual stream are scaled down by the number of writers (GPT-2); the head starts at zero, so that the
+    first loss is that of a uniform guess.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
@@ -207,15 +207,15 @@ def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def cut(layers: int, stages: int) -> list[list[str]]:
-    """Deal the modules of a :class:`GPT` to stages: the blocks evenly, its ends with the end stages.
+    """Deal the modules of a :class:`GPT` to stages: the blocks evenly, its ends to the first and last stage.
 
     Args:
-        layers: blocks of the model.
+        layers: how many blocks the model has.
         stages: how many stages to make.
 
     Returns:
-        For each stage the paths of its modules in call order; earlier stages get a block more where the
-        blocks cannot be dealt evenly.
+        For each stage the paths of its modules in call order; if the blocks cannot be dealt evenly, earlier
+        stages get one more.
 
     Raises:
         ConfigError: there are more stages than layers.
@@ -237,7 +237,7 @@ def cut(layers: int, stages: int) -> list[list[str]]:
     ]
 
 
-# ---- AdamW with decay on matrices alone, and the learning rate of every step
+# ---- AdamW that decays matrices only, and the learning rate of each step
 
 
 FINAL_SHARE = 0.1
@@ -247,7 +247,7 @@ FINAL_SHARE = 0.1
 def make_optimizer(
     parameters: Iterable[tuple[str, Tensor]], config: TrainConfig
 ) -> torch.optim.AdamW:
-    """AdamW over named parameters; vectors (the gains of norms) and the embedding do not decay."""
+    """AdamW for named parameters; vectors (the gains of norms) and the embedding do not decay."""
     named = list(parameters)
     decaying = [weight for name, weight in named if _decays(name, weight)]
     rest = [weight for name, weight in named if not _decays(name, weight)]
@@ -277,7 +277,7 @@ def _decays(name: str, weight: Tensor) -> bool:
     return weight.ndim > 1 and not name.startswith("embed.")
 
 
-# ---- text from a trained model, the same on every rank
+# ---- text from a trained model, which is the same on every rank
 
 
 Predict = Callable[[Tensor], Tensor]
@@ -323,8 +323,8 @@ def generate(predict: Predict, prompt: bytes, sampling: Sampling) -> bytes:
 def _last_logits(predict: Predict, context: bytearray, window: int) -> Tensor:
     """The prediction after ``context``.
 
-    What stands behind the context cannot influence it, as attention looks back only; so the context is
-    filled up to one length and no shape changes from byte to byte.
+    What comes after the context cannot influence it, since attention only looks back; so the context is
+    padded to a fixed length, and no shape changes from byte to byte.
     """
     padded = context.ljust(window, b"\0")
     tokens = torch.frombuffer(padded, dtype=torch.uint8).long()[None]
@@ -332,7 +332,7 @@ def _last_logits(predict: Predict, context: bytearray, window: int) -> Tensor:
 
 
 def readable(text: bytes) -> str:
-    """Bytes as text that is safe to print: what is no UTF-8 or would steer a terminal is replaced."""
+    """Bytes as text that is safe to print: invalid UTF-8 and terminal control characters are replaced."""
     return "".join(map(_printable, text.decode("utf-8", errors="replace")))
 
 

@@ -1,4 +1,4 @@
-"""The folder in which a run leaves its settings, metrics, timeline and weights, and from which it goes on."""
+"""The run folder: what a run leaves there, when it stops, and how it goes on from there."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
 from penstock.schedule import Timeline, draw_svg
 
-# ---- what a run leaves
+# ---- what a run leaves in its folder
 
 
 METRICS = "metrics.jsonl"
 
 
 class RunFolder:
-    """A new folder; only one process of a run writes to it.
+    """A run folder, to which only one process of the run writes.
 
     Args:
         path: where it is.
-        writes: whether this process is the one that writes; the methods of the others do nothing.
+        writes: whether this process is that one; on the others the methods do nothing.
     """
 
     def __init__(self, path: Path, *, writes: bool) -> None:
@@ -46,13 +46,13 @@ class RunFolder:
         self._write("config.toml", toml)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a line to the metrics at once, so that a run that is stopped keeps what it measured."""
+        """Append a line to the metrics at once, so that a run that is stopped keeps its measurements."""
         if self._writes:
             with (self.path / METRICS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Drop what was measured after a step, at which the run goes on."""
+        """Drop what was measured after the step from which the run goes on."""
         if not self._writes:
             return
         path = self.path / METRICS
@@ -62,7 +62,7 @@ class RunFolder:
         os.replace(partial, path)
 
     def write_timeline(self, timeline: Timeline, *, title: str, note: str) -> None:
-        """Keep a step's timeline as Chrome trace and as a drawing."""
+        """Keep a step's timeline as a Chrome trace and as a drawing."""
         self._write("timeline.json", timeline.to_chrome_trace())
         self._write("timeline.svg", draw_svg(timeline, title=title, note=note))
 
@@ -76,7 +76,7 @@ class RunFolder:
 
 
 def _until(line: str, step: int) -> bool:
-    """Whether a line of the metrics is of a step up to this one; the last may be cut off by a kill."""
+    """Whether a line of the metrics is of a step up to this one; a kill may have cut off the last line."""
     try:
         return int(json.loads(line)["step"]) <= step
     except (ValueError, KeyError, TypeError):
@@ -87,11 +87,11 @@ def create_folder(out: str | None, *, resumes: bool = False) -> Path:
     """Make the folder of a run.
 
     Args:
-        out: its path; None makes one below ``runs`` that is named after the time.
-        resumes: whether a run that is in it may go on there.
+        out: its path; by default a folder below ``runs`` that is named after the time.
+        resumes: whether a run that it holds may go on there.
 
     Raises:
-        UsageError: it cannot be made, or holds a run already.
+        UsageError: it cannot be made, or it holds a run already.
     """
     path = Path("runs", datetime.now().strftime("%Y%m%d-%H%M%S")) if out is None else Path(out)
     try:
@@ -115,7 +115,7 @@ def _taken(path: Path) -> str:
     return f"out={str(path)!r} is a file; choose a folder"
 
 
-# ---- stop and go on: signals, a time limit, the folder that a run goes on from, and the command
+# ---- stop and go on: signals, the time limit, the folder from which a run goes on, and the command for it
 
 
 AUTO = "auto"
@@ -123,17 +123,17 @@ CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run folder."""
 
 _TIME = -1
-"""Stands beside the numbers of signals."""
+"""Stands for the time limit, among the numbers of signals."""
 
 
 class Stop:
-    """Whether the run is to stop after this step: because of a signal on any rank, or of the time.
+    """Tells whether the run is to stop after this step, because of a signal on any rank or of the time.
 
-    In the context a first SIGINT or SIGTERM is noted; a second one does what the first would have done.
+    In its context a first SIGINT or SIGTERM is noted; a second one does what it does without this context.
 
     Args:
-        limit: seconds from now that the run may take; None for as long as it takes.
-        say: tells that a signal was heard.
+        limit: how many seconds the run may take from now on; None for any number.
+        say: prints a line when a signal arrives.
     """
 
     def __init__(self, limit: float | None, say: Callable[[str], object]) -> None:
@@ -143,7 +143,7 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def agreed(self, pipe: Pipeline) -> int:
-        """The signal that some rank has heard, or that time is up; 0 to go on. All ranks call it."""
+        """The signal that some rank got, or that the time is up; 0 to go on. All ranks must call it."""
         late = self._end is not None and time.monotonic() >= self._end
         told: list[int] = Team(pipe, None).agree(self._heard or (_TIME if late else 0))
         return max(told) or min(told)
@@ -164,12 +164,12 @@ class Stop:
             return
         self._heard = number
         self._say(
-            f"{signal.Signals(number).name}: this step is finished and saved; a second one ends the run "
-            "at once"
+            f"{signal.Signals(number).name}: this step is finished and saved first; a second signal ends the "
+            "run at once"
         )
 
     def deliver(self, number: int, frame: Any = None) -> None:
-        """Do what a signal does without a run that saves."""
+        """Do what a signal does outside of this context."""
         if number == _TIME:
             return
         handler = self._before.get(number)
@@ -186,10 +186,10 @@ def why(stopped: int) -> str:
 
 
 def source_of(resume: str, out: Path) -> Path:
-    """The folder of the checkpoints that a run goes on from.
+    """The folder of the checkpoints from which a run goes on.
 
     Args:
-        resume: the setting.
+        resume: the setting of that name.
         out: the run folder.
 
     Raises:
@@ -206,7 +206,7 @@ def source_of(resume: str, out: Path) -> Path:
 
 
 def run_folder_of(resume: str) -> Path | None:
-    """The run folder that a run goes on in, by the folder that it goes on from; None for a new one."""
+    """The run folder in which a run goes on, given the folder it goes on from; None for a new one."""
     given = Path(resume)
     for path in (given, given.parent):
         if resume != AUTO and (path / CHECKPOINTS).is_dir():
@@ -215,7 +215,7 @@ def run_folder_of(resume: str) -> Path | None:
 
 
 def command_to_go_on(out: Path) -> str:
-    """The command that goes on with a run."""
+    """The command that continues a run."""
     train, processes = ["train", "--resume", str(out)], os.environ.get("WORLD_SIZE", "1")
     if processes == "1":
         return shlex.join(["penstock", *train])

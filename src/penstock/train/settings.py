@@ -1,7 +1,7 @@
-"""Settings settled: where each is from, what follows from them, and which contradict each other.
+"""Settle the settings of a run: where each is from, what follows from them, and which contradict each other.
 
-Flags go before the config file, the file before the defaults. A wrong value is blamed on the place it is
-from, since the remedy is there.
+Flags win over the config file, and the file over the defaults. A wrong value is reported for the place it is
+from, since that is where it can be changed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Contradiction:
 
 
 def ranks_of(config: TrainConfig) -> int:
-    """The ranks of a pipeline: as set, else the world size under ``torchrun`` over the replicas, else 4."""
+    """The ranks of a pipeline: as set, or under ``torchrun`` the world size over the replicas, or else 4."""
     if config.ranks:
         return config.ranks
     world = os.environ.get("WORLD_SIZE")
@@ -62,7 +62,7 @@ def shape_of(config: TrainConfig) -> Shape:
 
 
 def schedule_of(config: TrainConfig) -> Schedule:
-    """The schedule, which must train."""
+    """The schedule; one without backward is refused."""
     own = {} if config.stages_per_rank is None else {"stages_per_rank": config.stages_per_rank}
     schedule = build(
         config.schedule, ranks=ranks_of(config), microbatches=config.microbatches, **own
@@ -78,7 +78,7 @@ def stages_of(config: TrainConfig) -> list[list[str]]:
 
 
 def device_of(config: TrainConfig) -> torch.device:
-    """The device, which must be there."""
+    """The device; one that this machine does not have is refused."""
     try:
         device = torch.device(config.device)
     except RuntimeError:
@@ -137,7 +137,7 @@ _CHECKS: dict[Callable[[TrainConfig], object], str] = {
 
 
 def contradictions(config: TrainConfig) -> Iterator[Contradiction]:
-    """What is wrong with settings that are fine one by one, the cause before what follows from it."""
+    """What is wrong with settings that are valid one by one; causes come before their consequences."""
     for check, settings in _CHECKS.items():
         try:
             check(config)
@@ -149,7 +149,7 @@ def contradictions(config: TrainConfig) -> Iterator[Contradiction]:
 
 
 LARGEST_CONFIG = 64 << 10
-"""Bytes. Settings fit into far less; what is larger is no config file."""
+"""Bytes. Settings need far less; a larger file is not a config file."""
 
 _MUST_BE = {
     "greater_than_equal": "must be at least {ge}",
@@ -168,11 +168,11 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
 
     Args:
         flags: settings by name that win over the file.
-        file: a TOML file with settings; by default that of the run folder to go on from.
+        file: a TOML file with settings; by default that of the run folder from which to go on.
 
     Raises:
-        ConfigError: the flags are wrong, or they contradict the file or the defaults.
-        InputFileError: the file is not TOML, or is wrong by itself.
+        ConfigError: the flags are wrong, or contradict the file or the defaults.
+        InputFileError: the file is not TOML, or its settings are wrong.
     """
     file = file or _of_run(flags.get("resume"))
     table = {} if file is None else read(file)
@@ -187,23 +187,23 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
 
 
 def processes_needed(flags: Mapping[str, Any], file: Path | None = None) -> int | None:
-    """How many processes a run needs, where one does not do: each rank of each replica has its own."""
+    """How many processes a run needs if it has replicas, one for each rank of each; None otherwise."""
     table = {**({} if file is None else read(file)), **flags}
     replicas, ranks = table.get("replicas", 1), table.get("ranks", DEFAULT_RANKS)
-    # What is no number is told with all other mistakes.
+    # Values that are not numbers are reported later, with all other mistakes.
     known = isinstance(replicas, int) and isinstance(ranks, int) and ranks > 0
     return replicas * ranks if known and replicas > 1 else None
 
 
 def _of_run(resume: Any) -> Path | None:
-    """The settings of the run that goes on, if they are there."""
+    """The settings of the run that goes on, if there are any."""
     found = run_folder_of(resume) if isinstance(resume, str) else None
     path = None if found is None else found / "config.toml"
     return path if path is not None and path.is_file() else None
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The table in a TOML file.
+    """The contents of a TOML file.
 
     Raises:
         ConfigError: there is no such file.
@@ -234,7 +234,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """The settings as a config file that repeats the run; what is of this one alone is left out."""
+    """The settings as a config file that repeats the run, without those of where it is stored."""
     values = config.model_dump(exclude_none=True, exclude={"out", "resume"})
     return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
 
@@ -246,7 +246,7 @@ def _toml(value: str | float) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Quotes, backslashes and control characters as TOML's basic strings want them."""
+    """Text with quotes, backslashes and control characters escaped as in TOML's basic strings."""
     plain = (c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text)
     return "".join(plain)
 
@@ -263,7 +263,7 @@ def _refuse(problems: list[str], file: Path | None) -> None:
 
 
 def _problem(detail: ErrorDetails) -> Contradiction:
-    """One finding of pydantic in our words."""
+    """One of pydantic's findings, in our words."""
     name = str(detail["loc"][0])
     if detail["type"] == "extra_forbidden":
         return Contradiction(frozenset({name}), "".join(_unknown(name)))

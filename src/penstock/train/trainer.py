@@ -14,11 +14,13 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
 
+from penstock import plan as planning
 from penstock.checkpoint import Checkpoints
-from penstock.errors import CheckpointError, NonFiniteError, UsageError
+from penstock.errors import CheckpointError, ConfigError, InputFileError, NonFiniteError, UsageError
 from penstock.parallel import over_replicas, replicated_mesh
 from penstock.pipeline import Pipeline, peak_memory
-from penstock.plan import Plan
+from penstock.plan import Plan, Profile
+from penstock.plan.report import report_of
 from penstock.schedule import Schedule, Timeline
 from penstock.train import corpus as texts
 from penstock.train.config import TrainConfig
@@ -35,7 +37,6 @@ from penstock.train.model import (
     readable,
     set_learning_rate,
 )
-from penstock.train.plan import chosen_plan, plans_itself, report_of_run
 from penstock.train.runfolder import (
     AUTO,
     CHECKPOINTS,
@@ -49,7 +50,131 @@ from penstock.train.runfolder import (
 )
 from penstock.train.settings import device_of, ranks_of, schedule_of, shape_of, stages_of, to_toml
 
-# ---- several pipelines side by side: which is this process's, and what it has of each batch
+# ---- plans for training runs: the costs of the model decide what the settings leave open
+
+
+PLANNING = 5.0
+"""How many seconds the best plans are improved."""
+
+
+def profile_of(
+    config: TrainConfig, device: planning.Device | str | None = None, *, repeats: int = 3
+) -> Profile:
+    """What the model of a run costs.
+
+    Args:
+        config: the settings.
+        device: the device for which to predict; by default the costs are measured on that of the run.
+        repeats: how often to measure.
+    """
+    tokens = torch.zeros(config.batch, config.sequence, dtype=torch.long)
+    given: dict[str, Any] = {"target": tokens, "loss_fn": next_byte_loss, "tokens": config.sequence}
+    if device is not None:
+        with torch.device("meta"):
+            model = GPT(shape_of(config))
+        return planning.predict(model, tokens, device=device, **given)
+    torch.set_num_threads(config.threads)
+    model = GPT(shape_of(config), config.seed).to(device_of(config))
+    return planning.measure(model, tokens, repeats=repeats, **given)
+
+
+def chosen_plan(config: TrainConfig, usual: Pipeline | None, batch: Any) -> Plan | None:
+    """The plan of a run, which is the same on every rank.
+
+    Args:
+        config: the settings.
+        usual: if a plan is to be found, a pipeline made by the other settings: a step of it is recorded, and
+            corrects what was measured of the model alone.
+        batch: tokens and target of that step.
+
+    Raises:
+        ConfigError: there is no such file, or the plan is for another run.
+        InputFileError: the file does not hold a plan.
+    """
+    if config.plan is None:
+        return None
+    if usual is None:
+        return _fitting(config, _read(Path(config.plan)))
+    tokens, target = batch
+    # The first step only warms up.
+    usual.step(tokens, target=target)
+    step = planning.costs_from(usual.step(tokens, target=target, record=True))
+    text = ""
+    if usual.leads:
+        profile = profile_of(config)
+        units = [unit.path for unit in profile.at(config.batch // config.microbatches).units]
+        cut = planning.cut_of(units, stages_of(config))
+        profile = step.correct(profile, config.batch // config.microbatches, cut)
+        text = planning.search(
+            profile,
+            ranks=ranks_of(config),
+            pipeline=ranks_of(config),
+            batch=config.batch,
+            keep=1,
+            seconds=PLANNING,
+        )[0].to_json()
+    told: list[str] = usual.agree(text)
+    return Plan.from_json(told[0])
+
+
+def plans_itself(config: TrainConfig) -> bool:
+    """Whether a plan is to be found rather than read.
+
+    Raises:
+        ConfigError: there is a plan and there are replicas: a plan is for one pipeline.
+    """
+    if config.plan is not None and config.replicas > 1:
+        raise ConfigError(
+            f"plan={config.plan!r} with replicas={config.replicas}: a plan is for one pipeline; "
+            "leave one of them out"
+        )
+    return config.plan == AUTO
+
+
+def _read(path: Path) -> Plan:
+    if not path.is_file():
+        raise ConfigError(
+            f"plan={str(path)!r}: there is no such file; give auto, or what penstock plan --json has written"
+        )
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError) as error:
+        raise InputFileError(f"{path}: cannot be read: {error}") from error
+    except InputFileError as error:
+        raise InputFileError(f"{path}: {error}") from error
+
+
+def _fitting(config: TrainConfig, plan: Plan) -> Plan:
+    batch = plan.microbatches * plan.shape.samples
+    for name, mine, planned in (
+        ("ranks", ranks_of(config), plan.ranks),
+        ("batch", config.batch, batch * plan.replicas),
+        ("replicas", 1, plan.replicas),
+    ):
+        if mine != planned:
+            raise ConfigError(
+                f"plan={config.plan!r} is for {name}={planned}, but this run has {mine}; "
+                "plan it with the settings of the run: penstock plan --config"
+            )
+    return plan
+
+
+def report_of_run(
+    config: TrainConfig, pipe: Pipeline, plan: Plan | None, timeline: Timeline, title: str
+) -> str:
+    """The report of a run: a measured step beside the same step simulated with the model's costs."""
+    if plan is None:
+        profile = profile_of(config, repeats=2)
+        plan = planning.plan_for(
+            profile, pipe.schedule, stages_of(config), batch=config.batch // config.replicas
+        )
+    return report_of([plan], title=title, measured=timeline)
+
+
+# ---- A training run from its settings to its run folder
+
+
+# ---- replicas: which one this process belongs to, and its share of each batch
 
 
 class Side:
@@ -70,7 +195,7 @@ class Side:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a Pipeline is told of the replicas."""
+        """What a Pipeline is told about the replicas."""
         if self._mesh is None:
             return {}
         return {"mesh": self._mesh, "replicas": self._mesh["dp"], "wrap": self._wrap}
@@ -94,13 +219,13 @@ CLOCKS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to; the same on every rank.
+    """The results of a run, which are the same on every rank.
 
     Args:
-        losses: the training loss of every step since the run was started or resumed, nats per byte.
-        held_out_loss: nats per byte on text the model did not train on; None where the run was stopped.
-        sample: generated bytes, without the prompt.
-        folder: where the rest is.
+        losses: the training loss of every step since the run was started or resumed, in nats per byte.
+        held_out_loss: nats per byte on text the model did not train on; None if the run was stopped.
+        sample: the generated bytes, without the prompt.
+        folder: the run folder, with everything else.
     """
 
     losses: tuple[float, ...]
@@ -113,14 +238,14 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
     """Train a :class:`GPT` through pipeline stages.
 
     In one process all ranks take turns; under ``torchrun`` this process is one rank. The numbers are the
-    same.
+    same either way.
 
     Args:
         config: the settings.
         console: where the leading process prints; standard output by default.
 
     Raises:
-        UsageError: settings that cannot be used here.
+        UsageError: the settings cannot be used here.
         InputFileError: the text is too short.
     """
     torch.set_num_threads(config.threads)
@@ -136,7 +261,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
 
 
 def find_plan(config: TrainConfig, side: Side, corpus: Corpus) -> Plan | None:
-    """The plan that the settings ask for, from a file or from a pipeline as they have it without one."""
+    """The plan that the settings ask for, if any: from a file, or found with a pipeline made without it."""
     if not plans_itself(config):
         return chosen_plan(config, None, None)
     batch = corpus.training_batch(1, seed=config.seed, batch=config.batch, sequence=config.sequence)
@@ -147,7 +272,7 @@ def find_plan(config: TrainConfig, side: Side, corpus: Corpus) -> Plan | None:
 def make_pipeline(
     config: TrainConfig, side: Side | None = None, plan: Plan | None = None
 ) -> Pipeline:
-    """The pipeline of a model whose weights follow from the seed, or one of its replicas."""
+    """The pipeline of the run, or one of its replicas."""
     decided: dict[str, Any] = {"plan": plan}
     if plan is None:
         decided = {
@@ -166,7 +291,7 @@ def make_pipeline(
 
 
 def introduction(config: TrainConfig, corpus: Corpus, schedule: Schedule) -> str:
-    """What is about to be trained, how and on what, in three lines."""
+    """What is trained, how and on which text, in three lines."""
     shape = shape_of(config)
     return (
         f"model: {shape.parameters:,} parameters, {config.layers} layers in {schedule.stages} stages on "
@@ -185,7 +310,7 @@ def _replicas(config: TrainConfig) -> str:
 
 
 def _claim(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Checkpoints]:
-    """Let the leading process make the run folder its own, and all of them fail if it cannot."""
+    """Let the leading process make the run folder, and all processes fail if it cannot."""
     made = {"path": "", "problem": ""}
     if pipe.leads:
         try:
@@ -207,14 +332,14 @@ def _claim(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Checkpoints]
 
 
 class Run:
-    """The steps of a run and what comes after them.
+    """The steps of a run, and what comes after them.
 
     Args:
         config: the settings.
-        pipe: trains the model.
+        pipe: the pipeline.
         corpus: the text.
-        folder: keeps the results.
-        checkpoints: keeps the states to go on from.
+        folder: the run folder, for the results.
+        checkpoints: the states from which to go on.
         console: where to print.
         side: which of the replicas this is.
     """
@@ -245,7 +370,7 @@ class Run:
         """Train, then measure, save and sample.
 
         Args:
-            stop: says when to leave off before that.
+            stop: tells when to stop early.
         """
         first = self._resume()
         self._folder.write_config(to_toml(self._config))
@@ -262,7 +387,7 @@ class Run:
         return Outcome(tuple(losses), held_out_loss, sample, self._folder.path)
 
     def _train(self, first: int, stop: Stop) -> tuple[list[float], int]:
-        """The losses of the steps, and why they ended early, if they did."""
+        """The losses of the steps, and why these ended early, if they did."""
         display = make_display(self._console, self._config.steps)
         losses, stopped = [], 0
         with display.running():
@@ -281,7 +406,7 @@ class Run:
     # ---- stop and go on
 
     def _resume(self) -> int:
-        """Go on from a checkpoint, if that is asked for; the step it was saved at."""
+        """Go on from a checkpoint, if the settings ask for it; returns its step."""
         if self._config.resume is None:
             return 0
         source = source_of(self._config.resume, self._folder.path)
@@ -296,7 +421,7 @@ class Run:
         return step or 0
 
     def _data(self) -> dict[str, Any]:
-        """What says which text a step trains on."""
+        """What determines the text on which a step trains."""
         config = self._config
         about = {"seed": config.seed, "batch": config.batch, "sequence": config.sequence}
         return {**about, "text": len(self._corpus.training)}
@@ -321,7 +446,7 @@ class Run:
         self._checkpoints.wait()
         say(self._console, f"{why(stopped)}: {self._checkpoints.last}")
         say(self._console, f"go on with: {command_to_go_on(self._folder.path)}")
-        # All ranks leave together: none is to take the end of another for a failure.
+        # All ranks leave together, so that none takes the end of another for a failure.
         self._pipe.close()
 
     # ---- a step
@@ -360,11 +485,11 @@ class Run:
         )
 
     def _records(self, step: int) -> bool:
-        """Whether to note when each action runs: always where it costs nothing."""
+        """Whether to record when each action runs: always where that costs nothing."""
         return self._device.type == "cpu" or self._shows(step)
 
     def _shows(self, step: int) -> bool:
-        """Whether to show the step: now and then, and at the end. The first step pays for warming up."""
+        """Whether to show the step: now and then, and at the end."""
         return step % self._config.log_every == 0 or step == self._config.steps
 
     def _update(self, step: int) -> float:
@@ -380,7 +505,7 @@ class Run:
         return self._pipe.schedule.placement.rank_of[self._pipe.stages[0].index]
 
     def _mfu(self, tokens_per_second: float) -> float | None:
-        """The share of the devices' peak that the model's own operations took, where the peak is known."""
+        """The share of the devices' peak that the model's own operations use, if the peak is known."""
         peak = peak_flops(self._device)
         if peak is None:
             return None
@@ -390,7 +515,7 @@ class Run:
         return shape_of(self._config).flops * tokens_per_second / (peak * devices)
 
     def _peak_memory(self) -> int:
-        """Of the process that holds most."""
+        """The peak memory of the process that holds most."""
         peaks: list[int] = self._pipe.agree(peak_memory(self._device))
         return max(peaks)
 
@@ -425,7 +550,7 @@ class Run:
         return text
 
     def _keep_timeline(self) -> None:
-        """Keep the last step that was measured."""
+        """Keep the timeline of the last step that was recorded."""
         if self._timeline is None:
             return
         step, timeline, clocks = self._timeline

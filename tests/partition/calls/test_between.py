@@ -476,7 +476,7 @@ def write_into_second(x: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
 REFUSALS: dict[str, tuple[Body, str]] = {
     "what a module was given": (
         lambda m, x: m.l[1](write_into_second(x, m.l[0](x))),
-        "or as what a module was given",
+        "or that a module was given",
     ),
     "gradients": (
         lambda m, x: m.l[1](torch.autograd.grad(m.l[0](x).sum(), m.scale)[0]),
@@ -488,11 +488,11 @@ REFUSALS: dict[str, tuple[Body, str]] = {
     ),
     "another way into the memory": (
         lambda m, x: m.l[1](keep_written(x, m.l[0](x))),
-        "reads it through another that shows the same memory",
+        "reads it through another that shares its memory",
     ),
     "a checkpoint that changes what it is given": (
         lambda m, x: m.l[1](checkpoint(lambda t: t.mul_(2), m.l[0](x), use_reentrant=True)),
-        "changes in place what it is given",
+        "changes its input in place",
     ),
     "a buffer that is changed": (
         lambda m, x: m.l[1](m.l[0](x) + m.mean.mul_(0.9).add_(m.l[0](x).detach().mean(0))),

@@ -111,7 +111,7 @@ def test_without_a_mask_only_the_first_stage_needs_the_batch() -> None:
 
 def test_hidden_states_of_other_stages_are_refused() -> None:
     model, kwargs, _ = made("llama")
-    with pytest.raises(PartitionError, match="such as hidden states, are not seen here"):
+    with pytest.raises(PartitionError, match="such as hidden states, are not available here"):
         pipeline(model).predict(**kwargs, output_hidden_states=True)
 
 

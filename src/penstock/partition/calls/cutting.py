@@ -1,4 +1,4 @@
-"""One cut of a model: its units, who has them, and the routes of the calls that were seen."""
+"""A model with the stages of its units, and the routes of the calls that were seen so far."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.values import (
 )
 from penstock.values.trial import copied
 
-# ---- a copy of the model without its data, in which the analysis runs: it leaves no trace in the model
+# ---- a copy of the model without its data: the analysis runs it, and leaves no trace in the model itself
 
 
 def home_of(model: nn.Module) -> torch.device:
@@ -40,12 +40,12 @@ def home_of(model: nn.Module) -> torch.device:
 
 
 class Outline:
-    """A model without data.
+    """A copy of a model without data.
 
     Args:
         model: what to copy.
-        units: the paths of its units; what stands elsewhere keeps its buffers, for code between the units
-            may look into them.
+        units: the paths of its units; buffers outside of these keep their data, since code between the
+            units may look at it.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ class Outline:
         self._pairs = list(zip(model.modules(), self.model.modules(), strict=True))
         self._loose = self._find_loose(model, units)
         self._families: dict[Any, dict[Any, Family[Found | None]]] = {}
-        # By name: what other processes hold is let go, see `CallStage.release`.
+        # By name: the tensors of other processes are replaced, see `CallStage.release`.
         self._named = [
             (module, name, mine._parameters[name])
             for module, mine in self._pairs
@@ -85,7 +85,7 @@ class Outline:
     def _find_loose(
         self, model: nn.Module, units: Sequence[str]
     ) -> list[tuple[Loose, nn.Module, nn.Module]]:
-        """The modules that neither are in a unit nor hold one."""
+        """The modules that are neither inside a unit nor around one."""
         inside = {part for path in units for part in model.get_submodule(path).modules()}
         pairs = zip(model.named_modules(), self.model.modules(), strict=True)
         return [
@@ -106,7 +106,7 @@ class Outline:
         return tensor.detach().clone()
 
     def named_tensors(self) -> dict[Tensor, str]:
-        """Parameters, and the buffers that have no data here, with their names."""
+        """The parameters, and the buffers without data, with their names."""
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         parameters = {id(p) for p in self.model.parameters()}
         return {t: name for name, t in named if id(t) in parameters or isinstance(t, FakeTensor)}
@@ -114,21 +114,21 @@ class Outline:
     # ---- the buffers that every stage has
 
     def real_buffers(self) -> dict[str, tuple[Tensor, int]]:
-        """The buffers outside of the units, with how often they were written into."""
+        """The buffers outside of the units, each with its version."""
         named = self.model.named_buffers()
         return {n: (b, b._version) for n, b in named if not isinstance(b, FakeTensor)}
 
     def written(
         self, before: dict[str, tuple[Tensor, int]], is_value: Callable[[Tensor], bool]
     ) -> tuple[str, ...]:
-        """Those of them that would not be after a call what they are after one of the unsplit model.
+        """The buffers that a call would leave other than a call of the unsplit model does.
 
-        What is made of the arguments alone each stage writes into its own; but of those that are saved there
-        is one for all.
+        Each stage may write what it makes of the arguments alone into its own copy of a buffer; but buffers
+        that are saved are shared by all stages.
 
         Args:
-            before: as they were before a call.
-            is_value: tells of which it wrote into them what units gave.
+            before: the buffers before the call.
+            is_value: whether what units gave was written into a buffer.
         """
         after, saved = dict(self.model.named_buffers()), self.model.state_dict(keep_vars=True)
         return tuple(
@@ -146,26 +146,26 @@ class Outline:
         return self._form != _form_of(self._original)
 
     def modes(self) -> tuple[Any, ...]:
-        """Which of the model's modules are in training, and which loose ones have hooks."""
+        """Which of the model's modules are in training mode, and which loose ones have hooks."""
         hooked = tuple(path for path, *_ in self._hooked())
         return tuple(module.training for module, _ in self._pairs), hooked
 
     def hooked(self, *, copies: bool = False) -> dict[nn.Module, str]:
-        """The loose modules that have hooks by now, or hold some that have; or what stands for them here."""
+        """The loose modules that have hooks by now, or hold modules that do; or their copies here."""
         return {mine if copies else module: path for path, module, mine in self._hooked()}
 
     def _hooked(self) -> Iterator[tuple[Loose, nn.Module, nn.Module]]:
         return (one for one in self._loose if any(map(_has_hooks, one[1].modules())))
 
     def traits(self) -> tuple[Any, ...]:
-        """What of the model's state values may depend on."""
+        """The part of the model's state on which values may depend."""
         return self.modes(), tuple(
             module._parameters[name].requires_grad  # type: ignore[union-attr]
             for module, name, _ in self._named
         )
 
     def families(self, *, training: bool) -> dict[Any, Family[Found | None]]:
-        """What the units have given so far, as long as nothing but the sizes of arguments differs."""
+        """What the units gave in earlier calls that differ from the next one in sizes alone."""
         key = (training, self.traits(), tuple(autocast_types()))
         return self._families.setdefault(key, {})
 
@@ -186,7 +186,7 @@ class Outline:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody else than this library has set hooks."""
+    """Whether anybody but this library has set hooks on a module."""
     found = (
         *module._forward_pre_hooks.values(),
         *module._forward_hooks.values(),
@@ -203,10 +203,6 @@ def _form_of(model: nn.Module) -> list[tuple[int, tuple[str, ...]]]:
     ]
 
 
-_REMEMBERED = 256
-"""So many calls; of those that always differ the oldest go first."""
-
-
 # ---- what the author's code leaves in attributes
 
 _REGISTRIES = frozenset(vars(nn.Module()))
@@ -215,23 +211,23 @@ _REGISTRIES = frozenset(vars(nn.Module()))
 class Attributes:
     """What the author's code leaves in attributes between the units, such as counters, by stage.
 
-    Every stage runs that code, and each shall find what it has left itself. In the modules stands what was
-    left last; what their user puts there is every stage's.
+    Every stage runs that code, and each must find what it left there itself. Between the runs the modules
+    show what was left last; what their user puts there holds for every stage.
 
     Args:
-        modules: those whose forward is not run by one stage.
+        modules: those whose forward several stages run.
         stages: how many there are.
     """
 
     def __init__(self, modules: Sequence[nn.Module], stages: int) -> None:
-        # Those of torch leave nothing.
+        # Modules of torch leave nothing there.
         self._modules = [m for m in modules if not type(m).__module__.startswith("torch.nn.")]
         self._shown: list[dict[str, Any]] = [{} for _ in self._modules]
         self._own: list[list[dict[str, Any]]] = [[{} for _ in self._modules] for _ in range(stages)]
 
     @contextlib.contextmanager
     def of(self, stage: int) -> Iterator[None]:
-        """A stage's own stand in the modules for as long as the context lasts."""
+        """Show a stage's own attributes in the modules for as long as the context lasts."""
         own = self._own[stage]
         for index, module in enumerate(self._modules):
             shown = _plain(module)
@@ -253,7 +249,7 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 
 def _carry_over(before: dict[str, Any], after: dict[str, Any], to: dict[str, Any]) -> None:
-    """What has become of some attributes becomes of others."""
+    """Apply the difference between two states of attributes to a third."""
     for name in before.keys() - after.keys():
         to.pop(name, None)
     to.update({n: v for n, v in after.items() if n not in before or before[n] is not v})
@@ -269,11 +265,15 @@ def _show(module: nn.Module, attributes: dict[str, Any]) -> None:
 # ---- a cut
 
 
+_REMEMBERED = 256
+"""How many calls are remembered; then the oldest are forgotten."""
+
+
 class Cutting:
     """A model, and which stage has which of its units.
 
     Args:
-        model: the whole.
+        model: the whole model.
         homes: the stages of each unit by path, and of each parameter outside of them by name.
         units: the paths of the units.
         stages: how many there are.
@@ -325,11 +325,11 @@ class Cutting:
         return known or self._route(call, training)
 
     def hooked(self) -> dict[nn.Module, str]:
-        """The modules that are no units, but are called as a whole for their hooks."""
+        """The modules that are not units, but are called as wholes because of their hooks."""
         return self._outline.hooked()
 
     def _check_hooks(self) -> None:
-        """Refuse hooks that need both ends of a module whose parts are placed, not it as a whole."""
+        """Refuse backward hooks of a module that is in several stages: no stage has both of its ends."""
         for path, module in self._opened.items():
             if module._backward_hooks or module._backward_pre_hooks:
                 raise PartitionError(
@@ -339,7 +339,7 @@ class Cutting:
                 )
 
     def _tensors(self, call: ValueSpec) -> Sequence[torch.Tensor] | None:
-        """The example's tensors, if this is such a call."""
+        """The example's tensors, if the call has arguments like it."""
         if self._example is None:
             return None
         tensors, structure = self._example
@@ -388,11 +388,11 @@ def analysed(
         call: the spec of ``(args, kwargs)``.
         training: whether gradients are wanted.
         example: the tensors of such a call, for code between the units that looks into them. By default
-            they are made up: ones, or where these will not do zeros, or twos.
+            they are made up: ones or, where the model fails with these, zeros or twos.
     """
     outline.follow(training=training)
     if example is not None:
-        # Copies: a model may change its input in place. And what it gets is no view of something else.
+        # Clones: a model may change its input in place, and must not be given a view of something else.
         made = [_entered(tensor.detach().clone(), tensor) for tensor in example]
         return _recorded(outline, units, call.fill(made), training)
     errors: list[Exception] = []
@@ -425,7 +425,7 @@ def _recorded(outline: Outline, units: Sequence[str], call: Any, training: bool)
         torch.set_grad_enabled(training),
         warnings.catch_warnings(action="ignore"),
     ):
-        # What it warns of comes again when it runs.
+        # What it warns of here it will warn of again when it runs.
         with noticed(recorder.drew), recorder.watching(list(paths)):
             output = outline.model(*args, **kwargs)
         recorder.tape.written = outline.written(before, recorder.has_become_a_value)
@@ -445,7 +445,7 @@ def _filled(spec: Any, number: int, device: torch.device) -> torch.Tensor:
 
 
 def _entered(made: torch.Tensor, like: Any) -> torch.Tensor:
-    # No leaf: a model may change its input in place, which a leaf that requires grad would refuse.
+    # Not a leaf: a model may change its input in place, which autograd forbids for leaves.
     return made.requires_grad_() * 1 if like.requires_grad else made
 
 
@@ -464,7 +464,7 @@ def _spec_of(output: Any) -> ValueSpec | None:
 def _with_parameters(
     model: nn.Module, homes: Homes, paths: Mapping[nn.Module, str]
 ) -> dict[str, tuple[int, ...]]:
-    """The homes of all tensors by name, those inside of units too."""
+    """The homes of all tensors by name, including those inside units."""
     found = dict(homes)
     for unit, path in paths.items():
         for name, _ in (*unit.named_parameters(), *unit.named_buffers()):

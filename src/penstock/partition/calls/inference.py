@@ -1,4 +1,4 @@
-"""Run a unit without data, to see the shapes of what it gives."""
+"""Run a unit without data, to see the shapes of what it returns."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from penstock.values import (
 from penstock.values.trial import check_types
 
 _PATIENCE = 250
-"""So many operations run on ones before one runs on zeros."""
+"""After how many operations on ones the next one runs on zeros."""
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Log nothing of what cannot be computed without data: it is tried for real, or told as an error."""
+    """Keep torch from logging what cannot be computed without data: here it is run for real, or raises."""
     inner = _nothing in _LOG.filters
     _LOG.addFilter(_nothing)
     try:
@@ -52,7 +52,7 @@ def quiet() -> Iterator[None]:
 
 
 class Numbers(Protocol):
-    """Who knows which tensors are followed."""
+    """Knows which tensors are followed."""
 
     def number_of(self, tensor: Tensor) -> int | None:
         """The number of a followed tensor."""
@@ -68,14 +68,14 @@ class Inference(TorchDispatchMode):
     single operation runs for real, with ones for the data.
 
     Args:
-        numbers: which tensors are followed.
-        mode: of the tensors without data.
+        numbers: knows which tensors are followed.
+        mode: the mode of the tensors without data.
 
     Attributes:
-        used: the numbers of the values that the unit now running has used.
-        borrowed: the other units, some of whose tensors it has used without being given them.
+        used: the numbers of the values that the running unit has used.
+        borrowed: the other units of which it has used tensors that it was not given.
         written: the memory that was written into.
-        fresh: what was made inside it.
+        fresh: the tensors that were made inside it.
     """
 
     def __init__(self, numbers: Numbers, mode: FakeTensorMode) -> None:
@@ -114,7 +114,7 @@ class Inference(TorchDispatchMode):
             yield
 
     def forget(self) -> None:
-        """What was seen of a unit or a function is no longer wanted."""
+        """Forget what was seen of a unit or a function."""
         self.used, self.borrowed, self.written, self.fresh = {}, {}, set(), []
 
     def maker(self, tensor: Tensor) -> str | None:
@@ -124,12 +124,12 @@ class Inference(TorchDispatchMode):
 
     @contextlib.contextmanager
     def standing_for(self, given: Iterable[Tensor]) -> Iterator[None]:
-        """What is written into the views that a unit makes of tensors with data is written into these.
+        """Count what a unit writes into views of tensors with data as written into these tensors.
 
-        Such views show the memory of a tensor without data, which must be the same one for all of them.
+        Such views share the memory of a tensor without data, which must be the same one for all of them.
         """
         real = [tensor for tensor in given if not isinstance(tensor, FakeTensor)]
-        # Held until the next unit: whoever asks meanwhile gets the same one.
+        # Held until the next unit, since the mode gives the same one only as long as it is alive.
         held = self._standing = [(tensor, self._mode.from_tensor(tensor)) for tensor in real]
         yield
         self.written.update(memory_of(t) for t, fake in held if memory_of(fake) in self.written)
@@ -173,7 +173,7 @@ class Inference(TorchDispatchMode):
     def _for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors_in((args, kwargs))
         self._ran += 1
-        # What draws again until the numbers please it, as trunc_normal_ does, comes to an end.
+        # Zeros now and then end a loop that draws until the numbers suit it, as trunc_normal_ does.
         numbers = _ones if self._ran % _PATIENCE else _zeros
         with torch.utils._python_dispatch._disable_current_modes():
             real = {id(t): numbers(t) if isinstance(t, FakeTensor) else t for t in given}
@@ -189,17 +189,17 @@ class Inference(TorchDispatchMode):
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The memory that a tensor shows, as a number: for as long as somebody holds it."""
+    """A number for the memory of a tensor, valid for as long as that is alive."""
     try:
-        # No public name tells a storage without data from another. Seen in torch 2.13.
+        # There is no public way to tell one storage without data from another. As of torch 2.13.
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
-        # A sparse tensor has several.
+        # A sparse tensor has several storages.
         return -id(tensor)
 
 
 def view_like(view: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """What a view of one tensor would be of another of the same shape.
+    """A view of a tensor, made again of another tensor of the same shape.
 
     Raises:
         PartitionError: their data lie in another order.
@@ -211,7 +211,7 @@ def view_like(view: Tensor, old: Tensor, new: Tensor) -> Tensor:
             f"{view.dtype}, which other stages cannot make again; clone the tensor before it is written into"
         )
     start = view.storage_offset() - old.storage_offset() + new.storage_offset()
-    # The view was there before, whatever is done now under no_grad().
+    # The original view was made earlier, so whether gradients are off by now does not matter.
     with torch.enable_grad():
         return new.as_strided(view.shape, view.stride(), start)
 
@@ -224,8 +224,8 @@ class UnitCall:
         unit: its path.
         module: the unit.
         run: calls it.
-        args: with these arguments.
-        kwargs: likewise.
+        args: the arguments to call it with.
+        kwargs: those by name.
     """
 
     unit: str
@@ -236,18 +236,18 @@ class UnitCall:
 
 
 class Sizes:
-    """Runs units, and tells what they give for other sizes where that is certain.
+    """Runs units, and infers what they return for other sizes where that is certain.
 
-    See ``penstock.values.Family``. It needs a unit that is given tensors and plain values, gives such that it
-    has made, and does nothing else that could be seen: it changes none of its arguments, sets no hooks on
-    them, and leaves no tensor anywhere, and no loss.
+    See ``penstock.values.Family``. It is certain for a unit that takes and returns tensors and plain values
+    only, and does nothing else that could be seen: it changes none of its arguments, sets no hooks on them,
+    leaves no tensor anywhere and adds no loss.
 
     Args:
         inference: sees what units compute.
-        mode: of the tensors without data.
-        families: what units have given so far, in calls of the same kind.
+        mode: the mode of the tensors without data.
+        families: what units returned so far, in calls of the same kind.
         drawn: the generators that were drawn from; ``None`` for torch's own.
-        losses: those that were added.
+        losses: the losses that were added.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class Sizes:
         return found
 
     def _described(self, result: Any, given: Sequence[Tensor], unit: str) -> Found | None:
-        """What a unit gave, if that is told by forms: tensors of its own making, and plain values."""
+        """What a unit returned, if forms describe it: plain values, and tensors that it made or was given."""
         found = list(leaves(result))
         places = {id(tensor): index for index, tensor in enumerate(given)}
         own = [f for f in found if isinstance(f, Tensor) and id(f) not in places]
@@ -379,7 +379,7 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _kind(call: Any, given: Sequence[Tensor]) -> Any:
-    """What calls have in common that differ in sizes alone; ``None`` where more than tensors are given."""
+    """What calls that differ in sizes alone have in common; ``None`` if more than tensors is given."""
     places = {id(tensor): index for index, tensor in enumerate(given)}
     found = list(leaves(call))
     if not all(_is_plain(f) if isinstance(f, Tensor) else type(f) in _PLAIN for f in found):
@@ -417,7 +417,7 @@ def _empty_like(tensor: Tensor) -> Tensor:
 
 
 class _Attached(torch.autograd.Function):
-    """Makes a tensor that hangs in a graph, as what a module gives does."""
+    """Makes a tensor that is part of an autograd graph, as what a module returns is."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Tensor], *anchors: Tensor) -> Tensor:
@@ -427,7 +427,7 @@ class _Attached(torch.autograd.Function):
 
 
 def _attached(make: Callable[[], Tensor], to: Sequence[Tensor] = ()) -> Tensor:
-    """A tensor from which gradients come to some others."""
+    """A tensor whose gradient flows on to some others."""
     anchor = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
         found: Tensor = _Attached.apply(make, anchor, *to)  # type: ignore[no-untyped-call]
@@ -435,9 +435,9 @@ def _attached(make: Callable[[], Tensor], to: Sequence[Tensor] = ()) -> Tensor:
 
 
 def hooks_on(tensor: Tensor) -> int:
-    """How many hooks somebody has set on a tensor's gradient, but for those on several tensors at once.
+    """How many hooks there are on a tensor's gradient, not counting those for several tensors at once.
 
-    Tools that follow modules, such as torch's counter of operations, set these; they only listen.
+    These are set by tools that follow modules, such as torch's counter of operations, and only listen.
     """
     found = (tensor._backward_hooks or {}).values()
     return sum(getattr(hook, "__module__", "") != "torch.autograd.graph" for hook in found)
@@ -453,10 +453,10 @@ def _any_alive(made: Sequence[weakref.ref[Tensor]]) -> bool:
 def run_for_real(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
 ) -> tuple[Any, list[Tensor]]:
-    """Run a copy of a module with ones for all data, where its code does not run without.
+    """Run a copy of a module with ones for all data, for code that does not run without data.
 
     Returns:
-        What it gives, without data, and which tensors among its arguments it has written into.
+        What it returns, without data, and the tensors among its arguments that it has written into.
     """
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(_ones(parameter), parameter.requires_grad)

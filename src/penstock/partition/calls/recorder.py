@@ -52,7 +52,7 @@ _ABOUT = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point),
     *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim")),
 }
-"""Functions that look at no data."""
+"""Functions that do not look at data."""
 
 _BACKWARD = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
@@ -62,7 +62,7 @@ class Recorder(Numbering):
 
     Args:
         paths: the path of each unit.
-        mode: of the tensors without data.
+        mode: the mode of the tensors without data.
         parameters: the names of the model's parameters; one that is used between the units is a value.
         families: what units gave in calls that differ from this one in sizes alone.
     """
@@ -117,7 +117,7 @@ class Recorder(Numbering):
             try:
                 result, written = run_for_real(module, args, kwargs, self._mode)
             except Exception:
-                # What it would be with the model's own weights and these arguments.
+                # The first error is the one that the model would raise with these arguments.
                 raise error from None
             self._inference.written.update(map(memory_of, written))
             return result
@@ -151,7 +151,7 @@ class Recorder(Numbering):
         return self._note(what, list(leaves((args, kwargs))), result, targets=targets)
 
     def concerns(self, what: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
-        """Any function may draw random numbers; what draws in a custom one is seen for itself."""
+        """Whether to look at a function: any may draw random numbers, but a custom one draws by others."""
         return not isinstance(what, type) or self._is_about_values(what, args, kwargs)
 
     def _is_about_values(self, what: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
@@ -169,8 +169,8 @@ class Recorder(Numbering):
         if what in HOOKS and given and given[0].requires_grad:
             raise PartitionError(
                 f"the model calls {name_of(what)} on a tensor that it has made of its arguments alone: each "
-                "stage makes its own, so none has all of its gradient. Set the hook on what a module gives, "
-                "or in a module of its own"
+                "stage makes its own, so none has all of its gradient. Set the hook on the output of a "
+                "module, or put that code into a module of its own"
             )
         return any(id(t) in self._parameters or isinstance(t, FakeTensor) for t in given)
 
@@ -189,7 +189,7 @@ class Recorder(Numbering):
         return self._note(what, list(leaves((args, kwargs))), result, targets=written)
 
     def _is_wrapped(self, tensor: Tensor) -> bool:
-        """Whether it stands for a followed tensor inside of a transform."""
+        """Whether it stands for a followed tensor inside a transform."""
         inner = tensor
         while torch._C._functorch.is_functorch_wrapped_tensor(inner):
             inner = torch._C._functorch.get_unwrapped(inner)
@@ -206,11 +206,11 @@ class Recorder(Numbering):
                 raise
         self._draws.clear()
         with self._inference.of(""):
-            # Its shape depends on numbers. That matters only if it travels, where shapes are checked.
+            # The shape of the result depends on data. That matters only if it travels: then it is checked.
             return run(*args, **kwargs)
 
     def _answer(self, what: Any, inputs: Sequence[int], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Something that depends on numbers: only what was drawn by chance has any here."""
+        """Answer what depends on the numbers in a tensor: here only random ones have any."""
         refusal = PartitionError(self._cannot(what, "depends on the numbers in a tensor"))
         if not self._drawn.issuperset(inputs):
             raise refusal
@@ -224,15 +224,15 @@ class Recorder(Numbering):
         last = next((e.label for e in reversed(self.tape.events) if e.is_call), "the beginning")
         return (
             f"what the model does after {last} {why} (a call of {name_of(what)}) outside of the modules that "
-            "are placed as a whole, so the other stages cannot follow it. Put that code into a module of its "
-            "own, place the module that contains it as a whole by naming it in stages=, or turn the option "
-            "off that makes it necessary"
+            "are placed as wholes, so the other stages cannot follow it. Put that code into a module of its "
+            "own, place the module that contains it as a whole by naming it in stages=, or turn off the "
+            "option that needs it"
         )
 
     def region(
         self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
     ) -> Any:
-        """What is checkpointed gives what it would give without."""
+        """Run what is checkpointed as it would run without, and note where it begins and ends."""
         regions, start = self.tape.regions, len(self.tape.events)
         place = len(regions)
         regions.append(None)
@@ -242,27 +242,27 @@ class Recorder(Numbering):
             numbers = [self.number_of(t) for t in tensors_in(self.current(result))]
         if twice and self._writes_outside(start):
             raise PartitionError(
-                "a checkpoint with use_reentrant=True between the modules changes in place what it is given, "
-                "which such a checkpoint does without a gradient; use use_reentrant=False, or clone it first"
+                "a checkpoint with use_reentrant=True between the modules changes its input in place, and so "
+                "loses the gradient of that change; use use_reentrant=False, or clone the input first"
             )
         inner = len(regions) - place - 1
         regions[place] = Region(start, len(self.tape.events), tuple(numbers), inner)
         return result
 
     def _writes_outside(self, start: int) -> bool:
-        """Whether what happened from an event on has changed what was there before."""
+        """Whether events from this one on have changed what was there before."""
         changes = [change for event in self.tape.events[start:] for change in event.changes]
         values = self.tape.values
         firsts = [values[values[change.new].memory] for change in changes]
         return any(c.old is None for c in changes) or any((f.maker or 0) < start for f in firsts)
 
     def inner_loss(self, loss: Tensor) -> Tensor | None:
-        """A loss inside a unit is no event; it is added by the stage that runs the unit."""
+        """A loss that a unit adds is not an event; the stage that runs the unit adds it."""
         self._losses.append(loss)
         return None
 
     def outer_loss(self, loss: Tensor) -> Tensor | None:
-        """A loss between the units is added by the stage that makes it."""
+        """A loss that is added between the units is added by the stage that makes its value."""
         self._find_parameter(loss)
         self._losses.append(loss)
         self._note_effect(add_loss, self.number_of(loss))
@@ -286,9 +286,9 @@ class Recorder(Numbering):
         targets: Sequence[Tensor] = (),
         renewed: Sequence[Tensor] = (),
     ) -> Any:
-        # At once: whatever is asked of a tensor here is a function too.
+        # First of all: whatever is asked of a tensor below is a function too, and may draw.
         draws = self._draws.count(None)
-        # Held as long as they are told apart by their identities.
+        # They are told apart by their identities, so they must stay alive.
         generators = {identity(g): g for g in self._draws if g is not None}
         self._generators |= generators
         event = len(self.tape.events)
@@ -336,7 +336,7 @@ class Recorder(Numbering):
         return Slot(number, same)
 
     def _is_view(self, what: Any, tensor: Tensor, given: Sequence[Any]) -> bool:
-        """Whether a function has made a view of what every stage has; of the rest it takes the sizes."""
+        """Whether a function made a view of a tensor that every stage has, which all can make."""
         return (
             not isinstance(what, str | type)
             and not isinstance(tensor, FakeTensor)
@@ -354,7 +354,7 @@ class Recorder(Numbering):
             raise PartitionError(_hidden(makers[0]))
 
     def _find_parameter(self, tensor: Tensor) -> None:
-        """A parameter that is used between the units is a value of the stage that holds it."""
+        """Make a value of a parameter that is used between the units."""
         name = self._parameters.get(id(tensor))
         if name is not None and self.number_of(tensor) is None:
             self.number(tensor, name, None, name)
@@ -394,7 +394,7 @@ class Recorder(Numbering):
 
 
 def target_of(what: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The tensor that a function says it changes, by its name; what it writes is seen besides."""
+    """The tensor that a function changes according to its name; other writes are seen as they happen."""
     name = name_of(what)
     in_place = name.endswith("_") and not name.startswith("_") and name != "requires_grad_"
     operator = name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITERS)
@@ -407,7 +407,7 @@ _NO_WRITERS = {"__invert__", "__index__", "__int__"}
 
 
 def depends_on_data(error: BaseException) -> bool:
-    """Whether an error says that a result depends on numbers that are not there."""
+    """Whether an error says that a result depends on data that are not there."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return bool(kinds & {"DataDependentOutputException", "DynamicOutputShapeException"})
 
@@ -430,7 +430,7 @@ def _left_inside(unit: str | None) -> str:
 
 @contextlib.contextmanager
 def chance_kept(device: torch.device) -> Iterator[None]:
-    """Random numbers drawn inside are the same ones every time, and change nothing outside."""
+    """Draw the same random numbers inside every time, and leave the generators as they were."""
     with randomness_kept(device):
         random.seed(0)
         np.random.seed(0)

@@ -1,7 +1,7 @@
-"""Who runs which event, and which values travel: from a tape and the homes of its units.
+"""Which stage runs which event, and which values travel, worked out from a tape and the homes of its units.
 
-A unit runs at home; where the rest runs is decided by what travels for it. A value travels from the stage
-that makes it to all later ones that use it.
+A unit runs in the stage that holds it; the rest runs where the least has to travel for it. A value travels
+from the stage that makes it to all later ones that use it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Part:
 
     Args:
         runs: for each event, whether it runs here.
-        regions: for each checkpointed region, whether it is as a whole here.
-        takes: the values that arrive, by number, each with its name.
-        gives: the values that others use, by number, each with its name.
-        changes: those of both whose memory is written into here next.
+        regions: for each checkpointed region, whether all of it is here.
+        takes: the names of the values that arrive, by number.
+        gives: the names of the values that other stages use, by number.
+        changes: those among both whose memory this stage is the next to write into.
         views: the events of earlier stages that make views of such memory.
         end: the event after which there is nothing left to do; ``None`` in the last stage.
     """
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Route:
-    """A call's tape, cut.
+    """The tape of a call, cut into stages.
 
     Args:
         tape: the events.
@@ -60,15 +60,15 @@ class Route:
 Homes = Mapping[str, tuple[int, ...]]
 """The stages of each unit by path, ascending, and the stage of each parameter by name.
 
-Of a unit that is in several stages the first calls are in the first of them, and so on.
+Of a unit that is in several stages, the first calls are in the first of these, and so on.
 """
 
 
 def routed(tape: Tape, homes: Homes, stages: int, output: ValueSpec | None) -> Route:
-    """Cut a tape.
+    """Cut a tape into stages.
 
     Args:
-        tape: of a call.
+        tape: the record of a call.
         homes: where the units and parameters are.
         stages: how many there are.
         output: the spec of the model's output, where it can be described.
@@ -116,7 +116,7 @@ def first_uses(tape: Tape, homes: Homes, stages: int) -> dict[str, int]:
     """The first stage that uses each of the parameters that are used between the units.
 
     Args:
-        tape: of a call.
+        tape: the record of a call.
         homes: where the units are.
         stages: how many there are.
     """
@@ -150,13 +150,13 @@ def _owners(tape: Tape, homes: Homes, stages: int) -> list[int]:
                 raise PartitionError(_backwards(tape, event, home, *latest))
             owners.append(home)
         else:
-            # An effect comes to where its value is made, a loss of the arguments alone to the first stage.
+            # An effect goes where its value is made (see `Placing`), a loss of arguments alone to stage 0.
             owners.append(0 if event.effect else None if latest is None else latest[0])
     return _with_free(tape, owners, stages)
 
 
 class _Turns:
-    """Which call of a unit is in which of its stages."""
+    """Tells which call of a unit is in which of its stages."""
 
     def __init__(self, tape: Tape, homes: Homes) -> None:
         self._homes = homes
@@ -164,7 +164,7 @@ class _Turns:
         self._been: Counter[str] = Counter()
 
     def home(self, unit: str, earliest: int) -> int:
-        """The stage of the next call of a unit; one that can know what it uses, if there is any."""
+        """The stage of the next call of a unit: not before ``earliest``, if the unit has such a stage."""
         stages, turn = self._homes[unit], self._been[unit]
         self._been[unit] += 1
         mine = stages[turn * len(stages) // self._calls[unit]]
@@ -172,7 +172,7 @@ class _Turns:
 
 
 def _with_free(tape: Tape, owners: list[int | None], stages: int) -> list[int]:
-    """Place what uses no value, such as random numbers, in the first stage that uses it.
+    """Place what uses no value, such as the drawing of random numbers, in the first stage that uses it.
 
     Raises:
         PartitionError: several stages would have to draw from one generator.
@@ -195,7 +195,7 @@ def _before_uses(tape: Tape, owners: list[int | None], first: list[int]) -> None
 
 
 def _draw_in_one_stage(tape: Tape, owners: list[int | None], first: list[int]) -> None:
-    """Let all that is drawn from a generator of the model's own be drawn in one stage, in its order."""
+    """Place all draws from one generator of the model's own in one stage, so that they keep their order."""
     users: dict[int, list[int]] = {}
     for index, event in enumerate(tape.events):
         for generator in event.generators:
@@ -209,14 +209,14 @@ def _draw_in_one_stage(tape: Tape, owners: list[int | None], first: list[int]) -
                 raise PartitionError(_drawn_apart(tape, stage, index, first[index]))
 
 
-# ---- which stage runs what happens between the units: where the fewest bytes travel for it
-# At first it is the earliest stage that can know all it uses: of a residual sum the sum travels and not its
-# summands. What makes more of less, such as an upsampling, a concatenation or a cast, moves on to the stage
-# that uses it, if then fewer bytes travel.
+# ---- what happens between the units runs where the fewest bytes travel for it
+# At first that is the earliest stage that has all it uses: so the sum of a residual connection travels rather
+# than its summands. An event whose results are larger than what it uses, such as an upsampling, a
+# concatenation or a cast, moves on to the stage that uses them if fewer bytes travel then.
 
 
 class Placing:
-    """The stage of each event, to be improved.
+    """The stage of each event, at first the earliest possible one.
 
     Args:
         tape: the events.
@@ -282,7 +282,7 @@ class Placing:
         return found | ({self.stages - 1} if number in self._tape.outputs else set())
 
     def _gain(self, index: int, target: int) -> int:
-        """How many bytes fewer travel if an event moves."""
+        """How many fewer bytes travel if an event moves."""
         owner = self.owners[index]
         gain = sum(self._bytes(n) for n in self._made(index) if target in self._used_in(n))
         for number in self._tape.events[index].inputs:
@@ -302,8 +302,8 @@ class Placing:
 class Travel:
     """Which values travel where.
 
-    Where a stage writes into memory that an earlier stage has made, and that several values show, it needs
-    the whole of it: the views are made anew there, so that each shows what is written through another.
+    Where a stage writes into memory that an earlier stage has made, and that several values share, it needs
+    all of that memory: the views are made again there, so that each shows what is written through another.
 
     Args:
         tape: the events.
@@ -338,13 +338,13 @@ class Travel:
                 self.users.setdefault(taken, set()).add(stage)
 
     def _changed(self, event: Event) -> list[Value]:
-        """What an event changes together with other values."""
+        """The values that an event changes together with others that share their memory."""
         values = [self._tape.values[change.new] for change in event.changes]
         memories = Counter(value.memory for value in values)
         return [value for value in values if memories[value.memory] > 1]
 
     def _taken(self, number: int, stage: int) -> int:
-        """What a stage takes to use a value."""
+        """The value that travels to a stage so that it can use this one."""
         value = self._tape.values[number]
         if value.whole is None:
             return number
@@ -397,7 +397,7 @@ class Travel:
         )
 
     def _used_outside(self, inside: range) -> set[int]:
-        """What is made inside and used by others."""
+        """The values that are made inside a region and used outside."""
         events = self._tape.events
         used = {n for i, event in enumerate(events) if i not in inside for n in event.inputs}
         used.update(
@@ -421,7 +421,7 @@ class Travel:
         )
 
 
-# ---- what cannot be
+# ---- what is refused, and why
 
 
 def _backwards(tape: Tape, event: Event, home: int, stage: int, number: int) -> str:
@@ -430,22 +430,22 @@ def _backwards(tape: Tape, event: Event, home: int, stage: int, number: int) -> 
     if calls > 1:
         return (
             f"{event.what} is called {calls} times, here after {value}, which stage {stage} makes, but it is "
-            f"in stage {home}: a cut inside a loop that calls one module again and again cannot be "
-            "honoured with that module in one stage. Give example=(args, kwargs), with which a number of "
-            "stages cuts between the calls; or name the module in several stages, which then share its "
-            "weights; or put all that the loop calls into one"
+            f"in stage {home}: a loop that calls a module again and again cannot be cut while that module is "
+            "in one stage. Give example=(args, kwargs) and a number of stages, which cuts between the calls; "
+            "or name the module in several stages, which then share its weights; or put all that the loop "
+            "calls into one stage"
         )
     return (
         f"{event.what} is in stage {home}, but it uses {value}, which stage {stage} makes: values travel to "
         "later stages only. Name the modules of each stage in the order in which the model calls them, or "
-        "give example=(args, kwargs), with which that order is found"
+        "give example=(args, kwargs), from which that order is found"
     )
 
 
 def _drawn_apart(tape: Tape, stage: int, index: int, other: int) -> str:
     return (
         f"{tape.events[index].label} in stage {other} draws from a torch.Generator that stage {stage} draws "
-        "from too: what it gives would depend on the cut. Give each its own, put both into one stage, or "
+        "from too: what it returns would depend on the cut. Give each its own, put both into one stage, or "
         "draw without generator=, from torch's own, which is seeded for each step, microbatch and module"
     )
 
@@ -456,12 +456,12 @@ def _check_hidden(tape: Tape, homes: Homes) -> None:
             raise PartitionError(
                 f"{second} in stage {homes[second][0]} uses a tensor that {first} in stage "
                 f"{homes[first][0]} has left in an object that both are given, such as a cache; put "
-                "both into one stage, or turn the option off that shares it"
+                "both into one stage, or turn off the option that shares it"
             )
 
 
 def _check_hooked(tape: Tape, owners: Sequence[int], placing: Placing) -> None:
-    """Refuse a hook that would hear of a part of its tensor's gradient only, or change only that."""
+    """Refuse a hook that would get, or change, only part of its tensor's gradient."""
     for event, stage in zip(tape.events, owners, strict=True):
         for number in event.hooked:
             used = {s for e, s in zip(tape.events, owners, strict=True) if number in e.inputs}
@@ -470,7 +470,7 @@ def _check_hooked(tape: Tape, owners: Sequence[int], placing: Placing) -> None:
             if placing.stage_of(number) != stage and (others := sorted(used - {stage})):
                 raise PartitionError(
                     f"{event.what} in stage {stage} sets a hook on the gradient of "
-                    f"{tape.values[number].name}, which it is given and which stage {others[0]} uses too: no "
-                    "hook in one of them has the whole gradient. Set it where that tensor is made, or put "
-                    "all that uses it into one stage"
+                    f"{tape.values[number].name}, which it is given and which stage {others[0]} uses too: "
+                    "neither has the whole gradient. Set the hook where that tensor is made, or put all that "
+                    "uses it into one stage"
                 )

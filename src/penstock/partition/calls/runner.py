@@ -40,7 +40,7 @@ PLAIN = (bool, int, float, str)
 
 
 class Left(BaseException):
-    """Ends a forward in which this stage has nothing left to do; not to be caught by the author's code."""
+    """Ends a forward in which this stage has nothing left to do; no ``except Exception`` catches it."""
 
 
 class Runner(Watch):
@@ -48,11 +48,12 @@ class Runner(Watch):
 
     Args:
         tape: what the analysis of this call has found.
-        part: which of it is this stage's.
+        part: the stage's part of it.
         paths: the path of each unit.
-        values: what arrived, by name.
+        values: the values that arrived, by name.
         device: where the stage is.
-        casts: whether something around the stage changes types, so that what is given has to be cast back.
+        casts: whether something around the stage changes types, so that values must be cast back before
+            they are sent.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Runner(Watch):
         super().__init__()
         self._casts = casts
         self._tape, self._part, self._paths, self._device = tape, part, paths, device
-        # What is changed here may be used elsewhere as it is.
+        # Clones of what is changed here: other stages may use it unchanged.
         self._arrived = {
             number: values[name].clone() if number in part.changes else values[name]
             for number, name in part.takes.items()
@@ -90,21 +91,21 @@ class Runner(Watch):
                 self._keep(parameter, number)
 
     def results(self) -> dict[str, Tensor]:
-        """What other stages use of what was made here, by name.
+        """The values that other stages use, by name.
 
         Raises:
-            PartitionError: some of it was not made.
+            PartitionError: some were not made.
         """
         missing = [name for n, name in self._part.gives.items() if n not in self._given]
         if missing:
             raise PartitionError(
-                f"{', '.join(missing)} should have been computed here, but "
-                "the model's forward ended before that; " + _DIVERGED
+                f"{', '.join(missing)} should have been computed here, but the model's forward ended before "
+                f"that; {_DIVERGED}"
             )
         return {name: self._given[number] for number, name in self._part.gives.items()}
 
     def output(self, output: Any) -> Any:
-        """The model's output, with what took the place of its tensors.
+        """The model's output, with what replaces its tensors.
 
         Raises:
             PartitionError: it is not what the analysis found.
@@ -115,8 +116,8 @@ class Runner(Watch):
         if strange or len(found) != self._tape.output_tensors:
             raise PartitionError(
                 f"the model's output holds {len(found)} tensors where {self._tape.output_tensors} were "
-                f"expected, or others than these: {_DIVERGED}. Values that hooks collect from modules of "
-                "other stages, such as hidden states, are not seen here; turn that option off"
+                f"expected, or not the expected ones: {_DIVERGED}. Values that hooks collect from modules of "
+                "other stages, such as hidden states, are not available here; turn that option off"
             )
         return output
 
@@ -131,14 +132,14 @@ class Runner(Watch):
             return self._pass(event, given)
         self._check_inputs(event, given)
         if self._repeating is not None and torch.is_grad_enabled() and not event.changes:
-            # What changes its arguments would change them twice.
+            # Not a unit that changes its arguments: recomputed, it would change them twice.
             run = partial(checkpoint, run, **{**self._repeating, "use_reentrant": False})
         result = run(*args, **kwargs)
         _check_plain(event, result)
         return self._made(event, given, result)
 
     def operation(self, what: Any, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A function uses a value, or asks something of it."""
+        """A function uses a value, or asks for something like its shape."""
         event = self._event_of(what)
         if event is None:
             result = run(*args, **kwargs)
@@ -173,11 +174,11 @@ class Runner(Watch):
     def region(
         self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
     ) -> Any:
-        """What is checkpointed is so where all of it is in this stage; else each of its units here is."""
+        """Checkpoint the region if all of it is in this stage, and otherwise each of its units here."""
         region, whole = next(self._regions, (None, False))
         if region is None:
             raise PartitionError(f"the model's forward reached a checkpoint: {_DIVERGED}")
-        # When it runs again nothing takes the place of what the author's code holds.
+        # Not if tensors were replaced: when it runs again nothing would replace what the author's code holds.
         if whole and not self._instead:
             return self._whole_region(region, partial(run, *args, **kwargs, **options))
         before, self._repeating = self._repeating, options
@@ -188,7 +189,7 @@ class Runner(Watch):
             self._repeating = before
 
     def _whole_region(self, region: Region, run: Callable[[], Any]) -> Any:
-        """It runs as its author has written it, and of its events nothing is seen."""
+        """Run a region as its author has written it, and pass over its events."""
         if self._part.end is not None and self._at > self._part.end:
             raise Left
         if self._at != region.start:
@@ -214,11 +215,11 @@ class Runner(Watch):
         return loss if self._part.runs[self._at - 1] else None
 
     def _event_of(self, what: Any) -> Event | None:
-        """The next event, if it is a use of this function."""
+        """The next event, if it is a call of this function."""
         if self._at >= len(self._tape.events):
             return None
         event = self._tape.events[self._at]
-        return event if event.what is what or event.what == what else None
+        return event if event.what == what else None
 
     def _next(self, what: Any) -> Event:
         """The event whose turn it is.
@@ -240,9 +241,8 @@ class Runner(Watch):
     def _answer(self, event: Event, result: Any) -> Any:
         if result != event.result:
             raise PartitionError(
-                f"the model chose its way at random ({event.label} gave {result}, where the other "
-                f"stages assume {event.result}), which they cannot know; turn that off, for example "
-                "layer dropout"
+                f"the model chose its way at random: {event.label} gave {result}, but other stages, which "
+                f"cannot know that, assume {event.result}. Turn off what does so, such as layer dropout"
             )
         self._at += 1
         return result
@@ -250,7 +250,7 @@ class Runner(Watch):
     # ---- what ran here
 
     def _check_inputs(self, event: Event, given: list[Any]) -> None:
-        """What is about to run uses the values that it used in the analysis."""
+        """Check that what is about to run uses the values that it used in the analysis."""
         if any(isinstance(tensor, FakeTensor) for tensor in given):
             raise PartitionError(_absent(event.label))
         expected = set(event.inputs)
@@ -259,11 +259,12 @@ class Runner(Watch):
             if numbers and expected.isdisjoint(numbers):
                 name = self._tape.values[numbers[-1]].name
                 raise PartitionError(
-                    f"{event.label} was called with {name}, which is not what it was called with when the "
-                    f"model was analysed: {_DIVERGED}"
+                    f"{event.label} was called with {name}, but with something else when the model was "
+                    f"analysed: {_DIVERGED}"
                 )
 
     def _made(self, event: Event, given: list[Any], result: Any) -> Any:
+        """Follow what an event has made or changed here, and go on to the next event."""
         found, slots = tensors_in(result), event.slots
         if len(found) != len(slots):
             raise PartitionError(
@@ -282,6 +283,7 @@ class Runner(Watch):
         return result
 
     def _keep(self, tensor: Tensor, number: int) -> None:
+        """Follow a value, and hold it for the stages that use it."""
         value = self._tape.values[number]
         if value.origin is not Origin.FOUND:
             self.follow(tensor, number)
@@ -297,17 +299,17 @@ class Runner(Watch):
         if number in self._part.changes:
             tensor = tensor.clone()
         elif not value.form.requires_grad:
-            # It may say so all the same: a view of a weight that was made under no_grad() does.
+            # It may require grad all the same: a view of a weight that was made under no_grad() does.
             tensor = tensor.detach()
         elif tensor.is_leaf and tensor.requires_grad:
-            # Not the leaf itself: its gradient comes back from another stage.
+            # Not the leaf itself, since a gradient for what was sent comes back from another stage.
             tensor = tensor.view_as(tensor)
         self._given[number] = tensor
 
     # ---- what did not
 
     def _view(self, event: Event, run: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """What a function of another stage returns here: of what is changed here a view is made anew."""
+        """What a function of another stage returns here; views of what is changed here are made again."""
         given = list(leaves((args, kwargs)))
         if self._at not in self._part.views:
             shown = self._shown(event, run, args, kwargs) if event.shows else {}
@@ -324,7 +326,7 @@ class Runner(Watch):
     def _shown(
         self, event: Event, run: Run, args: tuple[Any, ...], kwargs: Any
     ) -> dict[int, Tensor]:
-        """The views of what every stage has, for which the sizes of the other arguments do."""
+        """Views of tensors that every stage has: of the other arguments they need the sizes alone."""
 
         def sizes(leaf: Any) -> Any:
             return form_of(leaf).empty("meta") if isinstance(leaf, Placeholder) else leaf
@@ -351,7 +353,7 @@ class Runner(Watch):
         return replaced(event.result, lambda leaf: self._filled(leaf, given, changed, shown or {}))
 
     def _renewed(self, change: Change) -> Tensor:
-        """What a changed tensor is here: a view again, where what it is a view of has arrived."""
+        """What a changed tensor is here: a new view, if what it is a view of has arrived."""
         again = None if change.old is None else self._again.get(change.old)
         if again is not None:
             self._again[change.new] = again
@@ -372,12 +374,12 @@ class Runner(Watch):
             return leaf
         if leaf.same_as is None:
             return shown[id(leaf)] if leaf.value == NO_VALUE else self._stand_in(leaf.value)
-        # The author's code keeps its own, for which something else may be used now.
+        # The author's code gets back the tensor that it holds, even if that is replaced by now.
         known = [one for one in given if self.number_of(one) == leaf.value]
         return changed.get(leaf.value, known[0] if known else given[leaf.same_as])
 
     def _stand_in(self, number: int) -> Tensor:
-        """What arrived, or else a placeholder."""
+        """The value if it has arrived, or else a placeholder."""
         value = self._tape.values[number]
         made = self._arrived.get(number)
         if made is None:
@@ -386,13 +388,13 @@ class Runner(Watch):
         return made
 
     def _decoy(self, event: Event, tensor: Tensor) -> Tensor:
-        """Takes the hook that is meant for another stage: no gradient ever comes to it."""
+        """A tensor to set a hook on that belongs to another stage: no gradient ever reaches it."""
         made = form_of(tensor).empty("meta")
         assert event.on is not None
         return made * 1 if self._tape.values[event.on].parameter is None else made
 
     def view_again(self, view: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        """The same view of what is used instead of its base, if that is here."""
+        """The same view of what replaces its base, if that is here."""
         if isinstance(new, Placeholder):
             return Placeholder.of(form_of(view), self._device, new.label)
         return view_like(view, old, new)
@@ -407,8 +409,8 @@ class Runner(Watch):
 
 
 _DIVERGED = (
-    "what a model does between its modules must depend on the shapes and types of its arguments, "
-    "not on the numbers in them, nor on chance"
+    "what a model does between its modules may depend on the shapes and types of its arguments, but neither "
+    "on the numbers in them nor on chance"
 )
 
 
@@ -425,10 +427,10 @@ def _absent(user: str) -> str:
 
 
 def _check_plain(event: Event, result: Any) -> None:
-    """Numbers and texts among a unit's results are known to other stages from the analysis only."""
+    """Check the numbers and strings among a unit's results: other stages know them only from the analysis."""
     for found, expected in zip(leaves(result), leaves(event.result), strict=False):
         if isinstance(expected, PLAIN) and isinstance(found, PLAIN) and found != expected:
             raise PartitionError(
-                f"{event.label} gave {found!r} but the other stages assume {expected!r}; a result that "
-                "depends on numbers in tensors must be a tensor to be known to other stages"
+                f"{event.label} returned {found!r}, but the other stages assume {expected!r}; to reach other "
+                "stages, a result that depends on the numbers in tensors must be a tensor"
             )

@@ -1,4 +1,4 @@
-"""A stage that runs the author's own forward, and of it only what is its part."""
+"""A stage that runs its own part of the author's forward."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from penstock.partition.calls.tape import replaced, tensors_in
 
 
 class Holder(nn.Module):
-    """Holds what a stage has of a module whose own forward is shared by all stages.
+    """Holds a stage's share of a module whose forward is run by several stages.
 
-    It is in training whenever that module is.
+    It is in training mode whenever that module is.
 
     Args:
-        module: the author's.
+        module: the author's module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -45,7 +45,7 @@ class Holder(nn.Module):
 
     @property
     def stands_for(self) -> nn.Module:
-        """The author's module, which is what runs: it is its random numbers and first weights that count."""
+        """The author's module, which is what runs, draws random numbers and is initialised."""
         found: nn.Module = self.__dict__["_shared_module"]
         return found
 
@@ -54,15 +54,15 @@ class Holder(nn.Module):
         self.take(name, self.__dict__["_shared_module"]._parameters[name])
 
     def take(self, name: str, parameter: nn.Parameter) -> None:
-        """Hold what the module has under a name; what stands there later was put there by its user."""
+        """Hold a parameter; whatever the module has under this name later was put there by its user."""
         self._parameters[name] = parameter
         self.__dict__.setdefault("_taken", {})[name] = parameter
 
     def follow(self) -> None:
-        """Take over the parameters that the user has put into the module since they were taken.
+        """Take over the parameters that the user has put into the module since.
 
         Raises:
-            UsageError: others are there than were.
+            UsageError: one that was there is gone.
         """
         shared = self.__dict__["_shared_module"]
         for name, taken in self.__dict__.get("_taken", {}).items():
@@ -77,9 +77,9 @@ class Holder(nn.Module):
                 self.take(name, found)
 
     def hold_buffers(self, *, copies: bool) -> None:
-        """Hold the module's buffers; ``copies`` of those that are not saved, where another stage has them.
+        """Hold the module's buffers, on request ``copies`` of those that are not saved.
 
-        What is saved is one tensor that stages share.
+        A buffer that is saved is one tensor, which the stages share.
         """
         shared = self.__dict__["_shared_module"]
         for name, buffer in shared._buffers.items():
@@ -89,7 +89,7 @@ class Holder(nn.Module):
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """The module uses what is held here, as it may have been moved or replaced."""
+        """Let the module use the tensors held here, which may have been moved or replaced."""
         state = self.__dict__["_shared_module"].__dict__
         before = state["_parameters"], state["_buffers"]
         if self._parameters:
@@ -125,18 +125,18 @@ class CallStage(Holder):
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """The modules that have become events by their hooks."""
+        """The loose modules that are called as wholes because they have hooks."""
         cutting: Cutting = self.__dict__["_cutting"]
         return tuple(cutting.hooked().values())
 
     def follow(self) -> None:
-        """Take over what the user has put into the model."""
+        """Take over the parameters that the user has put into the model."""
         for holder in self.__dict__["_lenders"]:
             Holder.follow(holder)
 
     @contextlib.contextmanager
     def called_as(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Something around the stage changes the types of arguments; the call is still known by these."""
+        """Look calls up by these arguments: what wraps the stage changes the types of those it gets."""
         self.__dict__["_called_as"] = args, kwargs
         try:
             yield
@@ -145,12 +145,12 @@ class CallStage(Holder):
 
     @property
     def pieces(self) -> list[nn.Module]:
-        """The modules that run here as wholes: what of the stage can be compiled."""
+        """The modules that run here as wholes: the parts of the stage that can be compiled."""
         units = self.__dict__["_cutting"].paths
         return [module for module in self.modules() if module in units]
 
     def forward(self, values: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
-        """Run the stage's part: its values by name, or in the last stage the model's output."""
+        """Run the stage's part; return its values by name or, in the last stage, the model's output."""
         cutting: Cutting = self.__dict__["_cutting"]
         called_as = self.__dict__.get("_called_as")
         route = cutting.route(*(called_as or (args, kwargs)))
@@ -180,10 +180,10 @@ class CallStage(Holder):
         return runner.output(output) if part.end is None else runner.results()
 
     def release(self, kept: Collection[Tensor]) -> None:
-        """Let go of the data that this stage alone holds; it is in another process.
+        """Let go of the data that this stage alone holds, because it runs in another process.
 
         Args:
-            kept: what the stages of this process hold.
+            kept: the tensors that the stages of this process hold.
         """
         keep = {id(tensor) for tensor in kept}
         made: dict[int, nn.Parameter] = {}
@@ -203,7 +203,7 @@ def _release_parameters(module: nn.Module, keep: set[int], made: dict[int, nn.Pa
         if parameter is None or id(parameter) in keep:
             continue
         if id(parameter) not in made:
-            # One for each parameter, so that what is tied stays tied.
+            # One for each parameter, so that tied weights stay tied.
             data = parameter.detach().to("meta")
             made[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
         if isinstance(module, Holder):
@@ -220,21 +220,21 @@ def _release_buffers(module: nn.Module, keep: set[int]) -> None:
 
 
 class _Share:
-    """Which parts of a model belong to a stage."""
+    """Tells which units belong to a stage."""
 
     def __init__(self, units: set[nn.Module], homes: Homes, index: int) -> None:
         self.units, self.homes, self.index = units, homes, index
         self.at_home: dict[nn.Module, bool] = {}
 
     def has(self, unit: nn.Module, path: str) -> bool:
-        """Whether a unit is here; under its other paths too."""
+        """Whether the stage has a unit, which may be asked under any of its paths."""
         if path in self.homes:
             self.at_home[unit] = self.index in self.homes[path]
         return self.at_home[unit]
 
 
 def _fill(holder: Holder, module: nn.Module, path: str, share: _Share) -> None:
-    """Put the stage's part of a module into its holder, under the module's own names."""
+    """Put the stage's share of a module into its holder, under the module's own names."""
     for name in module._parameters:
         full = f"{path}{name}"
         if module._parameters[name] is not None and share.index in share.homes[full]:
@@ -256,7 +256,7 @@ def _fill(holder: Holder, module: nn.Module, path: str, share: _Share) -> None:
 
 
 def _present(args: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any, list[str]]:
-    """Arguments that this process was not given, as tensors that compute shapes only."""
+    """The arguments, with fake tensors where this process was given none; and the names of these."""
     absent = [
         str(key)
         for key, value in (*enumerate(args), *kwargs.items())

@@ -1,4 +1,4 @@
-"""What is noted of a forward: the calls of units, and what happened between them."""
+"""The record of a forward: the calls of units, and what happened between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.values import Form
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What stands in tuples, lists, dicts and dataclasses, in order."""
+    """What tuples, lists, dicts and dataclasses hold, at any depth, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -43,7 +43,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The value with changed leaves; what holds no changed leaf stays the same object."""
+    """The value with changed leaves; a container without any stays the same object."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -59,7 +59,7 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def skeleton(value: Any) -> Any:
-    """The value's containers without its leaves, to be compared."""
+    """The value's containers without its leaves, in a form that can be compared."""
     if isinstance(value, Mapping):
         return type(value), *((key, skeleton(item)) for key, item in value.items())
     if isinstance(value, tuple | list):
@@ -101,7 +101,7 @@ def _replaced_items(value: Mapping[Any, Any], change: Callable[[Any], Any]) -> A
         return value
     if type(value) is dict:
         return items
-    # A mapping of its own kind, such as the outputs of transformers.
+    # A mapping of another class, such as the outputs of transformers.
     found: Any = copy.copy(value)
     for key, item in items.items():
         if item is not value[key]:
@@ -128,11 +128,11 @@ def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-# ---- a tensor that is in another stage: it has a shape, a type and a device, and no data
+# ---- a tensor that is in another stage: here it has a shape, a type and a device, but no data
 
 
 def form_of(tensor: Tensor) -> Form:
-    """What is known of a tensor without its data; of a sparse one as if it were plain."""
+    """The form of a tensor; that of a sparse one is as if it were dense."""
     if tensor.layout is torch.strided:
         return Form.of(tensor)
     plain = Form.of(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
@@ -143,7 +143,7 @@ _VIEWS = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.a
 
 
 class Placeholder(Tensor):
-    """Stands for a tensor that this stage has not got; whoever asks for its data is told so."""
+    """Stands for a tensor that this stage does not have, and refuses to give its data."""
 
     label: str
 
@@ -171,7 +171,7 @@ class Placeholder(Tensor):
         """Refuse whatever needs the data.
 
         Raises:
-            PartitionError: always, but where only another view of it is wanted.
+            PartitionError: always, except for another view of it.
         """
         if func in _VIEWS and isinstance(args[0], Placeholder):
             made = func(form_of(args[0]).empty("meta").detach(), *args[1:], **(kwargs or {}))
@@ -179,8 +179,8 @@ class Placeholder(Tensor):
         found = [a.label for a in (*args, *(kwargs or {}).values()) if isinstance(a, Placeholder)]
         raise PartitionError(
             f"{func} needs the data of {', '.join(found) or 'a value'}, which is in another stage. Either "
-            "the model took another way than it did when it was analysed, or the value reached this place in "
-            "a way that no argument shows; cut elsewhere, or use how='traced'"
+            "the model took another way than it did when it was analysed, or the value got here in a way "
+            "that no argument shows; cut elsewhere, or use how='traced'"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -191,7 +191,7 @@ class Placeholder(Tensor):
 
 
 def name_of(what: Any) -> str:
-    """What an event is of, in words: a unit's path, or a function's own name."""
+    """The name of what an event is a call of: a unit's path, or a function's name."""
     return getattr(what, "__name__", None) or str(what)
 
 
@@ -200,32 +200,33 @@ NO_VALUE = -1
 
 
 class Origin(Enum):
-    """How a tensor comes to show its memory, which tells whether another stage can make it too."""
+    """How a tensor comes to share its memory, which tells whether another stage can make it too."""
 
     OWN = auto()
-    """It is the first that was seen of it."""
+    """It was the first to be seen."""
     VIEW = auto()
-    """A function between the units made it of another that shows it."""
+    """A function between the units made it as a view of another."""
     FOUND = auto()
-    """The author's code had it before anything was written into the memory; every stage has it."""
+    """The author's code had it before anything was written into the memory: every stage has it."""
     UNIT = auto()
-    """A unit gave it."""
+    """A unit returned it."""
 
 
 @dataclass(frozen=True)
 class Value:
     """A tensor that an event makes.
 
-    A tensor that is changed in place becomes another value, and so does each that shows the same memory.
+    A tensor that is changed in place becomes another value, and so does each that shares its memory.
 
     Args:
         form: its shape and type.
-        name: says what it is, unique in a tape.
-        maker: the event's position; for a parameter that is used between the units, ``None``.
+        name: says what it is; unique in a tape.
+        maker: the position of the event that makes it; ``None`` for a parameter that is used between units.
         parameter: that parameter's name.
-        memory: the first value that was seen of the memory it shows.
-        whole: the value that this one is a view of: what is seen first of a memory, in its state by then.
-        origin: how it comes to show the memory of another value.
+        memory: the number of the first value that was seen of its memory.
+        whole: the number of the value that this one is a view of: the current one of the tensor that was
+            the first to be seen of their memory.
+        origin: how it comes to share the memory of another value.
     """
 
     form: Form
@@ -242,7 +243,7 @@ class Slot:
 
     Args:
         value: the tensor's number; :data:`NO_VALUE` where every stage has it, or can make it.
-        same_as: if the result is one of the arguments itself, which of the leaves among them.
+        same_as: the index among the leaves of the arguments, if the result is one of these itself.
     """
 
     def __init__(self, value: int, same_as: int | None) -> None:
@@ -255,10 +256,10 @@ class Change:
     """A tensor that an event changes in place.
 
     Args:
-        argument: which of the leaves among the arguments, if it is one.
+        argument: its index among the leaves of the arguments, if it is one.
         old: the number it had, if it was followed.
         new: the number it has from then on.
-        base: whether it is what that argument is a view of.
+        base: whether it is not the argument itself, but the tensor that this is a view of.
     """
 
     argument: int | None
@@ -270,8 +271,9 @@ class Change:
 class Loose(str):
     """The path of a module that holds no weights and is no unit, but has hooks.
 
-    Unlike the functions that others of its kind call it is called as a whole, by one stage, or its hooks
-    would be heard in several. Where that is its inputs tell, as for a function.
+    Without hooks, only the functions that such a module calls are events. With hooks it is called as a whole,
+    by one stage, as otherwise several stages would run the hooks. Its inputs decide which stage, as they do
+    for a function.
     """
 
     __slots__ = ()
@@ -282,19 +284,19 @@ class Event:
     """A call of a unit, or of a function between the units.
 
     Args:
-        what: the function, the class of a custom one, or the path of the unit or of a loose module.
+        what: the function, the class of a custom one, or the path of a unit or of a loose module.
         inputs: the numbers of the values that it uses.
         result: what it returns, with a :class:`Slot` for each tensor.
         changes: what it changes in place.
         random: whether it draws random numbers without using any value.
-        answers: whether it returns no tensor, but something that depends on the numbers in them.
-        effect: whether it returns no tensor, but does something to a value or with it, such as a hook that
-            is set or a loss that is added: for the stage that makes the value, and no other.
-        on: that value; ``None`` where it is one of the call's own arguments, or made of them alone.
-        draws: how often it draws from torch's own generators; of no account for a unit.
-        generators: the others that it draws from, by identity.
+        answers: whether it returns no tensor, but something that depends on the numbers in tensors.
+        effect: whether it returns nothing, but sets a hook on a value, or adds a loss, which is for the
+            stage that makes the value, and no other.
+        on: that value; ``None`` where it is one of the call's own arguments, or made of these alone.
+        draws: how often it draws from torch's own generators; not used for a unit.
+        generators: the other generators that it draws from, by identity.
         idle: how often the function was called just before without drawing, where it uses no value.
-        hooked: the values among its inputs on which a unit sets hooks.
+        hooked: those of its inputs on which a unit sets hooks.
     """
 
     what: Any
@@ -317,12 +319,12 @@ class Event:
 
     @property
     def slots(self) -> list[Slot]:
-        """Where tensors stand in the result."""
+        """The places of tensors in the result."""
         return [leaf for leaf in leaves(self.result) if isinstance(leaf, Slot)]
 
     @property
     def shows(self) -> bool:
-        """Whether some of its results are views of what every stage has."""
+        """Whether some of its results are views of tensors that every stage has."""
         return any(slot.value == NO_VALUE and slot.same_as is None for slot in self.slots)
 
     @property
@@ -353,15 +355,15 @@ class Tape:
     """The events of a call, in order.
 
     Attributes:
-        events: what happened.
-        values: what was made, by number.
+        events: what happened, in order.
+        values: the values that were made, by number.
         outputs: the numbers of the values in the model's output.
-        sure: the values for which a gradient surely comes back, whatever the loss uses of the output.
+        sure: the values that certainly get a gradient, whichever part of the output the loss uses.
         regions: what is checkpointed, in the order in which it begins.
-        hidden: pairs of units of which the second uses what the first has left in an object.
+        hidden: pairs of units, where the second uses what the first has left in an object.
         output: the model's output, without data.
-        output_tensors: how many tensors that holds.
-        kept: the classes of objects in it that units fill; they are left out.
+        output_tensors: how many tensors it holds.
+        kept: the classes of objects in it that units fill, such as caches; these are left out.
         written: the buffers that are changed between the units, by name.
     """
 

@@ -1,10 +1,10 @@
 """Follow an author's forward: which tensors come from calls of units, and what is done with them.
 
-What happens between the calls is seen as the functions of PyTorch that are called there, and the author's own
-that have a backward. Those that touch a *followed* tensor, one that comes from a unit or from such a
-function, are *events*, like the calls. They come in the same order in every stage, because every stage runs
-the same forward. In the analysis each followed tensor gets a number; one that is written into is another
-value afterwards, and so is each that shows the same memory.
+What happens between the calls is seen as calls of PyTorch's functions, and of the author's own that have a
+backward. A call that touches a *followed* tensor, one that comes from a unit or from such a call, is an
+*event*, and so is the call of a unit. Events come in the same order in every stage, because every stage runs
+the same forward. In the analysis each followed tensor gets a number. A tensor that is written into counts as
+another value afterwards, and so does every tensor that shares its memory.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from penstock.partition.calls.inference import memory_of, view_like
 from penstock.partition.calls.tape import Change, Origin, Tape, Value, form_of, replaced, tensors_in
 from penstock.partition.faces import Listener, Run, seen
 
-# Before anybody puts another in its place.
+# Kept, since others may put a class of theirs in its place.
 _CHECKPOINTED = checkpointing.CheckpointFunction
 
 
 class Watch(TorchFunctionMode, Listener, ABC):
-    """Sees the events of one forward pass."""
+    """Sees the events of one forward pass; a subclass decides what they return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Watch(TorchFunctionMode, Listener, ABC):
     def applied(
         self, function: type[Function], run: Run, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """A custom function is applied: it is one event, for its backward is one."""
+        """A custom function is applied: it is one event, since it has one backward."""
         if not self._inside and function is not _CHECKPOINTED:
             with self.unseen():
                 if self.concerns(function, args, kwargs):
@@ -82,7 +82,7 @@ class Watch(TorchFunctionMode, Listener, ABC):
         return run(*args, **kwargs)
 
     def _answered(self, answer: Run, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """The answer to a call with what is used instead of its tensors; the author's code keeps its own."""
+        """The answer to a call with what replaces its tensors; the author's code keeps its own."""
         if not self._instead:
             return answer(args, kwargs)
         own = tensors_in((args, kwargs))
@@ -93,7 +93,7 @@ class Watch(TorchFunctionMode, Listener, ABC):
     def checkpointed(
         self, run: Run, args: tuple[Any, ...], kwargs: Any, options: Mapping[str, Any]
     ) -> Any:
-        """A part of the forward is to be computed again in backward."""
+        """A part of the forward is checkpointed: it is to be computed again in backward."""
         if self._inside:
             return run(*args, **kwargs, **options)
         return self.region(run, args, kwargs, options)
@@ -125,22 +125,22 @@ class Watch(TorchFunctionMode, Listener, ABC):
 
         Args:
             run: torch's checkpoint.
-            args: the function, and what it is called with.
-            kwargs: likewise, by name.
-            options: the rest of what the checkpoint is given.
+            args: the function, and its positional arguments.
+            kwargs: its arguments by name.
+            options: the checkpoint's own arguments.
         """
 
     @abstractmethod
     def inner_loss(self, loss: Tensor) -> Tensor | None:
-        """What is added of a loss inside of a unit."""
+        """What to add for a loss that a unit adds."""
 
     @abstractmethod
     def outer_loss(self, loss: Tensor) -> Tensor | None:
-        """What is added of a loss between the units."""
+        """What to add for a loss that is added between the units."""
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Inside a unit or a function nothing is an event, and nothing costs anything."""
+        """Inside a unit or a function nothing is an event, and watching costs nothing."""
         top = _modes() == self._depth
         self._inside = True
         if top:
@@ -165,7 +165,8 @@ class Watch(TorchFunctionMode, Listener, ABC):
     def numbers_of(self, tensor: Tensor) -> list[int]:
         """The numbers of a tensor, the newest last; none for one that is not followed.
 
-        A function that has nothing to do may give its argument where it gave a new tensor in the analysis.
+        A tensor can have several: a function that has nothing to do, such as a cast, may return its argument
+        where it returned a new tensor in the analysis.
         """
         found = self._followed.get(id(tensor))
         return [] if found is None or found[0]() is not tensor else found[1]
@@ -176,7 +177,7 @@ class Watch(TorchFunctionMode, Listener, ABC):
         return known[-1] if known else None
 
     def tensor_of(self, number: int) -> Tensor | None:
-        """A tensor that is this value now."""
+        """A tensor that is this value now, if one is alive."""
         found = (ref() for ref, known in self._followed.values() if known[-1] == number)
         return next((tensor for tensor in found if tensor is not None), None)
 
@@ -191,11 +192,11 @@ class Watch(TorchFunctionMode, Listener, ABC):
             self._instead[id(old)] = (old, new)
 
     def follow_views(self, base: Tensor) -> None:
-        """From now on the views of a tensor that the author's code has already are followed, like it."""
+        """From now on the views of a tensor that the author's code already holds are followed, as it is."""
         self._bases[id(base)] = base
 
     def current(self, value: Any) -> Any:
-        """A value with what is used instead of its tensors."""
+        """A value with what replaces its tensors."""
         return replaced(value, self._newest) if self._instead else value
 
     def _newest(self, leaf: Any) -> Any:
@@ -209,11 +210,11 @@ class Watch(TorchFunctionMode, Listener, ABC):
 
     @abstractmethod
     def view_again(self, view: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        """What is used instead of a view of ``old``, for which ``new`` is used."""
+        """What replaces a view of ``old``, where ``new`` replaces ``old``."""
 
 
 def _shallow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors among a function's arguments: mostly they stand at the top."""
+    """The tensors among a function's arguments, most of which are arguments themselves."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
             yield value
@@ -222,15 +223,15 @@ def _shallow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def _modes() -> int:
-    # No public name tells how many modes are held. Seen in torch 2.13.
+    # There is no public name for the number of modes that are on. As of torch 2.13.
     return torch._C._len_torch_function_stack()
 
 
-# ---- number the tensors of an analysed call, also when they are changed in place
+# ---- number the tensors of an analysed call, including those that are changed in place
 
 
 class _Memory(NamedTuple):
-    """What is known to show the same memory.
+    """Tensors that are known to share memory.
 
     Attributes:
         first: the first that was seen.
@@ -247,10 +248,10 @@ class Numbering(Watch, ABC):
     """Gives each value its number.
 
     Args:
-        mode: of the tensors without data.
+        mode: the mode of the tensors without data.
 
     Attributes:
-        tape: where the values stand.
+        tape: the record of the values.
         edges: where the gradients of the values arrive, by number.
     """
 
@@ -279,7 +280,7 @@ class Numbering(Watch, ABC):
             name: says what it is.
             maker: the event that makes it.
             parameter: the parameter's name, if it is one.
-            origin: how it comes to show its memory, where another value shows that too.
+            origin: how it comes to share its memory with another value, if it does.
         """
         number = len(self.tape.values)
         memory = self._memories.setdefault(memory_of(tensor), _Memory(tensor, number, []))
@@ -309,14 +310,14 @@ class Numbering(Watch, ABC):
     def changed(
         self, event: int, label: str, given: Sequence[Any], written: Set[int], *, real: bool
     ) -> Iterator[Change]:
-        """What shows memory that was written into is no longer what it was; it gets new numbers.
+        """Give new numbers to all tensors that show memory that was written into.
 
         Args:
-            event: what has written.
+            event: the event that has written.
             label: says what it is.
             given: its arguments.
             written: the memory.
-            real: whether what was written are numbers, since they were drawn by chance.
+            real: whether actual numbers were written, because they were drawn at random.
         """
         for key in sorted(
             written & self._memories.keys(), key=lambda key: self._memories[key].number
@@ -335,7 +336,7 @@ class Numbering(Watch, ABC):
                 yield from self._taken_over(event, label, argument, found, real)
 
     def renewed(self, event: int, label: str, given: Sequence[Any], tensor: Tensor) -> Change:
-        """A followed tensor is another value from an event on."""
+        """Give a followed tensor the number of the value that an event has made of it."""
         argument = next((i for i, t in enumerate(given) if t is tensor), None)
         old = self.number_of(tensor)
         assert old is not None
@@ -345,7 +346,7 @@ class Numbering(Watch, ABC):
     def _taken_over(
         self, event: int, label: str, argument: int, tensor: Tensor, real: bool
     ) -> Iterator[Change]:
-        """A tensor that every stage had is a value from then on, and so are its views."""
+        """Make a value of a tensor that every stage had, and of its views."""
         whole = tensor if tensor._base is None else tensor._base
         if isinstance(tensor, FakeTensor) or id(whole) in self._instead:
             return
@@ -359,23 +360,23 @@ class Numbering(Watch, ABC):
         yield Change(argument, None, new, base=whole is not tensor)
 
     def check_taken(self, given: Iterable[Tensor]) -> None:
-        """Refuse what shows memory that has become a value, but cannot be told to."""
+        """Refuse a tensor that shares memory with a new value in a way that cannot be followed."""
         if self._taken and any(
             memory_of(tensor) in self._taken for tensor in self.everywhere(given)
         ):
             raise PartitionError(
                 "between its modules the model writes what a module gave into a tensor, and reads it through "
-                "another that shows the same memory by detach(), under torch.inference_mode() or as what a "
-                "module was given, which other stages cannot follow. Write into the tensor itself, into a "
+                "another that shares its memory: one made by detach(), under torch.inference_mode() or that "
+                "a module was given. Other stages cannot follow that. Write into the tensor itself, into a "
                 "clone of it, or use torch.no_grad()"
             )
 
     def has_become_a_value(self, tensor: Tensor) -> bool:
-        """Whether what modules give was written into a tensor that every stage had."""
+        """Whether the output of a module was written into a tensor that every stage had."""
         return memory_of(tensor) in self._taken
 
     def everywhere(self, given: Iterable[Any]) -> list[Tensor]:
-        """Of what is given the tensors that every stage has."""
+        """Those of some arguments that are tensors that every stage has."""
         return [
             found
             for found in given
@@ -385,13 +386,13 @@ class Numbering(Watch, ABC):
         ]
 
     def shows(self, results: Iterable[Tensor], given: Iterable[Any]) -> None:
-        """Note which results of a unit are views of what every stage has."""
+        """Note which results of a unit are views of tensors that every stage has."""
         memories = {memory_of(self._mode.from_tensor(t)): t for t in self.everywhere(given)}
         found = {memory_of(tensor) for tensor in results}
         self._shown |= {key: t for key, t in memories.items() if key in found}
 
     def view_again(self, view: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        """A view of what has become a value is one too."""
+        """A view of a tensor that has become a value is a value too."""
         made = view_like(view, old, new)
         number = self.number_of(new)
         assert number is not None
@@ -400,9 +401,9 @@ class Numbering(Watch, ABC):
         return made
 
     def settle_changes(self) -> None:
-        """Keep of all changes those that somebody sees, from the last event to the first.
+        """Keep only those changes whose effect is used, going from the last event to the first.
 
-        What changes one of several tensors that show the same memory needs all of that memory.
+        An event that changes one of several tensors that share memory needs all of that memory.
         """
         seen: set[int | None] = set(self._taken_for(self.tape.outputs))
         for index in reversed(range(len(self.tape.events))):
@@ -421,7 +422,7 @@ class Numbering(Watch, ABC):
             seen.update(self._taken_for(inputs), olds, (event.on,))
 
     def _taken_for(self, numbers: Iterable[int]) -> Iterator[int]:
-        """What is taken to use values: for a view that every stage makes itself, what it is a view of."""
+        """What is needed to use values: for a view that every stage makes itself, what it is a view of."""
         for number in numbers:
             value = self.tape.values[number]
             if value.origin is Origin.FOUND and value.whole is not None:
@@ -443,8 +444,8 @@ def _edge_of(tensor: Tensor) -> GradientEdge | None:
     try:
         return get_gradient_edge(tensor) if tensor.requires_grad else None
     except (AssertionError, RuntimeError):
-        # A view of a weight that was made without a gradient says that it requires one. One of several views
-        # that a function made at once has no place in the graph when what it is a view of was changed.
+        # A view of a weight that was made under no_grad() says that it requires a gradient, yet has no node.
+        # One of several views that were made at once loses its node when what it is a view of is changed.
         return None
 
 

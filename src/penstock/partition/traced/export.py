@@ -1,4 +1,4 @@
-"""One call of a model as a graph, made by ``torch.export`` on a copy of the model without its data."""
+"""One call of a model as a graph, which ``torch.export`` makes of a copy of the model without data."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from penstock.values import (
 from penstock.values.trial import copied
 
 # ---- the functions of torch that do what traced operators do
-# A traced graph calls operators; the functions above them are what hooks of torch's function modes, such as
-# those that let weight gradients wait, know by name.
+# A traced graph calls operators. Torch function modes, such as the one that delays weight gradients, know the
+# functions above these by name.
 
 
 _aten = torch.ops.aten
@@ -80,11 +80,11 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def function_of(target: Any) -> Any:
-    """What to call for an operator: the function, or the operator itself."""
+    """What to call for an operator: the function that does the same, or the operator itself."""
     return _FUNCTIONS.get(target, target)
 
 
-# ---- a copy of a model without its data, to trace without touching the model
+# ---- a copy of a model without its data, so that tracing leaves the model alone
 
 
 class Skeleton:
@@ -104,17 +104,17 @@ class Skeleton:
         first = next(_tensors(model), None)
         self.device = torch.device("cpu") if first is None else _home(first)
         named = set(map(id, _tensors(model)))
-        # What modules hold as plain attributes are constants, which tracing needs as they are. Hooks stay
-        # too: one that seems to do nothing may be a mark where to cut.
+        # Tensors that modules hold as plain attributes are constants, whose data tracing needs. Hooks are
+        # copied too: one that only observes may be a mark where to cut.
         self.model = copied(
             model, lambda t: self.like(t) if id(t) in named else t.detach(), isolated=False
         )
         self._modes = modes_of(self.model)
-        # Weak: what other processes hold of it may be let go.
+        # Weak, so that the parts of the model that other processes hold can be let go.
         self._original = weakref.ref(model)
 
     def changed_modes(self) -> tuple[str, ...]:
-        """The modules that the user has put into another mode since, by path."""
+        """The paths of the modules that the user has put into another mode since."""
         original = self._original()
         now = {} if original is None else modes_of(original)
         return tuple(
@@ -136,7 +136,7 @@ class Skeleton:
         return made.requires_grad_(spec.requires_grad)
 
     def set_training(self, training: bool) -> None:
-        """Put the copy into a mode; into the one the model was in, each module as it was."""
+        """Put the copy into a mode; if that is the model's own, each module into the one it was in."""
         if self._modes[""] is not training:
             self.model.train(training)
             return
@@ -155,7 +155,7 @@ def _empty_like(tensor: Tensor) -> Tensor:
 
 
 def _whole_like(sharded: Tensor) -> Tensor:
-    """What a stage computes with where its parameters were sharded since: the gathered tensor."""
+    """Like the gathered tensor, with which a stage computes once its parameters are sharded."""
     home = _home(sharded)
     return torch.empty_strided(sharded.shape, sharded.stride(), dtype=sharded.dtype, device=home)
 
@@ -173,7 +173,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 ROOT = "model."
-"""What stands before the model's own names in the graph."""
+"""The prefix of the model's own names in the graph."""
 
 Rebuild = Callable[[Sequence[Any]], Any]
 
@@ -184,12 +184,13 @@ class Exported:
 
     Args:
         call: the spec of the ``(args, kwargs)`` it was traced with.
-        graph: it takes the call's tensors and gives the output's leaves; parameters, buffers and constants
-            are ``get_attr`` nodes under the model's own names after :data:`ROOT`.
+        graph: takes the call's tensors and returns the leaves of the output; parameters, buffers and
+            constants are ``get_attr`` nodes, with the model's own names after :data:`ROOT`.
         root: holds what ``get_attr`` nodes name.
         rebuild: makes the model's output of the leaves.
-        losses: name and weight of the losses that the model adds itself; their values come after the leaves.
-        guard: fails for tensors that the graph does not hold for; ``None`` where it holds for all.
+        guard: raises an AssertionError for tensors of sizes that the graph does not hold for.
+        free: whether it was traced with free sizes; otherwise it holds for those of ``call`` alone.
+        losses: the name and weight of each loss that the model adds; their values come after the leaves.
     """
 
     call: ValueSpec
@@ -201,14 +202,14 @@ class Exported:
     losses: tuple[tuple[str, float], ...] = ()
 
     def output(self, given: Sequence[Any]) -> Any:
-        """The model's output of what the last stage gives; the model's own losses are added."""
+        """The model's output, made of what the last stage returns; also adds the model's own losses."""
         leaves = len(given) - len(self.losses)
         for (name, weight), value in zip(self.losses, given[leaves:], strict=True):
             add_loss(name, value, weight)
         return self.rebuild(given[:leaves])
 
     def fits(self, call: ValueSpec) -> bool:
-        """Whether the graph does for another call what the model would do."""
+        """Whether the graph does for a call what the model would do."""
         if call.structure != self.call.structure or not all(
             map(_alike, call.tensors, self.call.tensors)
         ):
@@ -225,7 +226,7 @@ class Exported:
 
 
 def _alike(given: TensorSpec, traced: TensorSpec) -> bool:
-    """Whether types agree, and sizes as far as tracing never tells them apart: 0 and 1 from the rest."""
+    """Whether types agree, and also sizes where one is 0 or 1, which tracing always takes as fixed."""
     return (
         given.dtype == traced.dtype
         and len(given.shape) == len(traced.shape)
@@ -239,17 +240,17 @@ def export(
     """Trace a call.
 
     Args:
-        skeleton: of the model.
+        skeleton: the copy of the model to trace.
         call: the spec of the ``(args, kwargs)``.
-        paths: modules around whose calls the graph gets marks.
+        paths: the modules around whose calls the graph gets marks.
         training: the mode to trace in.
 
     Raises:
-        PartitionError: the model cannot be traced; the message has the reason.
+        PartitionError: the model cannot be traced; the message says why.
     """
     skeleton.set_training(training)
     _refuse_what_is_lost(skeleton, call)
-    # Before there are hooks of ours: what has hooks may draw.
+    # Before our own hooks are set: a module that has hooks counts as one that may draw.
     drawing = called_to_draw(skeleton.model)
     reasons: list[str] = []
     for free, strict in ((True, False), (False, False), (False, True)):
@@ -294,19 +295,19 @@ def _free_dims(spec: TensorSpec) -> dict[int, Any]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep random state, and quiet what tracing warns of: a module's own bookkeeping of attributes."""
+    """Keep the random state, and silence warnings of tracing about attributes that modules set."""
     with torch.random.fork_rng([]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class _Plain(Listener):
-    """What is called while a model is traced is done so that the graph has it."""
+    """Calls what is called while a model is traced in such a way that the graph contains it."""
 
     def applied(
         self, function: type[Function], run: Run, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """A custom function that needs no gradient is applied: without any inside, which is not to last."""
+        """Apply a custom function, and note in the graph that gradients are again as they were before it."""
         result = run(*args, **kwargs)
         torch.set_grad_enabled(torch.is_grad_enabled())
         return result
@@ -317,14 +318,14 @@ def _plainly() -> AbstractContextManager[None]:
 
 
 class _Flat(nn.Module):
-    """A model as a function of tensors alone, giving these alone; traced strictly it gives what it gives."""
+    """A model as a function from tensors to tensors; if traced strictly, with the model's own output."""
 
     def __init__(self, model: nn.Module, call: ValueSpec, *, strict: bool) -> None:
         super().__init__()
         self.model = model
         self._call, self._strict = call, strict
         seen: list[tuple[Structure, list[Term]]] = []
-        # Not the list itself: torch.export takes back what forward changes in a module's attributes.
+        # Not the list itself: torch.export undoes what forward changes in a module's attributes.
         self._note, self._noted = seen.append, seen.__getitem__
 
     def forward(self, *tensors: Tensor) -> Any:
@@ -339,7 +340,7 @@ class _Flat(nn.Module):
             return output
         leaves, structure = flatten(output)
         self._note((structure, list(added)))
-        # A copy is computed, whatever it is that is added.
+        # A clone, so that there is a node for it even if the loss is an input or a parameter.
         return (*leaves, *(term.value.clone() for term in added))
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
@@ -348,12 +349,12 @@ class _Flat(nn.Module):
 
     @property
     def losses(self) -> tuple[tuple[str, float], ...]:
-        """Name and weight of what the model added."""
+        """The name and weight of each loss that the model adds."""
         return tuple((term.name, term.weight) for term in self._noted(-1)[1])
 
 
 def _take_guard(module: fx.GraphModule) -> Callable[[Sequence[Tensor]], None]:
-    """Take the check of the shapes out of the graph; it is asked before, not while a stage runs."""
+    """Take the checks of shapes out of the graph: they are made beforehand, not while a stage runs."""
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     checks = []
     for node in [node for node in module.graph.nodes if node.op == "call_module"]:
@@ -371,7 +372,7 @@ def _take_guard(module: fx.GraphModule) -> Callable[[Sequence[Tensor]], None]:
 
 
 class _Lost(TorchFunctionMode):
-    """Notes what a model does that leaves no trace in a graph."""
+    """Notes what a model does that a graph would lack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -392,19 +393,19 @@ class _Lost(TorchFunctionMode):
         return result
 
     def found(self) -> set[str]:
-        """What it was, in words."""
+        """What that was, in words."""
         written = any(tensor._version != before for tensor, before in self._data)
         return self._found | ({"changes of .data in place"} if written else set())
 
 
 def _refuse_what_is_lost(skeleton: Skeleton, call: ValueSpec) -> None:
-    """Refuse what tracing does not see: it sees what is computed in forward, and nothing else."""
+    """Refuse a model that does what tracing would drop: it records only what forward computes."""
     lost = _Lost()
     with attributes_kept(skeleton.model):
         with lost:
             outputs = _run(skeleton, call)
         own = {f"{name}, with a backward of its own" for name in _own_functions(outputs)}
-        # What the first call sets may stay so, such as a cache; what the next one changes again does not.
+        # Two calls: an attribute that the first one sets, such as a cache, is fine if the next one keeps it.
         before = _plain_attributes(skeleton.model)
         _run(skeleton, call)
         after = _plain_attributes(skeleton.model)
@@ -422,7 +423,7 @@ def _refuse_what_is_lost(skeleton: Skeleton, call: ValueSpec) -> None:
 
 
 def _plain_attributes(model: nn.Module) -> dict[str, Any]:
-    """What a model's modules keep besides tensors and modules, as far as it can be compared."""
+    """The plain attributes of a model's modules, such as numbers and strings, by path."""
     return {
         f"{path}.{name}" if path else name: value
         for path, module in model.named_modules()
@@ -442,7 +443,7 @@ def _run(skeleton: Skeleton, call: ValueSpec) -> list[Tensor]:
             collect_losses() as added,
         ):
             outputs = flatten(skeleton.model(*args, **kwargs))[0]
-    except Exception:  # torch.export will say it, and say it better
+    except Exception:  # torch.export will report it, and better
         return []
     return [*outputs, *(term.value for term in added)]
 

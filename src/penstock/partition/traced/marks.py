@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import fx, nn
 
 from penstock.errors import PartitionError
-from penstock.partition.base import paths_in
 from penstock.rng import Place, Streams, can_draw, has_drawn, noticed
 
 # ---- marks in a model's code and around its modules, which survive tracing as nodes of the graph
@@ -26,7 +24,7 @@ torch.library.define("penstock::split", "(str tag) -> ()")
 
 @torch.library.impl("penstock::split", "CompositeExplicitAutograd")
 def _do_nothing(tag: str) -> None:
-    del tag  # Only the node in the graph matters.
+    del tag  # The node in the graph is all that matters.
 
 
 IN_CODE = "pipe_split()"
@@ -35,7 +33,7 @@ IN_CODE = "pipe_split()"
 def pipe_split() -> None:
     """Mark the border between two stages in the code of a model's forward.
 
-    Run as usual, it does nothing.
+    In an ordinary run it does nothing.
     """
     torch.ops.penstock.split(IN_CODE)
 
@@ -68,25 +66,9 @@ class Point:
         return f"{self.path} ({self.where.name}{nth})"
 
     def covers(self, met: Point) -> bool:
-        """Whether a point that was met while tracing is meant."""
+        """Whether this means a point that was met while tracing, which names a single call."""
         same = self.path == met.path and self.where is met.where
         return same and self.call in (None, met.call)
-
-
-def check_points(model: nn.Module, points: Iterable[Point]) -> None:
-    """Check that each point is at a module of the model.
-
-    Raises:
-        PartitionError: an unknown path; the message names the nearest ones.
-    """
-    known = paths_in(model)
-    for point in points:
-        if point.path not in known:
-            near = get_close_matches(point.path, known, 3) or known[:3]
-            raise PartitionError(
-                f"no module {point.path!r} in the {type(model).__name__}; "
-                f"the nearest are {', '.join(map(repr, near))}"
-            )
 
 
 @contextmanager
@@ -123,7 +105,7 @@ def _mark(point: Point) -> None:
 
 
 def mark_of(node: fx.Node) -> Point | str | None:
-    """The point of a mark around a module, the text of one in the code, or ``None``."""
+    """The point of a mark around a module, the text of a mark in the code, or ``None`` for any other node."""
     split = torch.ops.penstock.split
     if node.op != "call_function":
         return None
@@ -148,8 +130,8 @@ class Layout:
     """How the regions between the marks of a graph make up stages; the same for every call.
 
     Args:
-        marks: those that were met and are cut at, in order.
-        stage_of: the stage of each region; there is one more than marks.
+        marks: the marks that are cut at, in the order in which they were met.
+        stage_of: the stage of each region; there is one region more than there are marks.
     """
 
     marks: tuple[str, ...]
@@ -164,7 +146,7 @@ class Layout:
 def lay_out(graph: fx.Graph, wanted: Wanted) -> Layout:
     """Make each region that computes something a stage.
 
-    Two marks with nothing in between are one cut.
+    Two marks with nothing between them are one cut.
     """
     marks, regions = _regions(graph, wanted)
     full = [any(map(computes, region)) for region in regions]
@@ -213,7 +195,7 @@ def computes(node: fx.Node) -> bool:
 
 
 def is_check(node: fx.Node) -> bool:
-    """Whether a node only checks what tracing already knows."""
+    """Whether a node only checks what is known since tracing."""
     return node.target is torch.ops.aten._assert_tensor_metadata.default
 
 
@@ -235,7 +217,7 @@ def points_in(graph: fx.Graph) -> Iterator[Point | str]:
 
 
 def check_met(points: Sequence[Point], graph: fx.Graph, regions: Sequence[fx.GraphModule]) -> None:
-    """Check that each point was come by, and where a graph can be cut.
+    """Check that each point was reached, and at a place where a graph can be cut.
 
     Raises:
         PartitionError: a module that was not called, or was called where no cut can be.
@@ -255,7 +237,7 @@ def check_met(points: Sequence[Point], graph: fx.Graph, regions: Sequence[fx.Gra
         )
 
 
-# ---- seeds, before what draws: the place in the model that it stands at
+# ---- seeds before what draws, made of the place in the model where it stands
 
 
 torch.library.define("penstock::draw", "(str address, bool after, int draws) -> ()")
@@ -272,7 +254,7 @@ def seeded(model: nn.Module, modules: Mapping[nn.Module, tuple[str, ...]]) -> It
 
     Args:
         model: what is traced.
-        modules: those, with their paths.
+        modules: the modules that may draw, with their paths.
 
     Raises:
         PartitionError: the model draws in a way that no graph shows.
@@ -302,7 +284,7 @@ class _Notes:
         self.unseen = ""
 
     def hooks(self, paths: tuple[str, ...]) -> tuple[Any, Any]:
-        """What to call before and after a module that has these paths, or none where it is the model."""
+        """What to call before and after a module that has these paths; the model itself has none."""
 
         def before(*_: Any) -> None:
             self._open.append(self._open[-1].next(paths) if paths else Place())
@@ -324,7 +306,7 @@ class _Notes:
         torch.default_generator.manual_seed(self._state)
 
     def drew(self, generator: torch.Generator | None) -> None:
-        """See who draws. While tracing, nobody changes the state by that."""
+        """Note a draw. Drawing while tracing leaves the state alone, so any change was made by the model."""
         if generator is not None:
             self.unseen = "draws from a torch.Generator of its own"
         elif torch.default_generator.initial_seed() != self._state:
@@ -333,7 +315,7 @@ class _Notes:
 
 
 def place_seeds(module: fx.GraphModule) -> None:
-    """Put a seed before each node that draws, instead of the notes at the module calls."""
+    """Replace the notes at the module calls by a seed before each node that draws."""
     _place_seeds(module, ("", False, 0))
 
 
@@ -359,7 +341,7 @@ def _place_seeds(module: fx.GraphModule, place: tuple[str, bool, int]) -> tuple[
 
 
 def _detach_argument(node: fx.Node) -> None:
-    """Take its shape alone: in a graph autograd would ask this operation for a derivative."""
+    """Detach what it takes its shape from: in a graph autograd would ask for a derivative of it."""
     given = node.args[0]
     assert isinstance(given, fx.Node)
     with node.graph.inserting_before(node):

@@ -16,6 +16,7 @@ from penstock.partition.base import (
     Description,
     Partition,
     Shared,
+    check_paths,
     count_parameters,
     find_shared,
     holder_in,
@@ -23,20 +24,19 @@ from penstock.partition.base import (
 )
 from penstock.partition.costs import spans
 from penstock.partition.traced.export import ROOT, Skeleton
-from penstock.partition.traced.marks import check_points
 from penstock.partition.traced.traces import Cuts, Trace, Traces
 from penstock.partition.traced.wiring import Program, Slice, argument_in
 from penstock.values import TensorSpec, ValueSpec, flatten, spec_of_arguments
 
-# ---- which stage holds which parameter and buffer, and under which of its names
+# ---- which stage holds which parameter and buffer, and under which names
 
 
 Share = tuple[dict[str, Tensor], dict[str, str]]
-"""What a stage holds by name, and for each of its names in the model the one it is read by there."""
+"""What a stage holds by name; and for each name in the model the one by which the stage reads it."""
 
 
 def share_out(model: nn.Module, trace: Trace, stages: int) -> list[Share]:
-    """Give each parameter and buffer to the stages that use it, and those that none uses to a neighbour."""
+    """Give each parameter and buffer to the stages that use it; if none does, to that of a neighbour."""
     shares: list[Share] = [({}, {}) for _ in range(stages)]
     groups = _groups(model)
     users = {group: _users(trace, group) for group in groups}
@@ -67,7 +67,7 @@ def _users(trace: Trace, group: Iterable[str]) -> dict[int, list[fx.Node]]:
 
 
 def _given(group: Sequence[str], users: Mapping[int, list[fx.Node]]) -> dict[int, list[str]]:
-    """The names that each user gets: those of the modules that use it there; the rest goes to the first."""
+    """The names that each stage gets: those of the modules that use it there; the first gets the rest."""
     given = {stage: [n for n in group if _used_as(n, nodes)] for stage, nodes in users.items()}
     taken = set(chain.from_iterable(given.values()))
     first = min(given)
@@ -85,7 +85,7 @@ def _modules_around(node: fx.Node) -> set[str]:
 
 
 def _neighbour(name: str, used: Mapping[str, int]) -> int:
-    """The stage of what stands nearest by name."""
+    """The stage of the tensor whose name has the most in common with this one."""
     nearest = max(used, key=lambda other: _common(name, other), default=None)
     return 0 if nearest is None else used[nearest]
 
@@ -102,16 +102,16 @@ class TracedStage(nn.Module):
     """Runs one stage of a traced model, with its parameters and buffers under the model's names.
 
     A pipeline calls it ``stage(values, args, kwargs)``. By hand it is called with the model's arguments
-    where it is the first stage, and else with what the stages before gave and then the model's tensors
-    that it uses itself; it gives one value, or a tuple of them.
+    where it is the first stage, and otherwise with what earlier stages gave, followed by those of the
+    model's tensors that it uses itself; it returns one value, or a tuple of several.
 
     Args:
         index: which stage it is.
         traces: the model's graphs.
         tensors: what it holds.
-        names: for each name of what it holds the one it is read by here.
-        persistent: the names of what is saved.
-        together: all stages of the model, to which this one is added.
+        names: for each name of these tensors in the model, the one in ``tensors``.
+        persistent: the names of the tensors that a state dict contains.
+        together: the stages of the model so far; this one is appended.
     """
 
     wired = True
@@ -135,7 +135,7 @@ class TracedStage(nn.Module):
 
     @contextmanager
     def called_as(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Something around the stage changes the types of arguments; the call is still known by these."""
+        """Look calls up by these arguments: what wraps the stage changes the types of those it gets."""
         self._called_as = args, kwargs
         try:
             yield
@@ -143,7 +143,7 @@ class TracedStage(nn.Module):
             self._called_as = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the stage, as a pipeline does or by hand."""
+        """Run the stage, called by a pipeline or by hand."""
         if _is_wired(args, kwargs):
             return self._wired(*args)
         return self._by_hand(args, kwargs)
@@ -215,11 +215,11 @@ class TracedStage(nn.Module):
 
     @property
     def held_names(self) -> Mapping[str, str]:
-        """For each name in the model of what it holds the one it is read by here."""
+        """For each name in the model of a tensor held here, the name it has here."""
         return self._names
 
     def held_tensor(self, name: str) -> Tensor:
-        """A parameter or buffer of it."""
+        """A parameter or buffer of the stage, by its name here."""
         *way, last = name.split(".")
         found: Any = self
         for step in way:
@@ -247,7 +247,7 @@ class TracedStage(nn.Module):
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """The code of the first call's graph, as a function of all that the stage needs."""
+        """The stage's part of the first call's graph, as a function of all that it needs."""
         return self._program(self._traces.first).graph_module
 
 
@@ -257,7 +257,7 @@ def _is_wired(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _device(*tensors: Sequence[Any]) -> torch.device:
-    """Where a stage lives: with what it holds, else with what it is given."""
+    """Where a stage runs: where its tensors are, or if it has none, where its arguments are."""
     every = [t for group in tensors for t in group if isinstance(t, Tensor)]
     real = (tensor.device for tensor in every if not tensor.is_meta)
     return every[0].device if every and every[0].is_meta else next(real, torch.device("cpu"))
@@ -276,9 +276,10 @@ def _graft(root: nn.Module, path: str, tensor: Tensor, *, persistent: bool) -> N
 
 
 def sizes_by_hand(trace: Trace, stage: int, values: Sequence[Any]) -> list[Tensor]:
-    """Stand-ins of the right sizes for the tensors among the model's arguments.
+    """Tensors without data that have the sizes of the model's arguments.
 
-    What is free in the graph, such as the size of the batch, is read off the values; the rest is as traced.
+    Sizes that are free in the graph, such as that of the batch, are read off the values that the stage was
+    given; the others are as traced.
     """
     known: dict[Any, int] = {}
     for node, value in zip(trace.wiring.slices[stage].takes, values, strict=True):
@@ -313,7 +314,7 @@ class TracedCut:
     Args:
         traces: its graphs.
         modules: its stages.
-        shared: what several of them hold.
+        shared: the weights that several stages hold.
     """
 
     traces: Traces
@@ -346,7 +347,7 @@ def cut_traced(
         PartitionError: it cannot be traced, or not be cut there.
     """
     cuts = cuts or Cuts()
-    check_points(model, cuts.points)
+    check_paths(model, (point.path for point in cuts.points))
     call = spec_of_arguments(tuple(args), dict(kwargs or {}))
     traces = Traces(Skeleton(model), cuts, call, training=model.training)
     _check_stages(traces)
@@ -374,7 +375,7 @@ def _check_stages(traces: Traces) -> None:
 
 
 def summary(cut: TracedCut) -> str:
-    """A line for each stage: its modules, parameters, and what it takes and gives."""
+    """A line for each stage: its modules, its parameters, and what it takes and gives."""
     wiring = cut.traces.first.wiring
     users = {edge.value: ", ".join(map(str, edge.targets)) for edge in wiring.edges}
     return "\n".join(
@@ -391,7 +392,7 @@ def _traffic(part: Slice, users: dict[str, str]) -> str:
 
 
 def _modules(part: Slice) -> list[str]:
-    """The paths of the modules that run, those that differ in a number alone put together."""
+    """The paths of the modules that run; those that differ only in a number are put together."""
     return spans(dict.fromkeys(path for node in part.nodes if (path := _path(node))))
 
 

@@ -1,4 +1,4 @@
-"""The graphs of a model's calls: one for each kind of call, made when it is first met, and cut."""
+"""The graphs of a model's calls, cut into stages: one for each kind of call, made when it first occurs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from penstock.values import (
 )
 
 Sure = frozenset[tuple[str, int]]
-"""Tensors for which a gradient surely comes back: the value's name, and which of its tensors."""
+"""The tensors that certainly get a gradient: the value's name, and the index among its tensors."""
 Travelling = tuple[ValueSpec, Sure]
-"""The spec of what travels and of the output, by name, with those tensors."""
+"""The spec of what travels and of the output, by name; and the tensors that certainly get gradients."""
 
 
 class Trace:
@@ -39,12 +39,12 @@ class Trace:
 
     Args:
         exported: the graph.
-        wanted: which of its marks are cut at.
+        wanted: whether to cut at a mark.
         layout: how the regions between them make up stages.
         arguments_travel: whether the first stage hands on the arguments that later ones use.
 
     Attributes:
-        families: what travels in calls that differ in sizes alone, as far as it was found.
+        families: what travels in calls that differ in sizes alone, as far as that is known.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Trace:
 
         Args:
             stage: its index.
-            held: for each name of a parameter or buffer of the model, its name in the stage.
-            device: the one traced on.
+            held: for each name of a parameter or buffer in the model, its name in the stage.
+            device: the device of the trace.
         """
         if stage not in self._programs:
             part = self.wiring.slices[stage]
@@ -90,11 +90,12 @@ class Trace:
 
 
 _KEPT = 32
-"""How many graphs are kept for each mode; the oldest goes first."""
+"""How many graphs are kept for training, and for evaluation; then the oldest is dropped."""
 _REMEMBERED = 1024
-"""Of how many calls it is remembered which graph holds for them."""
+"""For how many calls it is remembered which graph holds."""
 
 Policy = Callable[[fx.GraphModule], fx.GraphModule]
+"""Takes a graph, and returns one with marks where it is to be cut."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,10 @@ class Cuts:
 
     Args:
         points: before and after modules.
-        in_code: whether at each ``pipe_split()`` of the code as well.
+        in_code: whether to cut at each ``pipe_split()`` in the code as well.
         policy: puts more ``pipe_split`` calls into a graph.
-        arguments_travel: whether the first stage hands on the arguments that later ones use, so that their
-            ranks need not be given the batch.
+        arguments_travel: whether the first stage hands on the arguments that later stages use, so that the
+            ranks of these need not be given the batch.
     """
 
     points: tuple[Point, ...] = ()
@@ -115,35 +116,35 @@ class Cuts:
     arguments_travel: bool = False
 
     def wants(self, mark: Point | str) -> bool:
-        """Whether a graph is cut at a mark of it."""
+        """Whether to cut at a mark."""
         if isinstance(mark, Point):
             return any(point.covers(mark) for point in self.points)
         return self.in_code
 
 
 class Held(Protocol):
-    """A stage, as far as it holds parameters and buffers."""
+    """A stage that holds parameters and buffers."""
 
     @property
     def held_names(self) -> Mapping[str, str]:
-        """For each name of what it holds the one it is read by there."""
+        """For each name in the model of a tensor that it holds, the name there."""
 
     def held_tensor(self, name: str) -> Tensor:
-        """A parameter or buffer of it."""
+        """A parameter or buffer, by its name there."""
 
 
 class Traces:
     """Finds the graph for a call.
 
-    Graphs hold for other sizes of the batch where the model's code does; for a call that none holds for,
-    another one is made. Training and evaluation have graphs of their own.
+    A graph holds for all sizes of the batch for which the model's code does the same; for a call for which
+    none holds another one is made. Training and evaluation have graphs of their own.
 
     Args:
-        skeleton: of the model.
+        skeleton: the copy of the model that is traced.
         cuts: where to cut.
         call: the spec of the first call's ``(args, kwargs)``.
         training: the mode of the first call.
-        exported: its graph, where it was made already.
+        exported: the graph of the first call, if it was made already.
     """
 
     def __init__(
@@ -164,12 +165,12 @@ class Traces:
 
     @property
     def device(self) -> torch.device:
-        """Where the graphs take the model to live."""
+        """The device that the graphs take the model to be on."""
         return self._skeleton.device
 
     @property
     def changed_modes(self) -> tuple[str, ...]:
-        """The model's modules that are in another mode than when it was traced, by path."""
+        """The paths of the modules that are in another mode than when the model was traced."""
         return self._skeleton.changed_modes()
 
     @property
@@ -185,7 +186,7 @@ class Traces:
         """The graph that holds for a call.
 
         Raises:
-            PartitionError: it cannot be traced, or not be cut as the first one was.
+            PartitionError: the call cannot be traced, or not be cut as the first one was.
         """
         key = (training, call.digest())
         if key not in self._found:
@@ -216,14 +217,14 @@ class Traces:
         check_met(self._cuts.points, exported.graph, regions[1:])
         return exported if self._cuts.policy is None else _with_policy(exported, self._cuts.policy)
 
-    # ---- what a call makes of each edge
+    # ---- what travels on each edge in a call
 
     def describe(self, trace: Trace, call: ValueSpec, held: Sequence[Held]) -> Description:
         """The edges of a call and what travels on them, found without data.
 
         Args:
-            trace: the one that holds for it.
-            call: the spec of ``(args, kwargs)``.
+            trace: the graph that holds for it.
+            call: the spec of its ``(args, kwargs)``.
             held: what each stage holds.
         """
         every = [own.held_tensor(name) for own in held for name in own.held_names.values()]
@@ -255,7 +256,7 @@ class Traces:
     def _values(
         self, trace: Trace, inputs: Sequence[Tensor], held: Sequence[Held]
     ) -> tuple[dict[str, Any], Sure]:
-        """What travels and the output, by name, and for which tensors of it a gradient surely comes."""
+        """What travels and the output, by name; and the tensors that certainly get a gradient."""
         values: dict[str, Any] = {}
         given: list[Any] = []
         with undisturbed(), self._skeleton.mode:
@@ -287,7 +288,7 @@ def _new_family() -> Family[Travelling]:
 
 
 def _edges(values: Mapping[str, Any]) -> dict[tuple[str, int], GradientEdge]:
-    """Where the gradients of the tensors in values arrive."""
+    """The edges of the autograd graph at which the gradients of tensors arrive."""
     tensors = {(n, i): t for n, value in values.items() for i, t in enumerate(flatten(value)[0])}
     return {key: get_gradient_edge(t) for key, t in tensors.items() if t.requires_grad}
 

@@ -1,4 +1,4 @@
-"""What each stage of a graph takes from others and gives to others, and the code that it runs."""
+"""What each stage of a graph takes from other stages and gives to them, and the code that it runs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from penstock.schedule import Edge
 
 
 _SAME_WITHOUT_SAYING = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
-"""Operators that may give their first argument itself, though their schema does not tell."""
+"""Operators that may return their first argument itself, although their schema does not say so."""
 
 _STATISTICS = {"batch_norm": (3, 4, 5), "instance_norm": (3, 4, 5), "cudnn_batch_norm": (3, 4, 5)}
-"""Operators that change two buffers if a flag is set, though their schema does not tell."""
+"""Operators that change two buffers if a flag is set, although their schema does not say so."""
 
 
 class Aliases:
-    """The nodes of a graph in sets whose members may share memory.
+    """Groups the nodes of a graph that may share memory.
 
     Args:
-        graph: of a call.
+        graph: the graph of a call.
         root: holds the graphs of regions, such as those under ``torch.no_grad()``.
     """
 
@@ -46,11 +46,11 @@ class Aliases:
             self._sets.setdefault(self._top(node), []).append(node)
 
     def of(self, node: fx.Node) -> list[fx.Node]:
-        """What may share memory with a node, the node included, in the graph's order."""
+        """The nodes that may share memory with a node, including itself, in the graph's order."""
         return self._sets[self._top(node)]
 
     def written(self, node: fx.Node) -> list[fx.Node]:
-        """What a node changes in place."""
+        """The nodes whose values a node changes in place."""
         if node.op != "call_function":
             return []
         if isinstance(node.target, torch._ops.OpOverload):
@@ -65,7 +65,7 @@ class Aliases:
             yield from _given_for(node, inner, region, changed)
 
     def _shown_outside(self, node: fx.Node) -> Iterator[fx.Node]:
-        """What a region is given and gives back, or a view of it."""
+        """What a region is given and returns, itself or as a view."""
         for region in regions_of(node, self._root):
             inner = Aliases(region.graph, region)
             output = next(n for n in region.graph.nodes if n.op == "output")
@@ -89,7 +89,7 @@ class Aliases:
 def _given_for(
     node: fx.Node, inner: Aliases, region: fx.GraphModule, found: Iterable[fx.Node]
 ) -> Iterator[fx.Node]:
-    """What a region is called with that shares its memory with some of the nodes inside."""
+    """The arguments of a region that share memory with some of the nodes inside."""
     shared = {n for one in found for n in inner.of(one)}
     inputs = [n for n in region.graph.nodes if n.op == "placeholder"]
     given = list(node.args)[-len(inputs) :] if inputs else []
@@ -136,7 +136,7 @@ _ARGUMENT = "argument."
 
 
 def argument_in(value: str) -> int | None:
-    """Which of the model's arguments a value is that the first stage hands on."""
+    """The index of the model's argument that a value is, if the first stage hands that on."""
     return int(value.removeprefix(_ARGUMENT)) if value.startswith(_ARGUMENT) else None
 
 
@@ -146,10 +146,10 @@ class Slice:
 
     Attributes:
         nodes: what it computes, in order.
-        takes: values of earlier stages, by the node that made them, with the value's name.
-        inputs: arguments of the model that it uses itself.
-        copied: of both, those that are changed in place, which others shall not see.
-        gives: values for later stages, or the leaves of the model's output for the last stage.
+        takes: the names of the values of earlier stages that it uses, by the nodes that made them.
+        inputs: the indices of the model's arguments that it uses itself, by their nodes.
+        copied: those of both that it changes in place, which other stages must not see.
+        gives: the names of the values for later stages, by their nodes.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -162,8 +162,8 @@ class Slice:
 class Wiring:
     """The slices of a graph and the edges between them.
 
-    It goes through the stages in order and keeps whose version of a value counts. A value's home is the stage
-    that made it; where a later stage changes it in place, that one.
+    It goes through the stages in order and keeps track of the home of each value: the stage that made it, or
+    the last one that has changed it in place.
 
     Args:
         graph: the graph.
@@ -174,12 +174,11 @@ class Wiring:
 
     Attributes:
         slices: one per stage.
-        edges: ``gradient`` is left true; whoever knows the specs decides it.
+        edges: with ``gradient`` true for all; whether a gradient comes back depends on the specs of a call.
         outputs: the leaves of the model's output, as the graph's output node holds them.
 
     Raises:
-        PartitionError: what is changed in place in one stage is needed in another in a way that cannot be
-            kept apart.
+        PartitionError: one stage changes in place what another one needs unchanged, and the two share memory.
     """
 
     def __init__(
@@ -215,7 +214,7 @@ class Wiring:
         )
 
     def _used(self, stage: int) -> Iterator[fx.Node]:
-        """What a stage uses of others; each as often as it does."""
+        """What a stage uses that it did not make, as often as it uses it."""
         last = [self._output] if stage == len(self.slices) - 1 else []
         for node in (*self.slices[stage].nodes, *last):
             for used in node.all_input_nodes:
@@ -259,7 +258,7 @@ class Wiring:
     def _check_apart(
         self, node: fx.Node, stage: int, same: Sequence[fx.Node], entered: Sequence[fx.Node]
     ) -> None:
-        """A change must be seen through each value that shares the memory; copies do not show it."""
+        """Check that a change reaches every value that shares the memory: a copy of one does not show it."""
         later = [n for n in same if n not in entered and self._used_after(n, stage)]
         if (entered and later) or len(entered) > 1:
             raise PartitionError(
@@ -290,7 +289,7 @@ class Wiring:
             )
 
 
-# ---- the part of a graph that a stage runs, as something to call
+# ---- the part of a graph that a stage runs, as a function
 
 
 class Program:
@@ -298,10 +297,10 @@ class Program:
 
     Args:
         part: the slice.
-        outputs: the leaves of the model's output where the stage is the last, else ``None``.
+        outputs: the leaves of the model's output if the stage is the last, else ``None``.
         root: holds what ``get_attr`` nodes name.
         held: for each ``get_attr`` target that is a parameter or buffer of the stage, its name there.
-        traced_on: the device that the graph speaks of.
+        traced_on: the device that the graph was traced on.
     """
 
     def __init__(
@@ -325,7 +324,7 @@ class Program:
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """The code, taking the stage's values, arguments, parameters and constants."""
+        """The code, as a function of the stage's values, arguments, parameters and constants."""
         return self._module
 
     def __call__(
@@ -338,10 +337,10 @@ class Program:
         """Run it.
 
         Args:
-            device: where.
-            values: for ``takes``, in order.
+            device: where to run.
+            values: the values of ``takes``, in order.
             inputs: all tensors among the model's arguments.
-            own: for ``tensors``, the stage's parameters and buffers.
+            own: the stage's parameters and buffers, in the order of ``tensors``.
         """
         if device not in self._placed:
             module = _moved(self._module, self._traced_on, device)
@@ -362,7 +361,7 @@ def _given(tensor: Tensor, position: int, device: torch.device) -> Tensor:
 
 
 class _Writer:
-    """Writes a slice as a graph of its own, whose inputs are all that it needs."""
+    """Writes a slice as a graph of its own that takes all it needs as inputs."""
 
     def __init__(
         self, part: Slice, outputs: Sequence[Any] | None, root: nn.Module, held: Mapping[str, str]
@@ -393,7 +392,7 @@ class _Writer:
         self._env[node] = made
 
     def _add_sizes(self, wanted: Sequence[fx.Node]) -> tuple[int, ...]:
-        """Numbers that follow from the sizes of arguments, which any stage can work out itself."""
+        """Copy the nodes that compute sizes from those of arguments, which any stage can do for itself."""
         sizes: dict[fx.Node, None] = {}
         for node in wanted:
             for used in node.all_input_nodes if node.op == "call_function" else [node]:
@@ -442,7 +441,7 @@ def _nodes(outputs: Sequence[Any] | None) -> list[fx.Node]:
 
 
 def _collect_sizes(node: fx.Node, found: dict[fx.Node, None]) -> None:
-    """Note a size and what it is made of, first things first."""
+    """Note a size after the sizes that it is computed from."""
     if is_size(node) and node not in found:
         for used in node.all_input_nodes:
             _collect_sizes(used, found)
@@ -453,7 +452,7 @@ def _collect_sizes(node: fx.Node, found: dict[fx.Node, None]) -> None:
 
 
 def _moved(module: fx.GraphModule, old: torch.device, new: torch.device) -> fx.GraphModule:
-    """The code for another device than the one it was traced on."""
+    """The code, where the device that it was traced on is replaced by another."""
     if old == new:
         return module
     moved = copy.deepcopy(module)
@@ -478,6 +477,6 @@ def _replace(value: Any, old: torch.device, new: torch.device) -> Any:
 
 
 def _move_autocast(node: fx.Node, old: torch.device, new: torch.device) -> None:
-    """A region under autocast names the kind of device first."""
+    """Replace the type of device in a call that enters autocast, where it is the first argument."""
     if "autocast" in str(node.target) and node.args and node.args[0] == old.type:
         node.args = (new.type, *node.args[1:])

@@ -1,4 +1,4 @@
-"""The schedules by name: the library's, which tests, docs and command line go through, and the user's own."""
+"""Schedules by name: those of the library, and those that a user registers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from penstock.errors import ScheduleError
-from penstock.schedule.base import Schedule, paused_collection
-from penstock.schedule.edges import check_at_least_one
-from penstock.schedule.library.one_way import (
+from penstock.schedule.base import Schedule, check_at_least_one, paused_collection
+from penstock.schedule.library.schedules import (
+    dualpipe_v,
     eager_1f1b,
     forward_only,
     gpipe,
@@ -17,10 +17,12 @@ from penstock.schedule.library.one_way import (
     interleaved_zero_bubble,
     looped_bfs,
     one_f_one_b,
+    v_half,
+    v_min,
     zb_h1,
     zb_h2,
+    zb_v,
 )
-from penstock.schedule.library.v_shaped import dualpipe_v, v_half, v_min, zb_v
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,9 @@ class Recipe:
 
     Attributes:
         build: from ranks, microbatches and stages per rank.
-        stages_per_rank: how many it puts on a rank; where it takes any number, how many by default.
+        stages_per_rank: how many stages it puts on a rank; the default if it takes any number.
         any_stages: whether it takes any number.
-        summary: one line.
+        summary: what it is, in one line.
         aliases: other names for it.
     """
 
@@ -95,21 +97,21 @@ def register(
 ) -> None:
     """Give a schedule of your own a name, by which ``Pipeline`` and :func:`build` find it in this process.
 
-    Under several processes each registers it.
+    Where there are several processes, each must register it.
 
     Args:
-        name: a new one.
-        build: a function of ranks and microbatches that gives the schedule; with ``any_stages`` also of the
-            stages on each rank. Where it has none for some numbers it raises a ScheduleError.
-        stages_per_rank: how many stages it puts on a rank; with ``any_stages`` how many by default.
+        name: a new name.
+        build: a function of ranks and microbatches, and with ``any_stages`` also of the stages on each rank,
+            that returns the schedule. Where there is none for some numbers it raises a ScheduleError.
+        stages_per_rank: how many stages it puts on a rank; with ``any_stages`` the default.
         any_stages: whether it takes any number.
 
     Raises:
-        ScheduleError: the name is taken, or is that of a file.
+        ScheduleError: the name is taken, or looks like that of a file.
     """
     check_at_least_one(stages_per_rank=stages_per_rank)
     if not name or name.lower() in _BY_NAME or name.lower().endswith((".csv", ".json")):
-        why = "it is taken" if name.lower() in _BY_NAME else "it would be taken for that of a file"
+        why = "it is taken" if name.lower() in _BY_NAME else "it looks like the name of a file"
         raise ScheduleError(
             f"a schedule cannot be registered as {name!r}: {why}; choose another name"
         )
@@ -122,7 +124,7 @@ def find(name: str) -> tuple[str, Recipe]:
     """The proper name and the recipe for a name or alias, in upper or lower case.
 
     Raises:
-        ScheduleError: an unknown name; the message lists the nearest and all.
+        ScheduleError: an unknown name; the message gives the nearest one, and all.
     """
     found = _BY_NAME.get(name.lower())
     if found is None:
@@ -145,7 +147,7 @@ def build(
         stages_per_rank: for schedules that take any number of stages per rank; others have their own.
 
     Raises:
-        ScheduleError: unknown name (with the nearest ones), or numbers the schedule cannot take.
+        ScheduleError: an unknown name, or numbers that the schedule cannot take.
     """
     check_at_least_one(ranks=ranks, microbatches=microbatches)
     proper, recipe = find(name)
@@ -161,14 +163,14 @@ def build(
 
 
 def built(make: Callable[[], object], who: str, ranks: int, microbatches: int) -> Schedule:
-    """What a function gives that may be the user's, if it is the schedule that was asked for.
+    """The schedule that a function, which may be the user's, makes for some numbers.
 
     Raises:
-        ScheduleError: it is none, or has other ranks or microbatches.
+        ScheduleError: it is not a schedule, or is one for other numbers.
     """
     made = make()
     if not isinstance(made, Schedule):
-        found = f"a {type(made).__name__}, which is no penstock.schedule.Schedule"
+        found = f"a {type(made).__name__}, which is not a penstock.schedule.Schedule"
     elif (made.ranks, made.microbatches) != (ranks, microbatches):
         found = f"a schedule of ranks={made.ranks}, microbatches={made.microbatches}"
     else:

@@ -1,5 +1,283 @@
-"""Search: schedules for stages of unequal cost under a memory limit, and what none can beat."""
+"""Search for a schedule: the best of the library and of a list scheduler, improved.
 
-from penstock.schedule.searching.search import lower_bound, search
+For stages of unequal cost under a memory limit. ``problem`` puts the step into numbers, ``drafting`` makes
+drafts of its schedule and improves them, ``bounds`` proves what none can beat.
+"""
 
-__all__ = ["lower_bound", "search"]
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
+from operator import itemgetter
+from random import Random
+from time import monotonic
+
+from penstock.errors import ScheduleError, UsageError
+from penstock.schedule.base import (
+    Edge,
+    Placement,
+    Schedule,
+    chain,
+    check_at_least_one,
+    looped,
+    v_shaped,
+)
+from penstock.schedule.clock import Costs
+from penstock.schedule.library import RECIPES
+from penstock.schedule.searching.bounds import PRECISION, Bound
+from penstock.schedule.searching.drafting import Annealer, Climber, Dispatcher, rules
+from penstock.schedule.searching.problem import SLACK, Draft, Problem, draft_of
+from penstock.schedule.simulation import simulate
+
+Memory = float | Sequence[float]
+"""What each rank may hold: one number for all, or one for each."""
+EFFORT = 1_500_000
+"""How many moves are made by default, as the annealer counts them: a few seconds of work."""
+CLIMBING = 1 / 6
+"""The share of the effort that goes into varying rules."""
+ROUNDS = ((4, 1 / 32), (3, 1 / 16), (1, 3 / 8))
+"""How many drafts each round improves (the first, of each origin), and the share of the effort for each."""
+
+
+def search(  # noqa: PLR0913 - the whole problem, by name
+    costs: Costs,
+    *,
+    ranks: int,
+    microbatches: int,
+    memory: Memory | None = None,
+    placement: Placement | None = None,
+    edges: Iterable[Edge] | None = None,
+    seed: int = 0,
+    seconds: float = 10.0,
+    effort: float = 1.0,
+) -> Schedule:
+    """Make a schedule for stages of unequal cost under a memory limit.
+
+    It minimises the makespan of one step as :func:`penstock.schedule.simulate` counts it without messages
+    spelled out: a rank runs one action at a time; F of a stage needs the values that it uses, I or B its F
+    and the gradients owed to it, W its I; a value arrives a transfer and a latency after it was made, and
+    channels carry any number of values at once. The search chooses the order of actions, and which backwards
+    are whole (B) and which are split into I and W. No rank holds more than its memory at any time. Overlapped
+    pairs are not searched; but if ``costs.overlap`` makes a schedule of the library that has them the best,
+    that is the result.
+
+    The candidates are the library's schedules for this placement that keep to the memory, those of a list
+    scheduler with a portfolio of rules and variations of these, and what simulated annealing makes of the
+    best of all; so the result is never longer than the best of the library. The search ends when its effort
+    is used up, when the result is proven to be within 0.01 % of the best possible, or when the time is over.
+    Unless the time ends it, the same arguments give the same schedule.
+
+    Args:
+        costs: the costs of each stage.
+        ranks: how many ranks share the model.
+        microbatches: into how many parts the batch is split.
+        memory: the most that a rank may hold, in the units of ``costs.activation`` and ``costs.stash``: one
+            number for all ranks, or one for each. By default there is no limit.
+        placement: which rank holds which stages. By default as many stages as ``costs`` lists, in laps over
+            the ranks and, where that makes two per rank, also in a V; one stage per rank where it lists none.
+        edges: the values that travel between stages; by default the chain.
+        seed: the seed of the random moves.
+        seconds: after which to stop with the best so far, but not before the library's schedules are timed.
+        effort: how much to try; 1 takes a few seconds, 10 ten times as long.
+
+    Returns:
+        A schedule without messages, which :func:`penstock.schedule.validate` passes.
+
+    Raises:
+        ScheduleError: the numbers contradict each other, or there is too little memory for one microbatch.
+        UsageError: the costs list different numbers of stages, or an argument is not a valid number.
+
+    Example:
+        >>> from penstock.schedule import Costs, search, simulate
+        >>> share = [1, 1, 1, 2]
+        >>> costs = Costs(forward=share, input=share, weight=share, activation=share, stash=share)
+        >>> found = search(costs, ranks=4, microbatches=8, memory=4)
+        >>> simulate(found, costs).makespan
+        51.0
+    """
+    for name, number in (("seconds", seconds), ("effort", effort)):
+        if not number >= 0:
+            raise UsageError(f"{name}={number}: must be a number, at least 0")
+    random = Random(seed)
+    until = monotonic() + seconds
+    problems = _problems(costs, ranks, microbatches, memory, placement, edges)
+    library = [found for problem in problems for found in _library(problem)]
+    drafts = [draft_of(problem, schedule) for _, schedule, problem in library]
+    bounds = [Bound(problem, until) for problem in problems]
+    climbers = [Climber(problem, random, until) for problem in problems]
+    drafts += [draft for climber in climbers for draft in climber.drafts]
+    if not _proven(min(draft.makespan for draft in drafts), bounds):
+        for climber, bound in zip(climbers, bounds, strict=True):
+            climber.run(EFFORT * effort * CLIMBING / len(climbers), bound.least)
+    climbed = [draft for climber in climbers for draft in climber.drafts]
+    best = _improved((drafts, climbed), bounds, random, until, effort)
+    found = best.schedule()
+    shortest, known = min(
+        ((makespan, schedule) for makespan, schedule, _ in library),
+        default=(math.inf, found),
+        key=itemgetter(0),
+    )
+    return known if shortest <= simulate(found, costs).makespan * (1 + SLACK) else found
+
+
+def lower_bound(
+    costs: Costs,
+    *,
+    ranks: int,
+    microbatches: int,
+    memory: Memory | None = None,
+    placement: Placement | None = None,
+    edges: Iterable[Edge] | None = None,
+) -> float:
+    """A makespan that is proven to be a lower bound for every schedule of such a step.
+
+    Args:
+        costs: as for :func:`search`, like all that follows.
+        ranks: how many ranks share the model.
+        microbatches: into how many parts the batch is split.
+        memory: the most that a rank may hold.
+        placement: which rank holds which stages.
+        edges: the values that travel between stages; by default the chain.
+
+    Raises:
+        ScheduleError: the numbers contradict each other, or there is too little memory for one microbatch.
+        UsageError: the costs list different numbers of stages.
+    """
+    bounds = []
+    for problem in _problems(costs, ranks, microbatches, memory, placement, edges):
+        known = min(Dispatcher(problem, rule).run().makespan for rule in rules(problem))
+        bounds.append(Bound(problem).lowest(known))
+    return min(bounds)
+
+
+def _problems(
+    costs: Costs,
+    ranks: int,
+    microbatches: int,
+    memory: Memory | None,
+    placement: Placement | None,
+    edges: Iterable[Edge] | None,
+) -> list[Problem]:
+    """The problem for each placement."""
+    check_at_least_one(ranks=ranks, microbatches=microbatches)
+    limits = _limits(memory, ranks)
+    placements = [placement] if placement else _placements(costs, ranks)
+    if placements[0].ranks != ranks:
+        raise ScheduleError(f"ranks={ranks}, but the placement has {placements[0].ranks}")
+    table = None if edges is None else tuple(edges)
+    problems = [
+        Problem(
+            placed, chain(placed.stages) if table is None else table, microbatches, costs, limits
+        )
+        for placed in placements
+    ]
+    fitting = [problem for problem in problems if not _too_small(problem)]
+    if not fitting:
+        least = min(([*map(problem.held_by_one, range(ranks))] for problem in problems), key=max)
+        raise ScheduleError(
+            f"memory={memory} is too little for one microbatch, of which the stages of the ranks hold "
+            f"{least}: give each rank as much, or {max(least):g} to all, make microbatches smaller, "
+            "or recompute activations"
+        )
+    return fitting
+
+
+def _too_small(problem: Problem) -> bool:
+    """Whether some rank has too little memory for one microbatch."""
+    return any(most < problem.held_by_one(rank) for rank, most in enumerate(problem.limit))
+
+
+def _limits(memory: Memory | None, ranks: int) -> list[float]:
+    """The most that each rank may hold."""
+    if memory is None:
+        return [math.inf] * ranks
+    limits = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
+    for limit in limits:
+        if not isinstance(limit, Real) or not limit >= 0:
+            raise UsageError(f"memory={limit!r}: must be a number, at least 0")
+    if len(limits) != ranks:
+        raise ScheduleError(
+            f"memory has {len(limits)} numbers for {ranks} ranks: give one for each rank, or one for all"
+        )
+    return limits
+
+
+def _placements(costs: Costs, ranks: int) -> list[Placement]:
+    """The placements to choose from where none is given."""
+    kinds = (
+        costs.forward,
+        costs.input,
+        costs.weight,
+        costs.backward,
+        costs.activation,
+        costs.stash,
+    )
+    counts = {len(cost) for cost in kinds if isinstance(cost, Sequence)} or {ranks}
+    if len(counts) > 1:
+        raise UsageError(
+            f"costs list {sorted(counts)} stages: give one number for each stage, or one for all"
+        )
+    (stages,) = counts
+    if stages % ranks or not stages:
+        raise ScheduleError(
+            f"costs list {stages} stages, which is not a multiple of ranks={ranks}: give the placement"
+        )
+    laps = looped(ranks, stages // ranks)
+    return [laps, v_shaped(ranks)] if stages == 2 * ranks > 2 else [laps]
+
+
+def _library(problem: Problem) -> Iterator[tuple[float, Schedule, Problem]]:
+    """The schedules of the library that solve a problem, each with its makespan."""
+    placement = problem.empty.placement
+    held = len(placement.stages_on(0))
+    for recipe in RECIPES.values():
+        if not recipe.any_stages and recipe.stages_per_rank != held:
+            continue
+        try:
+            built = recipe.build(problem.ranks, problem.microbatches, held)
+        except ScheduleError:
+            continue
+        if built.placement != placement or not built.trains:
+            continue
+        schedule = built.with_edges(problem.empty.edges)
+        ran = simulate(schedule, problem.costs)
+        if all(peak <= limit for peak, limit in zip(ran.peak_memory, problem.limit, strict=True)):
+            yield ran.makespan, schedule, problem
+
+
+def _improved(
+    origins: Sequence[Sequence[Draft]],
+    bounds: Sequence[Bound],
+    random: Random,
+    until: float,
+    effort: float,
+) -> Draft:
+    """The best draft after rounds of annealing, each with fewer drafts than the one before.
+
+    The first round takes some of each origin, since the best of all are often much alike.
+    """
+    first = [draft for drafts in origins for draft in _distinct(drafts)[: ROUNDS[0][0]]]
+    pool = _distinct(draft for drafts in origins for draft in drafts)
+    target = min(bound.least for bound in bounds)
+    for number, (count, share) in enumerate(ROUNDS):
+        if _proven(pool[0].makespan, bounds):
+            break
+        for draft in pool[:count] if number else first:
+            annealer = Annealer(draft.copy(), random)
+            annealer.run(EFFORT * effort * share, until, target)
+            pool.append(annealer.best)
+        pool = _distinct(pool)
+    return pool[0]
+
+
+def _proven(makespan: float, bounds: Sequence[Bound]) -> bool:
+    return all(bound.excludes(makespan * (1 - PRECISION)) for bound in bounds)
+
+
+def _distinct(drafts: Iterable[Draft]) -> list[Draft]:
+    """The drafts that complete, the best first, one of each makespan."""
+    by_makespan: dict[float, Draft] = {}
+    for draft in drafts:
+        by_makespan.setdefault(draft.makespan, draft)
+    return [by_makespan[makespan] for makespan in sorted(by_makespan)]

@@ -1,16 +1,16 @@
-"""What no schedule can beat: for a given time, proof that no step is done by then.
+"""Lower bounds: proof that no schedule can complete a step within a given time.
 
-Each action gets a window, from when it can start at the earliest to when it must have ended. Then, until
-nothing changes, on each rank:
+Each action gets a window, from the earliest time at which it can start to the time by which it must have
+ended. Then, until nothing changes, on each rank:
 
 - what cannot end before another must start comes after it;
-- memory orders further: before a forward come the gradients and Ws without which it would not fit, and after
-  it the forwards that would not leave it room;
+- memory gives more order: before a forward come the gradients and Ws without which it would not fit, and
+  after it the forwards that would leave it no room;
 - an action starts no earlier than all before it can be done, and ends in time for all after it;
-- no stretch of time holds more work than it is long.
+- no interval holds more work than it is long.
 
-An empty window is the proof. It is how job shops are bounded (Carlier and Pinson, "An algorithm for solving
-the job-shop problem", 1989), with the memory as one more thing to run out of.
+An empty window is the proof. Job shops are bounded in this way (Carlier and Pinson, "An algorithm for solving
+the job-shop problem", 1989); here memory is one more resource to run out of.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Counts = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Windows = tuple[Numbers, Numbers]
 PRECISION = 1e-4
-"""The share of a time by which two times are told apart."""
+"""The share by which two times must differ to count as different."""
 ROUNDS = 200
-"""When to give up: windows may shrink for long by ever less."""
+"""After how many rounds to give up: windows may go on shrinking by less and less."""
 LARGEST = 600_000
-"""Ranks times the square of a rank's actions; above, only needs are looked at."""
+"""The number of ranks times the square of a rank's actions, above which only needs are considered."""
 
 
 class Contradiction(Exception):
@@ -42,15 +42,15 @@ class Contradiction(Exception):
 class Bound:
     """Proofs for one problem.
 
-    What is counted is never longer than what may be scheduled: of a B first the shorter of it and I, then
-    what is left of it up to W; and of a forward what an overlap cannot hide.
+    No action counts for longer than it may take: a gradient for the shorter of I and B, a W for what is left
+    of a B if that is shorter, and a forward for what an overlap cannot hide.
 
     Args:
         problem: what is to be scheduled.
-        until: when to leave it at what is proven, on the monotonic clock.
+        until: when to stop and keep what is proven, on the monotonic clock.
 
     Attributes:
-        least: what is proven without trying a time.
+        least: a lower bound that is known without trying a time.
     """
 
     def __init__(self, problem: Problem, until: float = math.inf) -> None:
@@ -61,7 +61,7 @@ class Bound:
         self._late = np.outer(self._duration, np.arange(m))
         lags = sum(lag for needs in problem.needs for _, lag in needs)
         self._serial = (float(self._duration.sum()) + lags) * m
-        """Enough for one action after the other: at this time nothing is excluded."""
+        """The time of all actions one after the other, which nothing excludes."""
         self._ranks: list[_Rank] = []
         if problem.ranks * (m * max(map(len, problem.lanes))) ** 2 <= LARGEST:
             reach = _reach(problem)
@@ -86,7 +86,7 @@ class Bound:
         """A time before which no schedule is done.
 
         Args:
-            makespan: of a schedule that is known; no more than that is looked for.
+            makespan: that of a known schedule, which the bound cannot exceed.
         """
         low, high = self.least, makespan
         if self.excludes(high * (1 - PRECISION)):
@@ -100,11 +100,11 @@ class Bound:
         return low
 
     def _shrunk(self, start: Numbers, due: Numbers) -> Windows:
-        """The windows when nothing changes any more.
+        """Shrink the windows until nothing changes any more.
 
         Args:
-            start: for each lane and microbatch when it can start at the earliest.
-            due: when it must have ended.
+            start: for each lane and microbatch the earliest time at which it can start.
+            due: for each the time by which it must have ended.
 
         Raises:
             Contradiction: a window is empty.
@@ -145,7 +145,7 @@ class _Rank:
         problem: what is to be scheduled.
         rank: which rank.
         duration: for each lane of the problem how long an action takes at least.
-        reach: which lane's action must come before which other's of the same microbatch.
+        reach: which lanes come before which others in every microbatch.
 
     Attributes:
         always: which actions come before which others in any schedule.
@@ -170,14 +170,14 @@ class _Rank:
         self._followers = [
             [b for b, other in enumerate(held[1::3]) if reach[lane, other]] for lane in held[1::3]
         ]
-        """For each stage those whose gradients come after its own."""
+        """For each stage the stages whose gradients come after its own."""
         self._forwards = np.concatenate([self._of(3 * i + FORWARD) for i in range(len(stages))])
 
     def _of(self, lane: int) -> Counts:
         return lane * self._microbatches + self._turn
 
     def shrink(self, start: Numbers, due: Numbers, before: Mask) -> None:
-        """Shrink the windows of the rank's actions, and find more of them to come before others.
+        """Shrink the windows of the rank's actions, and find more actions that come before others.
 
         Raises:
             Contradiction: a window is empty, or two actions would have to come before each other.
@@ -199,7 +199,7 @@ class _Rank:
         )
 
     def _overfull(self, first: Numbers, last: Numbers) -> bool:
-        """Whether some stretch of time has more work than it is long."""
+        """Whether some interval has more work than it is long."""
         size = len(first)
         by_first, by_last = np.argsort(first), np.argsort(last)
         work = np.zeros((size, size))
@@ -211,10 +211,10 @@ class _Rank:
         return bool(((inside > room + self._tiny) & (inside > 0)).any())
 
     def _with_memory(self, first: Numbers, before: Mask) -> Numbers:
-        """What must come before and after each forward so that it fits; returns when they can start.
+        """Order what must come before and after each forward so that it fits; returns when these can start.
 
-        By how many actions of each lane come before a forward, at least and at most, each stage has a least
-        it holds then; what the other stages leave bounds what it may hold, and so those numbers.
+        How many actions of each lane come before a forward, at least and at most, gives the least that each
+        stage holds then. What the other stages leave bounds what it may hold, and so these numbers.
 
         Raises:
             Contradiction: a forward does not fit at all.
@@ -233,7 +233,8 @@ class _Rank:
         for stage in stages:
             room = spare + held[stage]
             self._forwards_after(stage, most, room, before)
-            # With fewer gradients of a stage, those that come after them are fewer too, and leave less room.
+            # With fewer gradients of a stage there are also fewer of those after them, which leaves less
+            # room.
             count = np.arange(m + 1)[:, None]
             for other in self._followers[stage]:
                 fewer = np.minimum(most[3 * other + GRADIENT], count)
@@ -245,7 +246,7 @@ class _Rank:
     def _holds(
         self, stage: int, forwards: Counts, most: Counts, gradients: Counts | None = None
     ) -> Numbers:
-        """What a stage holds at least after some forwards and at most so many gradients and Ws."""
+        """The least that a stage holds after some forwards, and at most so many gradients and Ws."""
         gradients = most[3 * stage + GRADIENT] if gradients is None else gradients
         gradients = np.minimum(gradients, forwards)
         weights = np.minimum(most[3 * stage + WEIGHT], gradients)
@@ -254,7 +255,7 @@ class _Rank:
         return held
 
     def _forwards_after(self, stage: int, most: Counts, room: Numbers, before: Mask) -> None:
-        """The forwards of a stage that leave it no room come later."""
+        """Put the forwards of a stage for which there is no room after the others."""
         count = np.arange(self._microbatches + 1)[:, None]
         fitting = (self._holds(stage, count, most) <= room).sum(axis=0) - 1
         before[np.ix_(self._forwards, self._of(3 * stage))] |= self._turn >= fitting[:, None]
@@ -268,9 +269,9 @@ class _Rank:
         first: Numbers,
         before: Mask,
     ) -> Numbers:
-        """The gradients and Ws that give a stage its room come earlier; returns when they are done.
+        """Put the gradients and Ws that make room for a stage first; returns when they are done.
 
-        Some number of both does it: the more gradients, the fewer Ws.
+        There is a choice: the more gradients, the fewer Ws are needed.
         """
         m, at, turn = self._microbatches, self._forwards, self._turn[:, None]
         gradient, weight = self._of(3 * stage + GRADIENT), self._of(3 * stage + WEIGHT)
@@ -291,7 +292,7 @@ class _Rank:
 
 
 def _after_all(first: Numbers, long: Numbers, before: Mask) -> Numbers:
-    """When each action can start if what comes before it starts no earlier than it can."""
+    """When each action can start, given when those before it can start."""
     order = np.argsort(first, kind="stable")
     earlier = before[order]
     work = (earlier * long[order][:, None])[::-1].cumsum(axis=0)[::-1]
@@ -309,7 +310,7 @@ def _least_durations(problem: Problem) -> Numbers:
 
 
 def _reach(problem: Problem) -> Mask:
-    """For each lane which lanes come before it in every microbatch, however far."""
+    """For each lane which lanes come before it in every microbatch, directly or not."""
     reach = np.zeros((len(problem.duration),) * 2, bool)
     for lane in problem.order:
         for source, _ in problem.needs[lane]:

@@ -23,19 +23,19 @@ from penstock.schedule.searching.problem import (
 
 NEVER = math.inf
 CRITICAL = 0.5
-"""The share of moves of actions that the makespan hangs on."""
+"""The share of moves that move an action on which the makespan depends."""
 REPEATED = 0.2
-"""The share of moves for several microbatches at once."""
+"""The share of moves that are made for several microbatches at once."""
 FUSING = 0.1
 """The share of moves that make a backward a B or take one apart, where that can be better."""
 REACH = 4.0
 """How far a move goes on average."""
 DISPATCHING = 0.8
-"""What it costs to make a draft by a rule, for each of its actions, beside a move that is not timed."""
+"""The cost of making a draft by a rule, for each of its actions; a move that is not timed costs 1."""
 KEPT = 8
 """How many rules are varied."""
 TIMING = 1 / 8
-"""What it costs to time a draft, for each of its actions, beside a move that is not timed."""
+"""The cost of timing a draft, for each of its actions; a move that is not timed costs 1."""
 HOT, COLD = 0.5, 0.02
 """The first and the last temperature, in durations of a mean action."""
 
@@ -44,9 +44,9 @@ class Rule(NamedTuple):
     """What a list scheduler prefers.
 
     Attributes:
-        offset: for each lane the rank of its first microbatch in the order of preference; the least is first.
-        period: by how much each further microbatch ranks lower.
-        patience: for each lane, within which time something else must come for its action to give way to it.
+        offset: for each lane the priority of its first microbatch; the least comes first.
+        period: what each further microbatch adds to that.
+        patience: for each lane for how long its action waits for another that is preferred.
         ahead: for each stage the most microbatches that may be between their F and their gradient.
         whole: whether backwards that may be a B are.
     """
@@ -61,13 +61,13 @@ class Rule(NamedTuple):
 class Dispatcher:
     """A list scheduler: at each moment the rank that can start first starts what its rule prefers.
 
-    A rank whose memory is full waits for a gradient, which waits for forwards of other stages; ranks that
-    hold several stages could so wait for each other for ever. What lets the oldest microbatch through is
-    therefore kept free: the microbatches after it take no memory that it may still need.
+    A rank whose memory is full waits for a gradient, which waits for forwards of other stages; so ranks that
+    hold several stages could wait for each other forever. To prevent that, later microbatches take no memory
+    that the oldest may still need to get through.
 
     Args:
         problem: what is to be scheduled.
-        rule: what to prefer.
+        rule: what it prefers.
     """
 
     def __init__(self, problem: Problem, rule: Rule) -> None:
@@ -108,7 +108,7 @@ class Dispatcher:
         return Draft(problem, self._programs, self._fused)
 
     def _choose(self, rank: int) -> tuple[float, float, int]:
-        """What a rank would start next: when, how preferred, and of which lane."""
+        """What a rank would start next: when, with which priority, and of which lane."""
         now, rule, ready, patience = self._clock[rank], self._rule, self._ready, self._patience
         best, best_when = (NEVER, NEVER, -1), (NEVER, NEVER)
         for lane in self._problem.lanes[rank]:
@@ -157,7 +157,7 @@ class Dispatcher:
         return stale
 
     def _when_ready(self, lane: int) -> float:
-        """When what the next action of a lane needs is there."""
+        """When all that the next action of a lane needs is there."""
         k = self._done[lane]
         if k == self._problem.microbatches:
             return NEVER
@@ -170,7 +170,7 @@ class Dispatcher:
 
 
 def rules(problem: Problem) -> Iterator[Rule]:
-    """The portfolio: some orders of preference with several depths and kinds of patience."""
+    """The portfolio: several orders of preference, depths and kinds of patience."""
     stages, lanes = len(problem.duration) // 3, len(problem.duration)
     load = max(sum(problem.duration[lane] for lane in held) for held in problem.lanes)
     oldest_first = (tuple(-float(lane) for lane in range(lanes)), float(lanes))
@@ -189,7 +189,7 @@ def rules(problem: Problem) -> Iterator[Rule]:
 
 
 def _patience_of_weights(problem: Problem, share: float) -> tuple[float, ...]:
-    """Only Ws give way, to what comes within a share of their duration."""
+    """Only Ws wait, for what comes within a share of their duration."""
     return tuple(
         share * duration if lane % 3 == WEIGHT else 0.0
         for lane, duration in enumerate(problem.duration)
@@ -197,7 +197,7 @@ def _patience_of_weights(problem: Problem, share: float) -> tuple[float, ...]:
 
 
 def _depths(problem: Problem) -> list[int]:
-    """Some numbers of microbatches ahead, from one to more than a rank makes use of or has memory for."""
+    """Numbers of microbatches ahead, from one to as many as a rank can use or has memory for."""
     most = 2 * problem.ranks
     if all(problem.activation):
         holds = (
@@ -221,14 +221,14 @@ def _alone(problem: Problem) -> list[float]:
 
 
 class Climber:
-    """Hill climbing among rules: variations of the best few of them, each of another makespan.
+    """Hill climbing among rules: variations of the best few of them, each with another makespan.
 
-    Where memory is tight, what counts is which forwards wait though they could start: they would take memory
-    that others need sooner. No order of preference says so, but the patience of a lane does.
+    Where memory is tight, it matters which forwards wait although they could start, because they would take
+    memory that others need sooner. The patience of a lane can express that; an order of preference cannot.
 
     Args:
         problem: what is to be scheduled.
-        random: what decides.
+        random: makes all random choices.
         until: when to stop, on the monotonic clock.
     """
 
@@ -263,12 +263,12 @@ class Climber:
     def _attempt(self, rule: Rule) -> None:
         draft = Dispatcher(self._problem, rule).run()
         made = draft.makespan
-        # Of rules that do the same the last is kept, so that several changes can add up to one that helps.
+        # Of rules with the same result the last is kept, so that changes can add up to one that helps.
         others = [known for known in self._best if abs(known[0] - made) > SLACK * made]
         self._best = sorted([*others, (made, rule, draft)], key=itemgetter(0))[:KEPT]
 
     def _varied(self, rule: Rule) -> Rule:
-        """A rule with another patience, order or numbers of microbatches ahead for some lanes or stages."""
+        """A rule with another patience, order or number of microbatches ahead for some lanes or stages."""
         random, problem = self._random, self._problem
         kind, lane = random.random(), random.randrange(len(rule.offset))
         if kind < 0.35:
@@ -296,18 +296,18 @@ def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, .
 
 
 class Annealer:
-    """Simulated annealing: changes the programs of a draft, and keeps the best that it passes.
+    """Simulated annealing: changes the programs of a draft, and keeps the best that it meets.
 
-    A move takes one action out of a rank's program and puts it in elsewhere. What that does to the makespan
-    is first estimated from the times before and after the stretch between the two places, as job shops do
-    (Balas and Vazacopoulos, "Guided local search with shifting bottleneck for job shop scheduling", 1998);
-    only what the estimate lets pass is timed. A step repeats itself from microbatch to microbatch, so some
-    moves are made for several microbatches at once: they change how far a rank runs ahead, which no single
-    move does.
+    A move takes one action out of a rank's program and inserts it elsewhere. Its effect on the makespan is
+    first estimated from the times before and after the stretch between the two places, as is done for job
+    shops (Balas and Vazacopoulos, "Guided local search with shifting bottleneck for job shop scheduling",
+    1998); only moves that pass the estimate are timed. A step repeats itself from microbatch to microbatch,
+    so some moves are made for several microbatches at once: they change how far a rank runs ahead, which no
+    single move does.
 
     Args:
         draft: where to start; it is changed.
-        random: what decides.
+        random: makes all random choices.
     """
 
     def __init__(self, draft: Draft, random: Random) -> None:
@@ -326,7 +326,7 @@ class Annealer:
         """Try moves while it cools down.
 
         Args:
-            effort: how much to try: 1 for each move, and more for each that is timed.
+            effort: how much to try: each move costs 1, and more if it is timed.
             until: when to stop early, on the monotonic clock.
             target: a makespan that cannot be bettered.
         """
@@ -369,7 +369,7 @@ class Annealer:
             self._critical = [number for number, path in enumerate(through) if path >= least]
         return self._critical[int(self._random() * len(self._critical))]
 
-    # One action.
+    # ---- moves of one action
 
     def _move(self, rank: int, source: int, target: int, bound: float) -> None:
         program = self._draft.programs[rank]
@@ -393,7 +393,7 @@ class Annealer:
             self._adopt(rank, changed, bound)
 
     def _may_go_later(self, rank: int, same: Numbers, source: int, target: int) -> bool:
-        """Whether each of a lane's actions may go where the next one stands, the last to the target."""
+        """Whether each of a lane's actions may move to the place of the next, and the last to the target."""
         problem, place, m = self._problem, self._place, self._problem.microbatches
         lane = same[0] // m
         stands = [place[number] for number in same[1:]] + [target]
@@ -406,7 +406,7 @@ class Annealer:
         return growth >= 0 or max(held[source + 2 : target + 2]) - growth <= problem.limit[rank]
 
     def _may_go_earlier(self, rank: int, same: Numbers, source: int, target: int) -> bool:
-        """Whether each of a lane's actions may go where the one before stands, the first to the target."""
+        """Whether each of a lane's actions may move to the place before, and the first to the target."""
         problem, place, m = self._problem, self._place, self._problem.microbatches
         lane = same[0] // m
         stands = [target] + [place[number] for number in same[:-1]]
@@ -419,7 +419,7 @@ class Annealer:
         return growth <= 0 or max(held[target : source + 1]) + growth <= problem.limit[rank]
 
     def _estimate(self, rank: int, first: int, window: Numbers) -> float:
-        """The longest way through a changed stretch of a program, if nothing else changed."""
+        """The longest path through a changed stretch of a program, if nothing else changed."""
         draft = self._draft
         program, duration, end, after = draft.programs[rank], draft.duration, draft.end, draft.after
         (need, lag, _), (feed, lead, _) = self._problem.across, self._problem.onward
@@ -442,7 +442,7 @@ class Annealer:
                 longest = way
         return longest
 
-    # The same action of several microbatches.
+    # ---- moves of the same action of several microbatches
 
     def _move_several(self, rank: int, source: int, target: int, bound: float) -> None:
         """Put an action, and those of its lane around it, next to the same other lane's action."""
@@ -487,7 +487,7 @@ class Annealer:
             numbers.append(lane * m + k)
         return numbers
 
-    # A backward as a whole, or in two halves.
+    # ---- a backward as a whole, or in two halves
 
     def _fuse(self, bound: float) -> None:
         draft, m = self._draft, self._problem.microbatches
@@ -510,7 +510,7 @@ class Annealer:
             draft.programs[rank] = before
 
     def _timed(self, bound: float) -> bool:
-        """Time the draft as it is now; whether it completes within a bound."""
+        """Time the draft as it is now; returns whether it completes within a bound."""
         self._spent += TIMING * len(self._draft.duration)
         return self._draft.accept(bound)
 
@@ -521,7 +521,7 @@ class Annealer:
             self.best = self._draft.copy()
 
     def _index(self, rank: int) -> None:
-        """Where a rank's actions stand, and what it holds before each and at the end."""
+        """Note the places of a rank's actions, and what it holds before each and at the end."""
         growth, place = self._draft.growth, self._place
         held, now = [0.0], 0.0
         for position, number in enumerate(self._draft.programs[rank]):

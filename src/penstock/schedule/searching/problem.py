@@ -1,7 +1,7 @@
 """A step to be scheduled, in numbers, and drafts of its schedule.
 
-The microbatches of a step are alike, so each stage may as well take them in order: whatever a schedule
-does, it can be relabelled so that it does, and is as long. What is left to decide is in which order a
+The microbatches of a step are alike, so each stage may as well take them in order: any schedule can be
+relabelled so that its stages do, and is then as long as before. What is left to decide is in which order a
 rank takes its *lanes*, the ops of its stages. A lane is numbered ``3 * stage`` plus 0 for F, 1 for the
 gradient (I, or B as a whole) and 2 for W; its action for microbatch ``k`` of ``m`` is number
 ``lane * m + k``. A B is a gradient that takes longer, and a W that takes no time and holds nothing.
@@ -15,10 +15,9 @@ from copy import copy
 from graphlib import TopologicalSorter
 
 from penstock.schedule.action import Action, Op
-from penstock.schedule.base import Schedule
+from penstock.schedule.base import Edges, Placement, Schedule
 from penstock.schedule.clock import Costs, prices
 from penstock.schedule.dependencies import Half
-from penstock.schedule.edges import Edges, Placement
 from penstock.schedule.packed import Wiring
 
 PARTS = (Op.F, Op.I, Op.W)
@@ -27,21 +26,21 @@ FIRST_LANE = {Op.F: FORWARD, Op.I: GRADIENT, Op.B: GRADIENT, Op.W: WEIGHT}
 Numbers = list[int]
 NOT_YET = -1.0
 Link = tuple[int, float]
-"""Something else, and how long the way to or from it takes."""
+"""Another lane or number, and how long the way to or from it takes."""
 Across = tuple[list[int], list[float], dict[int, list[Link]]]
-"""For each number its link to another rank, or one past the last number; and of those that have more, all."""
+"""For each number its link to another rank, or one past the last number; and all links where several."""
 SLACK = 1e-9
-"""The share by which sums of the same numbers may differ with their order."""
+"""The share by which sums of the same numbers may differ when they are added in another order."""
 
 
 class Problem:
-    """What has to be done on which rank, what it needs, takes and holds.
+    """What has to be done on which rank, what it needs, how long it takes and what it holds.
 
     Args:
         placement: which rank holds which stages.
         edges: the values that travel between stages.
-        microbatches: how many.
-        costs: of each stage.
+        microbatches: how many there are.
+        costs: the costs of each stage.
         memory: the most that each rank may hold.
 
     Attributes:
@@ -50,12 +49,12 @@ class Problem:
         duration: for each lane how long an action of it takes, its gradient as I.
         growth: for each lane by how much an action changes what the rank holds, its gradient as I.
         whole: for each stage the duration of B.
-        needs: for each lane the lanes whose action of the same microbatch must be there, and how long after
-            its end it is.
-        feeds: the same the other way round.
-        within, within_onward: of ``needs`` and of ``feeds`` the lanes of the same rank.
-        across, onward: of ``needs`` and of ``feeds`` those on other ranks, by number.
-        order: the lanes, each after its needs.
+        needs: for each lane the lanes whose results for the same microbatch it needs, and how long after
+            their end these arrive.
+        feeds: the same in the other direction.
+        within, within_onward: those of ``needs`` and of ``feeds`` on the same rank.
+        across, onward: those of ``needs`` and of ``feeds`` on other ranks, by number.
+        order: the lanes, each after those that it needs.
         limit: for each rank the most that it may hold.
         fusible: the stages for which B may be better than I and W.
     """
@@ -91,7 +90,7 @@ class Problem:
         self.fusible = [stage for stage in range(stages) if self._may_fuse(stage)]
 
     def _wire(self) -> None:
-        """Ask the rule what each lane needs, and the simulator's prices how long that takes."""
+        """Ask `Dependencies` what each lane needs, and the simulator's prices how long that takes."""
         placement = self.empty.placement
         actions = [[_action(lane, 0) for lane in lanes] for lanes in self.lanes]
         wiring = Wiring(Schedule("one", placement, 1, tuple(map(tuple, actions)), self.empty.edges))
@@ -140,7 +139,7 @@ class Problem:
         )
 
     def held_by_one(self, rank: int) -> float:
-        """What a rank holds of one microbatch between forward and backward, the least it can do with."""
+        """What a rank holds of one microbatch between forward and backward: the least that it needs."""
         return math.fsum(self.activation[stage] for stage in self.empty.placement.stages_on(rank))
 
     def schedule(self, programs: Iterable[Iterable[int]], fused: Sequence[bool]) -> Schedule:
@@ -171,10 +170,10 @@ def _action(lane: int, microbatch: int) -> Action:
 
 
 class Draft:
-    """A schedule on the way: for each rank the numbers of its actions in order, and when they run.
+    """A schedule in the making: for each rank the numbers of its actions in order, and when they run.
 
-    Its clock is the simulator's in as few steps as Python can do it in, since a search runs it ten thousand
-    times; what is found is judged by the simulator itself.
+    Its clock does what the simulator does in as few steps as Python needs, since a search runs it ten
+    thousand times; the result is judged by the simulator itself.
 
     Args:
         problem: what is to be scheduled.
@@ -182,9 +181,10 @@ class Draft:
         fused: for each stage and microbatch whether its backward is a B; by default none is.
 
     Attributes:
-        makespan: when the last action ends; infinite where ranks wait for each other for ever.
+        makespan: when the last action ends; infinite if ranks wait for each other forever.
         end: for each number when its action ends; 0 beyond the last.
-        after: for each number how long the step takes at least from its start; 0 beyond the last.
+        after: for each number how long the step takes at least from the start of its action; 0 beyond the
+            last.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Draft:
         return True
 
     def accept(self, bound: float) -> bool:
-        """Time the programs as they are now; if they complete within a bound, take these times for theirs."""
+        """Time the programs as they are now; keep these times if they complete within a bound."""
         makespan, end, order = self._run()
         if len(order) < len(self.duration) or makespan > bound:
             return False
@@ -247,7 +247,7 @@ class Draft:
         return True
 
     def _run(self) -> tuple[float, list[float], Numbers]:
-        """The makespan, when each action ends, and in which order they may run; some lack where it stops."""
+        """The makespan, when each action ends, and an order in which they may run, of those that can."""
         programs, duration = self.programs, self.duration
         need, lag, needs = self.problem.across
         end = [NOT_YET] * len(duration) + [0.0]
@@ -301,7 +301,7 @@ class Draft:
 
 
 def _latest(needs: Sequence[tuple[int, float]], end: Sequence[float]) -> tuple[int, float]:
-    """Of several needs one that is not there yet, or the last to come, and when it is there."""
+    """Of several needs one that is not met yet, or else the last to arrive; and when it arrives."""
     latest, when = needs[0][0], NOT_YET
     for awaited, lag in needs:
         if end[awaited] < 0:

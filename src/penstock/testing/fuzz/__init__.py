@@ -1,8 +1,8 @@
-"""Random models and runs, each held against a plain loop; see docs/fuzzing.md.
+"""Random models and runs, each compared with a plain loop; see docs/fuzzing.md.
 
-Here is what the program of a case takes from the package: what it tells of a run, what a plain loop needs to
-split a batch, and how two runs compare. Written apart from the library: the numbers of a Pipeline must not be
-judged by its own code.
+This file holds what the program of a case imports: how it tells what a run gave, what a plain loop needs to
+split a batch, and how two runs are compared. It does not use the library, since the numbers of a Pipeline
+must not be judged by its own code.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ __all__ = ["Told", "check", "differences", "merged", "parts", "tensors"]
 
 
 class Told(dict[str, Any]):
-    """By name all that a run gave: numbers, tensors, ``None``, and lists of what hooks have seen."""
+    """All that a run gave, by name: numbers, tensors, ``None``, and lists of what hooks have seen."""
 
     def number(self, step: object, name: str, value: float) -> None:
-        """A number of a step, such as its loss."""
+        """Tell a number of a step, such as its loss."""
         self[f"{name}, step {step}"] = float(value)
 
     def gradients(self, step: object, named: Iterable[tuple[str, Tensor]]) -> None:
-        """All gradients, and which are ``None``."""
+        """Tell all gradients, including those that are ``None``."""
         for name, weight in named:
             found = None if weight.grad is None else weight.grad.detach().to_dense().clone()
             self[f"gradient of {name}, step {step}"] = found
 
     def output(self, step: object, value: Any) -> None:
-        """The tensors of an output."""
+        """Tell the tensors of an output."""
         for index, found in enumerate(tensors(value)):
             self[f"output {index}, step {step}"] = found.detach().clone()
 
     def inputs(self, step: object, batch: Any) -> None:
-        """The gradients of the arguments."""
+        """Tell the gradients of the arguments."""
         self.gradients(
             step, ((f"input {i}", x) for i, x in enumerate(tensors(batch)) if x.requires_grad)
         )
 
     def state(self, found: Mapping[str, Tensor]) -> None:
-        """Parameters and buffers at the end."""
+        """Tell the parameters and buffers at the end."""
         self.update({f"state of {name}": value.detach().clone() for name, value in found.items()})
 
     def hooks(self, seen: list[tuple[str, Sequence[Tensor]]]) -> None:
-        """What hooks have seen, in any order, taken out of the list; a tensor without data is infinite."""
+        """Tell what hooks have seen, and empty the list; a tensor without data counts as infinite."""
         for name, values in seen:
             numbers = [float(value) if _has_data(value) else math.inf for value in values]
             self.setdefault(f"hook {name}", []).append(numbers)
@@ -74,7 +74,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def parts(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
-    """A batch cut along dimension 0: its tensors, whatever they stand in."""
+    """A batch that is cut along dimension 0: all its tensors, whatever holds them."""
     start = 0
     for size in sizes:
         yield _mapped(value, lambda x, at=start, n=size: x[at : at + n] if x.dim() else x)
@@ -100,18 +100,19 @@ def _mapped(value: Any, change: Any) -> Any:
     return value
 
 
-# ---- two runs
+# ---- how two runs are compared
 
 
 def differences(
     expected: Mapping[str, Any], found: Mapping[str, Any], tolerance: float
 ) -> list[str]:
-    """What differs, each as a line that begins with what it is of.
+    """The differences between two runs, one per line, which begins with the name of what differs.
 
     Args:
-        expected: of the plain loop.
-        found: of the Pipeline.
-        tolerance: what may differ, relative to the largest number of a tensor where that is above 1.
+        expected: what the plain loop gave.
+        found: what the Pipeline gave.
+        tolerance: the difference that is allowed, relative to the largest number of a tensor if that is above
+            1.
     """
     lines = [f"{name}: not there" for name in expected if name not in found]
     lines += [f"{name}: should not be there" for name in found if name not in expected]
@@ -162,7 +163,7 @@ def _word(value: Any) -> str:
 
 
 def check(expected: Mapping[str, Any], found: Mapping[str, Any], tolerance: float = 1e-10) -> None:
-    """Check that a Pipeline gave what the plain loop did; a process of several has its share alone.
+    """Check that a Pipeline gave what the plain loop did; one of several processes has only its share.
 
     Raises:
         AssertionError: something differs; the message lists it.

@@ -1,4 +1,4 @@
-"""The campaign: many cases, each judged in a worker, failures shrunk and put together by their cause.
+"""The campaign: many cases, each judged in a worker; failures are shrunk, and grouped by their cause.
 
 ``python -m penstock.testing.fuzz --seconds 600``, or ``make fuzz``.
 """
@@ -31,15 +31,15 @@ _DULL = {
     "output: one", "one process", "float64", "SGD", "cut: count", "cut: points", "schedule: GPipe",
     "loss: mse, mean",
 }  # fmt: skip
-"""Families that say nothing about a cause."""
+"""Families that say nothing about the cause of a failure."""
 
 
 class Bench:
-    """Judges cases in workers, so that a crash or a hang is a failure of the case and not of the campaign.
+    """Judges cases in workers, so that a crash or a hang fails the case and not the campaign.
 
     Args:
-        limit: seconds for each side of a case.
-        together: the workers for cases of several processes, if there are some.
+        limit: how many seconds each side of a case may take.
+        together: workers for cases of several processes, if there are some already.
     """
 
     def __init__(self, limit: float = 60.0, together: WorkerPool | None = None) -> None:
@@ -59,7 +59,7 @@ class Bench:
             return Verdict(outcome, crash, str(error))
 
     def _plain_runs(self, text: str) -> bool:
-        """Whether the plain loop does not crash; torch itself has some faults that end a process."""
+        """Whether the plain loop runs without a crash; some faults of torch end the process."""
         try:
             self._alone.run(
                 f"{_HERE}:work_plain", 1, self._limit + 60.0, program=text, limit=self._limit
@@ -80,11 +80,11 @@ class Bench:
         verdict = verdict_of_ranks(answers, tolerance(case))
         told = {answer.get("verdict", answer).get("outcome", "") for answer in answers}
         if len(told) > 1 or "failed" in told:
-            self._together.close()  # what is under way between the ranks is not known
+            self._together.close()  # messages between the ranks may still be under way
         return verdict
 
     def smaller(self, case: Case, verdict: Verdict, seconds: float) -> Case:
-        """A small case that fails alike."""
+        """A small case that fails in the same way."""
         first = signature(verdict)
         known: dict[str, bool] = {}
 
@@ -113,14 +113,14 @@ class Fault:
     cases: list[str] = field(default_factory=list)
 
     def explains(self, case: Case, found: str) -> bool:
-        """Whether it explains a failure: an error does wherever, a difference with its like."""
+        """Whether it explains a failure: the same error, or the same difference in a case of its families."""
         same = self.signature == found
         return same and (found.startswith("failed") or set(self.families) <= set(case.families()))
 
 
 @dataclass
 class Campaign:
-    """What a campaign has found so far."""
+    """The results of a campaign so far."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     families: dict[str, Counter[str]] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class Campaign:
             self.examples.setdefault(f"{verdict.outcome} {verdict.reason}", case.name)
 
     def report(self) -> str:
-        """The figures, and each fault with its program."""
+        """The counts, and each fault with its program."""
         lines = [f"{'family':34}" + "".join(f"{outcome:>9}" for outcome in OUTCOMES)]
         for name, counts in sorted(self.families.items()):
             lines.append(f"{name:34}" + "".join(f"{counts[outcome]:9}" for outcome in OUTCOMES))
@@ -160,7 +160,7 @@ class Campaign:
         return f"{sum(counts.values())} cases: {told}; {len(self.faults)} faults; {void} void"
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as data."""
+        """The results as JSON data."""
         return {
             "outcomes": dict(self.outcomes),
             "families": {name: dict(counts) for name, counts in sorted(self.families.items())},
@@ -175,7 +175,7 @@ class Campaign:
 def look_into(
     bench: Bench, campaign: Campaign, case: Case, verdict: Verdict, seconds: float
 ) -> None:
-    """Put a failure to those of its cause, or shrink it and say what it is."""
+    """Add a failure to those of its cause, or shrink it and print what it is."""
     found = signature(verdict)
     for fault in campaign.faults:
         if fault.explains(case, found):
@@ -193,7 +193,7 @@ def look_into(
 
 
 def run(bench: Bench, options: argparse.Namespace) -> Campaign:
-    """The campaign that was asked for."""
+    """Run the campaign that was asked for."""
     campaign = Campaign()
     start = said = time.monotonic()
     for number in itertools.count(options.first):
@@ -215,7 +215,7 @@ def run(bench: Bench, options: argparse.Namespace) -> Campaign:
 
 
 def one(bench: Bench, name: str, seconds: float) -> int:
-    """Judge one case, and print it, or what it shrinks to."""
+    """Judge one case, and print it or what it shrinks to."""
     case = grow(name)
     verdict = bench.judge(case)
     if verdict.outcome in ("failed", "refused"):

@@ -1,7 +1,8 @@
-"""What a case is, as plain data, and how one grows from a seed.
+"""What a case is, as plain data.
 
 A case is a model and a run of it. The model is a :class:`Body` of lines, each a row of ``lines.toml``, or a
-block with a body of its own. Nothing here knows torch's rules: what a plain loop cannot run is no case.
+block with a body of its own. Nothing here knows torch's rules: if a plain loop cannot run it, it is not a
+case.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ _HEAVY = re.compile(
 )
 FLOATS = "VSI"
 CLASSES = 4
-"""How many tokens and classes there are: no more than the smallest width, so that outputs are scores."""
+"""The number of tokens and classes: at most the smallest width, so that outputs can be scores."""
 _OPTIONS = (
     "ready", "uses", "weight", "total", "scaler", "clip", "outputs", "metrics", "evaluate", "twin", "load",
     "autocast", "lengths", "by_name", "balance",
 )  # fmt: skip
 SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
-"""Schedules of any number of stages on a rank."""
+"""Schedules that take any number of stages on a rank."""
 FORMS = {"t": "tuple", "d": "dict", "c": "Pair"}
-"""The forms in which several values leave a module, by their kind."""
+"""The forms in which a module can return several values, by their kind."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,17 @@ class Op:
 
     @property
     def takes(self) -> list[str]:
-        """The kinds of what goes in."""
+        """The kinds of its arguments."""
         return self.kinds.split("->")[0].split(",")
 
     @property
     def gives(self) -> list[str]:
-        """The kinds of what comes out."""
+        """The kinds of its results."""
         return self.kinds.split("->")[1].split(",")
 
     @cached_property
     def choices(self) -> dict[str, list[Any]]:
-        """Whatever may be one thing or another."""
+        """All that can be chosen, with the choices."""
         return {"code": self.code, "make": self.make or [""], **self.options}
 
     @property
@@ -81,14 +82,14 @@ class Line:
     """One line of a forward, which makes the value ``h<number>``.
 
     Attributes:
-        number: names what it makes.
+        number: the number in the name of what it makes.
         op: the row of the table, ``"block"``, or ``"again"`` for another call of a line's module.
-        takes: names of values.
-        choices: of each list of the row, which.
-        body: of a block.
-        copies: of a block, how many follow each other.
-        times: how often it is called, one after the other.
-        again: the number of the line whose module is called.
+        takes: the names of its arguments.
+        choices: for each list of the row the index of the choice.
+        body: the body of a block.
+        copies: how many copies of a block follow each other.
+        times: how often a block is called in a row.
+        again: the number of the line whose module is called once more.
     """
 
     number: int
@@ -107,7 +108,7 @@ class Line:
 
     @property
     def gives_one(self) -> bool:
-        """Whether its module gives a tensor of floats and nothing beside it."""
+        """Whether its module returns a single tensor of floats."""
         if self.body is not None:
             return self.body.form == "one" and self.body.kinds()[self.body.gives[0]] in FLOATS
         return OPS[self.op].code[self.choices["code"]].startswith("{m}(")
@@ -130,7 +131,7 @@ class Line:
 
 @dataclass
 class Body:
-    """A forward: what it is given by name and kind, its lines, what it returns and in which form."""
+    """A forward: the kinds of its arguments by name, its lines, what it returns and in which form."""
 
     takes: dict[str, str]
     lines: list[Line]
@@ -146,7 +147,7 @@ class Body:
         return found
 
     def gives_of(self, line: Line, kinds: dict[str, str]) -> list[str]:
-        """The kinds of what a line makes."""
+        """The kinds of the values that a line makes."""
         if line.again is not None:
             line = next(one for one in self.lines if one.number == line.again)
         if line.body is not None:
@@ -158,7 +159,7 @@ class Body:
         return [star if kind == "*" else kind for kind in op.gives]
 
     def all_lines(self) -> Iterator[Line]:
-        """All lines, also those of blocks."""
+        """All lines, including those of blocks."""
         for line in self.lines:
             yield line
             if line.body is not None:
@@ -167,7 +168,7 @@ class Body:
 
 @dataclass
 class At:
-    """A hook, an event or a tie: what, at the module of which path, of another, and before which step."""
+    """A hook, an event or a tie: what it is, the paths of one or two modules, and the step before which."""
 
     what: str
     path: str = ""
@@ -177,7 +178,7 @@ class At:
 
 @dataclass
 class Run:
-    """What is done with the model; every default is the plainest."""
+    """What is done with the model; the defaults are the plainest choices."""
 
     schedule: str = "GPipe"
     ranks: int = 2
@@ -213,7 +214,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """How many there are."""
+        """How many steps there are."""
         return len(self.batches)
 
     @property
@@ -244,7 +245,7 @@ class Case:
         )
 
     def families(self) -> list[str]:
-        """By what a case is counted."""
+        """The families under which a case is counted."""
         run = self.run
         found = {OPS[line.op].family if line.op in OPS else "reuse" if line.again else "blocks"
                  for line in self.model.all_lines()}  # fmt: skip

@@ -1,4 +1,4 @@
-"""A case from a seed: a random model, and a random run that it can have; or a form of the table."""
+"""Cases from seeds: a random model, and a random run of it; or one for each form of the table."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _OFTEN = ("linear", "pointwise", "skips", "activation", "functional", "in place"
 
 
 def grow(name: str) -> Case:
-    """The case of a name such as ``0:17``, of a seed and a number, always the same.
+    """The case of a name such as ``0:17``, made of a seed and a number; it is always the same.
 
-    Every tenth has a process for each rank. Those of the seed ``forms`` are the forms of the table, in order.
+    Every tenth case has one process per rank. The seed ``forms`` gives the forms of the table, in order.
 
     Raises:
         IndexError: there are no more forms.
@@ -58,20 +58,20 @@ def grow(name: str) -> Case:
 
 
 def _leave_out(case: Case) -> None:
-    """Leave out what the pages say is otherwise than in a plain loop."""
+    """Leave out what differs from a plain loop according to the documentation."""
     lines = list(case.model.all_lines())
     if case.run.cut == "traced":
-        # A graph has no modules: their hooks have run once and for all, and their modes stay.
+        # A graph has no modules: hooks ran once, while it was traced, and modes stay as they were then.
         case.hooks = []
         case.events = [event for event in case.events if event.what in _ON_TRACES]
     if case.hooks or any(line.op == "hook on a tensor" for line in lines):
-        case.run.scaler = False  # whose gradients they would see
+        case.run.scaler = False  # the hooks would see scaled gradients
     if _keeps_order(case):
-        # Statistics go by the order in which microbatches come, once more where a checkpoint runs again.
+        # Statistics depend on the order of microbatches, and a checkpoint would update them twice.
         for line in (line for line in lines if line.body is not None):
             line.choices["call"] = 0
     if any(line.again is not None or line.times > 1 for line in lines) or case.ties:
-        # A weight of several stages has its gradient when the step is over.
+        # The gradient of a weight of several stages is complete only at the end of the step.
         case.hooks = [hook for hook in case.hooks if ".weight" not in HOOKS[hook.what]]
 
 
@@ -84,7 +84,7 @@ def _keeps_order(case: Case) -> bool:
 
 
 class _Author:
-    """Writes the lines of one model. It knows only some families, so that each case has much of little."""
+    """Writes the lines of one model, of some families only, so that each case has much of a few things."""
 
     def __init__(self, pick: random.Random) -> None:
         self.pick = pick
@@ -138,7 +138,7 @@ class _Author:
         return body
 
     def form(self, body: Body, depth: int) -> None:
-        """Let several values leave it, now and then."""
+        """Let it return several values, now and then."""
         kinds, pick = body.kinds(), self.pick
         others = [name for name in self.floats(body) if name not in body.gives]
         if depth:
@@ -154,7 +154,7 @@ class _Author:
         return self.floats(body)[-1]
 
     def rows(self, body: Body, depth: int) -> Sequence[str]:
-        """Kinds of lines that could stand here, of one family."""
+        """Rows of one family that fit here."""
         kinds = set(body.kinds().values())
         fits = [
             name for name, op in OPS.items()
@@ -202,7 +202,7 @@ class _Author:
         ]
 
     def near(self, names: Sequence[str]) -> str:
-        """One of them, the last ones more often: models are deep rather than wide."""
+        """One of the names, preferably a late one, so that models are deep rather than wide."""
         return self.pick.choices(names, [2.0**i + 1 for i in range(len(names))])[0]
 
     def block(self, body: Body, number: int, depth: int) -> Line:
@@ -223,7 +223,7 @@ class _Author:
 
 
 def _trained(body: Body) -> bool:
-    """Whether a weight leads to the first thing that it gives."""
+    """Whether its first result depends on a weight."""
     wanted, found = {body.gives[0]}, False
     for line in reversed(body.lines):
         if wanted & {f"h{line.number}", f"h{line.number}b"}:
@@ -347,7 +347,7 @@ def _cut(case: Case, pick: random.Random) -> None:
 
 
 def _own_schedule(run: Run, count: int, units: int, pick: random.Random) -> None:
-    """Any order that a single rank could run is a valid schedule, whoever holds the stages."""
+    """Make a schedule: any order that one rank alone could run is valid, whichever ranks hold the stages."""
     stages = pick.randint(run.ranks, max(run.ranks, min(units, 5)))
     placement = [*range(run.ranks), *(pick.randrange(run.ranks) for _ in range(stages - run.ranks))]
     pick.shuffle(placement)
@@ -363,7 +363,7 @@ def _own_schedule(run: Run, count: int, units: int, pick: random.Random) -> None
 
 
 def _path(stages: int, how: str, pick: random.Random) -> list[tuple[int, str]]:
-    """What happens to a microbatch, in order; W may come later."""
+    """The actions of a microbatch, in order; a W may also come later."""
     back: list[tuple[int, str]] = []
     for stage in reversed(range(stages)):
         split = how == "IW" or (how == "mixed" and pick.random() < 0.5)
@@ -372,14 +372,14 @@ def _path(stages: int, how: str, pick: random.Random) -> list[tuple[int, str]]:
 
 
 def _next(path: Sequence[tuple[int, str]], pick: random.Random) -> int:
-    """The first of what is left, or what may overtake a W that stands there."""
+    """The index of the action to take next: the first, or one that may overtake a W."""
     waiting = [i for i, (_, op) in enumerate(path) if op != "W"]
     first = waiting[0] if waiting else 0
     due = [i for i in range(first + 1) if path[i][1] == "W"] or [first]
     return first if path[first][1] != "W" and pick.random() < 0.6 else pick.choice(due)
 
 
-# ---- a case for each form in the table, which chance would take long to come by: ``forms:<number>``
+# ---- one case for each form in the table, since chance takes long to reach them all: ``forms:<number>``
 
 
 class _Form(NamedTuple):
@@ -410,10 +410,10 @@ def count() -> int:
 
 
 def form(number: int) -> Case:
-    """The case of a form: weights before it and behind it, in another stage each.
+    """The case of a form, with weights before it and after it in different stages.
 
     Raises:
-        IndexError: there are no more.
+        IndexError: there are no more forms.
     """
     op, kind, option, choice, inside = _forms()[number]
     row = OPS[op]
@@ -436,7 +436,7 @@ def form(number: int) -> Case:
         for name in ("h40", *(one for line in model.lines for one in line.takes))
         if kinds[name] in FLOATS
     ]
-    if len(model.lines) == 1:  # nothing is before it, so that there would be one stage
+    if len(model.lines) == 1:  # nothing comes before it, so there would be one stage
         model.takes["y"] = "S"
         floats = [_after_linear(model, "y"), *(name for name in floats if kinds[name] == "S")]
         model.lines.append(
@@ -455,7 +455,7 @@ def form(number: int) -> Case:
 
 
 def _after_linear(body: Body, name: str) -> str:
-    """A value that a linear layer makes of this one, if it is of floats."""
+    """The value that a linear layer makes of this one, if this is a tensor of floats."""
     if body.kinds()[name] not in FLOATS:
         return name
     number = len(body.lines) + (60 if name in "abc" else 1)

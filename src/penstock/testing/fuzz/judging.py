@@ -1,4 +1,4 @@
-"""Run a program and say how it went: the same, refused, failed, or void where the plain loop fails too."""
+"""Run a program, and judge it: the same, refused, failed, or void if the plain loop itself fails."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from penstock.errors import InternalError, NonFiniteError, PenstockError, StageE
 from penstock.testing.fuzz import Told, differences
 
 LIMIT = 30.0
-"""Seconds after which a side of a case is said to hang."""
+"""After how many seconds a side of a case counts as hanging."""
 _NAME = "penstock_fuzzed"
 _FAULTS = (InternalError, NonFiniteError, StageError)
-"""Errors of ours that are no refusals. The last is for errors of the user's code, which had none."""
+"""Errors of Penstock that are not refusals. A StageError wraps errors of the user's code, which has none."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Verdict:
     """How a case went.
 
     Attributes:
-        outcome: ``"same"``, ``"refused"``, ``"failed"``, or ``"void"`` where the plain loop has an error.
-        reason: in a few words, alike for cases that are alike.
-        detail: all that is known.
+        outcome: ``"same"``, ``"refused"``, ``"failed"``, or ``"void"`` if the plain loop fails.
+        reason: the reason in a few words, which are the same for similar cases.
+        detail: everything that is known.
     """
 
     outcome: str
@@ -44,7 +44,7 @@ class Verdict:
 
 
 class Hang(BaseException):
-    """A side took too long. No error that is caught on the way."""
+    """A side took too long; a BaseException, so that nothing on the way catches it."""
 
 
 def judge(program: str, tolerance: float = 1e-10, limit: float = LIMIT) -> Verdict:
@@ -60,7 +60,7 @@ def judge(program: str, tolerance: float = 1e-10, limit: float = LIMIT) -> Verdi
 
 
 def compare(expected: Mapping[str, Any], found: Mapping[str, Any], tolerance: float) -> Verdict:
-    """The verdict on two runs that went well."""
+    """The verdict on two runs that both came to their end."""
     wrong = differences(expected, found, tolerance)
     if not wrong:
         return Verdict("same")
@@ -88,7 +88,7 @@ def _finite(told: Told) -> bool:
 
 @contextmanager
 def loaded(program: str) -> Iterator[ModuleType]:
-    """The module of a program, whose source can be read as that of a file."""
+    """The program as a module whose source can be found as if it were in a file."""
     name, file = _NAME, f"<{_NAME}>"
     module = ModuleType(name)
     module.__file__ = file
@@ -106,7 +106,7 @@ def loaded(program: str) -> Iterator[ModuleType]:
 
 
 def told_by(side: Callable[..., Told], limit: float, **arguments: Any) -> Told | Verdict:
-    """What a side tells, or how it went wrong."""
+    """What a side tells, or the verdict if it fails."""
     try:
         with _limited(limit):
             found = side(**arguments)
@@ -120,7 +120,7 @@ def told_by(side: Callable[..., Told], limit: float, **arguments: Any) -> Told |
 
 
 def _left_behind() -> str:
-    """What a side must not leave switched on; it is switched off."""
+    """Modes that a side has left changed, in words; they are reset."""
     found = []
     if not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
@@ -147,7 +147,7 @@ def _of_error(error: Exception) -> Verdict:
 
 
 def _plainly(message: str) -> str:
-    """The first words of a message, without what differs from case to case."""
+    """The first words of a message, without the parts that differ from case to case."""
     text = message.strip().split("\n")[0]
     text = re.sub(r"\b(self\.|model\.)?[mhxa]\d+(b|\.\w+|\[\d+\])*\b", "m", text)
     text = re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "n", text)
@@ -155,7 +155,7 @@ def _plainly(message: str) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """The function of Penstock in which it happened."""
+    """The function of Penstock in which an error was raised."""
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)
@@ -181,11 +181,11 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 _TELLING = ("None", "hook", "there", "input", "output", "evaluation", "loss", "gradient", "norm")
-"""What of several differences says most about its cause, the first most."""
+"""Words in differences, those first that say most about the cause."""
 
 
 def signature(verdict: Verdict) -> str:
-    """What must stay the same while a case is shrunk: of several differences the most telling one."""
+    """What must stay the same while a case is shrunk; of several differences, the most telling one."""
     head, _, kinds = verdict.reason.partition(": ")
     if head != "difference":
         return verdict.outcome + " " + verdict.reason
@@ -197,7 +197,7 @@ def _rank(kind: str) -> int:
 
 
 def alike(verdict: Verdict, first: str) -> bool:
-    """Whether a verdict has a signature, beside whatever else."""
+    """Whether a verdict has a signature, possibly among others."""
     return first in (signature(verdict), *verdict.reason.partition(": ")[2].split(", "))
 
 
@@ -210,7 +210,7 @@ def work_alone(group: Any, program: str, tolerance: float, limit: float) -> dict
 
 
 def work_plain(group: Any, program: str, limit: float) -> None:
-    """A worker's task: the plain loop alone, which may take the worker along."""
+    """A worker's task: the plain loop alone, which may crash the worker."""
     with loaded(program) as module:
         told_by(module.plain, limit)
 
@@ -252,12 +252,12 @@ _OF_INPUT = "gradient of input "
 
 
 def verdict_of_ranks(answers: Sequence[Mapping[str, Any]], tolerance: float) -> Verdict:
-    """The verdict on a case of which each rank ran its share."""
+    """The verdict on a case whose ranks each ran their share."""
     if "void" in answers[0]:
         return replace(Verdict(**answers[0]["void"]), outcome="void")
     wrong = [Verdict(**answer["verdict"]) for answer in answers if "verdict" in answer]
     if wrong:
-        # The rank that has the cause, not those that stopped because of it.
+        # The rank with the cause, rather than those that stopped because of it.
         return min(
             wrong, key=lambda found: ("PeerFailed" in found.reason, found.outcome != "failed")
         )
@@ -272,7 +272,7 @@ def verdict_of_ranks(answers: Sequence[Mapping[str, Any]], tolerance: float) -> 
             for name in [*found]
             if name.startswith("hook")
         }
-        # Arguments are each rank's own: it has the share of the stages that it holds in their gradients.
+        # Each rank has its own arguments, whose gradients are the shares of the stages that it holds.
         shares = {name: found.pop(name) for name in [*found] if name.startswith(_OF_INPUT)}
         alone = compare({n: expected.get(n) for n in found if n in expected}, found, tolerance)
         if alone.outcome != "same":

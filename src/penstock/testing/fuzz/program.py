@@ -1,7 +1,7 @@
-"""A case as the Python program that both sides run: a plain loop, and a Pipeline.
+"""A case as a Python program with two sides: a plain loop, and a Pipeline.
 
 The plain loop is spelled out in the program, with what the case needs and no more. It takes from Penstock
-only what a user's plain loop would: the random numbers, and the losses that a model adds.
+only what a user's plain loop would: random numbers, and the losses that a model adds.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def note(name, *values):
 _OPTIMIZERS = {
     "SGD": "SGD({}, lr=0.1)",
     "momentum": "SGD({}, lr=0.1, momentum=0.9, weight_decay=0.1)",
-    # A large eps: noise around a gradient of zero must not become a step.
+    # With a large eps, so that noise around a gradient of zero does not become a step.
     "AdamW": "AdamW({}, lr=0.05, eps=0.1, weight_decay=0.1)",
 }
 
 
 def program(case: Case) -> str:
-    """The program of a case: its ``plain()`` and ``piped()`` give what is compared."""
+    """The program of a case; its ``plain()`` and ``piped()`` return what is compared."""
     sides = _change(case), _plain(case), _piped(case)
     parts = [*classes(case), make(case), batch(case), loss(case), *sides]
     body = "\n\n\n".join(filter(None, parts))
@@ -64,7 +64,7 @@ def program(case: Case) -> str:
 
 
 def tolerance(case: Case) -> float:
-    """By how much two sides may differ: sums are taken in another order."""
+    """By how much two sides may differ, since they add up in different orders."""
     halves = case.run.autocast or any(
         line.op in OPS and OPS[line.op].family == "autocast" for line in case.model.all_lines()
     )
@@ -81,7 +81,7 @@ def _sizes(batch: int, microbatches: int) -> list[int]:
 
 
 def _each(values: Sequence[object]) -> str:
-    """A value of each step, as an expression."""
+    """An expression for a value that may differ from step to step."""
     return repr(values[0]) if all(value == values[0] for value in values) else f"{values!r}[step]"
 
 
@@ -89,7 +89,7 @@ def _steps_sizes(case: Case) -> list[list[int]]:
     return [_sizes(b, m) for b, m in zip(case.run.batches, case.run.microbatches, strict=True)]
 
 
-# ---- what both sides do
+# ---- the parts that both sides have
 
 
 def _change(case: Case) -> str:
@@ -180,7 +180,7 @@ def _plain(case: Case) -> str:
 
 
 def _forward(case: Case) -> list[Any]:
-    """Lines that give the output and the loss of a microbatch."""
+    """The lines that compute the output and the loss of a microbatch."""
     lines: Lines = ["output = model(*args, **kwargs)", f"loss = {loss_fn(case)}(output, target)"]
     if any("penstock.add_loss" in text for text in classes(case)):
         made = f"{lines[1]} + losses.total()"
@@ -203,7 +203,7 @@ def _plain_evaluation(case: Case) -> Lines:
 
 
 def _shares(case: Case, *, training: bool = True) -> Lines:
-    """Lines that say by what the loss of each microbatch counts in that of the batch."""
+    """The lines that compute how much the loss of each microbatch counts in that of the batch."""
     run = case.run
     counts = {
         "numbers": "[1.0 + index for index in range(len(sizes))]" if training else None,
@@ -217,7 +217,7 @@ def _shares(case: Case, *, training: bool = True) -> Lines:
 
 
 def _factor(case: Case) -> str:
-    """By what else the loss is multiplied for the gradients."""
+    """The further factor of the loss for the gradients."""
     run = case.run
     if run.total:
         whole = "" if run.reduction == "sum" and not run.weight else " * sum(counts)"
@@ -314,7 +314,7 @@ def _stages(case: Case) -> str:
 
 
 Lines = Sequence[Any]
-"""Lines of a program: texts, lists of lines that are indented, and what is empty and left out."""
+"""Lines of a program: texts, lists of lines to indent, and empty values, which are left out."""
 _WORD = re.compile(r"\{(\w+)\}")
 
 
@@ -327,7 +327,7 @@ def laid_out(lines: Lines) -> str:
 
 
 def filled(text: str, words: dict[str, str]) -> str:
-    """A template with its words put in, which may be templates too."""
+    """A template with its words filled in, which may be templates too."""
     while _WORD.search(text):
         text = _WORD.sub(lambda found: words[found[1]], text)
     return text.strip("\n")
@@ -339,7 +339,7 @@ def expression(path: str, of: str = "model") -> str:
 
 
 def classes(case: Case) -> list[str]:
-    """The classes of a case: its blocks, the inner ones first, and its model if it has one of its own."""
+    """The classes of a case: its blocks, inner ones first, and its model unless that is a Sequential."""
     found = [
         _class(case, f"Block{line.number}", line.body, line)
         for line in _blocks(case.model)
@@ -409,7 +409,7 @@ def _tie(tie: At) -> str:
 
 
 def _first(body: Body, line: Line) -> Line:
-    """The line whose module a line calls: mostly its own."""
+    """The line whose module a line calls, most often itself."""
     return (
         line if line.again is None else next(one for one in body.lines if one.number == line.again)
     )
@@ -434,7 +434,7 @@ def _words(case: Case, body: Body, line: Line) -> dict[str, str]:
 
 
 def _other(body: Body, line: Line) -> str:
-    """The nearest weight of an earlier line, else its own."""
+    """The nearest square weight of an earlier line, or else the line's own module."""
     found = f"self.m{line.number}"
     for one in body.lines[: body.lines.index(line)]:
         square = OPS[one.op].square if one.op in OPS else ""
@@ -445,7 +445,7 @@ def _other(body: Body, line: Line) -> str:
 
 
 def _init(case: Case, body: Body, line: Line) -> str:
-    """What makes the module or weight of a line."""
+    """The statement that makes the module or weight of a line."""
     if line.body is not None:
         made = f"Block{line.number}()"
         made = f"nn.ModuleList([{made} for _ in range({line.copies})])" if line.copies > 1 else made
@@ -534,14 +534,14 @@ def _target(case: Case, size: str) -> str:
 
 
 def outputs(case: Case) -> list[str]:
-    """The tensors that the model gives."""
+    """Expressions for the tensors of the model's output."""
     several = {"tuple": ["[0]", "[1]"], "dict": ["['a']", "['b']"], "Pair": [".first", ".second"]}
     ends = {"one": [""], **several}
     return [f"output{end}" for end in ends[case.model.form]]
 
 
 def loss(case: Case) -> str:
-    """The loss function, or what makes it where it uses weights of the model."""
+    """The loss function, or a function that makes it if it uses weights of the model."""
     run, (first, *others) = case.run, outputs(case)
     fold = f"reduction={run.reduction!r}"
     terms = [{
@@ -575,5 +575,5 @@ def loss_weight(case: Case) -> str:
 
 
 def metric(case: Case) -> str:
-    """What is measured beside the loss."""
+    """The expression of the metric."""
     return f"lambda output, target: {outputs(case)[0]}.mean()"

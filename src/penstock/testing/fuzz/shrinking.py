@@ -1,4 +1,4 @@
-"""Make a failing case small while it fails in the same way: less of everything, and that the plainest."""
+"""Make a failing case as small and as plain as possible while it fails in the same way."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from itertools import islice
 from penstock.testing.fuzz.cases import OPS, Body, Case, Line, Run
 
 Change = Callable[[Case], object]
-"""Takes something away from a copy of a case, or changes nothing where it cannot."""
+"""Takes something away from a copy of a case, or changes nothing if it cannot."""
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], seconds: float = 60.0) -> Case:
-    """The smallest case that was found in the time.
+    """The smallest case that is found in some time.
 
     Args:
-        case: it fails.
-        fails: whether a case fails as that one does.
-        seconds: after which no more is tried.
+        case: a case that fails.
+        fails: whether another case fails in the same way.
+        seconds: how long to try.
     """
     deadline = time.monotonic() + seconds
     before = None
@@ -44,7 +44,7 @@ def _pass(
             break
         tried = copy.deepcopy(case)
         change(tried)
-        # After a success the same place holds the next thing to take away.
+        # After a success the next change is at the same position.
         if tried != case and fails(tried):
             case = tried
         else:
@@ -69,14 +69,14 @@ def _set(values: Mapping[str, object], case: Case) -> None:
 
 
 def _runs(case: Case) -> Iterator[Change]:
-    """Each makes the run plainer by some measure, so that none undoes another."""
+    """Changes that each make the run plainer in some respect, so that none undoes another."""
     run, plain = case.run, vars(Run())
     most = max(*run.batches, *run.microbatches)
     tried: list[Mapping[str, object]] = [{n: v for n, v in plain.items() if n not in _SHAPE}]
     for name in dict.fromkeys((*_PLAIN_SCHEDULES, run.schedule)):
         tried += [_ONE_RANK | {"schedule": name}]
         if run.stages > 2 or run.cut != "points":
-            # Named, so that a cut stays where it is while lines go.
+            # Cuts at points stay where they are when lines are removed.
             places = [line.number for line in case.model.lines if line.is_module][1:]
             tried += [
                 _ONE_RANK | {"schedule": name, "ranks": 2, "cut": "points", "points": [n]}
@@ -133,7 +133,7 @@ def _bodies(case: Case) -> list[Body]:
 
 
 def _lines(case: Case) -> Iterator[Change]:
-    """Without many lines at once, then without each, the last ones first."""
+    """Remove many lines at once, then single ones, from the last to the first."""
     for place, body in enumerate(_bodies(case)):
         numbers = [line.number for line in reversed(body.lines)]
         size = len(numbers)
@@ -150,7 +150,7 @@ def _drop(place: int, numbers: list[int], case: Case) -> None:
 
 
 def _take_out(case: Case, body: Body, line: Line) -> None:
-    """Take a line out if what used its values can use earlier ones of the same kind."""
+    """Remove a line if those that use its values can use earlier ones of the same kind."""
     index, kinds = body.lines.index(line), body.kinds()
     before = Body(body.takes, body.lines[:index], []).kinds()
     instead = {}
@@ -174,7 +174,7 @@ def _rename(body: Body, names: Mapping[str, str]) -> None:
 
 
 def _forget(case: Case, index: int, number: int) -> None:
-    """Drop what names the module of a line that is gone; a cut before it is one before the next."""
+    """Remove what names the module of a removed line; a cut before it moves to the next module."""
     gone = f"m{number}"
 
     def stays(path: str) -> bool:
@@ -223,7 +223,7 @@ def _is_used(name: str, body: Body) -> bool:
 
 
 def _unfold(case: Case, block: Line) -> None:
-    """Put the lines of a block in its place."""
+    """Replace a block by its lines."""
     inside = block.body
     around = next(body for body in _bodies(case) if any(line is block for line in body.lines))
     if (
@@ -261,7 +261,7 @@ def _become(op: str, _: Case, line: Line) -> None:
 
 
 def _values(case: Case) -> Iterator[Change]:
-    """Fewer inputs and outputs of the model, and lines that use the first value that will do."""
+    """Fewer inputs and outputs of the model, and lines that use the first value of the same kind."""
     model = case.model
     for name in model.gives if model.form != "one" else ():
         yield partial(_give_one, name)

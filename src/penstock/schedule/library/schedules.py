@@ -1,0 +1,562 @@
+"""The schedules of the library: with stages in one direction, and on the V placement."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from penstock.errors import InternalError, ScheduleError
+from penstock.schedule.action import Action, Entry, Op, Overlap
+from penstock.schedule.base import Placement, Schedule, looped, v_shaped
+from penstock.schedule.dependencies import Dependencies, Half
+
+# ---- stages in one direction: one per rank, or several in laps over all ranks
+# These schedules share a shape, `one_forward_one_backward`: some forwards ahead, then a forward and a
+# backward in turn. 1F1B, Eager-1F1B, ZB-H1 and ZB-H2 differ only in how many forwards are ahead, and in how
+# far the weights' half of backward lags behind. If the stages of a rank are taken in laps, they become the
+# interleaved schedules.
+
+
+Turn = tuple[int, int]
+"""The stage and the microbatch of an F or of a backward."""
+
+
+def one_forward_one_backward(
+    forwards: Sequence[Turn], backwards: Sequence[Turn], ahead: int, *, lag: int | None = None
+) -> tuple[Action, ...]:
+    """Some forwards ahead, then one forward and one backward in turn, then the rest of the backwards.
+
+    Args:
+        forwards: what to run forward, in order.
+        backwards: the same, in the order of the backwards.
+        ahead: how many forwards come before the first pair.
+        lag: ``None`` for full backwards. Otherwise each is an I, followed by the W that is ``lag``
+            backwards behind; the last ``lag`` Ws come at the end.
+    """
+    ahead = min(ahead, len(forwards))
+    program = [Action(stage, Op.F, m) for stage, m in forwards[:ahead]]
+    op = Op.B if lag is None else Op.I
+    for turn, (stage, m) in enumerate(backwards):
+        if turn + ahead < len(forwards):
+            program.append(Action(forwards[turn + ahead][0], Op.F, forwards[turn + ahead][1]))
+        program.append(Action(stage, op, m))
+        if lag is not None and turn >= lag:
+            program.append(Action(backwards[turn - lag][0], Op.W, backwards[turn - lag][1]))
+    if lag is not None:
+        late = backwards[max(0, len(backwards) - lag) :]
+        program += [Action(stage, Op.W, m) for stage, m in late]
+    return tuple(program)
+
+
+def _in_turn(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    ahead: Callable[[int], int],
+    lag: Callable[[int], int] | None = None,
+    *,
+    stages: int = 1,
+) -> Schedule:
+    """One forward and one backward in turn on every rank, over one or more stages.
+
+    Args:
+        name: the name of the schedule.
+        ranks: how many ranks there are.
+        microbatches: how many microbatches there are.
+        ahead: tells for a rank how many forwards of its last stage are ahead.
+        lag: tells for a rank how far its Ws lag behind; without it backwards are full.
+        stages: how many stages each rank has, which it takes in laps.
+    """
+    placement = looped(ranks, stages)
+    rounds = _rounds(ranks, microbatches)
+    lap = (stages - 1) * max(map(len, rounds))
+    programs = tuple(
+        one_forward_one_backward(
+            *_laps(placement.stages_on(rank), rounds), ahead(rank) + lap, lag=lag and lag(rank)
+        )
+        for rank in range(ranks)
+    )
+    return Schedule(name, placement, microbatches, programs)
+
+
+def _laps(held: Sequence[int], rounds: Sequence[range]) -> tuple[list[Turn], list[Turn]]:
+    """The forwards and backwards of a rank that takes its stages in laps, a round of microbatches each.
+
+    Returns:
+        Forwards: for each round each stage, for each stage each microbatch of the round; and backwards:
+        the same with the last stage first.
+    """
+    forwards = [(stage, m) for round_ in rounds for stage in held for m in round_]
+    backwards = [(stage, m) for round_ in rounds for stage in reversed(held) for m in round_]
+    return forwards, backwards
+
+
+def _rounds(ranks: int, microbatches: int) -> list[range]:
+    """Rounds of as many microbatches as there are ranks; the remainder is spread over the rounds."""
+    count = max(1, microbatches // ranks)
+    bounds = [microbatches * i // count for i in range(count + 1)]
+    return [range(first, last) for first, last in pairwise(bounds)]
+
+
+# ---- one stage per rank
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards; one stage per rank, any number of ranks and microbatches.
+
+    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
+    NeurIPS 2019, figure 2(c). A rank holds the activations of all microbatches.
+    """
+    return _breadth_first("GPipe", ranks, microbatches, 1)
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """One forward, one backward; one stage per rank, any number of ranks and microbatches.
+
+    Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, figure 4;
+    with a flush after each step as in "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, figure 3.
+    Rank ``r`` of ``p`` holds the activations of at most ``p - r`` microbatches.
+    """
+    return _in_turn("1F1B", ranks, microbatches, lambda rank: ranks - 1 - rank)
+
+
+def eager_1f1b(ranks: int, microbatches: int) -> Schedule:
+    """1F1B that hides latency for more memory; one stage per rank, any number of ranks and microbatches.
+
+    Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023. Twice the forwards
+    ahead, so that messages travel while both ends compute. Rank ``r`` of ``p`` holds at most
+    ``2 * (p - r) - 1`` microbatches. Without latency it takes as long as 1F1B; with latency, 1F1B waits for a
+    round trip at every pair and this one does not.
+    """
+    return _in_turn("Eager-1F1B", ranks, microbatches, lambda rank: 2 * (ranks - 1 - rank))
+
+
+def zb_h1(ranks: int, microbatches: int) -> Schedule:
+    """1F1B, a third of its bubble in the same memory; one stage per rank, any ranks and microbatches.
+
+    Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 and figure 2: backward in
+    two halves, the weight half filling the idle end. No rank holds more than ``p`` microbatches, as in 1F1B,
+    and the bubble is a third of 1F1B's where F = I = W.
+    """
+    ahead, lag = lambda rank: ranks - 1 - rank, lambda rank: rank
+    return _in_turn("ZB-H1", ranks, microbatches, ahead, lag)
+
+
+def zb_h2(ranks: int, microbatches: int) -> Schedule:
+    """No bubble within a rank for twice the memory; one stage per rank, any ranks and microbatches.
+
+    Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2 and figure 3. Forwards
+    fill the time until the first gradient comes back; weight halves put off for as long fill the end. No rank
+    holds more than ``2 * p - 1`` microbatches. Rank ``r`` starts and ends ``r`` late, so that the next step
+    can start where this one has not ended.
+    """
+    ahead, lag = lambda rank: 2 * (ranks - 1 - rank), lambda rank: 2 * rank
+    return _in_turn("ZB-H2", ranks, microbatches, ahead, lag)
+
+
+# ---- several stages per rank, in laps
+
+
+def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """1F1B in laps over several stages per rank; any number of ranks, microbatches and stages.
+
+    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+    SC 2021, section 2.2 and figure 4. The bubble is divided by the number of stages per rank.
+    """
+    return _in_turn(
+        "Interleaved1F1B",
+        ranks,
+        microbatches,
+        lambda rank: 2 * (ranks - 1 - rank),
+        stages=stages_per_rank,
+    )
+
+
+def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """ZB-H1 in laps over several stages per rank; any number of ranks, microbatches and stages.
+
+    Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024: ZB-H1's idea (section 2.1) on the laps
+    of interleaved 1F1B. What is left of the bubble is the start, ``p - 1`` forwards of one stage.
+    """
+    ahead, lag = lambda rank: ranks - 1 - rank, lambda rank: rank
+    return _in_turn(
+        "InterleavedZeroBubble", ranks, microbatches, ahead, lag, stages=stages_per_rank
+    )
+
+
+def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """GPipe in laps over several stages per rank; any number of ranks, microbatches and stages.
+
+    Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023: each stage runs for all microbatches
+    before the next. The bubble is that of GPipe divided by the number of stages per rank; each stage's
+    parameters are needed in one stretch forward and one backward, which suits sharded parameters. A rank
+    holds the activations of all microbatches.
+    """
+    return _breadth_first("LoopedBFS", ranks, microbatches, stages_per_rank)
+
+
+def _breadth_first(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    placement = looped(ranks, stages_per_rank)
+    held = [placement.stages_on(rank) for rank in range(ranks)]
+    programs = tuple(
+        (
+            *_run(Op.F, _turns(stages, microbatches)),
+            *_run(Op.B, _turns(stages[::-1], microbatches)),
+        )
+        for stages in held
+    )
+    return Schedule(name, placement, microbatches, programs)
+
+
+def _run(op: Op, turns: Iterable[Turn]) -> list[Action]:
+    """One op for several stages and microbatches in turn."""
+    return [Action(stage, op, microbatch) for stage, microbatch in turns]
+
+
+def _turns(stages: Iterable[int], microbatches: int) -> list[Turn]:
+    """Stage after stage, each with all microbatches in order."""
+    return [(stage, microbatch) for stage in stages for microbatch in range(microbatches)]
+
+
+# ---- no backward
+
+
+def forward_only(ranks: int, microbatches: int, stages: int | Placement = 1) -> Schedule:
+    """The forwards alone, microbatch by microbatch; any ranks, microbatches, stages and placement.
+
+    For evaluation and prediction.
+
+    Args:
+        ranks: how many ranks.
+        microbatches: how many microbatches.
+        stages: how many stages per rank, or where the stages are.
+    """
+    placement = looped(ranks, stages) if isinstance(stages, int) else stages
+    programs = tuple(
+        tuple(
+            Action(stage, Op.F, m)
+            for m in range(microbatches)
+            for stage in placement.stages_on(rank)
+        )
+        for rank in range(ranks)
+    )
+    return Schedule("forward-only", placement, microbatches, programs)
+
+
+# ---- the V placement: each microbatch passes the ranks on the way down, and again on the way back up
+# Rank ``r`` of ``p`` holds stages ``r`` and ``2p - 1 - r``, so the loss is on the rank that began. ZB-V,
+# V-Half and V-Min are one idea with different times, a *building block* that repeats; DualPipeV is written
+# phase by phase, and so is ZB-V where there are microbatches enough for all its phases.
+
+
+# ---- from a building block that repeats
+# Qi, Wan, Amar, Lin, "Pipeline Parallelism with Controllable Memory", NeurIPS 2024: the times at which one
+# microbatch runs on each rank are a *building block*; repeated every six units (F, I and W of two stages) it
+# is a steady schedule, and the time between a stage's F and its W determines the memory. The start and the
+# end are then squeezed: here by running the ranks in unit steps, each in the order of the block, where
+#
+# 1. the next F or I runs if what it needs is there and the rank may hold one more,
+# 2. else a W that is due,
+# 3. else the F or I after the next, so that an idle step is used but no order changes by more than one.
+
+_PERIOD = 6
+"""F, I and W of a rank's two stages."""
+
+_Lane = tuple[int, Op]
+"""A stage and an op."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """When one microbatch runs where, given by the time from each rank to the next.
+
+    Attributes:
+        forward: the times of the forwards, on the way down the ranks and on the way back up.
+        backward: the same for the input gradients.
+        turn: idle time between the last stage's forward and backward.
+    """
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    turn: int = 0
+
+    def times(self, rank: int, ranks: int) -> tuple[int, int, int, int]:
+        """When a rank runs F on its first and second stage, then I on its second and first."""
+        below, hops = ranks - 1 - rank, ranks - 1
+        bottom = hops * self.forward[0] + 1
+        loss = bottom + hops * self.forward[1] + 1 + self.turn
+        back = loss + hops * self.backward[0] + 1
+        return (
+            rank * self.forward[0],
+            bottom + below * self.forward[1],
+            loss + rank * self.backward[0],
+            back + below * self.backward[1],
+        )
+
+
+@dataclass
+class _Rank:
+    """A rank at some step: what it has still to start, and what it has started."""
+
+    todo: deque[Action]
+    room: int
+    """How many more stages' activations it may hold."""
+    due: deque[Action] = field(default_factory=deque)
+    """The Ws whose I is done."""
+    program: list[Action] = field(default_factory=list)
+
+    def start(self, action: Action) -> None:
+        self.program.append(action)
+        if action.op is Op.F:
+            self.room -= 1
+        elif action.op is Op.I:
+            self.due.append(action._replace(op=Op.W))
+        else:
+            self.room += 1
+
+
+def _squeezed(name: str, ranks: int, microbatches: int, block: _Block, held: int) -> Schedule:
+    """Repeat a building block and squeeze it.
+
+    Args:
+        name: the name of the schedule.
+        ranks: how many ranks there are.
+        microbatches: how many microbatches there are.
+        block: the steady state.
+        held: of how many microbatches a rank may hold the activations, counting both of its stages.
+    """
+    empty = Schedule(name, v_shaped(ranks), microbatches, ((),) * ranks)
+    line = [
+        _Rank(deque(_order(rank, ranks, microbatches, block)), 2 * held) for rank in range(ranks)
+    ]
+    _Steps(empty).run(line)
+    return empty.with_programs(rank.program for rank in line)
+
+
+def _order(rank: int, ranks: int, microbatches: int, block: _Block) -> list[Action]:
+    """A rank's Fs and Is by their times in the repeated block."""
+    stages = (rank, 2 * ranks - 1 - rank)
+    kinds = ((stages[0], Op.F), (stages[1], Op.F), (stages[1], Op.I), (stages[0], Op.I))
+    timed = [
+        (time + _PERIOD * m, Action(stage, op, m))
+        for time, (stage, op) in zip(block.times(rank, ranks), kinds, strict=True)
+        for m in range(microbatches)
+    ]
+    return [action for _, action in sorted(timed, key=lambda pair: pair[0])]
+
+
+class _Steps:
+    """Runs ranks in unit steps; a stage takes its microbatches in order, so counts tell what is done."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        rule = Dependencies(schedule)
+        lanes = [(stage, op) for stage in range(schedule.stages) for op in (Op.F, Op.I)]
+        self._done = dict.fromkeys(lanes, 0)
+        self._needs: dict[_Lane, list[_Lane]] = {
+            lane: [
+                (need.stage, need.op.value if isinstance(need.op, Half) else need.op)
+                for need in rule.needs(*lane)
+            ]
+            for lane in lanes
+        }
+
+    def run(self, line: list[_Rank]) -> None:
+        while any(rank.todo or rank.due for rank in line):
+            chosen = [(rank, action) for rank in line if (action := self._choose(rank))]
+            if not chosen:
+                raise InternalError("the building block leaves no rank anything to do")
+            for rank, action in chosen:
+                rank.start(action)
+                if action.op is not Op.W:
+                    self._done[action.stage, action.op] += 1
+
+    def _choose(self, rank: _Rank) -> Action | None:
+        """Choose the action that a rank runs in this step, and take it off the rank's lists."""
+        todo = rank.todo
+        if todo and self._may(todo[0], rank.room):
+            return todo.popleft()
+        if rank.due:
+            return rank.due.popleft()
+        if len(todo) > 1 and self._may(todo[1], rank.room - (todo[0].op is Op.F)):
+            overtakes = todo[1]
+            del todo[1]
+            return overtakes
+        return None
+
+    def _may(self, action: Action, room: int) -> bool:
+        stage, op, microbatch, _ = action
+        if microbatch is None or (op is Op.F and room < 1) or self._done[stage, op] != microbatch:
+            return False
+        return all(self._done[lane] > microbatch for lane in self._needs[stage, op])
+
+
+def v_half(ranks: int, microbatches: int) -> Schedule:
+    """Half of 1F1B's memory; two stages per rank in a V, any number of ranks and microbatches.
+
+    Its bubble is as large as 1F1B's. With an even number of ranks two actions of a block would fall on the
+    same time of the period; waiting at the loss moves them apart.
+    """
+    turn = 1 if ranks % 2 else 4
+    block = _Block(forward=(1, 2), backward=(1, 2), turn=turn)
+    return _squeezed("V-Half", ranks, microbatches, block, held=(ranks + 2) // 2)
+
+
+def v_min(ranks: int, microbatches: int) -> Schedule:
+    """A third of 1F1B's memory; two stages per rank in a V, any number of ranks and microbatches.
+
+    Its bubble is larger; each microbatch goes down and up the ranks without a pause. If the number of ranks
+    is a multiple of three, two actions of a block would fall on the same time of the period; waiting at the
+    loss moves them apart.
+    """
+    turn = 0 if ranks % 3 else 2
+    block = _Block(forward=(1, 1), backward=(1, 1), turn=turn)
+    return _squeezed("V-Min", ranks, microbatches, block, held=(ranks + 4) // 3)
+
+
+# ---- written phase by phase
+
+
+class _Writer:
+    """Writes the program of a rank: each op on one of its two stages takes the stage's next microbatch.
+
+    Args:
+        rank: which rank.
+        ranks: how many there are.
+
+    Attributes:
+        down: the stage that microbatches pass on the way from the first rank to the last.
+        up: the stage that they pass on the way back.
+        below: how many ranks come after this one.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank = rank
+        self.down, self.up = rank, 2 * ranks - 1 - rank
+        self.below = ranks - 1 - rank
+        self._begun: Counter[tuple[int, bool]] = Counter()
+        self._due: deque[Action] = deque()
+
+    def forward(self, stage: int) -> Action:
+        """F of the next microbatch."""
+        return self._next(stage, Op.F)
+
+    def full(self, stage: int) -> Action:
+        """B of the next microbatch."""
+        return self._next(stage, Op.B)
+
+    def pair(self, forward: int, backward: int) -> Overlap:
+        """F of one stage overlapped with B of the other."""
+        return Overlap(self.forward(forward), self.full(backward))
+
+    def input(self, stage: int) -> Action:
+        """I of the next microbatch; its W is due from now on."""
+        action = self._next(stage, Op.I)
+        self._due.append(action._replace(op=Op.W))
+        return action
+
+    def weight(self) -> Iterator[Action]:
+        """The W that has been due for longest, if any."""
+        if self._due:
+            yield self._due.popleft()
+
+    def weights(self) -> Iterator[Action]:
+        """All Ws that are due."""
+        while self._due:
+            yield self._due.popleft()
+
+    def _next(self, stage: int, op: Op) -> Action:
+        key = (stage, op is Op.F)
+        self._begun[key] += 1
+        return Action(stage, op, self._begun[key] - 1)
+
+
+_ZB_V = _Block(forward=(3, 3), backward=(3, 3))
+
+
+def zb_v(ranks: int, microbatches: int) -> Schedule:
+    """No bubble within a rank in 1F1B's memory; two stages per rank in a V, any ranks and microbatches.
+
+    Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6. A microbatch's activations
+    are held for as long on each rank. Rank ``r`` starts and ends ``r`` late, as in ZB-H2.
+    """
+    if microbatches < 2 * ranks - 1:
+        # Too few for the phases below: squeeze the building block of their steady state.
+        return _squeezed("ZB-V", ranks, microbatches, _ZB_V, held=ranks)
+    placement = v_shaped(ranks)
+    programs = (
+        tuple(_zb_v_program(_Writer(rank, ranks), ranks, microbatches)) for rank in range(ranks)
+    )
+    return Schedule("ZB-V", placement, microbatches, tuple(programs))
+
+
+def _zb_v_program(rank: _Writer, ranks: int, microbatches: int) -> Iterator[Action]:
+    down, up = rank.down, rank.up
+    for _ in range(2 * rank.below + 1):
+        yield rank.forward(down)
+    for _ in range(rank.rank):
+        yield from (rank.forward(up), rank.forward(down))
+    for _ in range(rank.below + 1):
+        yield from (rank.forward(up), rank.input(up), *rank.weight())
+    for turn in range(microbatches - ranks):
+        if turn < microbatches - ranks - rank.below:
+            yield rank.forward(down)
+        yield from (rank.input(down), *rank.weight())
+        yield from (rank.forward(up), rank.input(up), *rank.weight())
+    for _ in range(rank.rank):
+        yield from (rank.input(down), rank.input(up))
+    for _ in range(rank.below + 1):
+        yield from (rank.input(down), *rank.weight())
+    yield from rank.weights()
+
+
+def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+    """Overlapped F and B; two stages per rank in a V, at least twice as many microbatches as ranks.
+
+    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1, for DualPipe; Qi et al., "DualPipe could
+    be better without the Dual", 2025, for the cut in half. A pair of F and B, of different microbatches, runs
+    at the same time, so that each hides the other's communication.
+    """
+    if microbatches < 2 * ranks:
+        raise ScheduleError(
+            f"DualPipeV on ranks={ranks} needs microbatches={2 * ranks} or more, not {microbatches}: "
+            "with fewer there is nothing to overlap; use ZB-V, or more microbatches"
+        )
+    programs = (
+        tuple(_dualpipe_program(_Writer(rank, ranks), ranks, microbatches)) for rank in range(ranks)
+    )
+    return Schedule("DualPipeV", v_shaped(ranks), microbatches, tuple(programs))
+
+
+def _dualpipe_program(rank: _Writer, ranks: int, microbatches: int) -> Iterator[Entry]:
+    for _ in range(2 * rank.below):
+        yield rank.forward(rank.down)
+    for _ in range(rank.rank + 1):
+        yield from (rank.forward(rank.down), rank.forward(rank.up))
+    for _ in range(rank.below):
+        yield from (rank.input(rank.up), *rank.weight(), rank.forward(rank.up))
+    yield from _steady(rank, microbatches - 2 * ranks + rank.rank + 1)
+    for _ in range(rank.below):
+        yield from (rank.full(rank.up), rank.pair(rank.up, rank.down))
+    yield from _end(rank)
+
+
+def _steady(rank: _Writer, turns: int) -> Iterator[Entry]:
+    for turn in range(turns):
+        if turn == 0 and rank.below == 0:
+            # The stages at the tip of the V wait for each other here, overlapped or not.
+            yield from (rank.forward(rank.down), rank.full(rank.up))
+        else:
+            yield rank.pair(rank.down, rank.up)
+        yield rank.pair(rank.up, rank.down)
+
+
+def _end(rank: _Writer) -> Iterator[Entry]:
+    """The last backwards: the first half of them whole, the rest split, their W filling the end."""
+    for turn in range(2 * (rank.rank + 1)):
+        stage = rank.down if turn % 2 else rank.up
+        yield rank.input(stage) if turn > rank.rank else rank.full(stage)
+    for _ in range(rank.below):
+        yield from (*rank.weight(), rank.input(rank.down))
+    yield from rank.weights()
