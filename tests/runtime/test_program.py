@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import SpecError
 from penstock.runtime import RankProgram, channels
-from penstock.runtime.arguments import as_arguments, as_values
+from penstock.runtime.exchange import as_arguments, as_values
 from penstock.schedule import (
     Edge,
     Placement,

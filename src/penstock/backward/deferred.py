@@ -1,16 +1,25 @@
-"""The deferred engine: what heavy weights need for their gradients is kept for the weights' half of backward.
+"""The deferred engine: the gradients of heavy weights wait for the weights' half of backward.
 
-Forward is left alone. The inputs' half is one backward pass towards all but the weights whose gradients can
-wait (`penstock.backward.waiting`); the weights' half computes those (`penstock.backward.store`).
+Forward is left alone. Before the inputs' half of a microbatch runs, a search through its graph finds the
+weights whose gradients can wait. The inputs' half is then one backward pass towards everything else, and the
+weights' half computes what was left (`penstock.backward.store`).
+
+A node that runs is freed, so no node may run in both halves. Nor may an accumulator, whose hooks must see the
+gradient of a microbatch once. So an edge into a weight waits only if everything below it is reached over
+edges that wait, and in no other way. A weight with a use that cannot wait gets its whole gradient in the
+inputs' half, and so does everything that is unknown here, with the sums of a plain backward pass.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias, cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.backward.full import (
     Gradients,
@@ -20,9 +29,262 @@ from penstock.backward.full import (
     seeds_of,
     stage_backward,
 )
-from penstock.backward.store import Standing, WeightGradStore
-from penstock.backward.waiting import Waiting, what_waits
+from penstock.backward.function import SPLIT, FunctionUse, compiled_weights_of, weights_of
+from penstock.backward.graph import construct_reverse_graph, nodes_of
+from penstock.backward.operations import OPERATIONS, PRODUCTS
+from penstock.backward.store import (
+    LEAF,
+    NodeUse,
+    Standing,
+    Use,
+    WeightGradStore,
+    are_apart,
+    has_hooks,
+)
 from penstock.errors import UsageError
+
+Edges: TypeAlias = Sequence[tuple[Any, int]]
+
+# Larger expressions are taken for activations.
+MOST_NODES = 64
+
+
+class Waiting(NamedTuple):
+    """What waits in a microbatch, and where its inputs' half goes.
+
+    Args:
+        uses: Those whose weights' gradients wait.
+        leaves: The accumulators that the inputs' half reaches.
+        owners: What keeps nodes alive that are Python functions and do not do so alone.
+        refusing: A function in the graph that runs in whole backward passes only, so that nothing waits.
+    """
+
+    uses: Sequence[Use] = ()
+    leaves: Sequence[Node] = ()
+    owners: Sequence[GradientEdge] = ()
+    refusing: str | None = None
+
+    def start(self) -> tuple[list[GradientEdge], WeightGradStore]:
+        """Returns where a backward pass has to go to be the inputs' half, and what will get the uses.
+
+        Where nothing waits, the pass goes everywhere, and that is said by no place at all.
+        """
+        store = WeightGradStore(self.owners)
+        if not self.uses:
+            return [], store
+        ends = [GradientEdge(node, 0) for node in self.leaves]
+        ends += [GradientEdge(use.node, 0) for use in self.uses]
+        for use in self.uses:
+            use.watch(store)
+        return ends, store
+
+
+def what_waits(pairs: Sequence[Pair], inputs: Iterable[Any], known: Container[Any] = ()) -> Waiting:
+    """Finds what can wait.
+
+    Args:
+        pairs: The outputs with their gradients.
+        inputs: The inputs of the stage.
+        known: Rows of accumulators that were seen to be weights' before.
+    """
+    # A plain leaf's accumulator is no weight's, and takes long to find.
+    others = [x for x in inputs if isinstance(x, Tensor) and not (x.is_leaf and type(x) is Tensor)]
+    search = _Search(nodes_of(output for output, _ in pairs), nodes_of(others), known)
+    refusing = search.run()
+    if refusing is not None:
+        return Waiting(refusing=_name(refusing))
+    below = chain.from_iterable(use.below for use in search.uses)
+    in_python = any(issubclass(kind, BackwardCFunction) for kind in {*map(type, below)})
+    owners = [get_gradient_edge(output) for output, _ in pairs] if in_python else []
+    return Waiting(list(search.uses), search.leaves, owners)
+
+
+def refusing(outputs: Iterable[Any]) -> str | None:
+    """Returns the name of a function below outputs that runs in whole backward passes only, if any does."""
+    kinds = {type(node) for node in construct_reverse_graph(nodes_of(outputs))}
+    return next((_name(kind) for kind in kinds if _refuses(kind)), None)
+
+
+def _name(kind: Any) -> str:
+    return cast("str", kind._forward_cls.__name__)
+
+
+class _Search:
+    """A walk over what the inputs' half will run, which goes on where an edge turns out not to wait.
+
+    Attributes:
+        uses: Those that wait.
+        leaves: The accumulators that were reached.
+    """
+
+    def __init__(
+        self, roots: Iterable[Node], inputs: Iterable[Node], known: Container[Any]
+    ) -> None:
+        self.uses: dict[Use, None] = {}
+        self.leaves: list[Node] = []
+        self._reached = set(roots)
+        self._ahead = list(self._reached)
+        self._inputs = list(inputs)
+        self._weights: dict[Node, Sequence[Node]] = dict.fromkeys(self._inputs, ())
+        self._known = known
+        self._left = MOST_NODES
+
+    def run(self) -> type | None:
+        """Walks until all is found, or returns a kind of node that allows no half of a backward pass."""
+        while self._ahead:
+            if refusing := self._walk():
+                return refusing
+            self._give_up_shared()
+        return None
+
+    def _walk(self) -> type | None:
+        ahead, reached = self._ahead, self._reached
+        while ahead:
+            node: Any = ahead.pop()
+            edges = node.next_functions
+            kind = type(node)
+            if kind not in _PLAIN:
+                if kind is LEAF:
+                    self.leaves.append(node)
+                elif kind in OPERATIONS or kind is SPLIT:
+                    edges = self._without_waiting(node, edges)
+                elif places := compiled_weights_of(node):
+                    edges = self._tried(FunctionUse, None, node, edges, places)
+                elif not issubclass(kind, BackwardCFunction):
+                    _PLAIN.add(kind)
+                elif _refuses(kind):
+                    return kind
+            for successor, _ in edges:
+                if successor is not None and successor not in reached:
+                    reached.add(successor)
+                    into = self.leaves if type(successor) is LEAF else ahead
+                    into.append(successor)
+        return None
+
+    def _without_waiting(self, node: Any, edges: Edges) -> Edges:
+        """Returns the edges of a node of a known kind that do not wait."""
+        if type(node) is SPLIT:
+            places = weights_of(node)
+            return self._tried(FunctionUse, tuple(places), node, edges, tuple(places.values()))
+        for operation in OPERATIONS[type(node)]:
+            left = self._tried(NodeUse, operation, node, edges, operation.weights)
+            if left is not edges:
+                return left
+        return edges
+
+    def _tried(
+        self, kind: Any, how: Any, node: Any, edges: Edges, positions: Sequence[int]
+    ) -> Edges:
+        if not positions:
+            return edges
+        # Calls of C in place of loops: a compiled node has very many edges.
+        wanted = [*map(edges.__getitem__, positions)]
+        below: Sequence[Node] = next(zip(*wanted, strict=True))
+        if self._inputs or below not in self._known:
+            below = self._all_below(below)
+        use: Use = kind(how, node, wanted, below)
+        if not below or not use.can_wait():
+            return edges
+        self.uses[use] = None
+        return [edges[position] for position in {*range(len(edges))}.difference(positions)]
+
+    # ---- weights
+
+    def _all_below(self, nodes: Iterable[Node]) -> Sequence[Node]:
+        """Returns the nodes that computed some weights; none if one of them is no weight."""
+        below: list[Node] = []
+        for node in nodes:
+            found = self._weight(node)
+            if not found:
+                return ()
+            below += found
+        return tuple(below)
+
+    def _weight(self, node: Node | None) -> Sequence[Node]:
+        """Returns the nodes that computed a weight, from parameters alone; none for what is no weight."""
+        if node is None:
+            return ()
+        found = self._weights.get(node)
+        if found is None:
+            self._left = MOST_NODES
+            found = self._weights[node] = self._look_below(node)
+        return found
+
+    def _nodes_below(self, node: Any) -> Sequence[Node]:
+        found = self._weights.get(node)
+        if found is None:
+            found = self._weights[node] = self._look_below(node)
+        return found
+
+    def _look_below(self, node: Any) -> Sequence[Node]:
+        kind = type(node)
+        if kind is LEAF:
+            return (node,) if type(node.variable) is nn.Parameter else ()
+        self._left -= 1
+        if self._left < 0 or kind is SPLIT or has_hooks(node):
+            return ()
+        edges = node.next_functions
+        if kind in OPERATIONS and (kind not in PRODUCTS or (None, 0) in edges):
+            return ()
+        if len(edges) == 1:
+            below = self._nodes_below(edges[0][0])
+            return (node, *below) if below else ()
+        found: dict[Node, None] = {node: None}
+        for successor, _ in edges:
+            if successor is not None:
+                below = self._nodes_below(successor)
+                if not below:
+                    return ()
+                found.update(dict.fromkeys(below))
+        return tuple(found)
+
+    # ---- what is used in more than one way
+
+    def _give_up_shared(self) -> None:
+        """Walks on behind the edges that cannot wait after all."""
+        reached = self._reached
+        lost = {use for use in self.uses if not reached.isdisjoint(use.below)}
+        for use in lost.union(self._in_other_order()):
+            del self.uses[use]
+            new = {node for node, _ in use.edges} - reached
+            reached |= new
+            self._ahead += new
+
+    def _in_other_order(self) -> Iterator[Use]:
+        """Yields uses for which some node below would add up gradients in another order.
+
+        Those that come to it directly are there before all others. Of two numbers the order makes no
+        difference, but of two tensors it may for the layout of the sum, and so for what is made of that.
+        """
+        if are_apart(self.uses):
+            return
+        uses: dict[Node, list[Use]] = {}
+        for use in self.uses:
+            for node in use.below:
+                uses.setdefault(node, []).append(use)
+        for node, found in uses.items():
+            if len(found) > 1:
+                direct = sum(end is node for use in found for end, _ in use.edges)
+                others = {one for use in found for one in use.below}
+                indirect = sum(end is node for one in others for end, _ in one.next_functions)
+                if direct and indirect and (type(node) is not LEAF or direct + indirect > 2):
+                    yield from found
+
+
+def _refuses(kind: Any) -> bool:
+    """Says whether a function runs in whole backward passes only, as reentrant checkpoints do."""
+    if not issubclass(kind, BackwardCFunction):
+        return False
+    code = getattr(kind._forward_cls.backward, "__code__", None)
+    return code is not None and "_is_checkpoint_valid" in code.co_names
+
+
+# Kinds of nodes that are just walked over. In Python each call of a function may make a kind of its own.
+_PLAIN: set[type] = set()
+
+
+# ---- the engine
+
 
 log = logging.getLogger("penstock")
 

@@ -7,12 +7,11 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from penstock.backward.deferred import DeferredBackward
+from penstock.backward.deferred import DeferredBackward, refusing
 from penstock.backward.full import Gradients, stage_backward, tensors_in
 from penstock.backward.graph import construct_reverse_graph, nodes_of
 from penstock.backward.split import stage_backward_input, stage_backward_weight
 from penstock.backward.store import LEAF
-from penstock.backward.waiting import refusing
 
 # ---- gradients that are collected beside ``.grad``, stage by stage
 # A weight that several stages use has one gradient, the sum of their shares. In one process those stages

@@ -11,7 +11,7 @@ from penstock.runtime.agreement import (
 from penstock.runtime.bind import BoundProgram, Wanted
 from penstock.runtime.driver import Task, Wait, drive
 from penstock.runtime.explain import explain, table
-from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
+from penstock.runtime.instrumentation import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock.runtime.program import RankProgram, channels, engine_for
 from penstock.runtime.rank import Rank, check_stages
 from penstock.runtime.work import StepData

@@ -26,8 +26,7 @@ from penstock.rng import Draw
 from penstock.runtime.bind import Replacement
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
-from penstock.runtime.health import Trouble
-from penstock.runtime.hooks import Hooks
+from penstock.runtime.instrumentation import Hooks, Trouble
 from penstock.schedule import Edge, Schedule, Span
 from penstock.step import Loss, Numbers, Scale
 from penstock.transport import Transport

@@ -16,10 +16,9 @@ from torch.profiler import record_function
 from penstock.errors import MessageError, PenstockError, StageError
 from penstock.faults import Activity, failing_module
 from penstock.parallel import Adapter
-from penstock.runtime.arguments import Inputs
 from penstock.runtime.driver import Task, Wait
-from penstock.runtime.exchange import Exchange, Specs, microbatch_of
-from penstock.runtime.hooks import ActionEvent, Hooks
+from penstock.runtime.exchange import Exchange, Inputs, Specs, microbatch_of
+from penstock.runtime.instrumentation import ActionEvent, Hooks
 from penstock.runtime.program import RankProgram, parts
 from penstock.runtime.work import Companion, Desk, Part, StageWork, StepData
 from penstock.schedule import Action, Op

@@ -16,9 +16,8 @@ from torch import nn
 from penstock.errors import AgreementError, MessageError, SpecError, StageError
 from penstock.faults import failing_module, without_own_frames
 from penstock.parallel import alone
-from penstock.runtime.arguments import Inputs, as_values
 from penstock.runtime.driver import Task, Wait
-from penstock.runtime.exchange import Specs
+from penstock.runtime.exchange import Inputs, Specs, as_values
 from penstock.runtime.program import RankProgram
 from penstock.schedule import Edge
 from penstock.stage import PipelineStage

@@ -27,7 +27,6 @@ from penstock.runtime.agreement import (
     agree_model_call,
     look_up,
 )
-from penstock.runtime.arguments import Inputs
 from penstock.runtime.bind import BoundProgram, Wanted
 from penstock.runtime.describing import (
     Describe,
@@ -36,8 +35,8 @@ from penstock.runtime.describing import (
     why_not_without,
 )
 from penstock.runtime.driver import Task, Wait
-from penstock.runtime.exchange import Specs
-from penstock.runtime.health import Health, Spot, Trouble, has_finite_gradients
+from penstock.runtime.exchange import Inputs, Specs
+from penstock.runtime.instrumentation import Health, Recorder, Spot, Trouble, has_finite_gradients
 from penstock.runtime.program import RankProgram, channels
 from penstock.runtime.results import (
     Names,
@@ -47,7 +46,7 @@ from penstock.runtime.results import (
     share_numbers,
     share_outputs,
 )
-from penstock.runtime.work import Companion, Recorder, StepData
+from penstock.runtime.work import Companion, StepData
 from penstock.schedule import Edge, Op, Schedule
 from penstock.stage import PipelineStage
 from penstock.step import Tally, Weights, WholeBatch
