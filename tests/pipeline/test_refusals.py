@@ -385,7 +385,7 @@ SLIPS: dict[str, Slip] = {
     "no target": (
         lambda pipe: pipe.step(X),
         UsageError,
-        r"no target was given, and loss_fn does not do without one \(.*\); pass it as target=",
+        r"no target was given, and loss_fn fails without one \(.*\); pass it as target=",
     ),
     "a positional target": (
         lambda pipe: pipe.step(X, Y),
@@ -579,7 +579,7 @@ def test_a_loss_that_needs_no_target_is_given_none(target: dict[str, Any]) -> No
 
 def test_a_loss_that_gives_no_scalar_without_a_target_needs_one() -> None:
     with pytest.raises(
-        UsageError, match="no target was given, and loss_fn gives no scalar without"
+        UsageError, match="no target was given, and loss_fn returns no scalar without"
     ):
         make(loss_fn=lambda output, target: output if target is None else output.mean()).step(X)
 

@@ -1,4 +1,4 @@
-"""Run a schedule: every rank's program as a machine that one can step."""
+"""Run a schedule: bind every rank's program once, agree on calls, and run the steps."""
 
 from penstock.runtime.agreement import (
     Call,

@@ -19,16 +19,16 @@ from penstock.values import flatten
 
 @dataclass(frozen=True)
 class ActionEvent:
-    """An action that is about to run, or has run. What it shows is to be looked at, not changed.
+    """An action that is about to run, or has run. A hook may look at what it shows, but must not change it.
 
     Attributes:
-        action: which.
-        rank: whose it is.
-        module: the stage's.
-        inputs: of F ``(args, kwargs)``; of B and I the gradients of the stage's outputs, one or ``None`` for
-            each tensor; of a send its tensors; else ``None``.
-        outputs: of F the module's output; of B and I the gradients of the inputs; of a receive the tensors
-            that arrived. ``None`` before the action, and for all others.
+        action: the action.
+        rank: the rank that runs it.
+        module: its stage's module.
+        inputs: for F, ``(args, kwargs)``; for B and I, the gradients of the stage's outputs, one or
+            ``None`` for each tensor; for a send, its tensors; else ``None``.
+        outputs: for F, the module's output; for B and I, the gradients of the inputs; for a receive, the
+            tensors that arrived. ``None`` before the action, and for all other actions.
     """
 
     action: Action
@@ -52,7 +52,7 @@ class _Hook:
     after: ActionHook | None
 
     def call(self, when: str, event: ActionEvent) -> None:
-        """Call what it has for that time.
+        """Call the function for that time, if there is one.
 
         Raises:
             StageError: it raised.
@@ -70,13 +70,13 @@ class _Hook:
 
 
 class HookHandle:
-    """Takes away again what was added by one call, of functions around actions or around steps."""
+    """Removes what one call of ``on`` or ``on_step`` has added."""
 
     def __init__(self, hooks: dict[HookHandle, Any]) -> None:
         self._hooks = hooks
 
     def remove(self) -> None:
-        """Take it away; a second time does nothing."""
+        """Remove it; a second time does nothing."""
         self._hooks.pop(self, None)
 
     def __enter__(self) -> HookHandle:
@@ -87,7 +87,7 @@ class HookHandle:
 
 
 class Hooks:
-    """The hooks of a pipeline, in the order in which they were given."""
+    """The hooks of a pipeline, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._hooks: dict[HookHandle, _Hook] = {}
@@ -100,7 +100,7 @@ class Hooks:
 
         Raises:
             UsageError: neither function was given, or what was given cannot be called.
-            ScheduleError: ``which`` is a text and no pattern.
+            ScheduleError: ``which`` is a string, but not a valid pattern.
         """
         given = [function for function in (before, after) if function is not None]
         if not given or not all(map(callable, given)):
@@ -133,11 +133,11 @@ class Hooks:
 class Recorder:
     """Notes the start and end of actions, in seconds since it was made.
 
-    On an accelerator the device is synchronised before each reading, so that a span holds the work
-    itself and not its launch; this slows a recorded step down.
+    On an accelerator the device is synchronised before each reading, so that a span measures the work
+    itself and not its launch. This slows a recorded step down.
 
     Args:
-        rank: whose actions.
+        rank: whose actions they are.
         device: where they run.
     """
 
@@ -151,11 +151,11 @@ class Recorder:
         self._start = 0.0
 
     def start(self) -> None:
-        """An action begins, or a piece of one."""
+        """An action begins, or a part of one."""
         self._start = self._now() - self._origin
 
     def stop(self, action: Action) -> None:
-        """It ends; the pieces of an action, where it has several one after the other, are one span."""
+        """The action ends. Several parts of one action, one after the other, become one span."""
         start = self._start
         if self.spans and self.spans[-1].action == action:
             start = self.spans.pop().start
@@ -171,7 +171,7 @@ class Recorder:
 
 
 def _nothing() -> None:
-    """The CPU has done what it was told."""
+    """There is nothing to wait for on the CPU."""
 
 
 # ---- whether what a step makes is finite, and where it first is not
@@ -180,18 +180,18 @@ def _nothing() -> None:
 
 
 OUTPUT, LOSS, GRADIENT, WEIGHTS = range(4)
-"""What can be not finite, in the order in which a step makes it."""
+"""The kinds of things that may not be finite, in the order in which a step makes them."""
 
 
 class Spot(NamedTuple):
-    """Where something is not finite; the earliest compares as the smallest.
+    """A place where something is not finite. Of two, the one that was made earlier compares as smaller.
 
     Args:
-        kind: what it is.
-        microbatch: of which; 0 for the gradients of weights.
-        distance: how far the stage is along the way, forward or back.
-        stage: which.
-        rank: where it lives.
+        kind: one of the four kinds above.
+        microbatch: its microbatch; 0 for the gradients of weights.
+        distance: how many stages lie before it, forward or backward.
+        stage: the stage that made it.
+        rank: the rank of that stage.
     """
 
     kind: int
@@ -221,11 +221,11 @@ _WORDS = {
 
 
 class Health:
-    """What one rank sees in one training step.
+    """Collects what one rank sees in one training step.
 
     Args:
-        rank: which.
-        stages: how many the pipeline has.
+        rank: the rank.
+        stages: how many stages the pipeline has.
     """
 
     def __init__(self, rank: int, stages: int) -> None:
@@ -252,7 +252,7 @@ class Health:
         """Everything that is not finite here.
 
         Args:
-            losses: of the microbatches, where the last stage is here.
+            losses: of the microbatches, if the last stage is here.
             stages: those of this rank.
         """
         last = self._stages - 1
@@ -268,13 +268,16 @@ class Health:
 
 
 def _sum_of(tensor: Tensor) -> Tensor:
-    """A number that is finite if all are; small types add up in a larger one, so as not to overflow."""
+    """A sum that is finite if all elements are; 16-bit types are summed in float32, so as not to overflow."""
     wide = torch.float32 if tensor.itemsize < 4 else None
     return tensor.detach().sum(dtype=wide)
 
 
 def has_finite_gradients(stages: Iterable[PipelineStage]) -> bool:
-    """Whether the norm of the weights' gradients is finite; of sharded ones their owners find out."""
+    """Whether the norm of the weights' gradients is finite.
+
+    DTensors are left to the code that shards them.
+    """
     gradients = [
         parameter.grad
         for stage in stages
@@ -289,7 +292,7 @@ class Trouble(NamedTuple):
 
     Args:
         loss: of the batch.
-        first: where it began, if that was in this pipeline.
+        first: where it began, or None if that was in another replica.
     """
 
     loss: float
