@@ -49,7 +49,7 @@ from penstock.errors import UsageError
 
 Edges: TypeAlias = Sequence[tuple[Any, int]]
 
-# Larger expressions are taken for activations.
+# An expression of more nodes is taken for an activation, not for a weight.
 MOST_NODES = 64
 
 
@@ -57,10 +57,11 @@ class Waiting(NamedTuple):
     """What waits in a microbatch, and where its inputs' half goes.
 
     Args:
-        uses: Those whose weights' gradients wait.
+        uses: The uses of weights whose gradients wait.
         leaves: The accumulators that the inputs' half reaches.
-        owners: What keeps nodes alive that are Python functions and do not do so alone.
-        refusing: A function in the graph that runs in whole backward passes only, so that nothing waits.
+        owners: Keep nodes alive that are Python functions, which unlike C++ nodes do not keep their graph.
+        refusing: The name of a function in the graph that runs in whole backward passes only, if there is
+            one; then nothing waits.
     """
 
     uses: Sequence[Use] = ()
@@ -69,9 +70,9 @@ class Waiting(NamedTuple):
     refusing: str | None = None
 
     def start(self) -> tuple[list[GradientEdge], WeightGradStore]:
-        """Returns where a backward pass has to go to be the inputs' half, and what will get the uses.
+        """Returns the ends of the backward pass that is the inputs' half, and the store that the uses fill.
 
-        Where nothing waits, the pass goes everywhere, and that is said by no place at all.
+        An empty list of ends stands for a full pass, where nothing waits.
         """
         store = WeightGradStore(self.owners)
         if not self.uses:
@@ -89,9 +90,9 @@ def what_waits(pairs: Sequence[Pair], inputs: Iterable[Any], known: Container[An
     Args:
         pairs: The outputs with their gradients.
         inputs: The inputs of the stage.
-        known: Rows of accumulators that were seen to be weights' before.
+        known: Rows of accumulators that are known to be those of weights.
     """
-    # A plain leaf's accumulator is no weight's, and takes long to find.
+    # A plain leaf is no weight, so its accumulator, which takes long to find, need not be looked for.
     others = [x for x in inputs if isinstance(x, Tensor) and not (x.is_leaf and type(x) is Tensor)]
     search = _Search(nodes_of(output for output, _ in pairs), nodes_of(others), known)
     refusing = search.run()
@@ -104,7 +105,7 @@ def what_waits(pairs: Sequence[Pair], inputs: Iterable[Any], known: Container[An
 
 
 def refusing(outputs: Iterable[Any]) -> str | None:
-    """Returns the name of a function below outputs that runs in whole backward passes only, if any does."""
+    """Returns the name of a function below ``outputs`` that runs in whole backward passes only, or None."""
     kinds = {type(node) for node in construct_reverse_graph(nodes_of(outputs))}
     return next((_name(kind) for kind in kinds if _refuses(kind)), None)
 
@@ -114,10 +115,10 @@ def _name(kind: Any) -> str:
 
 
 class _Search:
-    """A walk over what the inputs' half will run, which goes on where an edge turns out not to wait.
+    """A walk over the nodes that the inputs' half will run. It continues below edges found not to wait.
 
     Attributes:
-        uses: Those that wait.
+        uses: The uses that wait.
         leaves: The accumulators that were reached.
     """
 
@@ -181,7 +182,7 @@ class _Search:
     ) -> Edges:
         if not positions:
             return edges
-        # Calls of C in place of loops: a compiled node has very many edges.
+        # C calls instead of Python loops, since a compiled node may have very many edges.
         wanted = [*map(edges.__getitem__, positions)]
         below: Sequence[Node] = next(zip(*wanted, strict=True))
         if self._inputs or below not in self._known:
@@ -195,7 +196,7 @@ class _Search:
     # ---- weights
 
     def _all_below(self, nodes: Iterable[Node]) -> Sequence[Node]:
-        """Returns the nodes that computed some weights; none if one of them is no weight."""
+        """Returns the nodes that computed some weights; an empty tuple if one of them is no weight."""
         below: list[Node] = []
         for node in nodes:
             found = self._weight(node)
@@ -205,7 +206,10 @@ class _Search:
         return tuple(below)
 
     def _weight(self, node: Node | None) -> Sequence[Node]:
-        """Returns the nodes that computed a weight, from parameters alone; none for what is no weight."""
+        """Returns the nodes that computed a weight from parameters alone.
+
+        An empty tuple for other tensors.
+        """
         if node is None:
             return ()
         found = self._weights.get(node)
@@ -242,10 +246,10 @@ class _Search:
                 found.update(dict.fromkeys(below))
         return tuple(found)
 
-    # ---- what is used in more than one way
+    # ---- weights that are used in more than one way
 
     def _give_up_shared(self) -> None:
-        """Walks on behind the edges that cannot wait after all."""
+        """Drops the uses that cannot wait after all, so that the walk continues below them."""
         reached = self._reached
         lost = {use for use in self.uses if not reached.isdisjoint(use.below)}
         for use in lost.union(self._in_other_order()):
@@ -255,10 +259,11 @@ class _Search:
             self._ahead += new
 
     def _in_other_order(self) -> Iterator[Use]:
-        """Yields uses for which some node below would add up gradients in another order.
+        """Yields uses below which some node would add up gradients in another order than a full backward.
 
-        Those that come to it directly are there before all others. Of two numbers the order makes no
-        difference, but of two tensors it may for the layout of the sum, and so for what is made of that.
+        Gradients that reach a node directly arrive before all others. The sum of two numbers does not
+        depend on their order; but for two tensors the order may decide the layout of the sum, and so the
+        bits of what is computed from it.
         """
         if are_apart(self.uses):
             return
@@ -283,7 +288,7 @@ def _refuses(kind: Any) -> bool:
     return code is not None and "_is_checkpoint_valid" in code.co_names
 
 
-# Kinds of nodes that are just walked over. In Python each call of a function may make a kind of its own.
+# Kinds of C++ nodes that are simply walked over. (Python functions may have a new kind for each call.)
 _PLAIN: set[type] = set()
 
 
@@ -292,7 +297,7 @@ _PLAIN: set[type] = set()
 
 log = logging.getLogger("penstock")
 
-# Classes by name, since most of them live in parts of torch that this one does not import.
+# Classes by name, since most of them live in parts of torch that are not imported here.
 _REASONS = {
     "FSDPModule": "FSDP reduces its gradients in the inputs' half",
     "FullyShardedDataParallel": "FSDP reduces its gradients in the inputs' half",
@@ -307,16 +312,15 @@ class DeferredBackward:
 
     Args:
         module: The stage's module.
-        fused: Multiply the weights' gradients straight into ``.grad``, once that is there, with no
-            tensor of a weight's size in between. It changes bits, and the accumulators do not run: for
-            weights without hooks of their own only, and not together with DistributedDataParallel.
-            ``.grad`` keeps its type; ``weight.grad_dtype`` says which that is.
-        joined: Of how many microbatches to compute the weights' gradients as one larger product. It
-            changes bits, holds the pairs longer, and hooks run once for all of them. `flush` computes
-            what is left over.
-
-        reduced_later: Whether sharded gradients are reduced after the weights' half, by who drives this,
-            and not by FSDP2 in the inputs' half.
+        fused: Multiply the weights' gradients straight into ``.grad``, once there is one, without another
+            tensor of the weight's size. This changes bits, and the accumulators do not run: it is only for
+            weights without hooks of their own, and not for use with DistributedDataParallel. ``.grad`` keeps
+            its type, which ``weight.grad_dtype`` tells.
+        joined: The number of microbatches whose weight gradients are computed as one larger product. This
+            changes bits and holds memory longer, and hooks run once for all of them. `flush` computes what
+            is left over.
+        reduced_later: Whether the caller reduces sharded gradients after the weights' half, instead of FSDP2
+            in the inputs' half.
 
     Raises:
         UsageError: ``joined`` is less than 1.
@@ -345,7 +349,7 @@ class DeferredBackward:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is put off in a full backward pass."""
+        """Whether a full backward pass puts nothing off."""
         return not self._fused and self._joined == 1
 
     def full(self, outputs: Any, output_grads: Any, inputs: Sequence[Any]) -> Gradients:
@@ -359,7 +363,7 @@ class DeferredBackward:
     def input_half(
         self, outputs: Any, output_grads: Any, inputs: Sequence[Any]
     ) -> tuple[Gradients, WeightGradStore]:
-        """Computes the inputs' gradients, and those of weights that cannot wait.
+        """Computes the inputs' gradients, and those of the weights that cannot wait.
 
         Args:
             outputs: What forward returned, or its loss.
@@ -380,13 +384,13 @@ class DeferredBackward:
             return backward_through(pairs, inputs, ends), store
 
     def weight_half(self, store: WeightGradStore) -> None:
-        """Adds to the weights' ``.grad`` what `input_half` has left in ``store``."""
+        """Computes what `input_half` has left in ``store``, and adds it to the weights' ``.grad``."""
         self._left.append(store)
         if len(self._left) >= self._joined:
             self._deliver()
 
     def flush(self) -> None:
-        """Computes what has been left for a larger product, and forgets the step."""
+        """Computes what was held back for a larger product, and forgets the step."""
         self._deliver()
         self._standing.clear()
 
@@ -400,7 +404,7 @@ class DeferredBackward:
             left[0].deliver(fused=self._fused, joined=len(left) > 1, standing=self._standing)
 
     def _waiting(self, pairs: Sequence[Pair], inputs: Sequence[Any]) -> Waiting:
-        """Returns what waits in a microbatch; says once why nothing does."""
+        """Returns what waits in a microbatch; logs once why nothing does."""
         if self._whole is None:
             said = _reason_in(self._module, reduced_later=self._reduced_later)
             self._whole = said is not None
@@ -417,7 +421,7 @@ class DeferredBackward:
 
 
 def _reason_in(root: nn.Module, *, reduced_later: bool) -> str | None:
-    """Says why no backward pass of a module is to be cut, if there is a reason."""
+    """Says why no backward pass of a module may be cut in two, if there is a reason."""
     for name, module in root.named_modules():
         kinds = [kind.__name__ for kind in type(module).__mro__]
         reason = next((_REASONS[kind] for kind in kinds if kind in _REASONS), None)
@@ -434,16 +438,16 @@ def _is_searching(module: Any) -> bool:
     return bool(module.find_unused_parameters or module.static_graph)
 
 
-# ---- A custom autograd function that offers its two halves of backward separately
+# ---- custom functions that offer the two halves of their backward separately
 
 
 class SplitFunction(ABC):
     """A custom function whose weights' gradients can wait; use it like ``torch.autograd.Function``.
 
-    A subclass says with ``weights`` which arguments are weights, by position, and defines three
-    static methods. Forward's ``ctx`` is autograd's, without ``needs_input_grad``; that of the halves
-    has ``saved_tensors`` and what forward has set on it, other than ``split``. Where the weights' half does
-    not wait, both halves run one after the other::
+    A subclass lists in ``weights`` the positions of the arguments that are weights, and defines three
+    static methods. The ``ctx`` of forward is autograd's, without ``needs_input_grad``. The ``ctx`` of the
+    two halves has ``saved_tensors`` and the attributes that forward has set, other than ``split``. If the
+    weights' half does not wait, the two halves run one after the other::
 
         class Scale(SplitFunction):
             weights = (1,)
@@ -488,7 +492,7 @@ class SplitFunction(ABC):
 
 
 class _Split(torch.autograd.Function):
-    """Both halves one after the other, unless the weights' is left to a use."""
+    """Runs both halves, unless a use has asked to keep the weights' half for later."""
 
     @staticmethod
     def forward(ctx: Any, kind: type[SplitFunction], *args: Any) -> Any:
@@ -509,15 +513,15 @@ class _Split(torch.autograd.Function):
 
 
 SPLIT: type = _Split._backward_cls
-"""The type of the nodes of such functions."""
+"""The type of the graph nodes of such functions."""
 
 
 class FunctionUse(Use):
     """A call of a `SplitFunction` or of a compiled function.
 
     Args:
-        positions: Which gradients of the weights' half go to the edges; None for all, in their order.
-        place: As of `Use`.
+        positions: Which gradients of the weights' half go to the edges; None for all of them, in order.
+        place: The arguments of `Use`.
     """
 
     __slots__ = ("_compute", "_positions", "_store")
@@ -527,12 +531,12 @@ class FunctionUse(Use):
         self._positions = positions
 
     def watch(self, store: WeightGradStore) -> None:
-        """Gets into ``store`` once a gradient arrives at the node."""
+        """Adds itself to ``store`` once a gradient arrives at the node."""
         self._store = store
         self.node.split.use = self
 
     def keep(self, compute: Callable[[], Gradients]) -> None:
-        """Leaves the weights' half of the function to the store."""
+        """Puts the weights' half of the function into the store."""
         self._store.uses.append(self)
         self.node.split.use = None
         self._compute = compute
@@ -546,13 +550,13 @@ class FunctionUse(Use):
 
 
 def compiled_weights_of(node: Any) -> Sequence[int]:
-    """Returns which edges lead to weights in a node of a compiled function, where that can be split too."""
+    """Returns the edges that lead to weights in a compiled function's node, if that can be split too."""
     return _places_in()(node) if type(node).__name__ == _COMPILED else ()
 
 
 @cache
 def _places_in() -> Callable[[Any], Sequence[int]]:
-    # Most programs compile nothing, and it takes seconds to import.
+    # Imported on first use, since it takes seconds and most programs compile nothing.
     return compiled.places_in
 
 
@@ -560,19 +564,22 @@ _COMPILED = "CompiledFunctionBackward"
 
 
 def weights_of(node: Any) -> dict[int, int]:
-    """Returns which of a function's weights have which of the node's edges."""
+    """Returns, for each of a function's weights that has an edge of the node, that edge's position."""
     edges = node.next_functions
     places = enumerate(node.split.places)
     return {index: place for index, place in places if place is not None and edges[place][0]}
 
 
 def _places(kind: type[SplitFunction], args: Sequence[Any]) -> list[int | None]:
-    """Returns for each weight its place among the arguments that are tensors, which have edges."""
+    """Returns each weight's position among the arguments that are tensors: only tensors have edges."""
     tensors = [position for position, value in enumerate(args) if isinstance(value, Tensor)]
     return [tensors.index(p) if p in tensors else None for p in kind.weights]
 
 
 def _kept(ctx: Any) -> SimpleNamespace:
-    """Returns what both halves may use: a checkpoint lets saved tensors be taken once only."""
+    """Returns what both halves use.
+
+    Saved tensors are read once here, as a checkpoint allows no second time.
+    """
     names = {name: value for name, value in vars(ctx).items() if name != "split"}
     return SimpleNamespace(**names, saved_tensors=ctx.saved_tensors)

@@ -1,4 +1,4 @@
-"""The full backward pass of a stage, whose output may be nested; errors show it."""
+"""The full backward pass of a stage, whose output may be nested; errors show its shapes."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ def stage_backward(
 def backward_from(
     outputs: list[Tensor], grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
 ) -> Gradients:
-    """Does `stage_backward` for outputs that are a row of tensors, and inputs with no ``.grad`` yet.
+    """Does `stage_backward` for a flat list of output tensors, and inputs that have no ``.grad`` yet.
 
-    It is what a pipeline's stage calls for each microbatch; nothing is asked twice.
+    This is what a pipeline's stage calls for each microbatch, so it checks as little as it can.
     """
     try:
         run_backward(pairs_of(outputs, grads), ())
     except PenstockError:
         raise
     except Exception as error:
-        # It looks closer at what was given, for which there is no time where nothing is wrong.
+        # Checks the arguments more closely, which takes too long while nothing is wrong.
         seeds_of(outputs, grads)
         raise _told("stage_backward", {"output": outputs, "gradient": grads}, error) from error
     return tuple([tensor.grad if tensor.requires_grad else None for tensor in inputs])
 
 
 def pairs_of(outputs: list[Tensor], grads: Sequence[Tensor | None] | None) -> list[Pair]:
-    """Does `seeds_of` for outputs that are a row of tensors."""
+    """Does `seeds_of` for a flat list of output tensors."""
     if grads is None:
         return [(output, None) for output in outputs if output.requires_grad]
     _check_length(outputs, grads, "output")
@@ -91,10 +91,10 @@ def backward_through(
     Args:
         pairs: The outputs with their gradients.
         input_values: The inputs of the stage.
-        ends: Where to go, and nowhere else; everywhere by default.
+        ends: The only edges to go to; everywhere by default.
 
     Returns:
-        One gradient of each input's shape, or None.
+            One gradient of each input's shape, or None.
     """
     inputs = [value for value in input_values if _needs_gradient(value)]
     for value in inputs:
@@ -131,9 +131,9 @@ def run_backward(
     """Runs one pass of autograd that adds to ``.grad``.
 
     Args:
-        pairs: Tensors or edges with their gradients; None says one, for a scalar.
-        ends: Where to go, and nowhere else; everywhere by default.
-        again: Whether the graph will be run again.
+        pairs: Tensors or edges with their gradients; None stands for 1, for a scalar.
+        ends: The only edges to go to; everywhere by default.
+        again: Whether to keep the graph for another pass.
     """
     if not pairs:
         return
@@ -226,8 +226,8 @@ def _told(call: str, values: Mapping[str, Any], error: Exception) -> StageError:
 
 
 _CHANGED = (
-    " In a pipeline the forward of a later microbatch may do so before this backward, where a module changes "
-    "a buffer in place that it also computes with: have it make a new tensor instead of changing the old one."
+    " In a pipeline the forward of a later microbatch may run before this backward. If a module changes a "
+    "buffer in place that it also computes with, let it make a new tensor instead of changing the old one."
 )
 
 

@@ -162,7 +162,7 @@ def _detach(outputs: Iterable[Tensor], input_values: Sequence[Any]) -> None:
 
 
 class _GroupError(UsageError, RuntimeError):
-    """Param groups that hold no gradients to go on from."""
+    """Param groups that hold no gradients to continue from."""
 
 
 def _check_groups(param_groups: Sequence[ParamGroup]) -> None:
@@ -175,13 +175,13 @@ def _check_groups(param_groups: Sequence[ParamGroup]) -> None:
             )
         if told := _unlike_captured(group["intermediates"], group["grads"], group["weight_side"]):
             raise _GroupError(
-                f"param group {position}: {told}; leave grads as stage_backward_input gave it, or put in its "
-                "place as many tensors of the same shapes"
+                f"param group {position}: {told}; leave grads as stage_backward_input returned it, or "
+                "replace it by as many tensors of the same shapes"
             )
 
 
 def _unlike_captured(nodes: Sequence[Node], grads: Any, weight_side: set[Node]) -> str | None:
-    """How ``grads`` differs from what the inputs' half captures for these nodes, in words."""
+    """Says how ``grads`` differs from what the inputs' half captures for these nodes; None if it does not."""
     if not isinstance(grads, list | tuple) or len(grads) != len(nodes):
         found = len(grads) if isinstance(grads, list | tuple) else type(grads).__name__
         return f"expected grads to be a list of {len(nodes)} tuples, one for each intermediate, found {found}"
@@ -214,18 +214,18 @@ def _record(increments: dict[Node, Tensor], node: Node, grads: Gradients) -> Non
         increments[node] = grads[0]
 
 
-# ---- carry captured gradients from the intermediates down to the weights
+# ---- deliver: take captured gradients from the intermediates down to the weights
 # The engine computes an edge of a node only if the running backward pass needs what lies behind it. So an
-# intermediate that is called *inside* a pass that asks for the weight side, and for nothing else, does no
-# work towards the inputs. The pass is made of one node of our own, whose backward does the calls. None of
-# the hooks on the nodes or on their tensors runs a second time, since no gradient travels; and all calls
-# belong to one pass, so that a checkpointed block is recomputed once for all of them.
+# intermediate that is called *inside* a pass that asks for the weight side alone does no work towards the
+# inputs. That pass consists of one node of our own, whose backward makes the calls. No hook on the nodes or
+# on their tensors runs a second time, since no gradient travels through the graph. And all calls belong to
+# one pass, so that a checkpointed block is recomputed once for all of them.
 
 
 Flow: TypeAlias = tuple[GradientEdge, Tensor | None]
 """A gradient and where it flows."""
 
-# Gradients that wait for their backward pass take memory, and a pass takes time of its own.
+# A compromise: gradients that wait for a backward pass take memory, and each pass has a fixed cost.
 BATCH_BYTES = 16 * 2**20
 
 
@@ -295,7 +295,7 @@ def _fitted(grad: Tensor, edge: GradientEdge, leaf: Tensor | None) -> Tensor:
 
 
 class _Batch:
-    """Gradients at edges into the weight side that wait for one backward pass."""
+    """Gradients at edges into the weight side that are collected for one backward pass."""
 
     def __init__(self, leaves: Mapping[Node, Tensor], *, retain_graph: bool) -> None:
         self._leaves = leaves
@@ -312,7 +312,7 @@ class _Batch:
                 self._waiting.append((edge, _fitted(grad, edge, self._leaves.get(edge.node))))
 
     def close(self, group: ParamGroup) -> None:
-        """Says that all gradients of ``group`` are there, and runs once enough are waiting."""
+        """Notes that all gradients of ``group`` are there, and runs the pass once enough are waiting."""
         self._targets += (self._leaves[node] for node in group["params"] if node in self._leaves)
         if not self._retain_graph:
             _empty(group)
@@ -354,8 +354,8 @@ def run_inside_backward(work: Callable[[], None], needed: Sequence[GradientEdge]
     """Calls ``work`` inside a backward pass that needs the gradients at some edges.
 
     Args:
-        work: Called once. In it, `call_node` computes what leads directly to ``needed``.
-        needed: Edges that count as needed. The pass brings nothing to them.
+        work: Called once. Inside it, `call_node` computes the gradients at ``needed``.
+        needed: The edges that the engine regards as needed. The pass itself brings no gradients to them.
     """
     with torch.enable_grad():
         leaf = torch.zeros((), requires_grad=True)
@@ -401,8 +401,8 @@ def capture(
         weights: The parameters to make groups of.
 
     Returns:
-        The gradients of ``inputs``, and the groups that something flowed into, in the order in
-        which it did.
+        The gradients of ``inputs``; and the groups that a gradient flowed into, in the order in which the
+        first one did.
     """
     roots = nodes_of(output for output, _ in pairs)
     leaves: Leaves = {node: weight for weight in weights for node in nodes_of((weight,))}
@@ -437,14 +437,14 @@ def _run(
     return grads[: len(inputs)], {node: grad for node, grad in found if grad is not None}
 
 
-# ---- groups that do not wait
+# ---- groups that are computed with the inputs' gradients
 
 
 def _early(groups: Sequence[ParamGroup], leaves: Leaves, nodes: Iterable[Node]) -> list[int]:
-    """Returns the positions of the groups whose gradients are computed with the inputs'.
+    """Returns the positions of the groups whose gradients are computed together with those of the inputs.
 
-    They wait in full, and reach ``.grad`` with the rest. A compiled function frees what it saved
-    as it runs, and refuses to run in a pass that keeps the graph for others.
+    The finished gradients are kept, and reach ``.grad`` with the rest. A compiled function frees what it
+    saved as it runs, and refuses to run in a pass that keeps the graph for another one.
     """
     compiled = any(_is_compiled(node) for node in nodes)
     return [
@@ -456,12 +456,12 @@ def _early(groups: Sequence[ParamGroup], leaves: Leaves, nodes: Iterable[Node]) 
 
 
 def _is_cheap(group: ParamGroup, leaves: Leaves) -> bool:
-    """Says whether all weights are vectors: less to compute than there would be to keep."""
+    """Says whether all weights are vectors, whose gradients are smaller than what would have to be kept."""
     return all(leaves[node].dim() <= 1 for node in group["params"])
 
 
 def _is_recomputed(group: ParamGroup) -> bool:
-    """Says whether the other half would recompute a region, which selective checkpoints forbid."""
+    """Says whether the weights' half would recompute a checkpoint once more, which selective ones forbid."""
     return any(map(is_checkpointed, group["intermediates"] | group["weight_side"]))
 
 
@@ -471,7 +471,7 @@ def _is_compiled(node: Node) -> bool:
 
 @contextlib.contextmanager
 def hooks_suspended(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Keeps tensor hooks on ``leaves`` from running, since they will when ``.grad`` is written."""
+    """Keeps tensor hooks on ``leaves`` from running now: they will run when ``.grad`` is written."""
     with contextlib.ExitStack() as stack:
         for leaf in leaves:
             handle = leaf.register_hook(_no_change)
@@ -494,13 +494,13 @@ def _leaf_captures(
             yield position, node, (found[node],)
 
 
-# ---- groups that wait
+# ---- groups whose gradients are captured, to be computed later
 
 
 def _root_captures(
     pairs: Sequence[Pair], groups: Sequence[ParamGroup], later: Iterable[int]
 ) -> Iterator[Capture]:
-    """Yields the given gradients of outputs that depend on weights only."""
+    """Yields the gradients given for outputs that depend on weights only."""
     for position in later:
         for output, gradient in pairs:
             node = _get_grad_fn_or_grad_acc(output)
@@ -539,8 +539,8 @@ def _watch(
     if not isinstance(node, BackwardCFunction):
         return node.register_prehook(partial(found, node))
 
-    # A backward in Python computes all its gradients whatever is needed. Taking those of the weights
-    # now spares it the second call.
+    # A backward written in Python computes all its gradients, whatever is needed. Those of the weights are
+    # taken now, which saves a second call.
     def take_results(results: Gradients, _: Gradients) -> None:
         _check_complete(node)
         for (successor, index), grad in zip(node.next_functions, results, strict=True):
@@ -583,7 +583,7 @@ def _filled(
 
 
 def _owners(captures: Sequence[Capture], pairs: Sequence[Pair]) -> list[Any]:
-    """Returns what keeps captured nodes alive that, being Python functions, do not do so alone."""
+    """Returns what keeps captured Python functions alive, which unlike C++ nodes do not keep their graph."""
     if any(isinstance(node, BackwardCFunction) for _, node, _ in captures):
         return [get_gradient_edge(output) for output, _ in pairs]
     return []

@@ -133,9 +133,7 @@ def share_numbers(
 
 
 def _differ(ranks: int, total: float, squared: float) -> bool:
-    """Whether the ranks' numbers differ by more than rounding, given their sum and the sum of their
-    squares.
-    """
+    """Whether numbers differ by more than rounding, from their sum and the sum of their squares."""
     return ranks * squared - total * total > _ROUNDING * total * total
 
 
