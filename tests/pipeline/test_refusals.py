@@ -62,7 +62,7 @@ def incomplete() -> Schedule:
 MAKING: dict[str, Refusal] = {
     "unknown schedule": (lambda: make(schedule="1F1"), ScheduleError, "did you mean '1F1B'"),
     "no ranks": (lambda: make(ranks=0, stages=2), UsageError, "ranks=0: must be at least 1"),
-    "ranks unsaid": (lambda: make(ranks=None), UsageError, "how many ranks are there"),
+    "ranks unsaid": (lambda: make(ranks=None), UsageError, "the number of ranks is not known"),
     "microbatches": (lambda: make(microbatches=0), ScheduleError, "microbatches=0"),
     "uneven stages": (
         lambda: make(stages=3),
@@ -471,7 +471,7 @@ SLIPS: dict[str, Slip] = {
     "torch's scaler": (
         lambda pipe: pipe.step(X, target=Y, scaler=torch.amp.GradScaler("cpu")),  # type: ignore[arg-type]
         UsageError,
-        "scaler=GradScaler: must be a penstock.LossScaler, .* decides for all ranks together",
+        "scaler=GradScaler: must be a penstock.LossScaler, .* decides for all ranks",
     ),
     "no gradients": (
         lambda pipe: torch.inference_mode()(pipe.step)(X, target=Y),
@@ -677,8 +677,8 @@ def test_a_device_of_this_machine_goes_to_each_local_rank(monkeypatch: pytest.Mo
     assert placed_on("cuda:0") == torch.device("cuda:0")
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(
-        UsageError, match=r"number 2, by LOCAL_RANK, but there are 2; start at most 2"
+        UsageError, match=r"number 2, by LOCAL_RANK, but there are only 2; start at most 2"
     ):
         placed_on("cuda")
-    with pytest.raises(UsageError, match=r"device='cuda:7': .* take number 7, but there are 2"):
+    with pytest.raises(UsageError, match=r"device='cuda:7': .* take number 7, but there are only 2"):
         placed_on("cuda:7")

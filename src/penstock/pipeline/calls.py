@@ -47,11 +47,11 @@ _OPTIONS = (
     "outputs",
     "record",
 )
-"""Of a step; any other argument by name is the model's."""
+"""The step's own arguments; all other keyword arguments are the model's."""
 
 
 class Given(NamedTuple):
-    """What the user gives to a call: the model's arguments, those by name, the target."""
+    """What the user gives to a call: the model's arguments by position and by name, and the target."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
@@ -59,15 +59,15 @@ class Given(NamedTuple):
 
 
 class Caller:
-    """From what the user gives to what comes back.
+    """Makes calls of what the user gives, has them carried out, and returns their results.
 
     Args:
         plan: which schedules there are.
         local: the ranks of this process.
         loss: what the Pipeline was told about its loss.
         rules: how batches are split.
-        hooks: the user's, of actions.
-        training: goes around every training step.
+        hooks: the user's hooks on actions.
+        training: a context around every training step.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Caller:
                 record=record,
                 draw=randomness.next,
                 whole_batch=whole_batch,
-                # A scaler makes gradients infinite on purpose, and looks at them itself.
+                # A loss scaler lets gradients become infinite on purpose, and checks them itself.
                 finite=scaler is None,
             )
 
@@ -131,13 +131,13 @@ class Caller:
         return replace(result, finite=False)
 
     def _meet(self, trouble: Trouble, nonfinite: NonFinite) -> None:
-        """Stop, skip or warn where something is not finite; on every rank alike."""
+        """Raise, skip or warn about a step that is not finite, the same on every rank."""
         step = self._local.steps
         if nonfinite == "stop":
             raise NonFiniteError(
-                f"step {step}: {trouble}; the optimizer should not step: find_nonfinite of this batch "
-                'tells which module made it; nonfinite="skip" drops the gradients of such steps, "warn" '
-                "only tells"
+                f"step {step}: {trouble}; do not step the optimizer. find_nonfinite of this batch says which "
+                'module made it; nonfinite="skip" drops the gradients of such steps, and "warn" only '
+                "logs them"
             )
         if self._local.leads:
             skipped = ", its gradients are dropped" if nonfinite == "skip" else ""
@@ -150,7 +150,7 @@ class Caller:
     def find_nonfinite(
         self, given: Given, draw: Draw | None, *, whole_batch: bool
     ) -> NonFiniteFinding | None:
-        """What is first not finite, see :meth:`penstock.Pipeline.find_nonfinite`."""
+        """The first thing that is not finite, see :meth:`penstock.Pipeline.find_nonfinite`."""
 
         def made() -> Call:
             loss = self._training_loss()
@@ -173,8 +173,8 @@ class Caller:
             )
         if torch.is_inference_mode_enabled():
             raise UsageError(
-                "step needs gradients, and under torch.inference_mode() there "
-                "are none; call it outside, or use eval"
+                "step needs gradients, which torch.inference_mode() rules out; call step outside of it, "
+                "or use eval"
             )
         return self._loss
 
@@ -204,20 +204,20 @@ class Caller:
             return self._result(call, self._carried_out(call, given))
 
     def _prepared(self, made: Callable[[], Call], *, trains: bool) -> Call:
-        """A call as it was made; or one that says what is wrong with it, which all ranks are to hear."""
+        """The call that ``made`` returns; or, if it raises, a call that tells all ranks what is wrong."""
         refused: PenstockError
         try:
             return made()
         except PenstockError as error:
             refused = error
         except Exception as error:
-            # Functions of the user's split batches and weigh them.
+            # The user's own functions may split and weigh batches.
             refused = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
             refused.__cause__ = error.with_traceback(without_own_frames(error))
         return replace(self._call(Batch(), None, trains=trains, outputs=False), refused=refused)
 
     def _carried_out(self, call: Call, given: Given) -> list[Report]:
-        """Carry it out on all ranks; where the model refuses what was not meant for it, say so."""
+        """Carry a call out on all ranks; if the model refuses an argument meant for the step, say so."""
         try:
             return self._local.carry_out(call)
         except StageError as error:
@@ -248,7 +248,7 @@ class Caller:
         return Call(schedules, batch, loss, trains=trains, outputs=outputs, hooks=hooks, **more)
 
     def _is_anywhere(self, found: bool) -> bool:
-        """Whether something was found on any rank, here or in a replica."""
+        """Whether something was found on any rank of this pipeline or of a replica."""
         told: list[Any] = self._local.each(lambda rank: rank.exchange(found))
         here = torch.tensor([float(any(told))], dtype=torch.float64)
         return bool((self._loss.replicas.added(here) if self._loss else here).any())
@@ -266,18 +266,18 @@ class Caller:
 
 
 def _attached(scaler: Any, agree: Callable[[bool], bool]) -> float:
-    """By what a scaler scales the loss; from now on it decides together with the other ranks.
+    """The factor of a loss scaler, which from now on decides together with the other ranks.
 
     Raises:
-        UsageError: it is no scaler, or one that decides alone.
+        UsageError: it is not a scaler, or one that decides for its rank alone.
     """
     if scaler is None:
         return 1.0
     if not isinstance(scaler, LossScaler):
         raise UsageError(
-            f"scaler={type(scaler).__name__}: must be a penstock.LossScaler, which is used like "
-            "torch.amp.GradScaler, takes its arguments and loads its state_dict, and decides for all ranks "
-            "together whether to skip a step, as no other scaler does"
+            f"scaler={type(scaler).__name__}: must be a penstock.LossScaler. It is used like "
+            "torch.amp.GradScaler, takes the same arguments and loads its state_dict, and decides for all "
+            "ranks together whether to skip a step, as no other scaler does"
         )
     scaler.attach(agree)
     return scaler.get_scale()
@@ -288,16 +288,17 @@ def _attached(scaler: Any, agree: Callable[[bool], bool]) -> float:
 
 @dataclass(frozen=True)
 class NonFiniteFinding:
-    """The first thing of a step that is not finite; the same on every rank.
+    """The first thing in a step that is not finite; the same on every rank.
 
     Attributes:
-        stage: where it was made; None for weights.
-        rank: of that stage.
-        microbatch: likewise.
-        action: as text, such as ``"1F2"``.
-        module: the path in its stage of the module that made it from finite inputs, if that was in forward.
-        weights: the names of weights and buffers that are not finite already; then nothing was run.
-        what: all that in words.
+        stage: the stage that made it; None for weights.
+        rank: the rank of that stage; None for weights.
+        microbatch: the microbatch it was made in; None for weights.
+        action: the action that made it, such as ``"1F2"``.
+        module: the path, in its stage, of the module that made it from finite inputs, if that was in
+            forward.
+        weights: the names of weights and buffers that were not finite before the step; then nothing was run.
+        what: all of this in words.
     """
 
     stage: int | None
@@ -313,14 +314,14 @@ class NonFiniteFinding:
 
 
 def seek(local: LocalRanks, run: Callable[[], Sequence[Report]]) -> NonFiniteFinding | None:
-    """Find it.
+    """Find the first thing that is not finite.
 
     Args:
         local: the ranks of this process.
-        run: carries out a training step that looks whether everything is finite.
+        run: carries out a training step that checks whether everything is finite.
 
     Returns:
-        None where everything is.
+        The finding, or None if everything is finite.
     """
     weights = _told(local, [name for stage in local.stages for name in _ill_tensors(stage)])
     if weights:
@@ -347,7 +348,7 @@ def _finding(spot: Spot, module: str) -> NonFiniteFinding:
 
 def _told(local: LocalRanks, mine: list[Any]) -> list[Any]:
     told: list[list[Any]] = local.each(lambda rank: rank.exchange(mine))
-    # In one process every rank tells of all stages.
+    # If all ranks share this process, each of them has already told everything.
     return told[0] if len(local.ranks) > 1 else [item for of in told for item in of]
 
 
@@ -358,7 +359,7 @@ def _ill_tensors(stage: PipelineStage) -> list[str]:
 
 @contextmanager
 def _untouched(local: LocalRanks) -> Iterator[None]:
-    """Give gradients and buffers back as they were."""
+    """Restore gradients and buffers afterwards."""
     parameters = [p for stage in local.stages for p in stage.module.parameters()]
     buffers = [b for stage in local.stages for b in stage.module.buffers()]
     gradients, values = [p.grad for p in parameters], [b.detach().clone() for b in buffers]
@@ -375,7 +376,7 @@ def _untouched(local: LocalRanks) -> Iterator[None]:
 
 @contextmanager
 def _traced(local: LocalRanks) -> Iterator[dict[tuple[int, int], str]]:
-    """For each stage and microbatch the first module whose output is not finite though its inputs are."""
+    """For each stage and microbatch, the first module that makes a non-finite output from finite inputs."""
     seen: dict[tuple[int, int], str] = {}
     with ExitStack() as stack, uncompiled():
         found = [(rank, stage) for rank in local.ranks for stage in rank.stages.values()]

@@ -40,8 +40,10 @@ from penstock.values import (
 
 
 Links = dict[str, list[list[list[str | int]] | None]]
-"""For each value of a stage, and each tensor in it, the tensors ``[value, index]`` that it was made of, or
-``None`` where it requires no gradient."""
+"""For each value of a stage and each tensor in it, the tensors that it was made of.
+
+Each is ``[value, index]``; in place of the list, ``None`` stands for a tensor that requires no gradient.
+"""
 
 
 def name_links(

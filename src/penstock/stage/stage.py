@@ -129,9 +129,7 @@ class PipelineStage:
             self._compiled = self._call = made
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters under their names in the slice, whatever is wrapped around it or around parts of
-        it.
-        """
+        """The parameters under their names in the slice, whatever is wrapped around it or parts of it."""
         return parallel.named_parameters(self._module, self.own)
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
