@@ -471,7 +471,7 @@ SLIPS: dict[str, Slip] = {
     "torch's scaler": (
         lambda pipe: pipe.step(X, target=Y, scaler=torch.amp.GradScaler("cpu")),  # type: ignore[arg-type]
         UsageError,
-        "scaler=GradScaler: must be a penstock.LossScaler, .* decides for all ranks",
+        r"scaler=GradScaler: must be a penstock.LossScaler\. .* decides for all ranks",
     ),
     "no gradients": (
         lambda pipe: torch.inference_mode()(pipe.step)(X, target=Y),
@@ -680,5 +680,7 @@ def test_a_device_of_this_machine_goes_to_each_local_rank(monkeypatch: pytest.Mo
         UsageError, match=r"number 2, by LOCAL_RANK, but there are only 2; start at most 2"
     ):
         placed_on("cuda")
-    with pytest.raises(UsageError, match=r"device='cuda:7': .* take number 7, but there are only 2"):
+    with pytest.raises(
+        UsageError, match=r"device='cuda:7': .* take number 7, but there are only 2"
+    ):
         placed_on("cuda:7")

@@ -173,7 +173,7 @@ class Caller:
             )
         if torch.is_inference_mode_enabled():
             raise UsageError(
-                "step needs gradients, which torch.inference_mode() rules out; call step outside of it, "
+                "step needs gradients, and under torch.inference_mode() there are none; call it outside, "
                 "or use eval"
             )
         return self._loss

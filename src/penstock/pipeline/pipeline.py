@@ -525,8 +525,7 @@ class Pipeline(WeightMethods):
             rank.wrap_transport(wrap)
 
     def patient(self, seconds: float) -> AbstractContextManager[None]:
-        """A context in which this rank may take longer than ``timeout`` allows between two steps, such as
-        to save.
+        """Let this rank take longer than ``timeout`` allows between two steps, such as to save.
 
         Args:
             seconds: the time that it may need. The ranks that wait for it need not call this.

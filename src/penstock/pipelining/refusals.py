@@ -1,4 +1,4 @@
-"""Errors of this face: they are also what users of torch catch there."""
+"""The errors of this package. Each is also of the class that code written for torch catches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class ChunkError(MicrobatchError, AssertionError):
 
 
 class PlacementError(ScheduleError, RuntimeError, AssertionError):
-    """Stages that are not where the schedule needs them, or actions that are no schedule."""
+    """Stages that are not where the schedule needs them, or actions that form no schedule."""
 
 
 class CallError(UsageError, RuntimeError, AssertionError):
-    """A method that was called at the wrong time."""
+    """A method was called at the wrong time."""
 
 
 class CutError(PartitionError, RuntimeError):
-    """A model that cannot be traced, or not be cut where that was asked for."""
+    """A model that cannot be traced, or cannot be cut where it was asked to be."""
 
 
 class RowsError(InputFileError, RuntimeError):
@@ -37,4 +37,4 @@ class PathError(PartitionError, AttributeError):
 
 
 class PipeliningMetadataError(SpecError, RuntimeError):
-    """Tensors that are not what was said of them."""
+    """Tensors that differ from their descriptions."""
