@@ -182,7 +182,7 @@ MAKING: dict[str, Refusal] = {
     "a mesh without the pipeline": (
         lambda: make(mesh=mesh_of("dp", "tp")),
         UsageError,
-        r"the mesh has the dimensions \('dp', 'tp'\); one named 'pp' must say",
+        r"the mesh has the dimensions \('dp', 'tp'\); the one along which .* named 'pp'",
     ),
     "replicas of several dimensions": (
         lambda: make(replicas=mesh_of("dp", "pp")),

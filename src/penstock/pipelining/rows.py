@@ -183,7 +183,7 @@ def check_trains(schedule: Schedule, *, wanted: bool = True) -> None:
     """
     if wanted and not schedule.trains:
         raise PlacementError(
-            f"{schedule.name} has forwards but no backwards, so the loss would train nothing; add the "
+            f"{schedule.name} has forwards and no backward, so that the loss would train nothing; add the "
             "backwards, or leave out loss_fn"
         )
 
