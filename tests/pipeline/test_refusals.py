@@ -187,7 +187,7 @@ MAKING: dict[str, Refusal] = {
     "replicas of several dimensions": (
         lambda: make(replicas=mesh_of("dp", "pp")),
         UsageError,
-        r"the mesh has the dimensions \('dp', 'pp'\); give the one along which the replicas lie",
+        r"the mesh has the dimensions \('dp', 'pp'\); give the dimension of the replicas",
     ),
     "a mesh and a group": (
         lambda: make(mesh=2, group=2),

@@ -1,4 +1,4 @@
-"""What a training step adds to running a program: the loss and its weight, statistics, results."""
+"""What a training step adds to running a program: the loss and its weights, scaling, statistics, results."""
 
 from penstock.step.loss import (
     Loss,
