@@ -506,7 +506,7 @@ def _check_computed(modules: Sequence[nn.Module], every: Sequence[_Wanted]) -> N
     ]
     if lost:
         raise UsageError(
-            f"{', '.join(lost[:5])} are not saved in any file, and have no values on the meta device; build "
+            f"{', '.join(lost[:5])} are in no file, and have no values on the meta device; build "
             "the model under penstock.weights.parameters_on_meta(), which leaves buffers as computed"
         )
 
