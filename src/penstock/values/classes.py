@@ -158,8 +158,8 @@ def _find(name: str) -> type | None:
 
 def _not_found(name: str, what: str) -> SpecError:
     return SpecError(
-        f"this rank has no {what} {name!r}, which another rank has sent; import its module on every rank, or "
-        "call penstock.values.register_type there"
+        f"this rank knows no {what} {name!r}, which another rank has sent; import its module on every "
+        "rank, or call penstock.values.register_type there"
     )
 
 
