@@ -7,6 +7,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Arguments for `make run`, such as ARGS="--steps 50 --schedule ZB-H1"
 ARGS ?=
 
+# Tests start many processes: each would compile all modules again where bytecode is not kept.
+test test-all check: export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: run test test-all check docs package bench fuzz clean
 
 run: $(VENV)/.installed

@@ -9,8 +9,10 @@ always run all their cases.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -29,6 +31,13 @@ def cheap_collections() -> None:
     """Keeps what was imported out of garbage collections: it is far more than what tests make."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_processes() -> None:
+    """Starts the process that all others are forked from, which imports what they need meanwhile."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.warm"])
+    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

@@ -38,9 +38,8 @@ class Ran(NamedTuple):
 def forked(
     target: Callable[..., None], arguments: Iterable[tuple[Any, ...]]
 ) -> Iterator[list[Any]]:
-    """Fork a process for each row of arguments, from one that has imported everything; none outlives this."""
+    """Fork a process for each row of arguments, from the one of tests/conftest.py; none outlives this."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.warm"])
     processes = [context.Process(target=target, args=row) for row in arguments]
     try:
         for process in processes:

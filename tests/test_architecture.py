@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -50,25 +50,28 @@ def module_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> Iterator[Import]:
-    tree = ast.parse(path.read_text())
-    nested = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
+    by = module_of(path)
+    waiting: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), False)]
+    while waiting:
+        node, inside = waiting.pop()
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(module_of(path), alias.name, "", id(node) in nested)
+                yield Import(by, alias.name, "", inside)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
             for alias in node.names:
-                yield Import(module_of(path), node.module or "", alias.name, id(node) in nested)
+                yield Import(by, node.module or "", alias.name, inside)
+        inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
 
 
-IMPORTS = [found for path in FILES for found in imports_of(path)]
-OWN = [found for found in IMPORTS if found.reaches("penstock") and found.by not in FRONT]
+@cache
+def imports() -> list[Import]:
+    return [found for path in FILES for found in imports_of(path)]
+
+
+def own() -> list[Import]:
+    return [found for found in imports() if found.reaches("penstock") and found.by not in FRONT]
 
 
 def part_of(module: str, depth: int = 0) -> str:
@@ -86,12 +89,12 @@ def target_of(found: Import) -> str:
 
 
 def edges_between_parts() -> set[tuple[str, str]]:
-    pairs = {(part_of(found.by), part_of(target_of(found))) for found in OWN}
+    pairs = {(part_of(found.by), part_of(target_of(found))) for found in own()}
     return {(user, used) for user, used in pairs if user != used}
 
 
 def edges_inside_schedule() -> set[tuple[str, str]]:
-    inside = [f for f in OWN if f.by.startswith("schedule.") and "schedule." in target_of(f)]
+    inside = [f for f in own() if f.by.startswith("schedule.") and "schedule." in target_of(f)]
     pairs = {(part_of(found.by, 1), part_of(target_of(found), 1)) for found in inside}
     return {(user, used) for user, used in pairs if user != used}
 
@@ -99,15 +102,15 @@ def edges_inside_schedule() -> set[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("edges", "table"),
     [
-        pytest.param(edges_between_parts(), TABLE["parts"], id="parts"),
-        pytest.param(edges_inside_schedule(), TABLE["schedule"], id="schedule"),
+        pytest.param(edges_between_parts, "parts", id="parts"),
+        pytest.param(edges_inside_schedule, "schedule", id="schedule"),
     ],
 )
 def test_imports_are_those_of_the_table(
-    edges: set[tuple[str, str]], table: dict[str, list[str]]
+    edges: Callable[[], set[tuple[str, str]]], table: str
 ) -> None:
-    allowed = {(user, used) for user, row in table.items() for used in row}
-    assert edges - allowed == set()
+    allowed = {(user, used) for user, row in TABLE[table].items() for used in row}
+    assert edges() - allowed == set()
 
 
 @pytest.mark.parametrize("name", ["parts", "schedule"])
@@ -127,7 +130,7 @@ def test_every_module_of_the_schedule_stands_in_the_table() -> None:
 def test_no_cycle_between_modules() -> None:
     modules = set(map(module_of, FILES))
     graph: dict[str, set[str]] = {}
-    for found in OWN:
+    for found in own():
         target = target_of(found)
         deeper = f"{target}.{found.name}"
         graph.setdefault(found.by, set()).add(deeper if deeper in modules else target)
@@ -144,7 +147,7 @@ def test_no_cycle_between_modules() -> None:
 @pytest.mark.parametrize("package", sorted(TABLE["only"]))
 def test_third_parties_are_known_to_few(package: str) -> None:
     allowed = TABLE["only"][package]
-    users = {found.by for found in IMPORTS if found.reaches(package)}
+    users = {found.by for found in imports() if found.reaches(package)}
     assert {user for user in users if not within(user, allowed)} == set()
 
 
@@ -154,7 +157,7 @@ def within(module: str, parts: list[str]) -> bool:
 
 @pytest.mark.parametrize("part", TABLE["no_torch"]["parts"])
 def test_parts_without_torch(part: str) -> None:
-    users = [str(f) for f in IMPORTS if part_of(f.by) == part and f.reaches("torch")]
+    users = [str(f) for f in imports() if part_of(f.by) == part and f.reaches("torch")]
     assert users == []
 
 
@@ -241,7 +244,7 @@ class _Undocumented(ast.NodeTransformer):
 
 
 def test_no_import_inside_a_function() -> None:
-    assert [str(found) for found in IMPORTS if found.inside_function] == []
+    assert [str(found) for found in imports() if found.inside_function] == []
 
 
 # Tools of the field call these two so; the modules of backward/ share them.
@@ -249,12 +252,12 @@ FIELD_NAMES = {"_get_grad_fn_or_grad_acc", "_null_coalesce_accumulate"}
 
 
 def test_no_underscore_name_of_another_module() -> None:
-    private = [f for f in OWN if f.name.startswith("_") and f.name not in FIELD_NAMES]
+    private = [f for f in own() if f.name.startswith("_") and f.name not in FIELD_NAMES]
     assert [str(found) for found in private] == []
 
 
 def test_private_modules_are_used_in_their_own_package() -> None:
-    private = [f for f in OWN if "._" in f.module]
+    private = [f for f in own() if "._" in f.module]
     strangers = [f for f in private if not within(f.by, [target_of(f).rpartition("._")[0]])]
     assert [str(found) for found in strangers] == []
 

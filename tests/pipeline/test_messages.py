@@ -218,7 +218,7 @@ def test_few_bytes_are_under_way_however_many_microbatches(schedule: str) -> Non
 def test_few_bytes_are_under_way_between_processes(workers: WorkerPool, schedule: str) -> None:
     few, many, most = (
         workers.run(f"{__name__}:most_pending", 2, 60.0, schedule=schedule, microbatches=m)
-        for m in (8, 64, 512)
+        for m in (8, 64, 256)
     )
     assert few == many == most
 

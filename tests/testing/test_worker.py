@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,9 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
 
 
 def answer(groups: Groups, function: str, **arguments: Any) -> dict[str, Any]:
-    lines = io.StringIO()
     with groups:
-        workers.serve({"function": function, "ranks": 1, "arguments": arguments}, groups, lines)
-    found: dict[str, Any] = json.loads(lines.getvalue())
+        line = workers.serve({"function": function, "ranks": 1, "arguments": arguments}, groups)
+    found: dict[str, Any] = json.loads(line)
     return found
 
 

@@ -456,16 +456,19 @@ class Monitor:
             self._look_for_stragglers()
 
     def _look_at(self, rank: int) -> None:
-        """Whether a rank has ended, or left while this one goes on."""
-        ended = self._team.processes[rank].condition() == "ended" or self._is_lost(rank)
-        cause = self._team.processes[rank].cause_of_end() if ended else None
-        left = self._team.left(rank)
-        if left is not None and self._activity.calls <= int(left.get("calls", 0)):
-            return
-        if left is None and not ended:
-            return
-        beat = self._team.beat(rank)
-        self._post(_departed(rank, self._activity.rank, beat, left, cause))
+        """Whether a rank has left while this one goes on, has ended, or is out of reach."""
+        process, left, by = self._team.processes[rank], self._team.left(rank), self._activity.rank
+        if left is not None:
+            if self._activity.calls > int(left.get("calls", 0)):
+                self._post(_left_early(rank, by, left))
+        elif process.condition() == "ended":
+            how = f"its process ended, {words_of(process.cause_of_end())}"
+            self._post(_died(rank, by, self._team.beat(rank), how))
+        elif self._is_lost(rank):
+            how = (
+                "its process ended without a word, its machine is down, or the network to it is cut"
+            )
+            self._post(_died(rank, by, self._team.beat(rank), how))
 
     def _is_lost(self, rank: int) -> bool:
         """Whether a rank of another machine has fallen silent at the time when a wire broke."""
@@ -528,20 +531,20 @@ class Monitor:
             write(self.folder, story(failures, places, {}, self._activity.rank))
 
 
-def _departed(
-    rank: int, by: int, beat: dict[str, Any], left: dict[str, Any] | None, cause: int | None
-) -> Failure:
+def _left_early(rank: int, by: int, left: Mapping[str, Any]) -> Failure:
     # Who leaves says where it was; its last heartbeat may be from before.
-    step = int((left or beat).get("step", 0))
-    if left is not None:
-        what = (
-            f"left after {step} training step{'' if step == 1 else 's'}, while others go on; every rank must "
-            "make the same calls of the pipeline: look for a loop that ends earlier there"
-        )
-        return Failure("left", rank, step, what=what, status=TEMPORARY, by=by)
-    stage, microbatch, action = (beat.get(name) for name in ("stage", "microbatch", "action"))
+    step = int(left.get("step", 0))
+    what = (
+        f"left after {step} training step{'' if step == 1 else 's'}, while others go on; every rank must "
+        "make the same calls of the pipeline: look for a loop that ends earlier there"
+    )
+    return Failure("left", rank, step, what=what, status=TEMPORARY, by=by)
+
+
+def _died(rank: int, by: int, beat: Mapping[str, Any], how: str) -> Failure:
     where = f", while it made its pipeline ({beat['making']})" if beat.get("making") else ""
-    what = f"its process ended, {words_of(cause)}{where}"
+    stage, microbatch, action = (beat.get(name) for name in ("stage", "microbatch", "action"))
+    step, what = int(beat.get("step", 0)), how + where
     return Failure(
         "died", rank, step, stage, microbatch, action, what=what, status=TEMPORARY, by=by
     )

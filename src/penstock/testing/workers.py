@@ -1,25 +1,27 @@
 """A pool of gloo worker processes for tests: started once, used by many.
 
-Tasks and results travel as lines of JSON over pipes. A task names a function as ``module:function``; it is
-called on each of the first ``ranks`` workers with a process group of them and the task's arguments, and
-gives JSON data back.
+The workers are forked from one process that has imported torch and Penstock. Tasks and results travel as
+JSON over pipes. A task names a function as ``module:function``; it is called on each of the first ``ranks``
+workers with a process group of them and the task's arguments, and gives JSON data back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import queue
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -32,8 +34,8 @@ STARTING = 60.0
 """Seconds that new workers may take to start."""
 AFTER = 3.0
 """Seconds that the other workers have to tell of their errors after the first one did."""
-_WORK = "import sys; from penstock.testing.workers import work; work(*sys.argv[1:])"
-"""The program of a worker: no module of its own, which the package would have imported before it runs."""
+_METHODS = multiprocessing.get_all_start_methods()
+_CONTEXT: Any = multiprocessing.get_context("forkserver" if "forkserver" in _METHODS else "spawn")
 _Lines = queue.SimpleQueue[tuple[int, str]]
 
 
@@ -116,9 +118,10 @@ class WorkerPool:
         if self._workers:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-workers-")
-        store = Path(self._folder.name) / "store"
         self._lines = queue.SimpleQueue()
-        self._workers = [_Worker(r, self.size, store, self._lines) for r in range(self.size)]
+        self._workers = [
+            _Worker(rank, self.size, self._folder.name, self._lines) for rank in range(self.size)
+        ]
 
     def close(self) -> None:
         """End all workers; the next task starts new ones."""
@@ -142,33 +145,31 @@ class WorkerPool:
 
 
 class _Worker:
-    """A process that reads tasks and writes results, and a thread that reads what it writes."""
+    """A process that gets tasks and gives results, and a thread that reads them."""
 
-    def __init__(self, rank: int, size: int, store: Path, lines: _Lines) -> None:
+    def __init__(self, rank: int, size: int, folder: str, lines: _Lines) -> None:
         self._rank = rank
         self._lines = lines
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in end()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _WORK, str(rank), str(size), str(store)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=_environment(),
+        self._errors = Path(folder, f"errors-{rank}")
+        # Without an effect where that process runs already, which may have imported more.
+        _CONTEXT.set_forkserver_preload([__name__])
+        self._pipe, there = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(
+            target=work, args=(rank, size, folder, there, _environment()), daemon=True
         )
+        self._process.start()
+        there.close()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        for line in self._pipe(self._process.stdout):
+        for line in _received(self._pipe):
             self._lines.put((self._rank, line))
         self._lines.put((self._rank, ""))
 
     def send(self, task: str) -> None:
-        pipe = self._pipe(self._process.stdin)
         try:
-            pipe.write(task + "\n")
-            pipe.flush()
+            self._pipe.send_bytes(task.encode())
         except OSError:
             raise self._died() from None
 
@@ -182,35 +183,33 @@ class _Worker:
         return answer["result"]
 
     def _died(self) -> WorkerError:
-        self._errors.seek(0)
-        return WorkerError(f"worker {self._rank} died:\n{self._errors.read()[-4000:]}")
+        text = self._errors.read_text() if self._errors.exists() else ""
+        return WorkerError(f"worker {self._rank} died:\n{text[-4000:]}")
 
     def let_go(self) -> None:
         """Tell it that there are no more tasks."""
         with contextlib.suppress(OSError):
-            self._pipe(self._process.stdin).close()
+            self._pipe.send_bytes(b"")
 
     def end(self, patience: float) -> None:
         """Wait for its end for some seconds, then end it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience)
+        self._process.join(patience)
         self._process.kill()
-        self._process.wait()
+        self._process.join()
         self._reader.join()
-        self._pipe(self._process.stdout).close()
-        self._errors.close()
+        self._pipe.close()
 
-    @staticmethod
-    def _pipe(pipe: IO[str] | None) -> IO[str]:
-        if pipe is None:
-            raise WorkerError("the worker has no pipe")
-        return pipe
+
+def _received(pipe: Connection) -> Iterator[str]:
+    """What comes through a pipe, until an empty message or its end."""
+    with contextlib.suppress(EOFError, OSError):
+        while found := pipe.recv_bytes():
+            yield found.decode()
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with its import path, one torch thread, and gloo on the loopback device."""
+    """This process's, with one torch thread, and gloo on the loopback device."""
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
@@ -219,24 +218,28 @@ def _environment() -> dict[str, str]:
 # ---- in a worker
 
 
-def work(rank: str, size: str, store: str) -> None:
-    """Serve tasks until standard input ends."""
+def work(rank: int, size: int, folder: str, pipe: Connection, environment: dict[str, str]) -> None:
+    """Serve tasks until there are no more."""
+    os.environ |= environment
     torch.set_num_threads(1)
-    # What a task prints must not stand between the results.
-    results = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    with contextlib.suppress(KeyboardInterrupt), Groups(int(rank), int(size), store) as groups:
-        for line in sys.stdin:
-            serve(json.loads(line), groups, results)
+    errors = Path(folder, f"errors-{rank}").open("w", buffering=1)  # noqa: SIM115 - open to the end
+    for number in (1, 2):
+        os.dup2(errors.fileno(), number)
+    sys.stdout = sys.stderr = errors
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Groups(rank, size, f"{folder}/store") as groups,
+    ):
+        for line in _received(pipe):
+            pipe.send_bytes(serve(json.loads(line), groups))
 
 
-def serve(task: dict[str, Any], groups: Groups, results: IO[str]) -> None:
-    """Run a task and write its answer as a line of JSON: its result, or the traceback of its error."""
+def serve(task: dict[str, Any], groups: Groups) -> bytes:
+    """Run a task, and give its answer in JSON: its result, or the traceback of its error."""
     module, _, name = task["function"].partition(":")
     try:
         function = getattr(import_module(module), name)
         result = function(group=groups.first(task["ranks"]), **task["arguments"])
-        answer = json.dumps({"result": result})
+        return json.dumps({"result": result}).encode()
     except Exception:
-        answer = json.dumps({"error": traceback.format_exc()})
-    print(answer, file=results, flush=True)
+        return json.dumps({"error": traceback.format_exc()}).encode()
