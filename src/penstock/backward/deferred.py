@@ -59,7 +59,7 @@ class Waiting(NamedTuple):
     Args:
         uses: The uses of weights whose gradients wait.
         leaves: The accumulators that the inputs' half reaches.
-        owners: Keep nodes alive that are Python functions, which unlike C++ nodes do not keep their graph.
+        owners: Keep nodes of Python functions alive, for which a reference to the node is not enough.
         refusing: The name of a function in the graph that runs in whole backward passes only, if there is
             one; then nothing waits.
     """

@@ -583,7 +583,7 @@ def _filled(
 
 
 def _owners(captures: Sequence[Capture], pairs: Sequence[Pair]) -> list[Any]:
-    """Returns what keeps captured Python functions alive, which unlike C++ nodes do not keep their graph."""
+    """Returns what keeps captured nodes of Python functions alive: a reference to the node is not enough."""
     if any(isinstance(node, BackwardCFunction) for _, node, _ in captures):
         return [get_gradient_edge(output) for output, _ in pairs]
     return []

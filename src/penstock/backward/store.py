@@ -232,7 +232,7 @@ class WeightGradStore:
 
     Attributes:
         uses: In the order in which gradients arrived.
-        owners: Keep nodes alive that are Python functions, which unlike C++ nodes do not keep their graph.
+        owners: Keep nodes of Python functions alive, for which a reference to the node is not enough.
     """
 
     def __init__(self, owners: Sequence[GradientEdge] = ()) -> None:

@@ -40,7 +40,7 @@ Stages = int | Sequence[str] | Sequence[Sequence[str]] | Partition | None
 """How to cut: a count, module paths to cut before, paths for each stage, a partition, or None."""
 
 AHEAD = 2
-"""How many receives of a channel are posted ahead. With only one, a rank that is ahead of the other waits."""
+"""How many receives of a channel are posted ahead. One alone would be late if ranks do not keep step."""
 
 
 class Asked(NamedTuple):

@@ -24,8 +24,11 @@ from penstock.partition.traced import (
     summary,
 )
 from penstock.partition.traced.marks import check_points
-from penstock.pipelining._utils import PipeInfo
-from penstock.pipelining.refusals import CutError, PathError
+from penstock.pipelining._utils import (
+    CutError,
+    PathError,
+    PipeInfo,
+)
 from penstock.pipelining.stage import PipelineStage, build_stage
 
 # As in ``microbatch``: it knows the types that users register as trees.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
-from penstock.pipelining.refusals import CallError
+from penstock.pipelining._utils import CallError
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,

@@ -1,4 +1,4 @@
-"""Placements of stages, descriptions of tensors, and flat arguments, under torch's names."""
+"""Errors of this package, placements of stages, descriptions of tensors, and flat arguments."""
 
 from __future__ import annotations
 
@@ -12,20 +12,31 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from penstock.errors import (
+    InputFileError,
+    MicrobatchError,
+    PartitionError,
+    ScheduleError,
+    SpecError,
+    UsageError,
+)
 from penstock.parallel import is_sharded, local_part
 from penstock.partition import Shared
-from penstock.pipelining.refusals import PipeliningMetadataError
-from penstock.pipelining.rows import rank_to_stages as generate_rank_to_stage_mapping
-from penstock.pipelining.rows import stage_to_rank as generate_stage_to_rank_mapping
 
 # As in ``microbatch``: pytree knows the types that users register as trees.
 
 
 __all__ = [
+    "CallError",
+    "ChunkError",
+    "CutError",
     "GetMeshCallback",
     "InferenceMode",
+    "PathError",
     "PipeInfo",
     "PipeliningMetadataError",
+    "PlacementError",
+    "RowsError",
     "TensorMeta",
     "extract_tensor_meta",
     "extract_tensor_metas",
@@ -39,6 +50,77 @@ __all__ = [
     "validate_static_arg_grad_correspondence",
     "validate_tensors_metadata",
 ]
+
+# ---- the errors of this package: each is also of the class that code written for torch catches
+
+
+class ChunkError(MicrobatchError, AssertionError):
+    """Arguments that cannot be split as asked, or outputs that cannot be merged."""
+
+
+class PlacementError(ScheduleError, RuntimeError, AssertionError):
+    """Stages that are not where the schedule needs them, or actions that form no schedule."""
+
+
+class CallError(UsageError, RuntimeError, AssertionError):
+    """A method was called at the wrong time."""
+
+
+class CutError(PartitionError, RuntimeError):
+    """A model that cannot be traced, or cannot be cut where it was asked to be."""
+
+
+class RowsError(InputFileError, RuntimeError):
+    """A file that holds no schedule."""
+
+
+class PathError(PartitionError, AttributeError):
+    """A path at which the model has no module."""
+
+
+class PipeliningMetadataError(SpecError, RuntimeError):
+    """Tensors that differ from their descriptions."""
+
+
+# ---- placements of stages
+
+
+def generate_stage_to_rank_mapping(
+    pp_size: int, num_stages: int, style: str = "loop"
+) -> dict[int, int]:
+    """The rank of each stage.
+
+    Args:
+        pp_size: the number of ranks.
+        num_stages: the number of stages.
+        style: ``"loop"`` goes round and round, ``"v"`` there and back.
+
+    Raises:
+            UsageError: the style is unknown, or the stages do not fill a V.
+    """
+    if style not in ("loop", "v"):
+        raise UsageError(f"style={style!r}: must be 'loop' or 'v'")
+    if style == "v" and num_stages % pp_size:
+        raise UsageError(f"{num_stages} stages on {pp_size} ranks do not fill a V; take a multiple")
+
+    def rank(stage: int) -> int:
+        turn, place = divmod(stage, pp_size)
+        return pp_size - 1 - place if style == "v" and turn % 2 else place
+
+    return {stage: rank(stage) for stage in range(num_stages)}
+
+
+def generate_rank_to_stage_mapping(
+    pp_size: int, num_stages: int, style: str = "loop"
+) -> dict[int, list[int]]:
+    """The stages of each rank; the arguments are those of :func:`generate_stage_to_rank_mapping`."""
+    found: dict[int, list[int]] = {rank: [] for rank in range(pp_size)}
+    for stage, rank in generate_stage_to_rank_mapping(pp_size, num_stages, style).items():
+        found[rank].append(stage)
+    return found
+
+
+# ---- the types of torch's arguments, and arguments as lists
 
 
 class GetMeshCallback(Protocol):

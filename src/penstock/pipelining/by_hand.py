@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import P2POp
 
 from penstock.parallel import adapter_of, alone, gathered
-from penstock.pipelining.refusals import CallError, PipeliningMetadataError
+from penstock.pipelining._utils import CallError, PipeliningMetadataError
 from penstock.stage import PipelineStage as OwnStage
 from penstock.values import TensorSpec, ValueSpec, flatten, infer_output
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError
 from penstock.parallel import is_sharded, merge_sharded, split_sharded
-from penstock.pipelining.refusals import ChunkError
+from penstock.pipelining._utils import ChunkError
 
 DEFAULT_CHUNK_DIM = 0
 

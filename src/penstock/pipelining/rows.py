@@ -8,9 +8,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.errors import InputFileError, ScheduleError, UsageError
+from penstock.errors import InputFileError, ScheduleError
 from penstock.pipeline.plan import prove
-from penstock.pipelining.refusals import PlacementError, RowsError
+from penstock.pipelining._utils import PlacementError, RowsError
 from penstock.schedule import (
     Action,
     Limits,
@@ -308,34 +308,3 @@ def format_order(pipeline_order: Order, error_step_number: int | None = None) ->
         mark = " <-- ERROR HERE" if number == error_step_number else ""
         lines.append(f"{label:<{digits + 6}} {cells}{mark}\n")
     return "".join(lines)
-
-
-def stage_to_rank(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, int]:
-    """The rank of each stage.
-
-    Args:
-        pp_size: the number of ranks.
-        num_stages: the number of stages.
-        style: ``"loop"`` goes round and round, ``"v"`` there and back.
-
-    Raises:
-            UsageError: the style is unknown, or the stages do not fill a V.
-    """
-    if style not in ("loop", "v"):
-        raise UsageError(f"style={style!r}: must be 'loop' or 'v'")
-    if style == "v" and num_stages % pp_size:
-        raise UsageError(f"{num_stages} stages on {pp_size} ranks do not fill a V; take a multiple")
-
-    def rank(stage: int) -> int:
-        turn, place = divmod(stage, pp_size)
-        return pp_size - 1 - place if style == "v" and turn % 2 else place
-
-    return {stage: rank(stage) for stage in range(num_stages)}
-
-
-def rank_to_stages(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, list[int]]:
-    """The stages of each rank; the arguments are those of :func:`stage_to_rank`."""
-    found: dict[int, list[int]] = {rank: [] for rank in range(pp_size)}
-    for stage, rank in stage_to_rank(pp_size, num_stages, style).items():
-        found[rank].append(stage)
-    return found

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from penstock.errors import MicrobatchError, PenstockError, UsageError
 from penstock.pipeline.plan import prove
+from penstock.pipelining._utils import CallError, PlacementError
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
     split_args_kwargs_into_chunks,
     split_tensor,
 )
-from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,

@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import ScheduleError, UsageError
-from penstock.pipelining._utils import InferenceMode
+from penstock.pipelining._utils import (
+    CallError,
+    InferenceMode,
+    PlacementError,
+    generate_rank_to_stage_mapping,
+    generate_stage_to_rank_mapping,
+)
 from penstock.pipelining.by_hand import start, start_by_peer, wait_all
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
@@ -14,7 +20,6 @@ from penstock.pipelining.microbatch import (
     split_args_kwargs_into_chunks,
     split_tensor,
 )
-from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
@@ -25,8 +30,6 @@ from penstock.pipelining.rows import (
     check_order,
     format_order,
     merge_halves,
-    rank_to_stages,
-    stage_to_rank,
 )
 from penstock.pipelining.runner import Custom
 from penstock.pipelining.running import PipelineContext, PipelineSchedule
@@ -55,6 +58,8 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "TensorChunkSpec",
+    "generate_rank_to_stage_mapping",
+    "generate_stage_to_rank_mapping",
     "get_schedule_class",
     "merge_chunks",
     "split_args_kwargs_into_chunks",
@@ -98,8 +103,6 @@ _validate_schedule = check_order
 _wait_batch_p2p = wait_all
 _batch_p2p = start
 _sorted_batch_p2p = start_by_peer
-generate_rank_to_stage_mapping = rank_to_stages
-generate_stage_to_rank_mapping = stage_to_rank
 
 
 # ---- one stage per rank

@@ -14,22 +14,24 @@ from penstock.parallel import group_of, let_cross, seat
 from penstock.partition import Shared
 from penstock.pipelining._debug import map_debug_info
 from penstock.pipelining._utils import (
+    CallError,
     GetMeshCallback,
     InferenceMode,
     PipeInfo,
     PipeliningMetadataError,
+    PlacementError,
     TensorMeta,
     extract_tensor_meta,
     extract_tensor_metas,
     flatten_args,
+    generate_stage_to_rank_mapping,
     to_local_if_dtensor,
     validate_and_normalize_to_tuple,
     validate_static_arg_grad_correspondence,
     validate_tensors_metadata,
 )
 from penstock.pipelining.by_hand import ByHand, P2POp, Wires
-from penstock.pipelining.refusals import CallError, PlacementError
-from penstock.pipelining.rows import ActionTuple, ComputationType, stage_to_rank
+from penstock.pipelining.rows import ActionTuple, ComputationType
 from penstock.stage import Gradients
 from penstock.stage import PipelineStage as OwnStage
 from penstock.values import flatten
@@ -147,7 +149,7 @@ class StageBase:
                 f"{self.group_size} processes cannot run {num_stages} stages; each needs at least one"
             )
         self.dw_builder = dw_builder
-        self.stage_index_to_group_rank = stage_to_rank(self.group_size, num_stages)
+        self.stage_index_to_group_rank = generate_stage_to_rank_mapping(self.group_size, num_stages)
         self.output_chunks: list[Any] = []
         self.log_prefix = f"[Stage {stage_index}]"
 

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from penstock.pipelining.refusals import PlacementError
+from penstock.pipelining._utils import PlacementError
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,

@@ -257,7 +257,7 @@ class _Binder:
         self._turns = {index: Turns() for index in work}
 
     def restart(self) -> None:
-        """A step begins. With custom functions, whose turn it is is only found out while the step runs."""
+        """A step begins. With custom functions, turns are taken anew while it runs."""
         if self._wanted.replaced:
             self._turns = {index: Turns() for index in self._work}
 
