@@ -96,12 +96,12 @@ def backward_through(
     Returns:
             One gradient of each input's shape, or None.
     """
-    inputs = [value for value in input_values if _needs_gradient(value)]
+    inputs = [value for value in input_values if needs_gradient(value)]
     for value in inputs:
         _expose_grad(value)
     try:
         run_backward(pairs, ends)
-        return tuple(value.grad if _needs_gradient(value) else None for value in input_values)
+        return tuple(value.grad if needs_gradient(value) else None for value in input_values)
     finally:
         for value in inputs:
             value.grad = None
@@ -115,7 +115,8 @@ def seeds_of(stage_output: Any, output_grads: Any) -> list[Pair]:
     return [(output, gradient) for output, gradient in pairs if gradient is not None]
 
 
-def _needs_gradient(value: Any) -> bool:
+def needs_gradient(value: Any) -> bool:
+    """Says whether a value is a tensor that requires a gradient."""
     return isinstance(value, Tensor) and value.requires_grad
 
 

@@ -24,7 +24,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from penstock.backward.full import Gradients, Pair, explained, pair_with_gradients, tensors_in
+from penstock.backward.full import (
+    Gradients,
+    Pair,
+    explained,
+    needs_gradient,
+    pair_with_gradients,
+    tensors_in,
+)
 from penstock.backward.graph import (
     ParamGroup,
     _get_grad_fn_or_grad_acc,
@@ -132,14 +139,10 @@ def _seeds(outputs: Any, output_grads: Any) -> list[Pair]:
 def _input_gradients(
     pairs: Sequence[Pair], input_values: Sequence[Any], weights: Iterable[Tensor]
 ) -> tuple[Gradients, list[ParamGroup]]:
-    inputs = {id(value): value for value in input_values if _needs_gradient(value)}
+    inputs = {id(value): value for value in input_values if needs_gradient(value)}
     found, groups = capture(pairs, list(inputs.values()), weights)
     by_identity = dict(zip(inputs, found, strict=True))
     return tuple(by_identity.get(id(value)) for value in input_values), groups
-
-
-def _needs_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _accumulate(input_values: Sequence[Any], dinputs: Gradients) -> None:

@@ -258,7 +258,7 @@ class Caller:
         found = report.outputs if call.outputs else None
         if found and not report.ready:
             found = merge(found, output_dim(self._rules))
-        result = StepResult(**vars(report.numbers), outputs=found)
+        result = replace(report.numbers, outputs=found)
         if not call.record:
             return result
         timeline, kind = self._local.timeline(reports)

@@ -28,7 +28,7 @@ from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
 from penstock.runtime.instrumentation import Hooks, Trouble
 from penstock.schedule import Edge, Schedule, Span
-from penstock.step import Loss, Numbers, Scale
+from penstock.step import Loss, Scale, StepResult
 from penstock.transport import Transport
 from penstock.values import (
     Batch,
@@ -125,7 +125,7 @@ class Report:
     """
 
     schedule: Schedule
-    numbers: Numbers
+    numbers: StepResult
     outputs: list[Any] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     elapsed: float = 0.0

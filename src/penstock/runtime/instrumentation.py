@@ -44,29 +44,11 @@ Which = str | Callable[[Action], bool]
 """Which actions are meant: a pattern, or a function of an Action."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Hook:
+class _Hook(NamedTuple):
     which: Which
     matches: Callable[[Action], bool]
     before: ActionHook | None
     after: ActionHook | None
-
-    def call(self, when: str, event: ActionEvent) -> None:
-        """Call the function for that time, if there is one.
-
-        Raises:
-            StageError: it raised.
-        """
-        function = self.before if when == "before" else self.after
-        if function is None:
-            return
-        try:
-            if self.matches(event.action):
-                function(event)
-        except Exception as error:
-            raise StageError(
-                f"the hook {when} {self.which!r} raised {type(error).__name__}: {error}"
-            ) from error
 
 
 class HookHandle:
@@ -115,16 +97,34 @@ class Hooks:
         return handle
 
     def before(self, event: ActionEvent) -> None:
-        """An action is about to run."""
-        self._call("before", event)
+        """An action is about to run.
+
+        Raises:
+            StageError: a hook raised.
+        """
+        for hook in tuple(self._hooks.values()):
+            _call(hook, "before", hook.before, event)
 
     def after(self, event: ActionEvent) -> None:
-        """An action has run."""
-        self._call("after", event)
+        """An action has run.
 
-    def _call(self, when: str, event: ActionEvent) -> None:
+        Raises:
+            StageError: a hook raised.
+        """
         for hook in tuple(self._hooks.values()):
-            hook.call(when, event)
+            _call(hook, "after", hook.after, event)
+
+
+def _call(hook: _Hook, when: str, function: ActionHook | None, event: ActionEvent) -> None:
+    if function is None:
+        return
+    try:
+        if hook.matches(event.action):
+            function(event)
+    except Exception as error:
+        raise StageError(
+            f"the hook {when} {hook.which!r} raised {type(error).__name__}: {error}"
+        ) from error
 
 
 # ---- when each action of a step ran, on this process's clock

@@ -14,7 +14,7 @@ from penstock.runtime.agreement import ModelCall
 from penstock.runtime.describing import OUTPUT
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
-from penstock.step import Loss, Numbers, Scale, Sums, Weights
+from penstock.step import Loss, Scale, StepResult, Sums, Weights
 from penstock.transport import Transport
 from penstock.values import Batch, ValueSpec, flatten
 
@@ -94,7 +94,7 @@ def share_numbers(
     names: Names,
     *,
     ill: bool = False,
-) -> Task[tuple[Numbers, Names, bool]]:
+) -> Task[tuple[StepResult, Names, bool]]:
     """Add up what the ranks found, and check that they used the same weights.
 
     One sum over the ranks is enough, unless a stage has added a loss under a new name.

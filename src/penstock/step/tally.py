@@ -52,23 +52,6 @@ class StepResult:
 # ---- the sums of a rank, and what they come to over all ranks
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """The numbers of a step, the same on every rank; see :class:`StepResult`.
-
-    Attributes:
-        loss: of the batch, including added losses.
-        losses: that of ``loss_fn`` alone under ``"main"``, and added losses under their names, unweighted.
-        metrics: by name.
-        weight: the weight of the batch.
-    """
-
-    loss: float = 0.0
-    losses: Mapping[str, float] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    weight: float = 0.0
-
-
 class _Entry(NamedTuple):
     """A number of a microbatch, and its factor in the sum."""
 
@@ -179,7 +162,7 @@ class Sums:
         numbers = [*(self.totals.get(key, 0.0) for key in keys), *seen]
         return torch.tensor(numbers, dtype=torch.float64)
 
-    def read(self, row: Sequence[float], names: Sequence[str], weight: float) -> Numbers:
+    def read(self, row: Sequence[float], names: Sequence[str], weight: float) -> StepResult:
         """The numbers of the step, from the sum of all ranks' rows."""
         keys = self._keys(names)
         found = dict(zip(keys, row, strict=False))
@@ -187,7 +170,7 @@ class Sums:
         main, added = found["main", ""], found["added", ""]
         losses = {name: found["loss", name] for name in names if seen[name]}
         metrics = {name: _ratio(found["over", name], found["under", name]) for name in self.metrics}
-        return Numbers(main + added, {MAIN: main, **losses}, metrics, weight)
+        return StepResult(main + added, {MAIN: main, **losses}, metrics, weight)
 
     def _keys(self, names: Iterable[str]) -> list[tuple[str, str]]:
         measured = [(kind, name) for name in self.metrics for kind in ("over", "under")]

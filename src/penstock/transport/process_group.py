@@ -44,6 +44,7 @@ from penstock.values import TensorSpec, settled
 _TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=0x50)}
 """The tag of each kind of message; other code on the same group uses 0 by default."""
 DAY = 24 * 3600.0
+"""Seconds that a wait on a peer may take; the watch finds a silent peer much earlier."""
 FEW = 16
 """Up to this many ranks of one machine, all are connected by lines; control operations of more use gloo."""
 _OPEN: weakref.WeakSet[ProcessGroupTransport] = weakref.WeakSet()
@@ -61,7 +62,6 @@ def connect(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     patience: Patience | None = None,
-    timeout: float = DAY,
 ) -> ProcessGroupTransport:
     """This process's end of a pipeline over ``group``; all of its ranks call this together.
 
@@ -73,7 +73,6 @@ def connect(
         device: where this rank's stages live.
         group: the ranks of the pipeline, in order; by default all.
         patience: how long ranks may take to meet, and how long they may later make no progress.
-        timeout: seconds after which a wait on a peer is an error; a silent peer is found earlier.
 
     Raises:
         UsageError: this process is not in the group, or its environment is wrong.
@@ -92,9 +91,9 @@ def connect(
         watch.activity.make("connects with the others")
         watch.activity.wait("waits for all to connect", None)
         if owns_world:
-            meeting.start_world("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
+            meeting.start_world("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", DAY)
         rank, ranks, wait = meeting.rank, meeting.ranks, patience.meeting + SLACK
-        control = connect_all(meeting.room("gloo"), rank, ranks, wait, timeout)
+        control = connect_all(meeting.room("gloo"), rank, ranks, wait, DAY)
         watch.activity.make("has connected with the others")
     except BaseException as error:
         cause = watch.failed(error)
@@ -104,7 +103,7 @@ def connect(
         if cause is error:
             raise
         raise cause from None
-    return ProcessGroupTransport(group, device, timeout, control, watch, owns_world=owns_world)
+    return ProcessGroupTransport(group, device, control, watch, owns_world=owns_world)
 
 
 def _checked(group: dist.ProcessGroup | None) -> Any:
@@ -161,7 +160,6 @@ class ProcessGroupTransport(Transport):
         self,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        timeout: float,
         control: Any,
         watch: Watch,
         *,
@@ -173,7 +171,6 @@ class ProcessGroupTransport(Transport):
         self.activity = watch.activity
         self.watch = watch
         self._owns_world = owns_world
-        self._timeout = timeout
         self._device = device
         self._control = control
         self._wires: dict[Channel, Wire] = {}
@@ -235,7 +232,7 @@ class ProcessGroupTransport(Transport):
         partial = len(self._members) < dist.get_world_size()
         made: dist.ProcessGroup = dist.new_group(
             members,
-            timedelta(seconds=self._timeout),
+            timedelta(seconds=DAY),
             backend,
             use_local_synchronization=partial,
             device_id=device,
