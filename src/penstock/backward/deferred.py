@@ -535,14 +535,14 @@ class FunctionUse(Use):
         self._store = store
         self.node.split.use = self
 
-    def keep(self, compute: Callable[[], Gradients]) -> None:
+    def keep(self, compute: Callable[[], Sequence[Tensor | None]]) -> None:
         """Puts the weights' half of the function into the store."""
         self._store.uses.append(self)
         self.node.split.use = None
         self._compute = compute
         del self._store, self.node
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> Sequence[Tensor | None]:
         """Computes a gradient or None for each edge, and forgets what it was computed from."""
         found = self._compute()
         del self._compute

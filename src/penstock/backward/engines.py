@@ -15,9 +15,9 @@ from penstock.backward.store import LEAF
 
 # ---- gradients of shared weights, collected beside ``.grad``
 # A weight that several stages use has one gradient, the sum of their shares. In one process those stages
-# hold one parameter; if each added straight into its ``.grad``, the bits of the sum would depend on which
-# stages live together and on whose backward runs first. So each stage collects its own share, and whoever
-# knows all shares adds them up.
+# hold the same parameter. If each added its share straight to ``.grad``, the bits of the sum would depend
+# on which stages live together, and on whose backward runs first. So each stage collects its own share, and
+# ``weights/sharing.py`` adds up all of them.
 
 
 class Apart:

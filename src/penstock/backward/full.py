@@ -38,8 +38,8 @@ def stage_backward(
         outputs_with_grads_idxs: Positions in ``stage_output`` and ``output_grads`` to use alone.
 
     Returns:
-        One gradient of each input's shape, or None where it needs or gets none. They do not
-        contain what stood in an input's ``.grad``, and every ``.grad`` of an input is None then.
+        One gradient of each input's shape, or None if the input needs or gets none. They do not include
+        what was in an input's ``.grad`` before; afterwards every ``.grad`` of an input is None.
 
     Raises:
         UsageError: ``output_grads`` has another structure than ``stage_output``.

@@ -67,7 +67,7 @@ def stage_backward_input(
             them. With False neither inputs nor outputs are touched.
 
     Returns:
-        One gradient of each input's shape, or None where it needs or gets none; and the param
+        One gradient of each input's shape, or None if the input needs or gets none; and the param
         groups for `stage_backward_weight`: those of `get_param_groups`, in the order in which
         backward reached them, where ``intermediates`` is a list of nodes and ``grads`` one of tuples
         along it: for each output of the node the gradient that flowed in, or None. A node on the

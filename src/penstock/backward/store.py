@@ -116,7 +116,7 @@ LEAF: Any = node_type("AccumulateGrad")
 
 _TRANSPOSED = node_type("TBackward0")
 
-# Gradients that wait for their backward pass take memory, and a pass takes time of its own.
+# A compromise: gradients that wait for a backward pass take memory, and each pass has a fixed cost.
 BATCH_BYTES = 2**20
 
 
@@ -252,7 +252,7 @@ class WeightGradStore:
         """Computes the gradients and adds them to the weights' ``.grad``; the store is empty then.
 
         Args:
-            fused: Multiply straight into ``.grad`` where that is possible.
+            fused: Multiply straight into ``.grad`` if possible.
             joined: Compute as one product what can be.
             standing: Nodes that earlier microbatches of the step have built.
         """

@@ -381,7 +381,7 @@ STALE = 1.5
 """Seconds without a heartbeat after which a rank's threads are taken not to run any more."""
 
 
-# ---- who is silent
+# ---- which rank is silent
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ class Plan:
             trains: whether there is a backward.
 
         Raises:
-            ScheduleError: the report of :func:`penstock.schedule.validate`, where it fails.
+            ScheduleError: the schedule fails :func:`penstock.schedule.validate`, whose report is the
+                message.
         """
         edges = self.edges if edges is None else edges
         key = (microbatches, trains, edges)

@@ -85,7 +85,7 @@ def check_given(stages: Sequence[PipelineStage]) -> None:
     """Check that what was given are stages.
 
     Raises:
-        UsageError: there are none, or something else was given.
+        UsageError: no stages were given, or something that is not a stage.
     """
     if not stages:
         raise UsageError("from_stages was given no stages; give it the stages of this rank")

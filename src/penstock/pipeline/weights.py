@@ -343,8 +343,8 @@ class WeightMethods:
         Every rank calls it.
 
         Args:
-            state_dict: as the unsplit model gives it.
-            strict: whether what is missing or unexpected is an error. A name is unexpected where no stage of
+            state_dict: of the unsplit model.
+            strict: whether missing and unexpected names are an error. A name is unexpected if no stage of
                 any rank has it.
 
         Returns:

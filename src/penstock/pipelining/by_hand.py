@@ -19,7 +19,7 @@ from penstock.values import TensorSpec, ValueSpec, flatten, infer_output
 
 __all__ = ["ByHand", "P2POp", "Wires", "start", "start_by_peer", "wait_all"]
 
-# ---- how such a stage reaches the ranks of its neighbours
+# ---- connections to the ranks of neighbouring stages
 
 
 class Wires:

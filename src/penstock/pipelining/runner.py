@@ -81,7 +81,7 @@ class Runner:
         """Run a training step, or its forwards alone.
 
         Returns:
-            The losses and outputs of the last stage, where it is in this process.
+            The losses and outputs of the last stage, if it is in this process.
         """
 
         def schedules(count: int, edges: Any) -> Schedule:

@@ -50,7 +50,7 @@ from penstock.step import Loss
 
 @dataclass
 class PipelineContext:
-    """What a custom function is told besides its action.
+    """What a custom function is given besides its action.
 
     Attributes:
         schedule_ref: the schedule that runs.
@@ -281,7 +281,7 @@ class PipelineSchedule:
         loss_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run a batch: forward, and backward where there is a loss.
+        """Run a batch: forward, and backward if there is a loss.
 
         Args:
             args: the model's arguments, on the rank of the first stage.

@@ -488,7 +488,7 @@ def build_stage(
         stage_module: from :meth:`Pipe.get_stage_module`; it may have been changed since.
         stage_index: which stage it is.
         pipe_info: from :meth:`Pipe.info`.
-        device: where it is to live.
+        device: the device to put it on.
         group: the process group of the pipeline; by default all processes.
     """
     stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)

@@ -1,4 +1,4 @@
-"""A call of the pipeline: what each rank is told and reports, and what all agree on before data move."""
+"""A call of the pipeline: what each rank gets and reports, and what all agree on before data move."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from penstock.values import (
     spec_of_arguments,
 )
 
-# ---- what a rank is told, and what it tells
+# ---- what a rank gets, and what it reports
 
 Schedules = Callable[[int, tuple[Edge, ...] | None], Schedule]
 """Gives the proven schedule for a number of microbatches, and for edges that may depend on the call."""

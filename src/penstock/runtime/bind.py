@@ -47,7 +47,7 @@ class Wanted:
         companions: for each stage, what is told of each piece of its work.
         adapters: of the stages that are replicated or sharded.
         replaced: custom functions, by the kind of action that they do instead.
-        hooks: what to call before and after actions; None where nobody asked for any.
+        hooks: what to call before and after actions; None if there are none.
         noted: whether anything looks at what the rank is doing right now.
         probed: whether probes are called at every action. Otherwise sends and receives are not noted, since
             they only start something, and a wait for them is noted by itself.
@@ -501,5 +501,5 @@ _ADAPTED: dict[Op, Callable[[Adapter], None]] = {
 
 
 def _for(microbatch: int, part: Part) -> Part:
-    """A part that is called for a given microbatch, whichever one the action is of."""
+    """A part for another microbatch than the action's."""
     return lambda _: part(microbatch)

@@ -149,7 +149,7 @@ def describe_whole(
 
 
 class _Described(NamedTuple):
-    """The edges and specs of calls, and a text that differs where they do."""
+    """The edges and specs of calls, and a text that differs if they do."""
 
     calls: list[tuple[tuple[Edge, ...], Specs]]
     digest: str

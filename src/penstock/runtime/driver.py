@@ -42,7 +42,7 @@ def drive(tasks: Sequence[Task[T]], activity: Activity | None = None) -> list[T]
         activity: records the waits of a single task.
 
     Raises:
-        MessageError: all tasks wait for each other; the message says who waits for what.
+        MessageError: all tasks wait for each other; the message says which rank waits for what.
     """
     try:
         if len(tasks) == 1:

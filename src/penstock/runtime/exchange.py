@@ -131,11 +131,6 @@ def as_values(given: Sequence[Edge], output: Any, *, wired: bool = False) -> dic
 
 
 # ---- slots and messages
-# Everything here is made once for a rank's bound program and used in every step of it. A value that this
-# rank holds lies in a slot, one for each value and microbatch; so do the gradients that each user owes for
-# it. The program is known, so it is known who reads a slot last, and that read empties it. Stages of one
-# rank hand over through slots alone; for the others there are messages, whose values are checked before
-# they are sent.
 
 
 Specs = Mapping[str, ValueSpec]

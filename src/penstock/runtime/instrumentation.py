@@ -176,7 +176,7 @@ def _nothing() -> None:
 
 # ---- whether what a step makes is finite, and where it first is not
 # During the step each value and gradient that leaves a stage is only added up, which waits for no device.
-# The sums are looked at after the step, and only where the loss or the gradients' norm is not finite.
+# The sums are checked after the step, and only if the loss or the norm of the gradients is not finite.
 
 
 OUTPUT, LOSS, GRADIENT, WEIGHTS = range(4)

@@ -85,7 +85,7 @@ class Desk:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drop everything."""
         self.arguments: Arguments = ((), {})
         self.output: Any = None
         self.grads: Gradients = ()
@@ -143,7 +143,7 @@ class StageWork:
         return self.data.recorder
 
     def clear(self) -> None:
-        """Let go of a step that is over or was interrupted."""
+        """Drop the data of a step that is over or was interrupted."""
         self.data = StepData()
         self.desk.clear()
         self._seeds.clear()

@@ -451,7 +451,7 @@ class GlooDeparture(Ticket):
         return not self._works
 
     def wait(self) -> None:
-        """Wait, and let go of the tensors."""
+        """Wait, and drop the tensors."""
         for work in self._works:
             work.wait()
         self._works, self._parcels = [], []

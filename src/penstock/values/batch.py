@@ -64,7 +64,7 @@ class _Missing:
 
 
 MISSING: Any = _Missing()
-"""Stands for an argument that was not given, as ``None`` may be given."""
+"""Stands for an argument that was not given, since ``None`` is a value that may be given."""
 
 
 class Microbatches:
