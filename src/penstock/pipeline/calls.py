@@ -212,8 +212,7 @@ class Caller:
             refused = error
         except Exception as error:
             # The user's own functions may split and weigh batches.
-            refused = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
-            refused.__cause__ = error.with_traceback(without_own_frames(error))
+            refused = before_first(error)
         return replace(self._call(Batch(), None, trains=trains, outputs=False), refused=refused)
 
     def _carried_out(self, call: Call, given: Given) -> list[Report]:
@@ -263,6 +262,13 @@ class Caller:
             return result
         timeline, kind = self._local.timeline(reports)
         return replace(result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble)
+
+
+def before_first(error: Exception) -> StageError:
+    """What every rank raises for an error in the user's code before the first microbatch."""
+    refused = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
+    refused.__cause__ = error.with_traceback(without_own_frames(error))
+    return refused
 
 
 def _attached(scaler: Any, agree: Callable[[bool], bool]) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MicrobatchError, PenstockError, UsageError
+from penstock.pipeline.calls import before_first
 from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import CallError, PlacementError
 from penstock.pipelining.microbatch import (
@@ -308,9 +309,9 @@ class PipelineSchedule:
             if target is not None:
                 target_mbs = list(split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
             self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        except PenstockError as error:
+        except Exception as error:
             if type(self)._step_microbatches is PipelineSchedule._step_microbatches:
-                self._current_runner().refuse(error, trains=self._has_backward)
+                self._refuse(error)
             raise
         self._step_microbatches(
             arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
@@ -319,6 +320,19 @@ class PipelineSchedule:
         if last is None or not return_outputs:
             return None
         return self._merge_outputs(last.output_chunks)
+
+    def _refuse(self, error: Exception) -> None:
+        """Tell all ranks, which are in the same step, what is wrong with what this one was given.
+
+        Raises:
+            PenstockError: the error as every rank raises it, if it is one of Penstock's.
+        """
+        told = error if isinstance(error, PenstockError) else before_first(error)
+        try:
+            self._current_runner().refuse(told, trains=self._has_backward)
+        except PenstockError:
+            if told is error:
+                raise
 
     def eval(
         self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any
