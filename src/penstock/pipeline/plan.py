@@ -187,7 +187,8 @@ def _check_alike(made: Schedule, usual: Schedule) -> None:
         raise ScheduleError(
             f"{made.name!r} places the stages on ranks {list(made.placement.rank_of)} for "
             f"{made.microbatches} microbatches, and on {list(usual.placement.rank_of)} for "
-            f"{usual.microbatches}; a schedule must place the stages alike for every number of microbatches"
+            f"{usual.microbatches}; a schedule must place the stages in the same way for every number of "
+            "microbatches"
         )
     if made.trains != usual.trains:
         without = usual if made.trains else made

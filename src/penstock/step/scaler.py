@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class LossScaler:
             raise UsageError(
                 "unscale_() was already called on this optimizer since the last update()"
             )
-        self._found[optimizer] = self._agree(_unscale(_gradients(optimizer), 1.0 / self._scale))
+        self._found[optimizer] = self._agree(_unscale(optimizer, 1.0 / self._scale))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Take the optimizer's step, unless some rank found a gradient that is not finite.
@@ -179,16 +179,10 @@ def _rounded(scale: float) -> float:
     return float(torch.tensor(float(scale), dtype=torch.float32))
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                yield parameter.grad
-
-
-def _unscale(gradients: Iterator[Tensor], factor: float) -> bool:
-    """Multiply gradients by a factor; returns whether any of them was not finite."""
-    found = list(gradients)
+def _unscale(optimizer: torch.optim.Optimizer, factor: float) -> bool:
+    """Multiply an optimizer's gradients by a factor; returns whether any of them was not finite."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found: list[Tensor] = [each.grad for each in parameters if each.grad is not None]
     if any(gradient.dtype is torch.float16 for gradient in found):
         raise UsageError(
             "gradients in float16 cannot be unscaled without loss; keep the weights in float32 and "

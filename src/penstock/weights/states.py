@@ -239,15 +239,16 @@ class Weights:
             state: the state dict to load.
             any_name: whether one of a weight's names is enough.
         """
+        held = self.state_dict()
         missing, sizes = [], []
-        for name, own in self.state_dict().items():
+        for name, own in held.items():
             names = self._names.all(name) if any_name else (name,)
             given = [other for other in names if other in state]
             if not given:
                 missing.append(name)
             elif isinstance(own, Tensor) and tuple(state[given[-1]].shape) != tuple(own.shape):
                 sizes.append(_size_error(name, state[given[-1]], own))
-        return {"own": list(self.state_dict()), "missing": missing, "sizes": sizes}
+        return {"own": list(held), "missing": missing, "sizes": sizes}
 
 
 def _same(one: Any, other: Any) -> bool:
