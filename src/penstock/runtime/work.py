@@ -92,6 +92,10 @@ class Desk:
         self.found: Gradients = ()
 
 
+SEEDS_KEPT = 256
+"""Seeds of backward that are kept from step to step, where steps have the same ones."""
+
+
 class StageWork:
     """The functions of one stage that rows are made of.
 
@@ -147,6 +151,9 @@ class StageWork:
         self.data = StepData()
         self.desk.clear()
         self._seeds.clear()
+        # Weights of microbatches that are counted anew in every step make new seeds without end.
+        if len(self._made) > SEEDS_KEPT:
+            self._made.clear()
 
     # ---- forward
 
