@@ -29,11 +29,11 @@ def stage_backward(
     The weights' gradients are added to their ``.grad``, as by ``backward()``.
 
     Args:
-        stage_output: What the stage returned: a tensor, or nested tuples, lists and dicts of
-            tensors and other values. Tensors that need no gradient are skipped.
-        output_grads: The outputs' gradients, in the same structure and of the same shapes. None
-            for an output or a container says that it has no gradient. None in place of it all
-            says that every output is a scalar loss, whose gradient is one.
+        stage_output: What the stage returned: a tensor, or nested tuples, lists and dicts of tensors and
+            other values. Tensors that need no gradient are skipped.
+        output_grads: The outputs' gradients, in the same structure and of the same shapes. None for an
+            output or a container says that it has no gradient. None in place of it all says that every
+            output is a scalar loss, whose gradient is one.
         input_values: The inputs of the stage; those that are no tensors are allowed.
         outputs_with_grads_idxs: Positions in ``stage_output`` and ``output_grads`` to use alone.
 
@@ -94,7 +94,7 @@ def backward_through(
         ends: The only edges to go to; everywhere by default.
 
     Returns:
-            One gradient of each input's shape, or None.
+        One gradient of each input's shape, or None.
     """
     inputs = [value for value in input_values if needs_gradient(value)]
     for value in inputs:
@@ -157,8 +157,8 @@ def pair_with_gradients(output: Any, gradient: Any, path: str = "output") -> Ite
 
     Args:
         output: A tensor, or tuples, lists and dicts of tensors and other values, nested.
-        gradient: The same structure. None in place of a tensor or of a whole container says that
-            no gradient flows there. Tuples and lists may stand for each other.
+        gradient: The same structure. None in place of a tensor or of a whole container says that no
+            gradient flows there. Tuples and lists may stand for each other.
         path: How messages call ``output``.
 
     Raises:

@@ -55,24 +55,24 @@ def stage_backward_input(
     """Computes the gradients of a stage's inputs for one microbatch, and nothing for its weights.
 
     Args:
-        stage_outputs_or_loss: What the stage returned, or its loss: a list of tensors, or any
-            nesting of tuples, lists and dicts of tensors and other values.
-        output_grads: The outputs' gradients, in the same structure and of the same shapes; they
-            must stay as they are until the weights' half. None for an entry says that it has no
-            gradient, None in place of it all means ones everywhere.
+        stage_outputs_or_loss: What the stage returned, or its loss: a list of tensors, or any nesting of
+            tuples, lists and dicts of tensors and other values.
+        output_grads: The outputs' gradients, in the same structure and of the same shapes; they must stay
+            as they are until the weights' half. None for an entry says that it has no gradient, None in
+            place of it all means ones everywhere.
         input_values: The inputs of the stage; those that are no tensors are allowed.
         weights: The parameters whose gradients `stage_backward_weight` will compute.
-        accumulate_grad: Also add the gradients to the ``.grad`` of inputs that are leaves, and
-            detach the outputs in place, so that their graph is freed although the caller keeps
-            them. With False neither inputs nor outputs are touched.
+        accumulate_grad: Also add the gradients to the ``.grad`` of inputs that are leaves, and detach the
+            outputs in place, so that their graph is freed although the caller keeps them. With False
+            neither inputs nor outputs are touched.
 
     Returns:
         One gradient of each input's shape, or None if the input needs or gets none; and the param
         groups for `stage_backward_weight`: those of `get_param_groups`, in the order in which
         backward reached them, where ``intermediates`` is a list of nodes and ``grads`` one of tuples
         along it: for each output of the node the gradient that flowed in, or None. A node on the
-        weight side in ``intermediates`` says that its gradient is known already; it may be there
-        more than once, and its tuple ends with its last gradient.
+        weight side in ``intermediates`` says that its gradient is known already; it may be there more than
+        once, and its tuple ends with its last gradient.
 
     Raises:
         UsageError: ``output_grads`` has another structure than the outputs.

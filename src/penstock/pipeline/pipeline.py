@@ -395,13 +395,13 @@ class Pipeline(WeightMethods):
             kwargs: the model's keyword arguments; they go to the stages that take them.
 
         Returns:
-                The same result on every rank.
+            The same result on every rank.
 
         Raises:
-                UsageError: the call is wrong. It is raised on every rank, and if nothing has been sent or
-                    changed yet, the Pipeline stays as it was.
-            StageError: the model's or the loss's code raised.
-            PoisonedError: an earlier call failed in the middle.
+            UsageError: the call is wrong. It is raised on every rank, and if nothing has been sent or
+                changed yet, the Pipeline stays as it was.
+        StageError: the model's or the loss's code raised.
+        PoisonedError: an earlier call failed in the middle.
         """
         self._held.prepare()
         run = partial(

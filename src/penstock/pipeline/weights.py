@@ -289,7 +289,7 @@ class WeightMethods:
             error_if_nonfinite: whether a norm that is infinite or ``nan`` is an error.
 
         Raises:
-                NonFiniteError: the norm is not finite.
+            NonFiniteError: the norm is not finite.
         """
         order = float(norm_type)
         norms = self._held.norms(order)
@@ -351,7 +351,7 @@ class WeightMethods:
             The names that were missing and unexpected, over all ranks.
 
         Raises:
-                StateDictError: something is missing, unexpected or of another size; nothing is changed then.
+            StateDictError: something is missing, unexpected or of another size; nothing is changed then.
         """
         return self._held.load(state_dict, strict=strict, any_name=False)
 

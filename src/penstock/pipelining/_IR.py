@@ -84,11 +84,11 @@ class Pipe(nn.Module):
         name: the model's name.
 
     Attributes:
-            split_gm: the stages as one module, whose output has the same structure as the model's.
-            num_stages: the number of stages.
-            has_loss_and_backward: always false, since the loss belongs to the schedule.
-            replicated_params: for each parameter that several stages use, its name in each of them, by
-                ``submod_pp_<stage>``.
+        split_gm: the stages as one module, whose output has the same structure as the model's.
+        num_stages: the number of stages.
+        has_loss_and_backward: always false, since the loss belongs to the schedule.
+        replicated_params: for each parameter that several stages use, its name in each of them, by
+            ``submod_pp_<stage>``.
     """
 
     has_loss_and_backward = False

@@ -159,7 +159,7 @@ def visualize_schedule(schedule: Sequence[Row], filename: str | None = None) -> 
         filename: of an SVG file; without it, the schedule is printed.
 
     Raises:
-            UsageError: the file name does not end in ``.svg``.
+        UsageError: the file name does not end in ``.svg``.
     """
     spans = tuple(span for rank, row in enumerate(schedule) for span in _spans(rank, row))
     timeline = Timeline(spans, len(schedule), "")

@@ -96,7 +96,7 @@ def generate_stage_to_rank_mapping(
         style: ``"loop"`` goes round and round, ``"v"`` there and back.
 
     Raises:
-            UsageError: the style is unknown, or the stages do not fill a V.
+        UsageError: the style is unknown, or the stages do not fill a V.
     """
     if style not in ("loop", "v"):
         raise UsageError(f"style={style!r}: must be 'loop' or 'v'")
@@ -165,7 +165,7 @@ def flatten_args(args: Any, *, detach: bool = False) -> Any:
         detach: whether to detach tensors from their graph, keeping ``requires_grad``.
 
     Returns:
-            The list; with ``detach``, the nested arguments with the detached values, and the list of those.
+        The list; with ``detach``, the nested arguments with the detached values, and the list of those.
     """
     leaves, tree = pytree.tree_flatten(args)
     if not detach:

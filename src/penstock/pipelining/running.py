@@ -293,7 +293,7 @@ class PipelineSchedule:
             kwargs: keyword arguments for the stages of this process.
 
         Returns:
-                The output on the rank of the last stage, ``None`` on others.
+            The output on the rank of the last stage, ``None`` on others.
 
         Raises:
             RuntimeError: gradients are disabled.
@@ -566,8 +566,8 @@ class PipelineSchedule:
                 file.
 
         Raises:
-                RowsError: the file holds no schedule.
-                PlacementError: it is for other stages, or actions are missing or repeated.
+            RowsError: the file holds no schedule.
+            PlacementError: it is for other stages, or actions are missing or repeated.
         """
         check_format(format)
         found = read_rows(filename)

@@ -168,7 +168,7 @@ class Brought:
         refused: what is wrong with what this process was given.
 
     Attributes:
-            refused: the same; or the error of a batch that cannot be described to other ranks.
+        refused: the same; or the error of a batch that cannot be described to other ranks.
     """
 
     def __init__(self, batch: Batch, mode: str, refused: PenstockError | None = None) -> None:
@@ -377,7 +377,7 @@ def agree_plan(
         told: what else must be the same on every rank, by name.
 
     Raises:
-            AgreementError: they do not; the message lists which rank has what.
+        AgreementError: they do not; the message lists which rank has what.
     """
     mine = {
         "schedule": f"{schedule.name} {_digest(str(schedule))}",
@@ -501,7 +501,7 @@ def look_up(
         traits: of this rank's parameters.
 
     Returns:
-            The key of the agreement; and the agreement itself, if such a call was made before.
+        The key of the agreement; and the agreement itself, if such a call was made before.
 
     Raises:
         PenstockError: what is wrong with what some rank was given; raised on every rank.

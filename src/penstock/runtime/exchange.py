@@ -253,7 +253,7 @@ class Exchange:
             changed: the positions of the changed tensors among its arguments.
 
         Raises:
-                SpecError: a later stage uses one of them.
+            SpecError: a later stage uses one of them.
         """
         start = 0
         for edge in self._program.taken(stage):

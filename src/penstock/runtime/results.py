@@ -108,10 +108,10 @@ def share_numbers(
         ill: whether something on this rank is not finite.
 
     Returns:
-            The numbers, the names known now, and whether something is not finite on any rank.
+        The numbers, the names known now, and whether something is not finite on any rank.
 
     Raises:
-            AgreementError: the ranks were given, or computed, different weights.
+        AgreementError: the ranks were given, or computed, different weights.
     """
     new = sorted(sums.names.difference(names))
     mark = weights.mark

@@ -307,8 +307,8 @@ class PipelineStage:
 
         Args:
             microbatch: its index.
-            output_grads: a gradient or ``None`` for each tensor of the output, in order, or
-                of what ``loss`` made of it; ``None`` if that is a scalar.
+            output_grads: a gradient or ``None`` for each tensor of the output, in order, or of what
+                ``loss`` made of it; ``None`` if that is a scalar.
 
         Returns:
             A gradient or ``None`` for each tensor among forward's arguments, in order.

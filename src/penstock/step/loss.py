@@ -196,7 +196,7 @@ def count(weight: LossWeight | None, samples: Sequence[int], targets: Sequence[A
         targets: of each microbatch.
 
     Raises:
-            UsageError: a weight is not a number or below 0, or there is not one for each microbatch.
+        UsageError: a weight is not a number or below 0, or there is not one for each microbatch.
     """
     if callable(weight):
         return _checked(_numbers([weight(target) for target in targets]))
@@ -280,8 +280,8 @@ class Scale:
 
     Args:
         accumulate: the number of steps whose gradients together equal those of one large batch.
-            total: what the loss is divided by, in place of the weight of this batch.
-            factor: of a loss scaler.
+        total: what the loss is divided by, in place of the weight of this batch.
+        factor: of a loss scaler.
     """
 
     accumulate: int = 1

@@ -38,7 +38,7 @@ class LossScaler:
         enabled: if False, the scale is 1 and every step is taken.
 
     Raises:
-            UsageError: the factors would not make the scale grow and shrink.
+        UsageError: the factors would not make the scale grow and shrink.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class LossScaler:
             kwargs: for the optimizer's step.
 
         Returns:
-                What the optimizer's step returned; None if it was skipped.
+            What the optimizer's step returned; None if it was skipped.
 
         Raises:
-                UsageError: it was already called since the last update.
+            UsageError: it was already called since the last update.
         """
         if not self.enabled:
             return optimizer.step(*args, **kwargs)
@@ -117,7 +117,7 @@ class LossScaler:
             new_scale: the next scale, instead of what the rule says.
 
         Raises:
-                UsageError: no optimizer has stepped since the last update.
+            UsageError: no optimizer has stepped since the last update.
         """
         if not self.enabled:
             return

@@ -103,7 +103,7 @@ class Transport(ABC):
             device: where to put the tensors.
 
         Returns:
-                A ticket for the list of tensors, which require no grad.
+            A ticket for the list of tensors, which require no grad.
         """
 
     @abstractmethod

@@ -246,9 +246,9 @@ def split(
         rules: by position or name of the argument.
 
     Raises:
-            MicrobatchError: a rule is for no argument, a tensor lacks the dimension to split, tensors
-                disagree about the number of samples, there are fewer samples than microbatches, or
-                ``count`` is below 1.
+        MicrobatchError: a rule is for no argument, a tensor lacks the dimension to split, tensors
+            disagree about the number of samples, there are fewer samples than microbatches, or
+            ``count`` is below 1.
     """
     found = split_batch(args, kwargs, MISSING, rules, count)
     if found.parts is None:

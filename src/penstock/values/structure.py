@@ -151,11 +151,11 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
             or in tuples, lists, dicts, named tuples and dataclasses.
 
     Returns:
-            The tensors in order, after :func:`arrived`; and the structure for :func:`unflatten`, which must
-            not be changed, as it may be shared.
+        The tensors in order, after :func:`arrived`; and the structure for :func:`unflatten`, which must
+        not be changed, as it may be shared.
 
     Raises:
-            SpecError: it holds something of another type; the message says where.
+        SpecError: it holds something of another type; the message says where.
     """
     if type(value) in _PLAIN:
         return [value], _TENSOR

@@ -43,7 +43,7 @@ def save_stage(
         stages: the number of stages.
 
     Returns:
-            The size of each tensor in bytes, by its name in the unsplit model.
+        The size of each tensor in bytes, by its name in the unsplit model.
     """
     tensors = _apart(state)
     folder.mkdir(parents=True, exist_ok=True)
@@ -388,9 +388,9 @@ def load_partition(
         seen: called with a text at every tensor, to report progress.
 
     Raises:
-            InputFileError: as for :func:`load_stage`.
-            StateDictError: the files are not those of the model: something is missing, has another size, or
-                belongs to no stage; nothing is changed then.
+        InputFileError: as for :func:`load_stage`.
+        StateDictError: the files are not those of the model: something is missing, has another size, or
+            belongs to no stage; nothing is changed then.
     """
     seen("looks for its weights")
     files = _found(folder)

@@ -105,7 +105,7 @@ def initialise(
             ``_init_weights``, if it has one.
 
     Raises:
-            UsageError: nothing has filled a tensor that was on the meta device.
+        UsageError: nothing has filled a tensor that was on the meta device.
     """
     blanks, modules = Blanks(homes), [module for module, _ in homes]
     owners = _owners(modules)
