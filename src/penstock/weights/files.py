@@ -227,6 +227,10 @@ class WeightFiles(Mapping[str, Tensor]):
         found: Tensor = self._open[path].get_tensor(first)
         return found
 
+    def __contains__(self, name: object) -> bool:
+        # Without this, Mapping would read the tensor to find out.
+        return name in self._files or name in self._tied
+
     def __iter__(self) -> Iterator[str]:
         yield from self._files
         yield from (name for name in self._tied if name not in self._files)
