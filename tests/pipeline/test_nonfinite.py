@@ -113,6 +113,21 @@ def test_the_module_is_found_and_nothing_changes() -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+def test_nothing_changes_in_weights_that_stages_share() -> None:
+    first, last = Passes(), Passes()
+    last.scale = first.scale
+    made = Pipeline(
+        nn.Sequential(first, Passes(), last), ranks=3, microbatches=4, loss_fn=mean_loss
+    )
+    made.step(X, target=X)
+    before = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+    assert made.find_nonfinite(X, target=X) is None
+    assert len(before) == 2
+    assert all(
+        torch.equal(p.grad, before[n]) for n, p in made.named_parameters() if p.grad is not None
+    )
+
+
 def test_a_finite_step_has_nothing_to_find() -> None:
     assert pipe().find_nonfinite(X, target=X) is None
 

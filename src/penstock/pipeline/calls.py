@@ -160,8 +160,13 @@ class Caller:
             )  # fmt: skip
 
         call = self._prepared(made, trains=True)
-        with self._training():
-            return seek(self._local, lambda: self._carried_out(call, given))
+
+        # Inside of what keeps the gradients, since shared weights get theirs when the context ends.
+        def run() -> Sequence[Report]:
+            with self._training():
+                return self._carried_out(call, given)
+
+        return seek(self._local, run)
 
     def _training_loss(self) -> Loss:
         if self._loss is None:
