@@ -73,6 +73,23 @@ def test_a_gradient_that_is_not_finite_stops_although_the_loss_is() -> None:
         pipe(Roots()).step(X, target=X)
 
 
+class RootOfWeight(Passes):
+    """Finite forward; the gradient of the weight alone is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.scale - 1).abs().sqrt() * x.detach()
+
+
+def test_a_gradient_of_a_shared_weight_that_is_not_finite_stops() -> None:
+    first, last = RootOfWeight(), RootOfWeight()
+    last.scale = first.scale
+    made = Pipeline(
+        nn.Sequential(first, Passes(), last), ranks=3, microbatches=4, loss_fn=mean_loss
+    )
+    with pytest.raises(NonFiniteError, match="gradients of the weights of stage"):
+        made.step(X, target=X)
+
+
 def test_skipping_drops_the_gradients(caplog: pytest.LogCaptureFixture) -> None:
     made = pipe(Divides(), nonfinite="skip")
     result = made.step(X, target=X)

@@ -274,16 +274,13 @@ def _sum_of(tensor: Tensor) -> Tensor:
 
 
 def has_finite_gradients(stages: Iterable[PipelineStage]) -> bool:
-    """Whether the norm of the weights' gradients is finite.
-
-    DTensors are left to the code that shards them.
-    """
-    gradients = [
-        parameter.grad
-        for stage in stages
-        for parameter in stage.module.parameters()
-        if type(parameter.grad) is Tensor and not parameter.grad.is_sparse
-    ]
+    """Whether the norm of the weights' gradients is finite. DTensors are left to the code that shards them."""
+    gradients: list[Tensor] = []
+    for stage in stages:
+        # Gradients of weights that stages share are collected beside .grad, and are in it in this context.
+        with stage.apart:
+            found = [parameter.grad for parameter in stage.module.parameters()]
+        gradients += [grad for grad in found if type(grad) is Tensor and not grad.is_sparse]
     return not gradients or bool(nn.utils.get_total_norm(gradients).isfinite())
 
 
