@@ -106,6 +106,15 @@ def test_warning_leaves_them(caplog: pytest.LogCaptureFixture) -> None:
     assert "action 1F3" in caplog.text
 
 
+def test_steps_are_counted_as_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+    made = pipe(Divides(), nonfinite="warn")
+    made.randomness.load_state_dict({"seed": 0, "step": 6})
+    made.find_nonfinite(X, target=X)
+    with caplog.at_level(logging.WARNING, "penstock"):
+        made.step(X, target=X)
+    assert "step 7 is not finite" in caplog.text
+
+
 def test_an_unknown_word_is_refused() -> None:
     with pytest.raises(UsageError, match="nonfinite='never'"):
         pipe(nonfinite="never")

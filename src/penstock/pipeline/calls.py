@@ -127,12 +127,11 @@ class Caller:
         result, trouble = self._result(call, reports), reports[0].trouble
         if trouble is None or call.loss is None:
             return result
-        self._meet(trouble, call.loss.nonfinite)
+        self._meet(trouble, call.loss.nonfinite, randomness.step)
         return replace(result, finite=False)
 
-    def _meet(self, trouble: Trouble, nonfinite: NonFinite) -> None:
+    def _meet(self, trouble: Trouble, nonfinite: NonFinite, step: int) -> None:
         """Raise, skip or warn about a step that is not finite, the same on every rank."""
-        step = self._local.steps
         if nonfinite == "stop":
             raise NonFiniteError(
                 f"step {step}: {trouble}; do not step the optimizer. find_nonfinite of this batch says which "

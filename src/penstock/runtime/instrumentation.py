@@ -274,7 +274,7 @@ def _sum_of(tensor: Tensor) -> Tensor:
 
 
 def has_finite_gradients(stages: Iterable[PipelineStage]) -> bool:
-    """Whether the norm of the weights' gradients is finite. DTensors are left to the code that shards them."""
+    """Whether the norm of the weights' gradients is finite; DTensors are left to what shards them."""
     gradients: list[Tensor] = []
     for stage in stages:
         # Gradients of weights that stages share are collected beside .grad, and are in it in this context.
