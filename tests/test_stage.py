@@ -373,7 +373,7 @@ def test_an_argument_that_is_given_twice_and_changed_is_refused() -> None:
 
     stage, x = PipelineStage(Writes(), 0, 1), torch.randn(2, 4)
     stage.forward(0, (x, x.clone()))
-    with pytest.raises(SpecError, match="another argument is the same memory"):
+    with pytest.raises(SpecError, match="another argument shares its memory"):
         stage.forward(1, (x, x))
 
 

@@ -77,7 +77,7 @@ def test_a_change_in_place_between_forward_and_backward_is_explained() -> None:
     x, scale = leaf(), torch.ones((), dtype=torch.float64)
     output = x * scale
     scale.mul_(2)
-    with pytest.raises(StageError, match="forward of a later microbatch may do so"):
+    with pytest.raises(StageError, match="forward of a later microbatch may run before"):
         stage_backward(output, torch.ones_like(output), [x])
 
 

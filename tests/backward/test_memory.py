@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.backward import capture
+from penstock.backward import split
 from tests.backward import making, zoo
 from tests.backward.blocks import TransformerBlock
 from tests.backward.oracle import DeferredEngine, Engine, FullEngine, GraphEngine, Stage, seeds
@@ -65,7 +65,7 @@ def test_what_no_weight_needs_is_freed_between_the_halves() -> None:
 
 
 def test_a_freed_node_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "RELEASE_BYTES", 0)
+    monkeypatch.setattr(split, "RELEASE_BYTES", 0)
     weight, value = making.weight().requires_grad_(), making.x()
     hidden = (value @ weight).sin()
     GraphEngine().input_half(hidden * 2, None, [value], [weight])

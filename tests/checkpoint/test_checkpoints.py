@@ -202,7 +202,7 @@ def test_groups_that_ranks_make_in_their_own_way() -> None:
     assert merged.numbers == [[0, 1], [1, 2]]
     assert find_groups([["d"], ["c", "b"]], merged.members, merged.settings) == ([2, 1], [])
     _, problems = find_groups([["a", "c"]], merged.members, merged.settings)
-    assert "group 0 has parameters that were saved in groups of different settings" in problems[0]
+    assert "group 0 has parameters that were saved in groups with different settings" in problems[0]
 
 
 def test_a_group_for_each_layer_and_its_scheduler(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_calls_that_mean_nothing(tmp_path: Path) -> None:
         ({"optimizer": stepped(linear())}, "optimizer= was given without pipe= or model="),
         (
             {"model": model, "optimizer": stepped(linear())},
-            "has parameters that the model has not: number 0",
+            "has parameters that are not the model.s: number 0",
         ),
     ):
         with pytest.raises(UsageError, match=text):

@@ -135,7 +135,7 @@ def test_positions_are_refused_and_what_fits_is_not() -> None:
     assert run.pipe is not None
     run.train(1)
     state = run.optimizer.state_dict()
-    with pytest.raises(StateDictError, match="holds positions, which mean other parameters"):
+    with pytest.raises(StateDictError, match="holds positions, which mean different parameters"):
         run.pipe.load_optimizer_state_dict(run.optimizer, state)
     # In the layout that it is from, an optimizer's own is right, through torch.save too.
     buffer = io.BytesIO()

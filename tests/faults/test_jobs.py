@@ -160,7 +160,7 @@ def test_what_a_stage_forks_is_no_rank(tmp_path: Path) -> None:
     assert refused.startswith("StageError: rank 1, stage 1, microbatch ")
     assert refused.endswith("ValueError: the child's own")
     assert raised.startswith(
-        "UsageError: this process was forked from that of rank 1 and is no rank"
+        "UsageError: this process was forked from that of rank 1, and is not a rank"
     )
 
 

@@ -448,7 +448,7 @@ def beats(*seconds: float, count: int = 10) -> list[dict[str, Any]]:
 def test_a_straggler_is_named_once() -> None:
     stragglers = Stragglers()
     (text,) = stragglers.find(beats(0.01, 0.1, 0.01))
-    assert "stage 1 is a straggler: an action takes 100.0 ms there, planned are 10.0 ms" in text
+    assert "stage 1 is a straggler: an action takes 100.0 ms there, and 10.0 ms" in text
     assert stragglers.find(beats(0.01, 0.1, 0.01, count=30)) == []
 
 

@@ -365,8 +365,8 @@ def test_names_are_those_of_the_unsplit_model_whatever_is_around() -> None:
 
 def test_what_wrap_must_give() -> None:
     made: list[tuple[Any, str]] = [
-        (lambda module, stage: "a module", "it must give the module"),
-        (lambda module, stage: Mlp(), "in which the stage's module is not"),
+        (lambda module, stage: "a module", "it must return the wrapped module"),
+        (lambda module, stage: Mlp(), "does not contain the stage's module"),
         (fully_shard, "must be a function of a stage's module and its index"),
     ]
     for given, said in made[:2]:

@@ -73,6 +73,23 @@ def test_a_gradient_that_is_not_finite_stops_although_the_loss_is() -> None:
         pipe(Roots()).step(X, target=X)
 
 
+class RootOfWeight(Passes):
+    """Finite forward; the gradient of the weight alone is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.scale - 1).abs().sqrt() * x.detach()
+
+
+def test_a_gradient_of_a_shared_weight_that_is_not_finite_stops() -> None:
+    first, last = RootOfWeight(), RootOfWeight()
+    last.scale = first.scale
+    made = Pipeline(
+        nn.Sequential(first, Passes(), last), ranks=3, microbatches=4, loss_fn=mean_loss
+    )
+    with pytest.raises(NonFiniteError, match="gradients of the weights of stage"):
+        made.step(X, target=X)
+
+
 def test_skipping_drops_the_gradients(caplog: pytest.LogCaptureFixture) -> None:
     made = pipe(Divides(), nonfinite="skip")
     result = made.step(X, target=X)
@@ -87,6 +104,15 @@ def test_warning_leaves_them(caplog: pytest.LogCaptureFixture) -> None:
         assert not made.step(X, target=X).finite
     assert all(parameter.grad is not None for parameter in made.parameters())
     assert "action 1F3" in caplog.text
+
+
+def test_steps_are_counted_as_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+    made = pipe(Divides(), nonfinite="warn")
+    made.randomness.load_state_dict({"seed": 0, "step": 6})
+    made.find_nonfinite(X, target=X)
+    with caplog.at_level(logging.WARNING, "penstock"):
+        made.step(X, target=X)
+    assert "step 7 is not finite" in caplog.text
 
 
 def test_an_unknown_word_is_refused() -> None:
@@ -111,6 +137,21 @@ def test_the_module_is_found_and_nothing_changes() -> None:
     assert "'1.1'" in str(found)
     after = [p.grad for p in made.parameters() if p.grad is not None]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_nothing_changes_in_weights_that_stages_share() -> None:
+    first, last = Passes(), Passes()
+    last.scale = first.scale
+    made = Pipeline(
+        nn.Sequential(first, Passes(), last), ranks=3, microbatches=4, loss_fn=mean_loss
+    )
+    made.step(X, target=X)
+    before = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+    assert made.find_nonfinite(X, target=X) is None
+    assert len(before) == 2
+    assert all(
+        torch.equal(p.grad, before[n]) for n, p in made.named_parameters() if p.grad is not None
+    )
 
 
 def test_a_finite_step_has_nothing_to_find() -> None:

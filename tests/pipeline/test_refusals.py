@@ -62,7 +62,7 @@ def incomplete() -> Schedule:
 MAKING: dict[str, Refusal] = {
     "unknown schedule": (lambda: make(schedule="1F1"), ScheduleError, "did you mean '1F1B'"),
     "no ranks": (lambda: make(ranks=0, stages=2), UsageError, "ranks=0: must be at least 1"),
-    "ranks unsaid": (lambda: make(ranks=None), UsageError, "how many ranks are there"),
+    "ranks unsaid": (lambda: make(ranks=None), UsageError, "the number of ranks is not known"),
     "microbatches": (lambda: make(microbatches=0), ScheduleError, "microbatches=0"),
     "uneven stages": (
         lambda: make(stages=3),
@@ -182,12 +182,12 @@ MAKING: dict[str, Refusal] = {
     "a mesh without the pipeline": (
         lambda: make(mesh=mesh_of("dp", "tp")),
         UsageError,
-        r"the mesh has the dimensions \('dp', 'tp'\); one named 'pp' must say",
+        r"the mesh has the dimensions \('dp', 'tp'\); the one along which .* named 'pp'",
     ),
     "replicas of several dimensions": (
         lambda: make(replicas=mesh_of("dp", "pp")),
         UsageError,
-        r"the mesh has the dimensions \('dp', 'pp'\); give the one along which the replicas lie",
+        r"the mesh has the dimensions \('dp', 'pp'\); give the dimension of the replicas",
     ),
     "a mesh and a group": (
         lambda: make(mesh=2, group=2),
@@ -385,7 +385,7 @@ SLIPS: dict[str, Slip] = {
     "no target": (
         lambda pipe: pipe.step(X),
         UsageError,
-        r"no target was given, and loss_fn does not do without one \(.*\); pass it as target=",
+        r"no target was given, and loss_fn fails without one \(.*\); pass it as target=",
     ),
     "a positional target": (
         lambda pipe: pipe.step(X, Y),
@@ -471,7 +471,7 @@ SLIPS: dict[str, Slip] = {
     "torch's scaler": (
         lambda pipe: pipe.step(X, target=Y, scaler=torch.amp.GradScaler("cpu")),  # type: ignore[arg-type]
         UsageError,
-        "scaler=GradScaler: must be a penstock.LossScaler, .* decides for all ranks together",
+        r"scaler=GradScaler: must be a penstock.LossScaler\. .* decides for all ranks",
     ),
     "no gradients": (
         lambda pipe: torch.inference_mode()(pipe.step)(X, target=Y),
@@ -579,7 +579,7 @@ def test_a_loss_that_needs_no_target_is_given_none(target: dict[str, Any]) -> No
 
 def test_a_loss_that_gives_no_scalar_without_a_target_needs_one() -> None:
     with pytest.raises(
-        UsageError, match="no target was given, and loss_fn gives no scalar without"
+        UsageError, match="no target was given, and loss_fn returns no scalar without"
     ):
         make(loss_fn=lambda output, target: output if target is None else output.mean()).step(X)
 
@@ -677,8 +677,10 @@ def test_a_device_of_this_machine_goes_to_each_local_rank(monkeypatch: pytest.Mo
     assert placed_on("cuda:0") == torch.device("cuda:0")
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(
-        UsageError, match=r"number 2, by LOCAL_RANK, but there are 2; start at most 2"
+        UsageError, match=r"number 2, by LOCAL_RANK, but there are only 2; start at most 2"
     ):
         placed_on("cuda")
-    with pytest.raises(UsageError, match=r"device='cuda:7': .* take number 7, but there are 2"):
+    with pytest.raises(
+        UsageError, match=r"device='cuda:7': .* take number 7, but there are only 2"
+    ):
         placed_on("cuda:7")

@@ -79,5 +79,7 @@ def test_orders_of_sharded_stages(workers: WorkerPool, package: str, how: str) -
 
 def test_every_rank_hears_what_one_cannot_split(workers: WorkerPool) -> None:
     first, second = run(workers, "penstock", "shown:refused")
-    assert first == second == [first[0]] * 2
-    assert first[0].startswith("rank 0: ")
+    assert first[:2] == second[:2] == [first[0]] * 2
+    assert first[0].partition(": ")[2].startswith("rank 0: ")
+    assert second[2] == "TypeError: losses must be a list, not a tuple"
+    assert first[2] == f"StageError: rank 1: before the first microbatch: {second[2]}"

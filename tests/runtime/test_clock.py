@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.runtime import work
-from penstock.runtime.work import Recorder
+from penstock.runtime import instrumentation
+from penstock.runtime.instrumentation import Recorder
 from penstock.schedule import Action, Op
 
 FORWARD, BACKWARD = Action(0, Op.F, 0), Action(0, Op.B, 0)
@@ -16,7 +16,7 @@ FORWARD, BACKWARD = Action(0, Op.F, 0), Action(0, Op.B, 0)
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes on by a second with each reading, from 100."""
     times = iter(range(100, 200))
-    monkeypatch.setattr(work, "perf_counter", lambda: float(next(times)))
+    monkeypatch.setattr(instrumentation, "perf_counter", lambda: float(next(times)))
 
 
 @pytest.mark.usefixtures("ticking")

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import SpecError
 from penstock.runtime import RankProgram, channels
-from penstock.runtime.arguments import as_arguments, as_values
+from penstock.runtime.exchange import as_arguments, as_values
 from penstock.schedule import (
     Edge,
     Placement,
@@ -148,5 +148,7 @@ def test_several_values_come_from_a_dict() -> None:
 @pytest.mark.parametrize(("output", "found"), [({"x": 1}, r"\['x'\]"), ((1, 2), "a tuple")])
 def test_several_values_need_a_dict_that_has_them(output: Any, found: str) -> None:
     edges = [Edge("x", 4, (5,)), Edge("y", 4, (5,))]
-    with pytest.raises(SpecError, match=rf"stage 4 must give a dict with \['x', 'y'\]; .* {found}"):
+    with pytest.raises(
+        SpecError, match=rf"stage 4 must return a dict with \['x', 'y'\], .* {found}"
+    ):
         as_values(edges, output)

@@ -108,7 +108,7 @@ def test_only_the_ends_of_a_channel_use_it(ends: list[InProcessTransport]) -> No
 def test_a_control_operation_waits_for_all(ends: list[InProcessTransport]) -> None:
     ticket = ends[1].sum(torch.ones(1))
     assert not ticket.ready()
-    with pytest.raises(MessageError, match=r"waits for ranks \[0\], which do not run it"):
+    with pytest.raises(MessageError, match=r"waits for ranks \[0\], which do not take part in it"):
         ticket.take()
     ends[0].sum(torch.ones(1))
     assert ticket.take().tolist() == [2]

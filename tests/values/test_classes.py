@@ -63,7 +63,7 @@ def test_a_class_inside_a_function_can_be_registered() -> None:
 WRONG: dict[str, tuple[Any, ...]] = {
     "takes a class, not 3": (3,),
     "give both functions or none": (Cache, vars),
-    "give take_apart and put_together": (Cache,),
+    "pass take_apart and put_together": (Cache,),
 }
 
 

@@ -195,7 +195,7 @@ UNLIKE: dict[str, tuple[list[Any], str]] = {
     "keys": ([{"a": 1}, {"b": 1}], "different keys"),
     "more keys": ([{"a": 1}, {"a": 1, "b": 1}], "different keys"),
     "values": ([1, 2], r"different values: \[1, 2\]"),
-    "shapes": ([rows(1, 2), rows(1, 3)], r"shapes \[\[1, 2\], \[1, 3\]\] cannot be put together"),
+    "shapes": ([rows(1, 2), rows(1, 3)], r"shapes \[\[1, 2\], \[1, 3\]\] cannot be merged"),
 }
 
 

@@ -40,7 +40,7 @@ def shapes(parts: Sequence[Any], name: str) -> list[list[int]]:
 def test_a_tensor_with_another_first_dimension_is_named() -> None:
     says = (
         r"the batch has 5 samples \(argument 0 of shape \[5, 4\] has 5 in dimension 0\), but argument "
-        r"'position_ids' of shape \[3, 5, 4\] has 3 in dimension 0; say with rules="
+        r"'position_ids' of shape \[3, 5, 4\] has 3 in dimension 0; use rules="
     )
     with pytest.raises(MicrobatchError, match=says):
         split((TOKENS,), {"position_ids": POSITIONS}, 2)
@@ -315,11 +315,11 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "twice": (lambda: ready([1, 2, 3], targets=[1, 2, 3]), "as target=; give one"),
     "with others": (
         lambda: split_batch((Microbatches(RAGGED), 1), {}, None, None, 8),
-        "give no others beside them",
+        "pass no others beside them",
     ),
     "by name": (
         lambda: split_batch((), {"x": Microbatches(RAGGED)}, None, None, 8),
-        "give no others beside them",
+        "pass no others beside them",
     ),
 }
 

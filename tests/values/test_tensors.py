@@ -124,7 +124,7 @@ STAYING: dict[str, tuple[Callable[[], Tensor], str]] = {
     "jagged": (jagged, "a nested tensor cannot travel"),
     "a class of its own": (
         lambda: torch.zeros(2).as_subclass(Marked),
-        "of the class Marked cannot travel; give a plain one, .*as_subclass",
+        "of the class Marked cannot travel; return a plain one, .*as_subclass",
     ),
 }
 

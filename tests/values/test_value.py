@@ -68,9 +68,7 @@ BROKEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", sorted(BROKEN))
 def test_other_data_is_no_spec(name: str) -> None:
-    with pytest.raises(
-        SpecError, match=r"not the spec of a value|there are no such dtypes: \['float31'\]"
-    ):
+    with pytest.raises(SpecError, match=r"not the spec of a value|there is no dtype 'float31'"):
         ValueSpec.from_json(BROKEN[name])
 
 

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from penstock.partition import cut_chain, cut_sequential
-from penstock.weights import save_index, save_stage
+from penstock.weights import WeightFiles, read_weights, save_index, save_stage
 from penstock.weights.files import INDEX, stage_file
 
 
@@ -78,3 +79,13 @@ def test_what_lies_crosswise_in_memory_is_written_straight(tmp_path: Path) -> No
     linear.weight = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
     save(nn.Sequential(linear), tmp_path, 1)
     assert torch.equal(load(tmp_path)["0.weight"], linear.weight)
+
+
+def test_a_name_is_looked_up_without_reading_its_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(model(), tmp_path, 2)
+    found = read_weights(tmp_path)
+    monkeypatch.setattr(WeightFiles, "__getitem__", lambda *_: pytest.fail("a tensor is read"))
+    assert "0.weight" in found
+    assert "none" not in found

@@ -233,7 +233,7 @@ def unknown(device: str) -> nn.Sequential:
 
 
 def test_what_nobody_fills_is_named() -> None:
-    with pytest.raises(UsageError, match=r"1.scale \(Unknown\), 1.mask .*, 1.places .* give init="):
+    with pytest.raises(UsageError, match=r"1.scale \(Unknown\), 1.mask .*, 1.places .* pass init="):
         penstock.init_weights(unknown("meta"), 1)
 
 

@@ -3,10 +3,9 @@
 The halves work on any autograd graph and need nothing but its outputs, inputs and weights.
 """
 
-from penstock.backward.deferred import DeferredBackward
+from penstock.backward.deferred import DeferredBackward, SplitFunction
 from penstock.backward.engines import ENGINES, Apart, BackwardEngine
 from penstock.backward.full import backward_from, stage_backward
-from penstock.backward.function import SplitFunction
 from penstock.backward.graph import (
     ParamGroup,
     _get_grad_fn_or_grad_acc,

@@ -1,4 +1,4 @@
-"""The engines that cut a stage's backward pass in two, by name; and gradients that are collected apart."""
+"""The engines that cut a stage's backward pass in two, by name; and gradients collected beside ``.grad``."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from penstock.backward.deferred import DeferredBackward
+from penstock.backward.deferred import DeferredBackward, refusing
 from penstock.backward.full import Gradients, stage_backward, tensors_in
 from penstock.backward.graph import construct_reverse_graph, nodes_of
 from penstock.backward.split import stage_backward_input, stage_backward_weight
 from penstock.backward.store import LEAF
-from penstock.backward.waiting import refusing
 
-# ---- gradients that are collected beside ``.grad``, stage by stage
+# ---- gradients of shared weights, collected beside ``.grad``
 # A weight that several stages use has one gradient, the sum of their shares. In one process those stages
-# hold one parameter; if each added straight into its ``.grad``, the bits of the sum would depend on which
-# stages live together and on whose backward runs first. So each stage collects its own share, and whoever
-# knows all shares adds them up.
+# hold the same parameter. If each added its share straight to ``.grad``, the bits of the sum would depend
+# on which stages live together, and on whose backward runs first. So each stage collects its own share, and
+# ``weights/sharing.py`` adds up all of them.
 
 
 class Apart:
-    """A context in which gradients of some parameters add up here and not in their ``.grad``.
+    """A context in which the gradients of some parameters add up here, and not in their ``.grad``.
 
-    What stood in ``.grad`` is back there when the context ends, also after an error.
+    When the context ends, also after an error, ``.grad`` holds again what it held before.
 
     Args:
-        parameters: which ones.
+        parameters: whose gradients.
     """
 
     def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
@@ -47,7 +46,7 @@ class Apart:
             self._outside = []
 
     def take(self) -> list[Tensor | None]:
-        """What was collected of each parameter since the last call."""
+        """What was collected for each parameter since the last call."""
         shares, self._shares = self._shares, [None] * len(self._parameters)
         return shares
 
@@ -57,18 +56,18 @@ def _put(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> No
         parameter.grad = gradient
 
 
-# ---- the engines that cut a stage's backward pass in two, by name
+# ---- the engines
 
 
 class BackwardEngine(Protocol):
-    """How the microbatches of one stage go backward: all at once, or in two halves.
+    """How the microbatches of one stage go backward: in one piece, or in two halves.
 
     ``outputs`` and ``output_grads`` are as for `stage_backward`.
     """
 
     @property
     def is_plain(self) -> bool:
-        """Whether `full` is a backward pass as autograd's own."""
+        """Whether `full` is simply autograd's own backward pass."""
 
     def full(self, outputs: Any, output_grads: Any, inputs: Sequence[Any]) -> Gradients:
         """Returns the inputs' gradients and adds the weights' to their ``.grad``."""
@@ -79,14 +78,14 @@ class BackwardEngine(Protocol):
         """Returns the inputs' gradients, and what the other half needs."""
 
     def weight_half(self, state: Any) -> None:
-        """Adds to the weights' ``.grad`` what the other half has left."""
+        """Computes what the other half has left, and adds it to the weights' ``.grad``."""
 
     def flush(self) -> None:
-        """Does what the weights' halves have put off; the stage has no microbatch under way."""
+        """Does what the weights' halves have put off. Called when the stage has no microbatch under way."""
 
 
 class Unsplit:
-    """No split: everything is done in the inputs' half."""
+    """No split: the inputs' half is a full backward pass."""
 
     is_plain = True
 
@@ -116,7 +115,7 @@ class Graph(Unsplit):
     def input_half(
         self, outputs: Any, output_grads: Any, inputs: Sequence[Any]
     ) -> tuple[Gradients, Any]:
-        """Captures what flows towards the weights, where backward can be cut."""
+        """Captures what flows towards the weights, unless this graph runs in whole backward passes only."""
         if refusing(tensors_in(outputs)):
             return super().input_half(outputs, output_grads, inputs)
         weights = self._weights(outputs, inputs)
@@ -131,7 +130,7 @@ class Graph(Unsplit):
             stage_backward_weight(*state, return_grads=False)
 
     def _weights(self, outputs: Any, inputs: Sequence[Any]) -> list[Tensor]:
-        """The module's weights, and the leaves that a loss uses besides, such as other stages' weights."""
+        """The module's weights, and other leaves that a loss uses, such as weights of other stages."""
         nodes = construct_reverse_graph(nodes_of(tensors_in(outputs)))
         used = [cast("Any", node).variable for node in nodes if type(node) is LEAF]
         weights = {id(weight): weight for weight in (*self._module.parameters(), *used)}

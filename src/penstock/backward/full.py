@@ -1,4 +1,4 @@
-"""The full backward pass of a stage, whose output may be nested; errors show it."""
+"""The full backward pass of a stage, whose output may be nested; errors show its shapes."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def stage_backward(
     The weights' gradients are added to their ``.grad``, as by ``backward()``.
 
     Args:
-        stage_output: What the stage returned: a tensor, or nested tuples, lists and dicts of
-            tensors and other values. Tensors that need no gradient are skipped.
-        output_grads: The outputs' gradients, in the same structure and of the same shapes. None
-            for an output or a container says that it has no gradient. None in place of it all
-            says that every output is a scalar loss, whose gradient is one.
+        stage_output: What the stage returned: a tensor, or nested tuples, lists and dicts of tensors and
+            other values. Tensors that need no gradient are skipped.
+        output_grads: The outputs' gradients, in the same structure and of the same shapes. None for an
+            output or a container says that it has no gradient. None in place of it all says that every
+            output is a scalar loss, whose gradient is one.
         input_values: The inputs of the stage; those that are no tensors are allowed.
         outputs_with_grads_idxs: Positions in ``stage_output`` and ``output_grads`` to use alone.
 
     Returns:
-        One gradient of each input's shape, or None where it needs or gets none. They do not
-        contain what stood in an input's ``.grad``, and every ``.grad`` of an input is None then.
+        One gradient of each input's shape, or None if the input needs or gets none. They do not include
+        what was in an input's ``.grad`` before; afterwards every ``.grad`` of an input is None.
 
     Raises:
         UsageError: ``output_grads`` has another structure than ``stage_output``.
@@ -56,23 +56,23 @@ def stage_backward(
 def backward_from(
     outputs: list[Tensor], grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
 ) -> Gradients:
-    """Does `stage_backward` for outputs that are a row of tensors, and inputs with no ``.grad`` yet.
+    """Does `stage_backward` for a flat list of output tensors, and inputs that have no ``.grad`` yet.
 
-    It is what a pipeline's stage calls for each microbatch; nothing is asked twice.
+    This is what a pipeline's stage calls for each microbatch, so it checks as little as it can.
     """
     try:
         run_backward(pairs_of(outputs, grads), ())
     except PenstockError:
         raise
     except Exception as error:
-        # It looks closer at what was given, for which there is no time where nothing is wrong.
+        # Checks the arguments more closely, which takes too long while nothing is wrong.
         seeds_of(outputs, grads)
         raise _told("stage_backward", {"output": outputs, "gradient": grads}, error) from error
     return tuple([tensor.grad if tensor.requires_grad else None for tensor in inputs])
 
 
 def pairs_of(outputs: list[Tensor], grads: Sequence[Tensor | None] | None) -> list[Pair]:
-    """Does `seeds_of` for outputs that are a row of tensors."""
+    """Does `seeds_of` for a flat list of output tensors."""
     if grads is None:
         return [(output, None) for output in outputs if output.requires_grad]
     _check_length(outputs, grads, "output")
@@ -91,17 +91,17 @@ def backward_through(
     Args:
         pairs: The outputs with their gradients.
         input_values: The inputs of the stage.
-        ends: Where to go, and nowhere else; everywhere by default.
+        ends: The only edges to go to; everywhere by default.
 
     Returns:
         One gradient of each input's shape, or None.
     """
-    inputs = [value for value in input_values if _needs_gradient(value)]
+    inputs = [value for value in input_values if needs_gradient(value)]
     for value in inputs:
         _expose_grad(value)
     try:
         run_backward(pairs, ends)
-        return tuple(value.grad if _needs_gradient(value) else None for value in input_values)
+        return tuple(value.grad if needs_gradient(value) else None for value in input_values)
     finally:
         for value in inputs:
             value.grad = None
@@ -115,7 +115,8 @@ def seeds_of(stage_output: Any, output_grads: Any) -> list[Pair]:
     return [(output, gradient) for output, gradient in pairs if gradient is not None]
 
 
-def _needs_gradient(value: Any) -> bool:
+def needs_gradient(value: Any) -> bool:
+    """Says whether a value is a tensor that requires a gradient."""
     return isinstance(value, Tensor) and value.requires_grad
 
 
@@ -131,9 +132,9 @@ def run_backward(
     """Runs one pass of autograd that adds to ``.grad``.
 
     Args:
-        pairs: Tensors or edges with their gradients; None says one, for a scalar.
-        ends: Where to go, and nowhere else; everywhere by default.
-        again: Whether the graph will be run again.
+        pairs: Tensors or edges with their gradients; None stands for 1, for a scalar.
+        ends: The only edges to go to; everywhere by default.
+        again: Whether to keep the graph for another pass.
     """
     if not pairs:
         return
@@ -156,8 +157,8 @@ def pair_with_gradients(output: Any, gradient: Any, path: str = "output") -> Ite
 
     Args:
         output: A tensor, or tuples, lists and dicts of tensors and other values, nested.
-        gradient: The same structure. None in place of a tensor or of a whole container says that
-            no gradient flows there. Tuples and lists may stand for each other.
+        gradient: The same structure. None in place of a tensor or of a whole container says that no
+            gradient flows there. Tuples and lists may stand for each other.
         path: How messages call ``output``.
 
     Raises:
@@ -226,8 +227,8 @@ def _told(call: str, values: Mapping[str, Any], error: Exception) -> StageError:
 
 
 _CHANGED = (
-    " In a pipeline the forward of a later microbatch may do so before this backward, where a module changes "
-    "a buffer in place that it also computes with: have it make a new tensor instead of changing the old one."
+    " In a pipeline the forward of a later microbatch may run before this backward. If a module changes a "
+    "buffer in place that it also computes with, let it make a new tensor instead of changing the old one."
 )
 
 

@@ -64,7 +64,7 @@ def nodes_of(tensors: Iterable[Any]) -> list[Node]:
 
 
 def construct_reverse_graph(roots: Iterable[Node | None]) -> ReverseGraph:
-    """Turns the edges of the graph below ``roots`` round.
+    """Reverses the edges of the graph below ``roots``.
 
     Args:
         roots: Nodes to start from, usually those of a stage's outputs. None is skipped.
@@ -125,7 +125,7 @@ def get_param_groups(
 ) -> list[ParamGroup]:
     """Groups the weights by the nodes at which their gradients leave the path to the inputs.
 
-    Weights that share an intermediate, or a node on the way to one, stand in one group.
+    Weights that share an intermediate, or a node on the way to one, form one group.
 
     Args:
         inputs: Nodes of the inputs.

@@ -1,8 +1,9 @@
-"""The nodes of autograd whose weights' gradients can wait, and how those are computed.
+"""The autograd nodes whose weights' gradients can wait, and how those gradients are computed.
 
-A node is known by its name, and what it has saved by the names in torch's ``derivatives.yaml``; torch's notes
-on autograd describe the ``_saved_*`` attributes. The formulas are those of autograd, down to which matrix is
-transposed, so that their bits are too. A node that is not in the table, or lacks a name, runs as it is.
+A node is known by its name, and what it has saved by the names in torch's ``derivatives.yaml``; torch's
+notes on autograd describe the ``_saved_*`` attributes. The formulas are those of autograd, down to which
+matrix is transposed, so that they give the same bits. A node that is not in the table, or lacks one of the
+names, is left alone.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ Gradients: TypeAlias = Sequence[Tensor | None]
 
 
 class Operation(NamedTuple):
-    """What a kind of node does with a weight, in which it is linear.
+    """What a kind of node does with a weight; its output is linear in the weight.
 
     Args:
-        weights: The positions of the edges whose gradients wait, all or none.
-        value: The saved tensor that they are computed from.
+        weights: The positions of the edges whose gradients wait, either all or none of them.
+        value: The name of the saved tensor that they are computed from.
         gradient: Computes them: ``(grad, value, *others, *options)``.
-        others: More saved tensors.
-        form: A saved tensor of which only shape and strides matter: ``(shape, strides)`` after ``others``.
-        options: What else the node has saved.
+        others: The names of further saved tensors.
+        form: The name of a saved tensor of which only shape and strides matter, passed as
+            ``(shape, strides)`` after ``others``.
+        options: The names of other saved attributes.
         by_rows: Whether the gradient is ``value.mH @ grad``, a sum over the rows of both.
-        applies: Says whether that holds for a node of this kind; it does for all by default.
+        applies: Whether all this holds for a particular node; by default it does for all of the kind.
     """
 
     weights: tuple[int, ...]
@@ -42,12 +44,12 @@ class Operation(NamedTuple):
 
     @property
     def raw(self) -> str:
-        """Returns the attribute that tells of hooks on ``value``."""
+        """Returns the attribute that shows hooks on ``value``."""
         return f"_raw{self.value}"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns the attributes of a node that it reads."""
+        """Returns the attributes that are read from a node."""
         forms = () if self.form is None else (self.form,)
         return (self.value, *self.others, *forms, *self.options)
 
@@ -84,7 +86,7 @@ def _batched_left(grad: Tensor, right: Tensor, alpha: complex = 1) -> list[Tenso
 
 
 def _conjugate(matrix: Tensor) -> Tensor:
-    # Of real numbers the call alone takes as long as a small product.
+    # For real numbers the call alone takes as long as a small product.
     return matrix.conj() if matrix.is_complex() else matrix
 
 
@@ -100,7 +102,7 @@ def _convolution(grad: Tensor, value: Tensor, form: Any, *options: Any) -> Gradi
 
 
 def _convolution_with_bias(grad: Tensor, value: Tensor, form: Any, *options: Any) -> Gradients:
-    # Some kernels compute the two as one: apart, the bias would cost as much as both and have other bits.
+    # Some kernels compute both at once: alone, the bias would cost as much as both, and have other bits.
     return _convolved(grad, value, form, *options, [False, True, True])[1:]
 
 
@@ -200,7 +202,7 @@ def node_type(name: str) -> Any:
 
 
 def _by_type(table: Mapping[str, tuple[Operation, ...]]) -> dict[type, tuple[Operation, ...]]:
-    """Returns what this version of torch has of a table."""
+    """Returns the part of a table that this version of torch has."""
     kinds = {node_type(name): found for name, found in table.items()}
     return {
         kind: tuple(one for one in found if all(hasattr(kind, name) for name in one.names))
@@ -210,6 +212,6 @@ def _by_type(table: Mapping[str, tuple[Operation, ...]]) -> dict[type, tuple[Ope
 
 
 PRODUCTS = _by_type(_PRODUCTS)
-"""By the types of nodes; these may also be a step in computing a weight from others."""
+"""The products, by node type. They may also be a step in computing a weight from other weights."""
 
 OPERATIONS = PRODUCTS | _by_type(_OTHERS)

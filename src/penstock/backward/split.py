@@ -15,20 +15,33 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
-from penstock.backward.capture import capture
-from penstock.backward.full import Gradients, Pair, explained, pair_with_gradients, tensors_in
+from penstock.backward.full import (
+    Gradients,
+    Pair,
+    explained,
+    needs_gradient,
+    pair_with_gradients,
+    tensors_in,
+)
 from penstock.backward.graph import (
     ParamGroup,
     _get_grad_fn_or_grad_acc,
     _null_coalesce_accumulate,
+    construct_reverse_graph,
+    get_param_groups,
+    nodes_of,
 )
-from penstock.errors import UsageError
+from penstock.backward.store import is_checkpointed, release
+from penstock.errors import InternalError, UsageError
 
 
 def stage_backward_input(
@@ -42,24 +55,24 @@ def stage_backward_input(
     """Computes the gradients of a stage's inputs for one microbatch, and nothing for its weights.
 
     Args:
-        stage_outputs_or_loss: What the stage returned, or its loss: a list of tensors, or any
-            nesting of tuples, lists and dicts of tensors and other values.
-        output_grads: The outputs' gradients, in the same structure and of the same shapes; they
-            must stay as they are until the weights' half. None for an entry says that it has no
-            gradient, None in place of it all means ones everywhere.
+        stage_outputs_or_loss: What the stage returned, or its loss: a list of tensors, or any nesting of
+            tuples, lists and dicts of tensors and other values.
+        output_grads: The outputs' gradients, in the same structure and of the same shapes; they must stay
+            as they are until the weights' half. None for an entry says that it has no gradient, None in
+            place of it all means ones everywhere.
         input_values: The inputs of the stage; those that are no tensors are allowed.
         weights: The parameters whose gradients `stage_backward_weight` will compute.
-        accumulate_grad: Also add the gradients to the ``.grad`` of inputs that are leaves, and
-            detach the outputs in place, so that their graph is freed although the caller keeps
-            them. With False neither inputs nor outputs are touched.
+        accumulate_grad: Also add the gradients to the ``.grad`` of inputs that are leaves, and detach the
+            outputs in place, so that their graph is freed although the caller keeps them. With False
+            neither inputs nor outputs are touched.
 
     Returns:
-        One gradient of each input's shape, or None where it needs or gets none; and the param
+        One gradient of each input's shape, or None if the input needs or gets none; and the param
         groups for `stage_backward_weight`: those of `get_param_groups`, in the order in which
         backward reached them, where ``intermediates`` is a list of nodes and ``grads`` one of tuples
         along it: for each output of the node the gradient that flowed in, or None. A node on the
-        weight side in ``intermediates`` says that its gradient is known already; it may be there
-        more than once, and its tuple ends with its last gradient.
+        weight side in ``intermediates`` says that its gradient is known already; it may be there more than
+        once, and its tuple ends with its last gradient.
 
     Raises:
         UsageError: ``output_grads`` has another structure than the outputs.
@@ -126,14 +139,10 @@ def _seeds(outputs: Any, output_grads: Any) -> list[Pair]:
 def _input_gradients(
     pairs: Sequence[Pair], input_values: Sequence[Any], weights: Iterable[Tensor]
 ) -> tuple[Gradients, list[ParamGroup]]:
-    inputs = {id(value): value for value in input_values if _needs_gradient(value)}
+    inputs = {id(value): value for value in input_values if needs_gradient(value)}
     found, groups = capture(pairs, list(inputs.values()), weights)
     by_identity = dict(zip(inputs, found, strict=True))
     return tuple(by_identity.get(id(value)) for value in input_values), groups
-
-
-def _needs_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _accumulate(input_values: Sequence[Any], dinputs: Gradients) -> None:
@@ -156,7 +165,7 @@ def _detach(outputs: Iterable[Tensor], input_values: Sequence[Any]) -> None:
 
 
 class _GroupError(UsageError, RuntimeError):
-    """Param groups that hold no gradients to go on from."""
+    """Param groups that hold no gradients to continue from."""
 
 
 def _check_groups(param_groups: Sequence[ParamGroup]) -> None:
@@ -169,13 +178,13 @@ def _check_groups(param_groups: Sequence[ParamGroup]) -> None:
             )
         if told := _unlike_captured(group["intermediates"], group["grads"], group["weight_side"]):
             raise _GroupError(
-                f"param group {position}: {told}; leave grads as stage_backward_input gave it, or put in its "
-                "place as many tensors of the same shapes"
+                f"param group {position}: {told}; leave grads as stage_backward_input returned it, or "
+                "replace it by as many tensors of the same shapes"
             )
 
 
 def _unlike_captured(nodes: Sequence[Node], grads: Any, weight_side: set[Node]) -> str | None:
-    """How ``grads`` differs from what the inputs' half captures for these nodes, in words."""
+    """Says how ``grads`` differs from what the inputs' half captures for these nodes; None if it does not."""
     if not isinstance(grads, list | tuple) or len(grads) != len(nodes):
         found = len(grads) if isinstance(grads, list | tuple) else type(grads).__name__
         return f"expected grads to be a list of {len(nodes)} tuples, one for each intermediate, found {found}"
@@ -208,18 +217,18 @@ def _record(increments: dict[Node, Tensor], node: Node, grads: Gradients) -> Non
         increments[node] = grads[0]
 
 
-# ---- carry captured gradients from the intermediates down to the weights
+# ---- deliver: take captured gradients from the intermediates down to the weights
 # The engine computes an edge of a node only if the running backward pass needs what lies behind it. So an
-# intermediate that is called *inside* a pass that asks for the weight side, and for nothing else, does no
-# work towards the inputs. The pass is made of one node of our own, whose backward does the calls. None of
-# the hooks on the nodes or on their tensors runs a second time, since no gradient travels; and all calls
-# belong to one pass, so that a checkpointed block is recomputed once for all of them.
+# intermediate that is called *inside* a pass that asks for the weight side alone does no work towards the
+# inputs. That pass consists of one node of our own, whose backward makes the calls. No hook on the nodes or
+# on their tensors runs a second time, since no gradient travels through the graph. And all calls belong to
+# one pass, so that a checkpointed block is recomputed once for all of them.
 
 
 Flow: TypeAlias = tuple[GradientEdge, Tensor | None]
 """A gradient and where it flows."""
 
-# Gradients that wait for their backward pass take memory, and a pass takes time of its own.
+# A compromise: gradients that wait for a backward pass take memory, and each pass has a fixed cost.
 BATCH_BYTES = 16 * 2**20
 
 
@@ -289,7 +298,7 @@ def _fitted(grad: Tensor, edge: GradientEdge, leaf: Tensor | None) -> Tensor:
 
 
 class _Batch:
-    """Gradients at edges into the weight side that wait for one backward pass."""
+    """Gradients at edges into the weight side that are collected for one backward pass."""
 
     def __init__(self, leaves: Mapping[Node, Tensor], *, retain_graph: bool) -> None:
         self._leaves = leaves
@@ -306,7 +315,7 @@ class _Batch:
                 self._waiting.append((edge, _fitted(grad, edge, self._leaves.get(edge.node))))
 
     def close(self, group: ParamGroup) -> None:
-        """Says that all gradients of ``group`` are there, and runs once enough are waiting."""
+        """Notes that all gradients of ``group`` are there, and runs the pass once enough are waiting."""
         self._targets += (self._leaves[node] for node in group["params"] if node in self._leaves)
         if not self._retain_graph:
             _empty(group)
@@ -348,8 +357,8 @@ def run_inside_backward(work: Callable[[], None], needed: Sequence[GradientEdge]
     """Calls ``work`` inside a backward pass that needs the gradients at some edges.
 
     Args:
-        work: Called once. In it, `call_node` computes what leads directly to ``needed``.
-        needed: Edges that count as needed. The pass brings nothing to them.
+        work: Called once. Inside it, `call_node` computes the gradients at ``needed``.
+        needed: The edges that the engine regards as needed. The pass itself brings no gradients to them.
     """
     with torch.enable_grad():
         leaf = torch.zeros((), requires_grad=True)
@@ -370,3 +379,214 @@ def call_node(node: Node, grads: Gradients) -> Gradients:
     """
     result = cast("Callable[..., Tensor | Gradients | None]", node)(*grads)
     return result if isinstance(result, tuple) else (result,)
+
+
+# ---- capture: run backward towards the inputs, and keep what the weights' half will need
+
+
+Capture: TypeAlias = tuple[int, Node, Gradients]
+"""The position of a group, a node, and the gradients that flow into the node."""
+
+Leaves: TypeAlias = dict[Node, Tensor]
+
+# Freeing takes microseconds per tensor, which only tiny stages notice, and those have little to free.
+RELEASE_BYTES = 2**20
+
+
+def capture(
+    pairs: Sequence[Pair], inputs: Sequence[Tensor], weights: Iterable[Tensor]
+) -> tuple[Gradients, list[ParamGroup]]:
+    """Computes the gradients of ``inputs``, and fills param groups on the way.
+
+    Args:
+        pairs: The outputs with their gradients.
+        inputs: Tensors that require a gradient.
+        weights: The parameters to make groups of.
+
+    Returns:
+        The gradients of ``inputs``; and the groups that a gradient flowed into, in the order in which the
+        first one did.
+    """
+    roots = nodes_of(output for output, _ in pairs)
+    leaves: Leaves = {node: weight for weight in weights for node in nodes_of((weight,))}
+    reverse = construct_reverse_graph(roots)
+    groups = get_param_groups(nodes_of(inputs), leaves, reverse, roots)
+    early = _early(groups, leaves, reverse)
+    later = [position for position in range(len(groups)) if position not in early]
+    captures = list(_root_captures(pairs, groups, later))
+    with _watching(groups, later, captures) as watched:
+        targets = {node: leaves[node] for node in chain(*(groups[p]["params"] for p in early))}
+        grads, found = _run(pairs, inputs, targets, retain_graph=bool(watched))
+    captures += _leaf_captures(groups, early, found)
+    if watched and _bytes_of(captures) >= RELEASE_BYTES:
+        kept = watched.union(*(group["weight_side"] for group in groups))
+        release(node for node in reverse if node not in kept)
+    return grads, _filled(groups, captures, pairs)
+
+
+def _run(
+    pairs: Sequence[Pair], inputs: Sequence[Tensor], targets: Leaves, *, retain_graph: bool
+) -> tuple[Gradients, dict[Node, Tensor]]:
+    """Runs backward towards ``inputs`` and ``targets`` and nowhere else."""
+    wanted = [*inputs, *targets.values()]
+    if not pairs or not wanted:
+        return (None,) * len(inputs), {}
+    outputs, seeds = zip(*pairs, strict=True)
+    with hooks_suspended(targets.values()):
+        grads = torch.autograd.grad(
+            outputs, wanted, seeds, retain_graph=retain_graph, allow_unused=True
+        )
+    found = zip(targets, grads[len(inputs) :], strict=True)
+    return grads[: len(inputs)], {node: grad for node, grad in found if grad is not None}
+
+
+# ---- groups that are computed with the inputs' gradients
+
+
+def _early(groups: Sequence[ParamGroup], leaves: Leaves, nodes: Iterable[Node]) -> list[int]:
+    """Returns the positions of the groups whose gradients are computed together with those of the inputs.
+
+    The finished gradients are kept, and reach ``.grad`` with the rest. A compiled function frees what it
+    saved as it runs, and refuses to run in a pass that keeps the graph for another one.
+    """
+    compiled = any(_is_compiled(node) for node in nodes)
+    return [
+        position
+        for position, group in enumerate(groups)
+        if group["intermediates"] - group["weight_side"]
+        and (compiled or _is_cheap(group, leaves) or _is_recomputed(group))
+    ]
+
+
+def _is_cheap(group: ParamGroup, leaves: Leaves) -> bool:
+    """Says whether all weights are vectors, whose gradients are smaller than what would have to be kept."""
+    return all(leaves[node].dim() <= 1 for node in group["params"])
+
+
+def _is_recomputed(group: ParamGroup) -> bool:
+    """Says whether the weights' half would recompute a checkpoint once more, which selective ones forbid."""
+    return any(map(is_checkpointed, group["intermediates"] | group["weight_side"]))
+
+
+def _is_compiled(node: Node) -> bool:
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
+@contextlib.contextmanager
+def hooks_suspended(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Keeps tensor hooks on ``leaves`` from running now: they will run when ``.grad`` is written."""
+    with contextlib.ExitStack() as stack:
+        for leaf in leaves:
+            handle = leaf.register_hook(_no_change)
+            hooks = handle.hooks_dict_ref()
+            handle.remove()
+            stack.callback(hooks.update, dict(hooks))
+            hooks.clear()
+        yield
+
+
+def _no_change(_: Tensor) -> None:
+    """Leaves a gradient as it is."""
+
+
+def _leaf_captures(
+    groups: Sequence[ParamGroup], early: Iterable[int], found: dict[Node, Tensor]
+) -> Iterator[Capture]:
+    for position in early:
+        for node in groups[position]["params"] & found.keys():
+            yield position, node, (found[node],)
+
+
+# ---- groups whose gradients are captured, to be computed later
+
+
+def _root_captures(
+    pairs: Sequence[Pair], groups: Sequence[ParamGroup], later: Iterable[int]
+) -> Iterator[Capture]:
+    """Yields the gradients given for outputs that depend on weights only."""
+    for position in later:
+        for output, gradient in pairs:
+            node = _get_grad_fn_or_grad_acc(output)
+            if node is not None and node in groups[position]["weight_side"]:
+                yield position, node, _at(output.output_nr, gradient)
+
+
+@contextlib.contextmanager
+def _watching(
+    groups: Sequence[ParamGroup], later: Iterable[int], captures: list[Capture]
+) -> Iterator[set[Node]]:
+    """Appends to ``captures`` what flows into the intermediates, in the order backward runs.
+
+    Yields:
+        The nodes that will run again.
+    """
+    handles = {
+        node: _watch(node, groups[position]["weight_side"], partial(_append, captures, position))
+        for position in later
+        for node in groups[position]["intermediates"] - groups[position]["weight_side"]
+    }
+    try:
+        yield {node for node in handles if not isinstance(node, BackwardCFunction)}
+    finally:
+        for handle in handles.values():
+            handle.remove()
+
+
+def _append(captures: list[Capture], position: int, node: Node, grads: Gradients) -> None:
+    captures.append((position, node, grads))
+
+
+def _watch(
+    node: Node, weight_side: set[Node], found: Callable[[Node, Gradients], None]
+) -> RemovableHandle:
+    if not isinstance(node, BackwardCFunction):
+        return node.register_prehook(partial(found, node))
+
+    # A backward written in Python computes all its gradients, whatever is needed. Those of the weights are
+    # taken now, which saves a second call.
+    def take_results(results: Gradients, _: Gradients) -> None:
+        _check_complete(node)
+        for (successor, index), grad in zip(node.next_functions, results, strict=True):
+            if successor in weight_side and grad is not None:
+                found(successor, _at(index, grad))
+
+    return node.register_hook(take_results)
+
+
+def _check_complete(node: Any) -> None:
+    edges = sum(successor is not None for successor, _ in node.next_functions)
+    if sum(node.needs_input_grad) < edges:
+        raise InternalError(
+            f"{node.name()} was asked for {sum(node.needs_input_grad)} of {edges} gradients in the "
+            "inputs' half: this version of torch splits Python functions itself"
+        )
+
+
+def _bytes_of(captures: Iterable[Capture]) -> int:
+    return sum(grad.nbytes for _, _, grads in captures for grad in grads if grad is not None)
+
+
+def _at(index: int, grad: Tensor | None) -> Gradients:
+    return (*(None,) * index, grad)
+
+
+# ---- the result
+
+
+def _filled(
+    groups: Sequence[ParamGroup], captures: Sequence[Capture], pairs: Sequence[Pair]
+) -> list[ParamGroup]:
+    owners = _owners(captures, pairs)
+    for group in groups:
+        group.update(intermediates=[], grads=[], owners=owners)
+    for position, node, grads in captures:
+        groups[position]["intermediates"].append(node)
+        groups[position]["grads"].append(grads)
+    return [groups[position] for position in dict.fromkeys(capture[0] for capture in captures)]
+
+
+def _owners(captures: Sequence[Capture], pairs: Sequence[Pair]) -> list[Any]:
+    """Returns what keeps captured nodes of Python functions alive: a reference to the node is not enough."""
+    if any(isinstance(node, BackwardCFunction) for _, node, _ in captures):
+        return [get_gradient_edge(output) for output, _ in pairs]
+    return []

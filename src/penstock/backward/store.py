@@ -1,4 +1,4 @@
-"""What the weights' half of backward needs: kept by the inputs' half, and computed from later."""
+"""What the inputs' half of backward keeps, and how the weights' half computes the gradients from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.backward.full import run_backward
 from penstock.backward.operations import Gradients, Operation, node_type
 from penstock.errors import StageError
 
-# ---- what autograd nodes have saved for backward: find it, read it once more, and drop it early
+# ---- the tensors that autograd nodes have saved: find them, read them once more, drop them early
 # The ``_raw_saved_*`` attributes are described in torch's notes on autograd, "Hooks for saved tensors".
 
 
@@ -34,10 +34,10 @@ def is_recomputed(saved: Any) -> bool:
 
 
 def read_early(node: Any, name: str) -> Tensor:
-    """Returns a saved tensor that a checkpoint recomputes, and lets the node read it after this.
+    """Returns a saved tensor that a checkpoint recomputes, so that the node can still read it afterwards.
 
-    A checkpoint hands out each tensor once in a backward pass and notes that with the tensor's holder; the
-    note is not taken here. Seen in torch 2.13.
+    A checkpoint hands out each tensor once in a backward pass, and records that in the tensor's holder. Here
+    nothing is recorded. Seen in torch 2.13.
     """
     holder = getattr(node, f"_raw{name}").data
     holder.handles = _WithoutNotes(holder.handles)
@@ -55,16 +55,16 @@ class _WithoutNotes(dict[Any, Any]):
 
 
 def has_hooks(node: Node) -> bool:
-    """Says whether hooks handle what ``node`` saved, as in a region that will be or is recomputed."""
+    """Says whether hooks handle what ``node`` saved, as they do in a checkpointed region."""
     if not _attributes(type(node)):
         return False
     return any(saved.unpack_hook is not None for saved in _saved(node))
 
 
 def release(nodes: Iterable[Node]) -> None:
-    """Drops what ``nodes`` saved; they cannot run again.
+    """Drops what ``nodes`` saved, so that they cannot run again.
 
-    What a hook on saved tensors already handles is left to it: torch allows no second hook.
+    Tensors that already have a hook on saved tensors stay: torch allows no second hook.
     """
     for node in nodes:
         for saved in _saved(node):
@@ -81,7 +81,7 @@ def _saved(node: Node) -> Iterator[Any]:
             yield saved
 
 
-# A function in Python may have a type of its own for each call: not all may be remembered.
+# Bounded, since a Python function may have a new type for each call.
 @lru_cache(1024)
 def _attributes(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
@@ -116,7 +116,7 @@ LEAF: Any = node_type("AccumulateGrad")
 
 _TRANSPOSED = node_type("TBackward0")
 
-# Gradients that wait for their backward pass take memory, and a pass takes time of its own.
+# A compromise: gradients that wait for a backward pass take memory, and each pass has a fixed cost.
 BATCH_BYTES = 2**20
 
 
@@ -128,9 +128,9 @@ class Use(ABC):
     """A use of weights in one microbatch.
 
     Args:
-        node: Of autograd, where the weights are used.
+        node: The autograd node that uses the weights.
         edges: Where the gradients of the weights go.
-        below: All nodes that they run on the way to the parameters, with the accumulators.
+        below: All nodes on the way from there to the parameters, with the accumulators.
     """
 
     __slots__ = ("below", "edges", "node")
@@ -146,11 +146,11 @@ class Use(ABC):
 
     @abstractmethod
     def watch(self, store: WeightGradStore) -> None:
-        """Gets into ``store`` once a gradient arrives at the node."""
+        """Adds itself to ``store`` once a gradient arrives at the node."""
 
     @abstractmethod
     def gradients(self) -> Gradients:
-        """Computes a gradient or None for each edge, and forgets what it was computed from."""
+        """Computes a gradient or None for each edge, and drops what it was computed from."""
 
 
 class NodeUse(Use):
@@ -166,10 +166,10 @@ class NodeUse(Use):
         self.value: Tensor | None = None
 
     def can_wait(self) -> bool:
-        """Reads what the gradients are computed from, or says that it cannot be kept.
+        """Reads what the gradients are computed from; False if that cannot be kept.
 
-        What a checkpoint recomputes is read when the node is about to run. Other hooks on saved tensors may
-        be for one call only, and that is the node's own.
+        What a checkpoint recomputes is read later, when the node is about to run. Other hooks on saved
+        tensors may allow only one call, which belongs to the node.
         """
         node, operation = self.node, self.operation
         if operation.applies is not None and not operation.applies(node):
@@ -193,12 +193,12 @@ class NodeUse(Use):
         return value
 
     def watch(self, store: WeightGradStore) -> None:
-        """Gets into ``store`` once a gradient arrives at the node."""
+        """Adds itself to ``store`` once a gradient arrives at the node."""
         self.store = store
         self.node.register_prehook(self)
 
     def __call__(self, grads: Gradients) -> None:
-        """Is called by autograd before it runs the node."""
+        """Called by autograd just before it runs the node."""
         (self.grad,) = grads
         if self.grad is not None:
             if self.value is None:
@@ -207,12 +207,12 @@ class NodeUse(Use):
         del self.store, self.node
 
     def gradients(self) -> Gradients:
-        """Computes a gradient for each edge, and forgets what it was computed from."""
+        """Computes a gradient for each edge, and drops what it was computed from."""
         grad, value = self.pair()
         return self.operation.gradient(grad, value, *self.arguments)
 
     def pair(self) -> tuple[Tensor, Tensor]:
-        """Hands out the output's gradient and the input.
+        """Returns the output's gradient and the input, and drops them here.
 
         Raises:
             StageError: The input has changed since the inputs' half.
@@ -232,7 +232,7 @@ class WeightGradStore:
 
     Attributes:
         uses: In the order in which gradients arrived.
-        owners: What keeps nodes alive that are Python functions and do not do so alone.
+        owners: Keep nodes of Python functions alive, for which a reference to the node is not enough.
     """
 
     def __init__(self, owners: Sequence[GradientEdge] = ()) -> None:
@@ -252,9 +252,9 @@ class WeightGradStore:
         """Computes the gradients and adds them to the weights' ``.grad``; the store is empty then.
 
         Args:
-            fused: Multiply straight into ``.grad`` where that is possible.
+            fused: Multiply straight into ``.grad`` if possible.
             joined: Compute as one product what can be.
-            standing: What earlier microbatches of the step have built.
+            standing: Nodes that earlier microbatches of the step have built.
         """
         uses, self.uses = self.uses, []
         if joined:
@@ -281,7 +281,7 @@ def are_apart(uses: Collection[Use]) -> bool:
 
 
 def _connected(uses: list[Use]) -> list[list[Use]]:
-    """Groups the uses that run a common node, since that is to run once; the first come last."""
+    """Groups uses that share a node below them, since it must run once; the first groups come last."""
     if are_apart(uses):
         return [[use] for use in reversed(uses)]
     above: dict[Node, Node] = {}
@@ -318,7 +318,7 @@ def _batches(groups: list[list[Use]]) -> Iterator[list[Use]]:
 
 
 def _is_flat(group: list[Use]) -> bool:
-    """Says whether a group is one use of many weights, with nothing but their accumulators below."""
+    """Says whether a group is a single use of many weights, with nothing but their accumulators below."""
     return len(group) == 1 and len(group[0].below) == len(group[0].edges) > 2
 
 
@@ -340,7 +340,7 @@ def _deliver(batch: list[Use]) -> None:
 
 
 def _summed(batch: list[Use]) -> dict[Edge, Tensor]:
-    """Returns what flows into each edge, summed in the order of the uses."""
+    """Returns the gradient at each edge, summed in the order of the uses."""
     found: dict[Edge, Tensor] = {}
     for use in batch:
         for key, gradient in zip(use.edges, use.gradients(), strict=True):
@@ -350,14 +350,15 @@ def _summed(batch: list[Use]) -> dict[Edge, Tensor]:
 
 
 def _plus(before: Tensor, gradient: Tensor) -> Tensor:
-    # A dense tensor can take a sparse one, but not the reverse.
+    # A sparse tensor can be added to a dense one, but not the reverse.
     return gradient + before if before.is_sparse else before + gradient
 
 
 class _Handover(torch.autograd.Function):
-    """A node above accumulators that gives each its first gradient.
+    """A node above accumulators that gives each of them its first gradient.
 
-    Nothing but the engine refers to that then, and the accumulator keeps it as ``.grad`` without a copy.
+    Only the engine holds a reference to the gradient then, so the accumulator keeps it as ``.grad`` without
+    a copy.
     """
 
     @staticmethod
@@ -373,9 +374,9 @@ class _Handover(torch.autograd.Function):
 
 
 class Standing:
-    """Nodes of our own above the accumulators of uses of many weights, to be run for each microbatch.
+    """Nodes of our own above the accumulators of uses of many weights, which run once for each microbatch.
 
-    They keep the accumulators alive, and these their weights: it is to be cleared when a step is over.
+    They keep the accumulators alive, and those keep their weights, so this must be cleared after each step.
     """
 
     def __init__(self) -> None:
@@ -419,7 +420,7 @@ class _Computation(torch.autograd.Function):
 
 
 def _joined(uses: list[Use]) -> list[Use]:
-    """Puts together what can be one larger product, in the order of the first of each."""
+    """Joins uses that can be computed as one larger product, in the order of the first of each."""
     alike: dict[Any, list[Any]] = {}
     for use in uses:
         place = _place(use)
@@ -437,7 +438,7 @@ def _one(group: list[NodeUse]) -> NodeUse:
 
 
 def _add_to_grad(use: Use) -> bool:
-    """Multiplies into ``.grad`` and returns whether that was possible."""
+    """Multiplies straight into ``.grad``; returns whether that was possible."""
     place = _place(use)
     if place is None:
         return False
@@ -455,7 +456,7 @@ def _add_to_grad(use: Use) -> bool:
 
 
 def _place(use: Use) -> tuple[Any, bool] | None:
-    """Returns the accumulator that a sum over rows is for, and whether as a transposed matrix."""
+    """Returns the accumulator below a sum over rows, and whether there is a transpose in between."""
     if not isinstance(use, NodeUse) or not use.operation.by_rows:
         return None
     node: Any = use.edges[0][0]

@@ -1,6 +1,6 @@
-"""A fault on one rank is a named error on all: heartbeats, a failure channel, a watch, and a report.
+"""A fault on one rank becomes a named error on all: heartbeats, a place to report failures, and a watch.
 
-torch is imported when a name is first used, so that the command line can handle signals without it.
+Names are imported on first use, so that the command line can handle signals without importing torch.
 """
 
 from __future__ import annotations

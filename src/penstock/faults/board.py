@@ -1,9 +1,9 @@
-"""Where the ranks of a pipeline leave word for each other, beside the wires that may be blocked.
+"""A board on which the ranks of a pipeline leave messages, apart from connections that may be blocked.
 
-Each rank has a page, which it alone writes and all read: its latest words by topic, and its reports of
-failures. On one machine the pages are memory that the ranks share: nothing listens, no disk can be full or
-gone, and nothing is left behind. Across machines they are keys of the process group's store, which a thread
-of its own asks, since a store that cannot be reached holds up whoever does.
+Each rank has a page, which it alone writes and all ranks read: its latest word on each topic, and its
+reports of failures. On one machine the pages are shared memory: no port is open, no full or lost disk
+matters, and nothing is left behind. Across machines they are keys in the process group's store. A separate
+thread talks to the store, since a store that cannot be reached blocks its caller.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 from penstock.errors import PenstockError
 
 _HEAD = struct.Struct("=qi")
-"""Before a page in memory: how often it was written, and how long it is."""
+"""The header of a page in memory: how often it was written, and its length."""
 _SLATE = 128
 _SLOT = 256 * 1024
-"""Bytes that a rank has in memory: far more than its longest traces and stacks, compressed, can need."""
+"""The bytes of memory for each rank: far more than its longest traces and stacks need, compressed."""
 _LONGEST = 8 * _SLOT
 _POLL = 0.1
 _DELIVERY = 0.5
-"""Seconds until a report is as a rule with the store, which numbers it."""
+"""Seconds in which a report usually reaches the store, which numbers it."""
 
 
 class BoardLostError(PenstockError, RuntimeError):
@@ -43,7 +43,7 @@ class BoardLostError(PenstockError, RuntimeError):
 
 
 class Page:
-    """What a rank has left: words by topic, and numbered reports. A page that makes no sense is empty."""
+    """What a rank has left: words by topic, and numbered reports. An unreadable page counts as empty."""
 
     def __init__(self, data: bytes = b"") -> None:
         self.words: dict[str, Any] = {}
@@ -54,16 +54,16 @@ class Page:
             self.words = dict(found["words"])
 
     def to_bytes(self) -> bytes:
-        """As it is written; what is torn or cut off cannot be read."""
+        """The page as it is written; one that is torn or cut off cannot be read."""
         return zlib.compress(json.dumps(vars(self)).encode(), 1)
 
 
 class Board(ABC):
-    """The pages of all ranks as one of them sees them; two threads of a process may use it.
+    """The pages of all ranks, as seen by one of them; two threads of a process may use it.
 
     Args:
-        rank: whose this process is.
-        ranks: how many there are.
+        rank: the rank of this process.
+        ranks: the number of ranks.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -73,17 +73,17 @@ class Board(ABC):
         self._lock = threading.RLock()
 
     def post(self, topic: str, word: Any) -> None:
-        """Leave a word of JSON data; it replaces this rank's earlier one on the topic."""
+        """Leave a word, which is JSON data; it replaces this rank's earlier word on the topic."""
         with self._lock:
             self._own.words[topic] = word
             self._publish()
 
     def read(self, topic: str, rank: int) -> Any:
-        """A rank's word on a topic, None where there is none."""
+        """A rank's word on a topic; None if there is none."""
         return self._page(rank).words.get(topic)
 
     def report(self, report: Any) -> None:
-        """Add a report, JSON data, to those of all ranks."""
+        """Add a report, which is JSON data, to those of all ranks."""
         with self._lock:
             self._own.reports.append((self._number(), report))
             self._publish()
@@ -95,40 +95,40 @@ class Board(ABC):
 
     @property
     def unanswered(self) -> float:
-        """Seconds since the others' pages were asked for, while there is no answer."""
+        """Seconds that a request for the others' pages has been without an answer."""
         return 0.0
 
     def slate(self, rank: int) -> Slate | None:
-        """Where a rank writes down its actions, if the others can read that."""
+        """Where a rank notes its actions, if the others can read that."""
         return None
 
     @abstractmethod
     def flush(self, seconds: float) -> None:
-        """Wait, but no longer than this, until what was written can be read by the others."""
+        """Wait until the others can read what was written, but no longer than this."""
 
     @abstractmethod
     def close(self) -> None:
-        """This rank writes and reads no more."""
+        """Stop writing and reading."""
 
     @abstractmethod
     def _page(self, rank: int) -> Page: ...
 
     @abstractmethod
     def _publish(self) -> None:
-        """Let the others see this rank's page; called with the lock held."""
+        """Make this rank's page visible to the others; called with the lock held."""
 
     @abstractmethod
     def _number(self) -> float:
-        """A report's, by which it stands after all earlier ones."""
+        """A number for a new report that is larger than those of all earlier reports."""
 
 
 class SharedBoard(Board):
     """Memory that the ranks of one machine share.
 
     Args:
-        rank: whose this process is.
-        ranks: how many there are.
-        file: what :meth:`make` made, or another rank opened.
+        rank: the rank of this process.
+        ranks: the number of ranks.
+        file: a descriptor of the file that :meth:`make` has made.
     """
 
     def __init__(self, rank: int, ranks: int, file: int) -> None:
@@ -139,7 +139,7 @@ class SharedBoard(Board):
 
     @staticmethod
     def make(ranks: int) -> Path:
-        """A file for it that only this user may open; to be removed once all ranks have it open.
+        """Make its file, which only this user may open, and which is removed once all ranks have opened it.
 
         Raises:
             OSError: there is no room for it anywhere.
@@ -151,10 +151,10 @@ class SharedBoard(Board):
 
     @classmethod
     def opened(cls, rank: int, ranks: int, path: Path) -> SharedBoard:
-        """The board in a file.
+        """Open the board in a file.
 
         Raises:
-            OSError, ValueError: it is not there, or is another.
+            OSError, ValueError: the file is missing, or of another size.
         """
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
         try:
@@ -167,10 +167,10 @@ class SharedBoard(Board):
         return Slate(self._memory, rank * _SLOT)
 
     def flush(self, seconds: float) -> None:
-        """It can be read at once."""
+        """Does nothing: memory can be read at once."""
 
     def close(self) -> None:
-        """The memory goes when nobody has it open."""
+        """Does nothing: the memory is freed when no process has it open."""
 
     def _page(self, rank: int) -> Page:
         start = rank * _SLOT + _SLATE
@@ -178,7 +178,7 @@ class SharedBoard(Board):
         if rank != self._rank and count != self._counts[rank]:
             begin = start + _HEAD.size
             found = Page(self._memory[begin : begin + max(0, min(length, _SLOT))])
-            # One that is being written right now is read the next time.
+            # A page that is being written right now is read the next time.
             if found.words or found.reports:
                 self._pages[rank], self._counts[rank] = found, count
         return self._pages[rank]
@@ -193,12 +193,12 @@ class SharedBoard(Board):
         _HEAD.pack_into(self._memory, start, self._written, len(data))
 
     def _number(self) -> float:
-        # One clock for all processes of a machine.
+        # All processes of a machine have the same clock.
         return monotonic_ns()
 
 
 def _allocated(folder: str, size: int) -> Path:
-    """A file whose room on its disk is certain: a page of it that has none would kill who touches it."""
+    """A file whose space is really allocated: touching mapped memory without space would kill the process."""
     file, name = tempfile.mkstemp(prefix="penstock-", dir=folder)
     try:
         while size > 0:
@@ -212,12 +212,12 @@ def _allocated(folder: str, size: int) -> Path:
 
 
 class StoreBoard(Board):
-    """Keys of a store of ``torch.distributed``; a thread of its own asks it.
+    """Keys in a store of ``torch.distributed``, which a separate thread talks to.
 
     Args:
-        rank: whose this process is.
-        ranks: how many there are.
-        store: the same for all, and used for nothing else under these names.
+        rank: the rank of this process.
+        ranks: the number of ranks.
+        store: the same store for all ranks, in which these names are not used for anything else.
     """
 
     def __init__(self, rank: int, ranks: int, store: Any) -> None:
@@ -233,13 +233,13 @@ class StoreBoard(Board):
 
     @staticmethod
     def prepare(rank: int, store: Any) -> None:
-        """Make a rank's key, which all others ask for from the start."""
+        """Make a rank's key, since the others read it from the start."""
         pages: Any = PrefixStore("board", store)
         pages.set(f"page-{rank}", Page().to_bytes())
 
     @property
     def unanswered(self) -> float:
-        """Seconds since the store was asked, while it has not answered."""
+        """Seconds that the store has not answered."""
         asked = self._asked
         return 0.0 if asked is None else monotonic() - asked
 
@@ -248,14 +248,17 @@ class StoreBoard(Board):
         self._delivered.wait(seconds)
 
     def close(self) -> None:
-        """End the thread; an interpreter that ends while it hears from the store would be aborted."""
+        """End the thread.
+
+        An interpreter that exits while the thread is in a call of the store would abort.
+        """
         self._ended.set()
         self._news.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_DELIVERY)
 
     def report(self, report: Any) -> None:
-        """Add a report, and wait a moment for its number, by which all know the first one."""
+        """Add a report, and wait a moment for its number, which tells all ranks which report was first."""
         super().report(report)
         self.flush(_DELIVERY)
 
@@ -269,7 +272,7 @@ class StoreBoard(Board):
         self._news.set()
 
     def _number(self) -> float:
-        # After all others until the store has numbered it.
+        # Behind all others, until the store has numbered it.
         return float("inf")
 
     def _check(self) -> None:
@@ -314,7 +317,7 @@ class StoreBoard(Board):
             self._pages[rank] = Page(bytes(data))
 
 
-# ---- what a rank does, when it can no longer tell
+# ---- what a rank is doing, where others can read it even if the rank itself is stuck
 
 _FORM = struct.Struct("=qqqdB64s")
 _OUTSIDE, _INSIDE, _MAKING = range(3)
@@ -322,11 +325,11 @@ _ACTION = re.compile(r"(\d+)[A-Z_]+(\d+)?")
 
 
 class Slate:
-    """The action a rank began last, in memory that others can read; written at every action.
+    """The action that a rank began last, in memory that others can read; written at every action.
 
     Args:
-        memory: where.
-        start: from which byte on.
+        memory: the memory.
+        start: the offset of the first byte.
     """
 
     def __init__(self, memory: mmap.mmap, start: int) -> None:
@@ -344,22 +347,22 @@ class Slate:
         *,
         making: bool = False,
     ) -> None:
-        """An action begins, or a call begins or ends, or a part of the set-up begins.
+        """An action begins, a call begins or ends, or a part of the set-up begins.
 
         Args:
-            progress: a count of all that was done.
-            calls: a count of calls.
-            step: a count of steps.
+            progress: the count of everything that was done.
+            calls: the count of calls.
+            step: the count of steps.
             since: when it began, on the machine's monotonic clock.
-            inside: whether in a call.
-            doing: :meth:`text` of what is done.
-            making: whether that is a part of the set-up.
+            inside: whether it is inside a call.
+            doing: the :meth:`text` of what is done.
+            making: whether it is a part of the set-up.
         """
         state = _MAKING if making else _INSIDE if inside else _OUTSIDE
         _FORM.pack_into(self._memory, self._start, progress, calls, step, since, state, doing)
 
     def writer(self, action: Any) -> Callable[[int, int, int, float], None]:
-        """Gives :meth:`write` for an action that runs many times, with what is known of it at hand."""
+        """A fast :meth:`write` for one action that runs many times."""
         pack, memory, start = _FORM.pack_into, self._memory, self._start
         doing = self.text(action)
 
@@ -370,11 +373,11 @@ class Slate:
 
     @staticmethod
     def text(doing: Any) -> bytes:
-        """An action, a part of the set-up, or nothing, in words that fit."""
+        """The text of an action, of a part of the set-up, or of nothing, cut to the size of the field."""
         return str(doing or "").encode()[:64]
 
     def read(self) -> dict[str, Any]:
-        """What stands there, in the words of a heartbeat; nothing where nothing was written."""
+        """What was written, with the keys of a heartbeat; empty if nothing was."""
         progress, calls, step, since, state, data = _FORM.unpack_from(self._memory, self._start)
         text = data.rstrip(b"\0").decode(errors="replace")
         found = _ACTION.match(text) if state == _INSIDE else None

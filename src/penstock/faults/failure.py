@@ -1,4 +1,4 @@
-"""What went wrong on a rank, as data that travels, and what is left behind about it."""
+"""Failures of ranks: as data that travels, and as reports in files."""
 
 from __future__ import annotations
 
@@ -50,22 +50,23 @@ class Failure:
     """One rank's failure.
 
     Args:
-        kind: ``raised`` an exception; ``died`` without a word; ``silent``: makes no progress; ``left``
-            the pipeline while others go on; ``interrupted`` by a signal; ``lost``: out of reach.
-        rank: whose.
-        step: the training step it was in, counted from 1.
-        stage: where it was, as far as that is known.
-        microbatch: likewise.
-        action: likewise, as text.
+        kind: ``raised`` an exception; ``died``: its process ended without an error; ``silent``: makes no
+            progress; ``left`` the pipeline while others continue; ``interrupted`` by a signal; ``lost``:
+            out of reach.
+        rank: the rank that failed.
+        step: the training step that it was in, counted from 1.
+        stage: the stage that it worked on, if known.
+        microbatch: the microbatch, if known.
+        action: the action as text, if known.
         error: the type of the exception.
-        what: its first line, or what is known otherwise.
+        what: the first line of its message; for other kinds, what is known.
         trace: the traceback.
-        status: the exit status that it means.
-        time: when, in seconds since the epoch, on the clock of the rank that noticed.
-        by: the rank that noticed.
-        story: what else the one that noticed has to tell, line by line.
-        everywhere: whether all ranks find the same by themselves, as when they do not agree.
-        module: the path and type of the module in whose call it raised, if it was in one.
+        status: the exit status for it.
+        time: in seconds since the epoch, on the clock of the rank that noticed it.
+        by: the rank that noticed it.
+        story: what else that rank has found, line by line.
+        everywhere: whether all ranks find the same error by themselves, as when they disagree.
+        module: the path and type of the module that raised, if it was one.
     """
 
     kind: Kind
@@ -90,7 +91,7 @@ class Failure:
 
     @property
     def is_raised(self) -> bool:
-        """Whether the rank itself raised it; the others were found from outside."""
+        """Whether the rank itself reported it; other kinds of failures are found by other ranks."""
         return self.kind in ("raised", "interrupted")
 
     @property
@@ -111,7 +112,7 @@ class Failure:
 
     @classmethod
     def from_data(cls, found: Any) -> Failure | None:
-        """From JSON data; None of what is no failure, which a broken peer might write."""
+        """From JSON data; None if it is not a failure, since a broken peer may write anything."""
         try:
             return cls(**_checked(found))
         except (ValueError, TypeError, KeyError):
@@ -119,14 +120,14 @@ class Failure:
 
 
 def of_exception(error: BaseException, rank: int, place: Mapping[str, Any]) -> Failure:
-    """What an exception on a rank means.
+    """The failure that an exception on a rank means.
 
     Args:
-        error: what was raised.
-        rank: where.
+        error: the exception.
+        rank: the rank.
         place: a snapshot of the rank's activity.
     """
-    # A StageError of an action says where; the place says that too, so the user's own error is what counts.
+    # A StageError in an action only adds the place, which is known anyway: report the user's own error.
     is_placed = isinstance(error, StageError) and place["action"] is not None
     root = error.__cause__ if is_placed and error.__cause__ else error
     lines = str(root).strip().splitlines()
@@ -149,9 +150,9 @@ def of_exception(error: BaseException, rank: int, place: Mapping[str, Any]) -> F
 
 
 def failing_module(error: BaseException) -> str:
-    """The innermost module in whose call an error was raised, such as ``'blocks.2' (Block)``.
+    """The innermost module whose call raised an error, such as ``'blocks.2' (Block)``.
 
-    By its path from the outermost module that knows it; empty where no module was called.
+    Its path starts at the outermost module that contains it. Empty if no module was called.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     calls = [f.f_locals.get("self") for f in frames if f.f_code is nn.Module._call_impl.__code__]
@@ -164,7 +165,7 @@ def failing_module(error: BaseException) -> str:
 
 
 def without_own_frames(error: BaseException) -> TracebackType | None:
-    """The traceback of an error that the user's code raised, without the frames of Penstock and torch."""
+    """The traceback of an error in the user's code, without the frames of Penstock and torch."""
     found, kept = [], None
     trace = error.__traceback__
     while trace is not None:
@@ -182,12 +183,12 @@ _NOT_THE_USERS = tuple(
 
 
 def is_orderly(error: BaseException) -> bool:
-    """Whether it is an end without a fault."""
+    """Whether it is a normal exit."""
     return isinstance(error, SystemExit) and status_of(error) == 0
 
 
 def status_of(error: BaseException) -> int:
-    """The exit status that an exception means."""
+    """The exit status for an exception."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     for kind, status in _STATUSES:
@@ -215,7 +216,7 @@ _OPTIONAL = {"stage", "microbatch", "action"}
 
 
 def _checked(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a failure, if each is of its type."""
+    """The fields of a failure, after a check of their types."""
     kinds = {f.name: type(getattr(_EXAMPLE, f.name)) for f in fields(Failure)}
     given = {name: found[name] for name in kinds}
     if given["kind"] not in _KINDS:
@@ -233,11 +234,11 @@ def _checked(found: Mapping[str, Any]) -> dict[str, Any]:
 _EXAMPLE = Failure("raised", 0, 0, 0, 0, "", story=())
 
 
-# ---- what is left behind: ``failure.json``, and torchrun's error file
+# ---- reports: ``failure.json``, and torchrun's error file
 
 
 def versions() -> dict[str, str]:
-    """Of what takes part in a run."""
+    """The versions of Penstock, torch and Python."""
     try:
         own = version("penstock")
     except PackageNotFoundError:
@@ -246,7 +247,7 @@ def versions() -> dict[str, str]:
 
 
 def stacks() -> str:
-    """Where each thread of this process is; no values, which may be secret."""
+    """The stacks of all threads of this process, without values, which may be secret."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
@@ -262,13 +263,13 @@ def story(
     found: Mapping[int, str],
     rank: int,
 ) -> dict[str, Any]:
-    """The whole story as JSON data; nothing of the environment is in it.
+    """The whole report as JSON data, without environment variables.
 
     Args:
         failures: in the order in which they happened.
         places: where each rank is.
-        found: the stacks of the ranks that gave some.
-        rank: who tells it.
+        found: the stacks of the ranks that gave them.
+        rank: the rank that writes the report.
     """
     return {
         "summary": summary(failures),
@@ -282,13 +283,16 @@ def story(
 
 
 def summary(failures: Sequence[Failure]) -> str:
-    """All failures in a line."""
+    """All failures in one line."""
     first, *later = map(str, failures)
     return first + "".join(f"; then {failure}" for failure in later)
 
 
 def write(folder: Path | None, told: Mapping[str, Any]) -> None:
-    """Write ``failure.json`` where there is none; a failure to do so must not hide the failure."""
+    """Write ``failure.json``, unless there is one.
+
+    If that fails, it is only logged, so as not to hide the cause.
+    """
     if folder is None:
         return
     try:
@@ -299,7 +303,7 @@ def write(folder: Path | None, told: Mapping[str, Any]) -> None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Write a file where there is none; half a file is none."""
+    """Write a file, unless there is one; a file that could not be completed is removed."""
     with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
         try:
             file.write(text)
@@ -310,13 +314,14 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def tell_torchrun(failure: Failure, *, own: bool) -> None:
-    """Write the error file that torchrun names, where nobody has; it calls the earliest one the cause.
+    """Write the error file that torchrun asks for, unless there is one.
 
-    Its clock has seconds. A rank that only follows dates its own a little later, to come after the cause.
+    Torchrun reports the file with the earliest time stamp, in seconds, as the cause. So a rank that only
+    stops because of another one dates its file a little later.
 
     Args:
-        failure: what happened.
-        own: whether on this rank.
+        failure: the failure.
+        own: whether it happened on this rank.
     """
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not name:

@@ -1,4 +1,4 @@
-"""The other ranks as seen from one, and the thread that watches them while the rank's own may be blocked."""
+"""The other ranks as seen from one, and the thread that watches them even if the rank's own is blocked."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ from penstock.faults.progress import (
     place_of,
 )
 
-# ---- their heartbeats, their processes, their last words, their failures
+# ---- the ranks: their heartbeats, processes, words and failures
 
 
 BEAT, LEFT, RAISED, STACK, TOLD = "beat", "left", "raised", "stack", "told"
-"""Topics of the board: a heartbeat; that a rank is done; that it stops; its stacks; that all is written."""
+"""Topics of the board.
+
+A heartbeat; a rank is done; it stops with an error; its stacks; a report is written.
+"""
 
 _POLL = 0.02
 
 
 class Team:
-    """All ranks of a pipeline, seen from one of them; both of a process's threads use it.
+    """All ranks of a pipeline, as seen from one of them; used by two threads.
 
     Args:
-        rank: this one.
-        processes: of every rank.
-        board: where they leave word.
+        rank: this rank.
+        processes: the process of every rank.
+        board: where ranks leave messages.
     """
 
     def __init__(self, rank: int, processes: Mapping[int, Process], board: Board) -> None:
@@ -56,7 +59,7 @@ class Team:
 
     @property
     def others(self) -> list[int]:
-        """All but this rank."""
+        """All ranks but this one."""
         return [rank for rank in self.processes if rank != self.rank]
 
     @property
@@ -67,20 +70,23 @@ class Team:
     # ---- words
 
     def say(self, topic: str, word: Any = True) -> None:
-        """Leave this rank's word on a topic."""
+        """Leave a word of this rank on a topic."""
         self.board.post(topic, word)
 
     def left(self, rank: int) -> dict[str, Any] | None:
-        """What a rank said when it was done."""
+        """The word that a rank left when it was done; None if it is not."""
         found = self.board.read(LEFT, rank)
         return found if found is None or isinstance(found, dict) else {}
 
     def gone(self, rank: int) -> bool:
-        """Whether it is done, or its process has ended."""
+        """Whether a rank is done, or its process has ended."""
         return self.processes[rank].condition() == "ended" or self.left(rank) is not None
 
     def await_word(self, topic: str, ranks: list[int], seconds: float) -> bool:
-        """Wait some time until these ranks have left word on a topic, or have gone; whether they did."""
+        """Wait until these ranks have left a word on a topic, or are gone.
+
+        Returns whether all did in time.
+        """
         deadline = monotonic() + seconds
         while missing := [r for r in ranks if not self.board.read(topic, r) and not self.gone(r)]:
             if monotonic() >= deadline:
@@ -93,23 +99,26 @@ class Team:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Those that were read, each rank's first; what follows from a failure is none."""
+        """The known failures: the first one of each rank, since others follow from it."""
         return self._failures
 
     @property
     def of_others(self) -> tuple[Failure, ...]:
-        """All but what this rank raised itself; a network that was cut has this rank's name on it too."""
+        """All failures but those that this rank reported itself.
+
+        (A cut network is reported for several ranks.)
+        """
         return tuple(f for f in self._failures if f.rank != self.rank or not f.is_raised)
 
     def report(self, failure: Failure) -> None:
-        """Put a failure on the board, unless there is one of that rank."""
+        """Put a failure on the board, unless that rank has one already."""
         self.refresh()
         if all(failure.rank != known.rank for known in self.failures):
             self.board.report(asdict(failure))
             self.refresh()
 
     def refresh(self) -> None:
-        """Read what is new."""
+        """Read the board again."""
         with self._lock:
             found: dict[int, Failure] = {}
             for failure in map(Failure.from_data, self.board.reports()):
@@ -123,8 +132,8 @@ class Team:
         """Where every rank is.
 
         Args:
-            own: this rank's activity.
-            limit: seconds without progress that a rank may have, unless it has asked for more.
+            own: a snapshot of this rank's activity.
+            limit: seconds that a rank may make no progress, unless it has asked for more.
         """
         found = {}
         for rank, process in self.processes.items():
@@ -135,26 +144,26 @@ class Team:
 
     @staticmethod
     def words_of(own: dict[str, Any]) -> str:
-        """Where this rank is, from its activity."""
+        """What this rank does, in words, from a snapshot of its activity."""
         return place_of(own, stale=0.0, condition="runs", limit=0.0).words
 
     def beat(self, rank: int) -> dict[str, Any]:
-        """The last heartbeat of a rank; an empty one where there is none or it cannot be read."""
+        """The last heartbeat of a rank; an empty one if there is none, or it cannot be read."""
         found: dict[str, Any] = self.board.read(BEAT, rank)
         slate = self.board.slate(rank)
         seen = slate.read() if slate is not None else {}
         if not _is_beat(found):
-            # A rank may be far on before its first heartbeat.
+            # A rank may have done a lot before its first heartbeat.
             found = _unheard(rank)
-        # What was written down since the heartbeat is newer.
+        # The slate may be newer than the heartbeat.
         return found | seen if seen.get("progress", 0) > found["progress"] else found
 
     def staleness(self, rank: int) -> float:
-        """Seconds since the heartbeat of a rank last changed."""
+        """Seconds since a rank's heartbeat last changed."""
         return self._staleness(rank, self.beat(rank))
 
     def listen(self) -> None:
-        """Note which heartbeats have changed, from which their age is found."""
+        """Note which heartbeats have changed, so that their age is known later."""
         for rank in self.others:
             self.staleness(rank)
 
@@ -198,7 +207,7 @@ def _is_beat(found: Any) -> bool:
 
 
 def _unheard(rank: int) -> dict[str, Any]:
-    """In place of a heartbeat that never came."""
+    """Stands for a heartbeat that never came."""
     numbers = dict.fromkeys(("beat", "calls", "step", "age", "progress", "slack"), 0)
     return {**dict.fromkeys(_MAYBE), **numbers, "rank": rank, "inside": True, "busy": {}}
 
@@ -208,23 +217,23 @@ def _unheard(rank: int) -> dict[str, Any]:
 
 TICK = 0.1
 _BEATS = 2
-"""A heartbeat every so many ticks."""
+"""Ticks from one heartbeat to the next."""
 _LOOKS = 20
-"""A look for stragglers every so many ticks."""
+"""Ticks from one search for stragglers to the next."""
 AGAIN = 1.0
-"""Seconds between two cuts."""
+"""Seconds between two cuts of the connections."""
 LAST = 4.0
-"""Seconds after the first cut until a rank that still waits is ended."""
+"""Seconds after the first cut until a rank that still waits ends itself."""
 FROZEN = 2.5
-"""Seconds beyond its time after which a rank is ended that runs no threads, where nobody else did it."""
+"""Seconds beyond its limit after which a timer kills a rank that runs no threads, if nothing else has."""
 GRACE = 1.0
-"""Seconds that ranks have to find what all must find, or to give their stacks."""
+"""Seconds that ranks have to find an error that all of them find, or to give their stacks."""
 
 logger = logging.getLogger("penstock")
 
 
 class Wires:
-    """This rank's wires. They are cut again as long as they have to be: a first cut may miss one in use."""
+    """This rank's connections. They are cut repeatedly, since a first cut may miss one that is in use."""
 
     def __init__(self) -> None:
         self._break: Callable[[], object] = _nothing
@@ -232,11 +241,11 @@ class Wires:
         self._last: float | None = None
 
     def break_by(self, cut: Callable[[], object]) -> None:
-        """How to break them."""
+        """Set the function that breaks them."""
         self._break = cut
 
     def cut(self) -> None:
-        """Break them, so that a wait on them ends on this rank and at the other ends."""
+        """Break them, so that waits on them end on this rank and at the other ends."""
         with self._lock:
             if self._last is None or monotonic() - self._last >= AGAIN:
                 self._last = monotonic()
@@ -244,7 +253,7 @@ class Wires:
 
 
 def _nothing() -> None:
-    """There are no wires yet."""
+    """Stands for a cut while there are no connections."""
 
 
 class Monitor:
@@ -252,11 +261,11 @@ class Monitor:
 
     Attributes:
         alarm: whether the rank must stop.
-        stopped: whether it has stopped with an error of its own.
-        cut_off: whether a wire broke and nobody has said why.
-        lost: why no word can be left any more, if so.
-        folder: where the story of a failure is written.
-        wires: the rank's.
+        stopped: whether it has already stopped with an error.
+        cut_off: whether a connection broke and the reason is not known.
+        lost: the error, if the board cannot be reached any more.
+        folder: where reports of failures are written.
+        wires: the rank's connections.
     """
 
     def __init__(self, activity: Activity, team: Team, patience: Patience) -> None:
@@ -282,13 +291,13 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="penstock watch", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self.beat()
         self._interrupts.open()
         self._thread.start()
 
     def stop(self) -> None:
-        """End, and wait for it."""
+        """End the thread, and wait for it."""
         self._ending.set()
         if self._thread is not threading.current_thread() and self._thread.is_alive():
             self._thread.join(5.0)
@@ -324,13 +333,13 @@ class Monitor:
             self._look()
 
     def beat(self) -> None:
-        """Tell the others now what this rank does."""
+        """Send a heartbeat now."""
         self._live_on()
         with suppress(BoardLostError):
             self._beat()
 
     def _live_on(self, more: float = 0.0) -> None:
-        """Put off the end of a process that runs no threads."""
+        """Reset the timer that kills a process that runs no threads."""
         if self._team.others:
             limit = max(self._patience.limit, self._activity.slack)
             self._dead_man.put_off(limit + FROZEN + more)
@@ -339,14 +348,17 @@ class Monitor:
         self._team.say(BEAT, {**self._activity.snapshot(), "beat": next(self._beats)})
 
     def _check_board(self) -> None:
-        """Give up a board that does not answer, once there is nothing else to hope for."""
+        """Give up a board that does not answer, once nothing else can explain why this rank waits."""
         silent = self._team.board.unanswered
         hopeless = self._overdue() or self.cut_off or silent > self._patience.limit
         if hopeless and silent > STALE:
             raise BoardLostError(f"it has not answered for {silent:.1f} s")
 
     def _cut(self) -> None:
-        """Break the connections, unless this rank is done with them, until it waits no more."""
+        """Break the connections again and again until this rank waits no more.
+
+        End it if that does not help.
+        """
         if self._ending.is_set() or self.stopped:
             return
         self.wires.cut()
@@ -362,7 +374,7 @@ class Monitor:
             )
 
     def _go_alone(self) -> None:
-        """Nobody can be told or asked anything: end the waits, and a rank that is stuck on its way to one."""
+        """The board is lost: end waits, and end the process if it is stuck elsewhere."""
         self._cut()
         seconds = monotonic() - self._activity.since
         stuck = self._activity.waiting is None and seconds > self._patience.limit
@@ -376,7 +388,10 @@ class Monitor:
     # ---- what others say
 
     def _react(self) -> None:
-        """Another rank failed: end the waits here, once those that must find it themselves could."""
+        """Another rank has failed.
+
+        End the waits here. If all ranks find the same error, leave them time to.
+        """
         first = self._team.of_others[0]
         self._heard = self._heard or monotonic()
         if first.kind == "silent":
@@ -401,18 +416,18 @@ class Monitor:
             self._give_up(failure)
 
     def _end_frozen(self, rank: int) -> None:
-        """End a silent rank of this machine that runs no threads, and so can neither tell nor end itself."""
+        """Kill a silent rank of this machine that runs no threads, and so cannot end itself."""
         if rank != self._activity.rank and self._team.staleness(rank) >= STALE:
             self._team.processes[rank].kill()
 
     def _give_up(self, failure: Failure) -> None:
-        """This rank is the silent one: end it, unless it wakes up and stops by itself."""
+        """This rank is the silent one: end its process, unless it stops by itself in time."""
         rank = self._activity.rank
         self._live_on(4 * GRACE)
         try:
             self._team.await_word(TOLD, [failure.by], 2 * GRACE)
         except BoardLostError:
-            # The others have heard, and are gone with it.
+            # The board is gone together with the others, which have heard of it.
             self._ending.wait(GRACE)
         if not self.stopped:
             self._ending.wait(GRACE)
@@ -462,7 +477,7 @@ class Monitor:
         return self._team.staleness(rank) > STALE
 
     def _post(self, failure: Failure) -> None:
-        """Report another rank; of several that do, the first tells the story."""
+        """Report another rank's failure, unless one is known already."""
         self._team.refresh()
         if not self._team.failures:
             self._team.report(failure)
@@ -482,7 +497,7 @@ class Monitor:
             self._tell(failure, places)
 
     def _tell(self, failure: Failure, places: dict[int, Place]) -> None:
-        """Gather the stacks of those that can give some, tell everything, and end who cannot."""
+        """Gather stacks from ranks that can give them, write the report, and kill a frozen rank."""
         self._told = True
         self._team.say(STACK, stacks())
         able = [r for r in self._team.others if places[r].stale < STALE]
@@ -508,7 +523,7 @@ class Monitor:
         return self._team.places(self._activity.snapshot(), self._patience.limit)
 
     def write_story(self, failures: Sequence[Failure]) -> None:
-        """Write ``failure.json`` about what is known."""
+        """Write ``failure.json`` with what is known."""
         if self.folder is not None:
             places = {}
             with suppress(BoardLostError):

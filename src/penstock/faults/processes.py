@@ -1,4 +1,4 @@
-"""Processes of this machine: in what condition another is, and what ends this one."""
+"""Processes: the condition of another process, signals, and what ends this process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from penstock.errors import TERMINATED
 Condition = Literal["runs", "stopped", "ended", "unknown"]
 
 _STATE, _STARTED, _EXIT = 0, 19, 49
-"""Where /proc/PID/stat holds them, counted after the program's name."""
+"""Fields of /proc/PID/stat, counted after the program's name."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that can be told from one that got its number later.
+    """A process, which can be told from a later one with the same number.
 
     Args:
-        host: the machine, since when it runs, and the space of its process numbers.
+        host: the machine, its current boot, and its namespace of process numbers.
         pid: its number there.
-        started: when it started, in the system's own ticks; empty where that cannot be known.
+        started: when it started, in the system's ticks; empty if that cannot be known.
     """
 
     host: str
@@ -42,7 +42,7 @@ class Process:
         return self.host == this_host()
 
     def condition(self) -> Condition:
-        """Whether it runs, was stopped by a signal, or has ended."""
+        """Whether it runs, is stopped by a signal, or has ended."""
         if not self.is_here:
             return "unknown"
         if not self.started:
@@ -53,14 +53,14 @@ class Process:
         return "stopped" if fields[_STATE] in "Tt" else "runs"
 
     def cause_of_end(self) -> int | None:
-        """How it ended as a parent would hear it: below zero a signal. None if it cannot be known."""
+        """Its exit code, as its parent would get it: a signal is negative. None if it cannot be known."""
         fields = _stat(self.pid) if self.is_here and self.started else []
         if len(fields) <= _EXIT or fields[_STARTED] != self.started or fields[_STATE] not in "ZX":
             return None
         return os.waitstatus_to_exitcode(int(fields[_EXIT]))
 
     def kill(self) -> bool:
-        """End it at once, if it still is the same one; whether that was possible."""
+        """Kill it, if it is still the same process; returns whether that was possible."""
         if self.condition() not in ("runs", "stopped"):
             return False
         try:
@@ -70,7 +70,7 @@ class Process:
         return True
 
     def as_json(self) -> dict[str, Any]:
-        """Its fields."""
+        """Its fields as JSON data."""
         return asdict(self)
 
 
@@ -94,7 +94,7 @@ def words_of(status: int | None) -> str:
 
 @cache
 def this_host() -> str:
-    """A name that processes share exactly if they can see each other's numbers."""
+    """A name that two processes share exactly if they can see each other's process numbers."""
     return "/".join([platform.node(), _boot(), _space()])
 
 
@@ -133,9 +133,9 @@ def _by_signal(pid: int) -> Condition:
 
 
 class Interrupts:
-    """Hears of a signal even while the main thread waits in native code, where no Python handler runs.
+    """Notices signals even while the main thread waits in native code, where no Python handler runs.
 
-    Only of one whose handler will raise: another may mean to go on.
+    Only signals whose handler raises count: with other handlers, the process may mean to continue.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Interrupts:
         _LISTENING.add(self)
 
     def open(self) -> None:
-        """Listen, where this is the main thread and nobody else listens."""
+        """Listen, if this is the main thread and nothing else listens."""
         if threading.current_thread() is not threading.main_thread():
             return
         reading, writing = os.pipe()
@@ -158,11 +158,11 @@ class Interrupts:
             try:
                 signal.set_wakeup_fd(before)
             except (OSError, ValueError):
-                return  # who listened has closed its end without a word: this one listens now
+                return  # the earlier listener has closed its end, so this one takes its place
             self.close()
 
     def came(self) -> bool:
-        """Whether a signal came that will raise."""
+        """Whether a signal came whose handler raises."""
         if self._ends is None:
             return self._came
         try:
@@ -173,12 +173,12 @@ class Interrupts:
         return self._came
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._ends is None:
             return
         ends, self._ends = self._ends, None
         if threading.current_thread() is not threading.main_thread():
-            # Only the main thread may have signals go elsewhere, and a number of a closed end may be reused.
+            # Only the main thread may redirect signals, and the number of a closed end could be reused.
             _ABANDONED[ends[1]] = ends
             return
         current = signal.set_wakeup_fd(-1)
@@ -193,12 +193,12 @@ def _close(ends: tuple[int, int]) -> None:
 
 
 _ABANDONED: dict[int, tuple[int, int]] = {}
-"""By its writing end each pipe that was given up outside of the main thread and may still be written to."""
+"""Pipes that were given up outside the main thread, by writing end; signals may still be written to them."""
 _LISTENING: weakref.WeakSet[Interrupts] = weakref.WeakSet()
 
 
 def _deafen() -> None:
-    """In a process that was forked: its signals are none of those that the one it came from hears of."""
+    """In a forked process: stop listening, since its signals must not reach the listeners of its parent."""
     for listener in list(_LISTENING):
         listener.close()
 
@@ -208,20 +208,20 @@ if hasattr(os, "register_at_fork"):
 
 
 def end_at_once(number: int, frame: Any) -> None:
-    """A handler of signals: the second one; nothing is cleaned up."""
+    """A handler for a second signal: exit without cleaning up."""
     del frame
     os._exit(128 + number)
 
 
 def terminate(number: int, frame: Any) -> None:
-    """A handler of SIGTERM: leave through the contexts that are open; a second signal ends at once."""
+    """A handler of SIGTERM: exit through all open contexts; a second signal ends the process at once."""
     del frame
     signal.signal(number, end_at_once)
     sys.exit(TERMINATED)
 
 
 def interrupt(number: int, frame: Any) -> None:
-    """A handler of SIGINT: as Python's own; a second signal ends at once."""
+    """A handler of SIGINT, like Python's own; a second signal ends the process at once."""
     del frame
     signal.signal(number, end_at_once)
     raise KeyboardInterrupt
@@ -236,27 +236,27 @@ def _raises(number: int) -> bool:
     )
 
 
-# ---- what ends this process when nobody else does
+# ---- what ends this process if nothing else does
 
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 _DEATH_SIGNAL = 1
-"""``PR_SET_PDEATHSIG``: the signal that a process gets when its parent ends."""
+"""``PR_SET_PDEATHSIG``: sets the signal that a process gets when its parent ends."""
 _MONOTONIC = 1
 
 
 def die_with_parent() -> None:
-    """Have the system kill this process when its parent ends, also if it is stopped or holds the GIL."""
+    """Have the system kill this process when its parent ends, even if it is stopped or holds the GIL."""
     if _LIBC is not None:
         _LIBC.prctl(_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def launcher() -> int | None:
-    """The process that must not vanish: the launcher's, where one has started this process."""
+    """The process of torchrun, if it has started this process; this one ends if that one does."""
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 class _Event(ctypes.Structure):
-    """``struct sigevent``, as far as it is used here."""
+    """``struct sigevent``, with the fields that are used here."""
 
     _fields_ = (
         ("value", ctypes.c_void_p),
@@ -273,11 +273,11 @@ class _Span(ctypes.Structure):
 
 
 class DeadMan:
-    """Kills this process unless it is put off again and again.
+    """A timer that kills this process unless it is reset again and again.
 
-    It is a timer of the system, so that it also ends a process that is stopped, or whose interpreter is held
-    by code that lets no other thread run, where nobody else can reach it. A child does not inherit it. Where
-    the system is not Linux it does nothing.
+    It is a timer of the operating system, so that it also ends a process that is stopped, or whose
+    interpreter is held by native code that lets no other thread run. A child process does not inherit it.
+    It does nothing on systems other than Linux.
     """
 
     def __init__(self) -> None:
@@ -288,13 +288,13 @@ class DeadMan:
             self._timer = timer
 
     def put_off(self, seconds: float) -> None:
-        """Let it happen so much later than now; with 0 never."""
+        """Set the timer to so many seconds from now; 0 switches it off."""
         if self._timer is not None and _LIBC is not None:
             span = _Span(0, 0, int(seconds), int(seconds % 1 * 1e9))
             _LIBC.timer_settime(self._timer, 0, ctypes.byref(span), None)
 
     def retire(self) -> None:
-        """Take the timer back."""
+        """Delete the timer."""
         timer, self._timer = self._timer, None
         if timer is not None and _LIBC is not None:
             _LIBC.timer_delete(timer)

@@ -1,8 +1,8 @@
-"""Where a rank is, and who holds everybody up.
+"""Where each rank is, and which one holds up the others.
 
-A rank notes what it does right now, so cheaply that every action can be noted. Its heartbeats carry that to
-the others, from which each finds how long a rank may do nothing, which one does, and which stage is far too
-slow.
+A rank notes what it is doing, at so little cost that it can note every action. Heartbeats carry this to the
+other ranks. From them, each rank finds out how long a rank may make no progress, which rank makes none, and
+which stage is far too slow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from penstock.errors import UsageError
 from penstock.faults.board import Slate
 
-# ---- what a rank does right now
+# ---- what a rank is doing
 
 
 Probe = Callable[["Activity", Any], object]
@@ -25,46 +25,46 @@ _PROBES: list[Probe] = []
 
 
 def add_probe(probe: Probe) -> Callable[[], None]:
-    """Have a function called at the begin of all that a rank does, as tests do to make it fail.
+    """Have a function called at the beginning of everything that a rank does; tests use it to inject faults.
 
     Returns:
-        A function that takes it away.
+        A function that removes it.
     """
     _PROBES.append(probe)
     return lambda: _PROBES.remove(probe) if probe in _PROBES else None
 
 
 def has_probes() -> bool:
-    """Whether there is such a function."""
+    """Whether any such function was added."""
     return bool(_PROBES)
 
 
 class Waiting(NamedTuple):
-    """What a rank waits for, and from which ranks; None says from all that do not wait alike."""
+    """What a rank waits for, and for which ranks; None stands for all that are not in the same operation."""
 
     why: object
     peers: tuple[int, ...] | None
 
 
 class Activity:
-    """One rank's place in its program: written by the thread that runs it, read by a monitor.
+    """One rank's place in its program, written by the thread that runs it and read by the monitor.
 
     Attributes:
-        rank: whose.
+        rank: the rank.
         calls: how many calls of the pipeline it has begun.
         step: how many of them were training steps.
         inside: whether it is in a call now.
-        making: what it does to set its pipeline up; None once that is made.
-        doing: the action it is in or was in last, None before the first of a call and after the last.
+        making: what it is doing to set up its pipeline; None when that is done.
+        doing: the current or last action; None before the first one of a call and after the last one.
         waiting: what it waits for, if it waits.
         since: when that began, on this process's monotonic clock.
-        progress: a number that grows with everything it does.
-        slack: seconds that it needs for what it does now, where that is more than a step's time.
-        busy: for each stage the seconds that its actions have taken, and how many there were.
-        slate: where actions are written down for others, if there is such a place.
-        halt: whether there may be a reason to stop, to be looked into before the next action; the monitor and
-            a fork set it, so that an action without one asks nothing more than this.
-        concern: looks into it, and raises where this rank must stop.
+        progress: a number that grows with everything that it does.
+        slack: seconds that it may need for what it does now, if that is more than a step's time.
+        busy: for each stage, the seconds that its actions have taken, and their number.
+        slate: where actions are noted for other ranks to read, if there is such a place.
+        halt: whether there may be a reason to stop. The monitor and a fork set it, so that in the usual
+            case an action checks nothing but this flag.
+        concern: finds out whether there is one, and raises if this rank must stop.
     """
 
     def __init__(self, rank: int) -> None:
@@ -90,7 +90,7 @@ class Activity:
         return self.inside or self.making is not None
 
     def make(self, doing: str | None) -> None:
-        """The pipeline is being set up, by this; with None it is made."""
+        """The set-up of the pipeline does this now; None says that it is done."""
         self.making = doing
         self._moved(None)
         self._write_down()
@@ -106,7 +106,7 @@ class Activity:
         self._write_down()
 
     def end(self) -> None:
-        """The call is over, in whatever way."""
+        """The call is over, or has failed."""
         self.inside = False
         self._moved(None)
         self._write_down()
@@ -126,11 +126,11 @@ class Activity:
             self._probe(action)
 
     def noting(self, action: Any, *, works: bool) -> Callable[[object], None]:
-        """Gives :meth:`at` of one action, for a program that runs it many times; called with anything.
+        """A fast :meth:`at` for one action that runs many times; its argument is ignored.
 
         Args:
-            action: which one.
-            works: whether it is a stage's own work, whose time counts until what is noted next.
+            action: the action.
+            works: whether it is a stage's own work, whose time is counted until the next note.
         """
         write = None if self.slate is None else self.slate.writer(action)
         account = self.busy.setdefault(action.stage, [0.0, 0]) if works else None
@@ -161,11 +161,11 @@ class Activity:
         self._moved(self.doing)
 
     def over(self) -> None:
-        """All actions of the call are done; what follows all ranks do alike."""
+        """All actions of the call are done; what follows, all ranks do together."""
         self._moved(None)
 
     def _settle(self, now: float) -> None:
-        """What ran until now, if anything did, is over: note how long it took."""
+        """Add the time of the stage's work that has just ended, if any."""
         if self._running is not None:
             self._running[0] += now - self.since
             self._running[1] += 1
@@ -195,7 +195,7 @@ class Activity:
             )
 
     def snapshot(self) -> dict[str, Any]:
-        """All that as JSON data; read while it changes, so its parts may be of two moments."""
+        """All of this as JSON data. It may change while it is read, so its parts may be of two moments."""
         doing, waiting = self.doing, self.waiting
         return {
             "rank": self.rank,
@@ -218,26 +218,26 @@ class Activity:
 # ---- how long a rank may make no progress
 
 PATIENCE = 30.0
-"""Seconds until all ranks must be there, and that a rank may hold up the others while they set up."""
+"""Seconds until all ranks must be there, and that one rank may hold up the others during the set-up."""
 FIRST_STEP = 300.0
-"""Seconds for the first step, which compiles, allocates and connects."""
+"""Seconds for the first step, in which much is compiled, allocated and connected."""
 FLOOR = 30.0
 FACTOR = 10.0
 _REMEMBERED = 50
 
 Timeout = float | tuple[float | None, float | None] | None
-"""Seconds; or those of the first step and of later ones; or None."""
+"""Seconds; or a pair for the first step and for later ones; or None for the defaults."""
 
 
 class Patience:
     """How long a rank may make no progress while others wait for it.
 
-    In a step and between steps that is learned from the steps, or fixed; until the Pipeline is made it is the
-    time in which the ranks have to meet.
+    In a step and between steps, the limit is learned from earlier steps, or fixed. Until the Pipeline is
+    made, it is the time in which the ranks have to meet.
 
     Args:
-        fixed: seconds that always hold, or two numbers: for the first step and for all later ones. None
-            for 300 s in the first step, then the larger of 30 s and ten times the median step.
+        fixed: seconds; or a pair for the first step and for later ones. None stands for 300 s in the first
+            step, and then the larger of 30 s and ten times the median step.
         meeting: seconds in which the ranks have to meet.
 
     Raises:
@@ -262,12 +262,12 @@ class Patience:
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
 
     def learn(self, seconds: float) -> None:
-        """A step took so long."""
+        """Note how long a step took."""
         self._steps.append(seconds)
 
     @property
     def limit(self) -> float:
-        """Seconds that a rank has now."""
+        """The limit in seconds now."""
         if not self.made:
             return self.meeting
         if not self._steps:
@@ -282,23 +282,23 @@ class Patience:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is, as its last heartbeat tells and as it looks by now.
+    """Where a rank is, from its last heartbeat and the time since.
 
     Args:
-        rank: whose.
+        rank: the rank.
         calls: how many calls of the pipeline it has begun.
-        inside: whether it is in one.
-        making: what it does to set its pipeline up, None once that is made.
+        inside: whether it is in a call.
+        making: what it is doing to set up its pipeline; None when that is done.
         step: how many training steps it has begun.
-        stage: where in its program it is, as far as it is in an action.
-        microbatch: likewise.
-        action: likewise.
-        waits: what it waits for, None if it does not wait.
-        peers: from which ranks, None: from all that do not wait alike.
-        age: seconds since it last moved.
+        stage: of the current action, if it is in one.
+        microbatch: of the current action.
+        action: the current action.
+        waits: what it waits for; None if it does not wait.
+        peers: the ranks that it waits for; None stands for all that are not in the same operation.
+        age: seconds since it last made progress.
         stale: seconds since its last heartbeat.
         condition: of its process: ``runs``, ``stopped``, ``ended`` or ``unknown``.
-        limit: seconds that it may go without progress.
+        limit: seconds that it may make no progress.
     """
 
     rank: int
@@ -321,7 +321,7 @@ class Place:
 
     @property
     def words(self) -> str:
-        """What it does, and for how long."""
+        """What it is doing, and for how long."""
         if self.is_mute:
             return (
                 f"has not been heard of for {self.stale:.1f} s; by its last word it {self._doing}; its "
@@ -331,7 +331,7 @@ class Place:
 
     @property
     def advice(self) -> str:
-        """What else is known of a rank that is silent, and what to do."""
+        """For a silent rank: what else is known, and what to do."""
         if self.is_mute:
             return ""
         runs = self.condition in ("runs", "unknown") and self.stale < STALE
@@ -344,7 +344,7 @@ class Place:
 
     @property
     def is_mute(self) -> bool:
-        """Whether it gives no heartbeat, and its process cannot be looked at from here."""
+        """Whether it sends no heartbeats, and its process cannot be seen from here."""
         return self.stale >= STALE and self.condition == "unknown"
 
     @property
@@ -378,19 +378,19 @@ class Place:
 
 
 STALE = 1.5
-"""Seconds without a heartbeat after which a rank's own threads do not run any more."""
+"""Seconds without a heartbeat after which a rank's threads are taken not to run any more."""
 
 
-# ---- who is silent
+# ---- which rank is silent
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is silent, and how that follows.
+    """Which ranks are silent, and how that was found.
 
     Args:
         culprits: the ranks that wait for nobody and make no progress.
-        chain: the way there in words, from the rank that asked.
+        chain: the chain of waits in words, from the rank that asked.
     """
 
     culprits: tuple[int, ...]
@@ -402,10 +402,10 @@ def find_silent(places: Mapping[int, Place], start: int) -> Verdict | None:
 
     Args:
         places: of every rank.
-        start: the rank that waits too long.
+        start: the rank that has waited too long.
 
     Returns:
-        None while those at the end still make progress.
+        The verdict; None while the ranks at the end still make progress.
     """
     order = _reached(places, start)
     idle = [rank for rank in order if not _held_up(places, rank)]
@@ -420,7 +420,10 @@ def find_silent(places: Mapping[int, Place], start: int) -> Verdict | None:
 
 
 def awaited(places: Mapping[int, Place], rank: int) -> Sequence[int]:
-    """For whom a rank waits: in an operation of all, those that are not in one; where all are, each other."""
+    """The ranks that a rank waits for.
+
+    In an operation of all ranks, those that are not in it, if there are any.
+    """
     place = places[rank]
     if place.waits is None:
         return ()
@@ -443,7 +446,10 @@ def _reached(places: Mapping[int, Place], start: int) -> list[int]:
 
 
 def _held_up(places: Mapping[int, Place], rank: int) -> bool:
-    """Whether it waits; a process that no longer runs its threads waits for nobody, whatever it said."""
+    """Whether it waits for others.
+
+    A process whose threads do not run waits for nobody, whatever it said last.
+    """
     place = places[rank]
     return place.waits is not None and place.stale < STALE and place.condition != "stopped"
 
@@ -453,7 +459,7 @@ def _late(place: Place) -> bool:
 
 
 def place_of(found: Mapping[str, Any], *, stale: float, condition: str, limit: float) -> Place:
-    """A place from a heartbeat, grown older by the time since."""
+    """A place from a heartbeat and the time since."""
     peers = found["peers"]
     return Place(
         int(found["rank"]),
@@ -473,14 +479,14 @@ def place_of(found: Mapping[str, Any], *, stale: float, condition: str, limit: f
     )
 
 
-# ---- which stage is slow: told, never stopped
+# ---- which stage is slow: that is only logged
 
 SLOW = 3.0
-"""So many times the others' median makes a straggler: a plan gives all stages about the same."""
+"""A stage this many times slower than the others' median is a straggler, as stages should be balanced."""
 FEWEST = 8
-"""Actions of each stage before it is judged."""
+"""Actions of a stage before it is judged."""
 SHORTEST = 0.005
-"""Seconds below which an action is too short to matter."""
+"""Seconds of an action below which a stage is too fast to matter."""
 
 
 class Stragglers:
@@ -491,7 +497,7 @@ class Stragglers:
         self._named: set[int] = set()
 
     def find(self, beats: Iterable[Mapping[str, Any]]) -> list[str]:
-        """What to say about stages that were not named before.
+        """Messages about stragglers that were not reported before.
 
         Args:
             beats: the heartbeats of all ranks.
@@ -522,7 +528,7 @@ class Stragglers:
             return ""
         self._named.add(stage)
         return (
-            f"stage {stage} is a straggler: an action takes {1e3 * seen:.1f} ms there, planned are "
-            f"{1e3 * usual:.1f} ms as in the other stages; everybody waits for it: look at its device, "
-            "or cut the model so that it holds less"
+            f"stage {stage} is a straggler: an action takes {1e3 * seen:.1f} ms there, and "
+            f"{1e3 * usual:.1f} ms in the other stages, which wait for it; look at its device, or cut the "
+            "model so that this stage holds less"
         )

@@ -1,9 +1,9 @@
-"""How the ranks of a pipeline find each other: in a bounded time, and in clear words where they do not.
+"""How the ranks of a pipeline meet: in a bounded time, and with a clear message if they do not.
 
-What a launcher said leads every process to a store, which it or rank 0 keeps for them. There
-``torch.distributed.init_process_group`` waits half an hour for a rank that nobody started. Here every rank
-says that it waits, the first one invites those that have come, and all learn who the others are and where
-word can be left, before a first connection is made.
+The launcher's variables lead every process to a store, which the launcher or rank 0 hosts. With
+``torch.distributed.init_process_group`` they would wait half an hour for a rank that nobody has started.
+Here, every rank says in the store that it waits, rank 0 invites those that have come, and all ranks learn
+who the others are and where to leave messages, before any connection is made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.faults.board import Board, SharedBoard, StoreBoard
 from penstock.faults.monitor import Team
 from penstock.faults.processes import Process, die_with_parent, launcher, this_process
 
-# ---- what a launcher said, and the store
+# ---- the launcher's variables, and the store
 
 
 _POLL = 0.05
@@ -42,15 +42,15 @@ logger = logging.getLogger("penstock")
 
 @dataclass(frozen=True)
 class Call:
-    """What a launcher told this process.
+    """What a launcher has told this process.
 
     Args:
-        rank: its number.
-        world: how many there are.
-        address: where rank 0, or the launcher, can be reached.
-        port: likewise.
-        attempt: what this start of the job is called.
-        hosted: whether the launcher keeps the store.
+        rank: its rank.
+        world: the number of ranks.
+        address: the address of the store, at rank 0 or the launcher.
+        port: the port of the store.
+        attempt: the name of this start of the job.
+        hosted: whether the launcher hosts the store.
         one_host: whether all processes are on this machine.
     """
 
@@ -64,15 +64,15 @@ class Call:
 
     @property
     def place(self) -> str:
-        """The store's, in words."""
+        """The place of the store, in words."""
         return f"{self.address}:{self.port} (MASTER_ADDR and MASTER_PORT)"
 
 
 def read_call(environment: Any = os.environ) -> Call:
-    """What the environment says.
+    """Read the launcher's variables from the environment.
 
     Raises:
-        UsageError: a variable is missing or makes no sense; the message lists all that is wrong.
+        UsageError: a variable is missing or invalid; the message lists everything that is wrong.
     """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     problems = [f"{name} is not set" for name in names if not environment.get(name)]
@@ -105,7 +105,7 @@ def read_call(environment: Any = os.environ) -> Call:
 
 
 def stay_local(call: Call) -> None:
-    """Have gloo listen on the loopback interface alone, where all ranks are on this machine."""
+    """Have gloo listen on the loopback interface alone, if all ranks are on this machine."""
     if not call.one_host or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     for _, name in socket.if_nameindex():
@@ -116,16 +116,16 @@ def stay_local(call: Call) -> None:
 
 
 def store_of(call: Call, patience: float, deadline: float) -> Any:
-    """The store of a launcher's processes: rank 0 keeps it, or the launcher.
+    """The store of a launcher's processes, hosted by rank 0 or by the launcher.
 
     Args:
         call: what the launcher said.
-        patience: seconds until all must be there.
-        deadline: the end of them on the monotonic clock.
+        patience: seconds until all ranks must be there.
+        deadline: the end of that time, on the monotonic clock.
 
     Raises:
-        UsageError: the port is taken.
-        AgreementError: nobody is there, or something else.
+        UsageError: the port is in use.
+        AgreementError: nothing listens there, or something that is not a store.
     """
     wait = timedelta(seconds=patience)
     if call.rank == 0 and not call.hosted:
@@ -160,7 +160,7 @@ def _hosted_store(call: Call, wait: timedelta) -> Any:
 
 
 def _loopback_socket(call: Call) -> socket.socket:
-    """A socket that only this machine can reach; torch's own would listen on all interfaces."""
+    """A socket that only this machine can reach, as torch's own would listen on all interfaces."""
     family, kind, _, _, address = socket.getaddrinfo(
         call.address, call.port, type=socket.SOCK_STREAM
     )[0]
@@ -200,7 +200,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first."""
+    """The first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -209,24 +209,24 @@ def first_line(error: BaseException) -> str:
 
 
 SLACK = 1.0
-"""Seconds beyond the time for meeting that a blocked call has to end by itself."""
+"""Seconds beyond the time for meeting in which a blocked call should end by itself."""
 
 _LINGER = 1.0
 _SHORTEST, _LONGEST = 0.002, 0.05
-"""Seconds between two looks at the store: the first ones, and later ones."""
+"""Seconds between two looks at the store, at first and later."""
 
 T = TypeVar("T")
 
 
 class Rendezvous:
-    """One rank's way to the others.
+    """How one rank meets the others.
 
     Args:
-        rank: this one.
-        ranks: how many there are.
-        reach: gives the store that all of them can reach, or an error at a moment of the monotonic clock.
-        seconds: until all must be there.
-        call: what the launcher said, where there is no group yet.
+        rank: this rank.
+        ranks: the number of ranks.
+        reach: connects to the common store; it raises at a given time on the monotonic clock.
+        seconds: the time until all ranks must be there.
+        call: what the launcher said, if there is no process group yet.
     """
 
     def __init__(
@@ -252,10 +252,10 @@ class Rendezvous:
 
     @classmethod
     def of_launcher(cls, seconds: float) -> Rendezvous:
-        """Of the processes of a launcher, at the place that it named.
+        """For the processes of a launcher, at the address that it gave.
 
         Raises:
-            UsageError: the environment makes no sense.
+            UsageError: the launcher's variables are wrong.
         """
         call = read_call()
         stay_local(call)
@@ -267,7 +267,7 @@ class Rendezvous:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, seconds: float) -> Rendezvous:
-        """Of the processes of a group."""
+        """For the processes of an existing group."""
         store = PrefixStore("penstock/meeting", group.get_group_store())
         return cls(group.rank(), group.size(), lambda _: store, seconds)
 
@@ -275,8 +275,8 @@ class Rendezvous:
         """Wait until every rank is there, and learn who the others are.
 
         Raises:
-            UsageError: the port is taken.
-            AgreementError: one is missing, comes twice, means another world, or is stopped meanwhile.
+            UsageError: the port is in use.
+            AgreementError: a rank is missing, comes twice, has another WORLD_SIZE, or is stopped meanwhile.
         """
         if launcher() is not None:
             die_with_parent()
@@ -285,15 +285,15 @@ class Rendezvous:
         except dist.DistError as error:
             raise AgreementError(
                 f"the store was lost while the ranks came to {self._place}: {first_line(error)}; the "
-                "process that hosts it, as a rule that of rank 0, has ended: see what it says"
+                "process that hosts it, usually that of rank 0, has ended: see what it says"
             ) from error
 
     def start_world(self, backend: str, wait: float) -> None:
-        """Start the default process group of those that have met.
+        """Start the default process group of the ranks that have met.
 
         Args:
             backend: as for ``init_process_group``.
-            wait: seconds that an operation may take; to connect they have the time for meeting.
+            wait: seconds that an operation may take; connecting has the time for meeting.
         """
         dist.init_process_group(
             backend,
@@ -306,7 +306,7 @@ class Rendezvous:
             dist.group.WORLD.set_timeout(timedelta(seconds=wait))
 
     def room(self, name: str) -> Any:
-        """A part of the store that only this meeting has."""
+        """A part of the store that only this meeting uses."""
         return PrefixStore(f"{name}/{self._name}", self._store)
 
     def _meet(self) -> Team:
@@ -314,7 +314,7 @@ class Rendezvous:
         self._come()
         while (found := self._invitation()) is None:
             if time.monotonic() > self._deadline:
-                # The others, whose time is up as well, must not take this one for missing.
+                # The time of the others is up as well; they must not take this rank for missing.
                 self._store.set(f"waits/{self.rank}", json.dumps({"late": time.time()}))
                 self._refuse(self._absent())
             self._wait()
@@ -333,11 +333,11 @@ class Rendezvous:
         self._store.set(f"waits/{self.rank}", json.dumps(waits))
 
     def _leave(self) -> None:
-        """Wait no more: what stands there is not for the next meeting."""
+        """Stop waiting, so that the next meeting does not find this rank's entry."""
         self._store.set(f"waits/{self.rank}", "null")
 
     def _invitation(self) -> dict[str, Any] | None:
-        """What the first rank says to this one, once all have come."""
+        """What rank 0 has answered this rank; None while ranks are missing."""
         if self._call is not None and self._store.check(["problem"]):
             self._refuse(self._store.get("problem").decode(errors="replace"))
         if self.rank == 0:
@@ -367,7 +367,7 @@ class Rendezvous:
         self._answer(here, word)
 
     def _here(self) -> dict[int, dict[str, Any]]:
-        """What those that wait have said."""
+        """The entries of all ranks that wait."""
         found = {rank: self._read(f"waits/{rank}") for rank in range(self.ranks)}
         return {rank: waits for rank, waits in found.items() if waits and "token" in waits}
 
@@ -376,12 +376,12 @@ class Rendezvous:
             self._store.set(f"invited/{waits['token']}", json.dumps(word))
 
     def _give_up_all(self, problem: str) -> None:
-        """Refuse also those that come later."""
+        """Refuse, now and for ranks that come later."""
         self._store.set("problem", problem)
         self._refuse(problem)
 
     def _refuse(self, problem: str) -> None:
-        """Raise, and tell all that wait for the first rank; who hosts the store stays until they know."""
+        """Raise, and tell all ranks that wait. A rank 0 that hosts the store stays until they know."""
         if self.rank == 0:
             self._answer(self._here(), {"problem": problem})
         if self._call is not None and self.rank == 0 and not self._call.hosted:
@@ -414,7 +414,7 @@ class Rendezvous:
         return f"WORLD_SIZE={self.ranks}" if self._call else str(self.ranks)
 
     def _stand_of(self, rank: int) -> str:
-        """What is known of a rank's process, if it ever came."""
+        """What is known of a rank's process, if it came before."""
         if not self._store.check([f"process/{rank}"]):
             return ""
         process = self._of(self._store.get(f"process/{rank}").decode())
@@ -427,7 +427,7 @@ class Rendezvous:
         return f"the process {process.pid} of rank {rank} {words[process.condition()]}"
 
     def _board(self, folder: str | None, processes: Mapping[int, Process]) -> Board:
-        """Memory if all ranks can share it; else keys of the store."""
+        """A board in shared memory if all ranks can share it, otherwise in the store."""
         own: Board | None = None
         if folder is not None and processes[0].is_here:
             with suppress(OSError, ValueError):
@@ -440,7 +440,7 @@ class Rendezvous:
                 raise AgreementError(self._held_up(silent))
             self._wait()
         if folder is not None:
-            # All that can have it open; who has it needs no name for it.
+            # All ranks that can have it open now, and need no name for it any more.
             with suppress(OSError):
                 os.unlink(folder)
         shares = all(json.loads(store.get(f"shares/{rank}")) for rank in range(self.ranks))
@@ -457,7 +457,7 @@ class Rendezvous:
         return Process(**json.loads(text))
 
     def _within(self, seconds: float, run: Callable[[], T]) -> T:
-        """Call a function that torch may hold up for longer; what it does after this time is ignored."""
+        """Call a function that may block in torch for longer than this time; then its result is ignored."""
         found: list[T] = []
         failed: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""One process's watch over its rank: says what failed here, hears what failed elsewhere."""
+"""One process's watch over its rank: it reports what fails here, and hears of what fails elsewhere."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from penstock.faults.monitor import LEFT, RAISED, Monitor, Team
 from penstock.faults.progress import Activity, Patience
 
 WORD = 1.5
-"""Seconds that a broken wire has until its cause must be on the board."""
+"""Seconds to wait for the cause on the board after a connection broke."""
 WORD_FROM_AFAR = 4.0
-"""Likewise across machines, where a death is known by heartbeats that do not come."""
+"""The same across machines, where a death shows only in missing heartbeats."""
 LINGER = 1.0
-"""Seconds that a failed rank waits for the others to hear why, before a launcher ends them."""
+"""Seconds that a failed rank waits for the others to hear why, before a launcher kills them."""
 BOW = 0.3
-"""Seconds that the others leave to the failed rank to say it first."""
+"""Seconds that the others wait, so that the failed rank is the first to end."""
 DELIVERY = 0.5
-"""Seconds that the last word of a rank may take to the store."""
+"""Seconds that the last word of a rank may take to reach the store."""
 _POLL = 0.02
 _ALL: WeakSet[Watch] = WeakSet()
 
 
 def _concern_child() -> None:
-    """Let a process that was forked from a rank's find out that it is none."""
+    """In a forked process: make every activity check whether it still is the rank's."""
     for watch in _ALL:
         watch.activity.halt = True
 
@@ -55,10 +55,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class Watch:
-    """What a process does so that a failure anywhere is a named error here; from its first moment on.
+    """Makes a failure on any rank a named error in this process. It begins when the ranks have met.
 
     Args:
-        activity: what this process's rank does.
+        activity: of this process's rank.
         team: all ranks.
         patience: how long a rank may make no progress.
     """
@@ -76,25 +76,25 @@ class Watch:
         self._monitor.start()
         atexit.register(self.leave)
         if multiprocessing.parent_process() is not None:
-            # A process of multiprocessing ends without what is registered with atexit.
+            # A multiprocessing child exits without running what is registered with atexit.
             Finalize(None, self.leave, exitpriority=10)
 
     def made(self) -> None:
-        """The pipeline is set up: from now on a rank has the time of a step."""
+        """The pipeline is set up; from now on the limits for steps apply."""
         self.patience.made = True
         self.activity.make(None)
 
     def over(self, cut: Callable[[], object]) -> None:
-        """Take these wires under watch.
+        """Watch over connections.
 
         Args:
-            cut: breaks this rank's own, so that a wait on them ends.
+            cut: breaks this rank's connections, so that waits on them end.
         """
         self._monitor.wires.break_by(cut)
 
     @contextmanager
     def patient(self, seconds: float) -> Iterator[None]:
-        """Give this rank so much time for what it does here, if a step has less."""
+        """Give this rank at least so much time for what it does in this context."""
         before = self.activity.slack
         self.activity.slack = max(before, seconds)
         self._monitor.beat()
@@ -105,11 +105,11 @@ class Watch:
             self._monitor.beat()
 
     def keep_in(self, folder: Path | None) -> None:
-        """Write the story of a failure to this folder."""
+        """Write reports of failures to this folder."""
         self._monitor.folder = folder
 
     def check(self) -> None:
-        """Called before an action, where there may be a reason to stop.
+        """Called before an action if there may be a reason to stop.
 
         Raises:
             PeerFailed: another rank has failed.
@@ -117,17 +117,18 @@ class Watch:
         """
         if self._is_child():
             raise UsageError(
-                f"this process was forked from that of rank {self.activity.rank} and is no rank of the "
-                "pipeline: it must not go on with the step, but do its own work and end"
+                f"this process was forked from that of rank {self.activity.rank}, and is not a rank of the "
+                "pipeline: it must not continue the step, but do its own work and exit"
             )
         if self._monitor.alarm or self._monitor.lost is not None:
             raise self._stopped()
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tell the others of an error here, or find whose it is.
+        """Report an error here to the other ranks, or find the failure that has caused it.
 
         Returns:
-            What to raise: the error itself, or a :class:`PeerFailed` if it only follows from another's.
+            What to raise: the error itself, or a :class:`PeerFailed` if it follows from another rank's
+            failure.
         """
         if self._is_child() or self._monitor.stopped:
             return error
@@ -147,7 +148,7 @@ class Watch:
         return error
 
     def close(self) -> None:
-        """This rank is done; idempotent."""
+        """This rank is done; a second call does nothing."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -163,7 +164,7 @@ class Watch:
         self._team.board.close()
 
     def leave(self) -> None:
-        """The interpreter ends: say so, and why if it is for an error that nobody caught."""
+        """The interpreter exits: tell the others, with the reason if it is an uncaught error."""
         if self._closed.is_set() or self._is_child():
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -172,20 +173,20 @@ class Watch:
         followed = [f.rank for f in self._team.of_others[:1] if f.rank != self.activity.rank]
         self.close()
         if self._monitor.stopped and followed:
-            # A launcher names whoever ends first.
+            # A launcher reports the process that ends first.
             self._await_departure(followed)
 
     # ---- how it is done
 
     def _is_child(self) -> bool:
-        """Whether this process was forked from the rank's, to which wires, board and slate belong."""
+        """Whether this process was forked from the rank's, to which connections, board and slate belong."""
         if os.getpid() == self._pid:
             return False
         self.activity.slate = None
         return True
 
     def _hear_why(self) -> bool:
-        """Wait for the word of another rank on why a wire broke."""
+        """Wait for another rank to say why a connection broke; returns whether one did."""
         self._monitor.cut_off = True
         deadline = monotonic() + (WORD if self._team.is_near else WORD_FROM_AFAR)
         self._team.refresh()
@@ -199,12 +200,12 @@ class Watch:
     def _confess(self, error: BaseException) -> None:
         failure = of_exception(error, self.activity.rank, self.activity.snapshot())
         if isinstance(error, PenstockError) and not isinstance(error, MessageError):
-            # What is refused before the first action is refused by all ranks.
+            # An error before the first action is raised on all ranks.
             early = self.activity.is_busy and self.activity.doing is None
             failure = replace(failure, everywhere=early)
         self._stop()
         tell_torchrun(failure, own=True)
-        # Where no word can be left the error is still this one: wires that break tell the others.
+        # If the board is lost, the error is still raised, and the others notice by broken connections.
         with suppress(BoardLostError):
             self._team.report(failure)
             self._team.say(RAISED)
@@ -215,7 +216,7 @@ class Watch:
         self._monitor.write_story(self._team.failures or (failure,))
 
     def _follow(self, error: BaseException, culprit: int) -> None:
-        """All ranks raise this error because of one of them, which is to say it first."""
+        """All ranks raise this error because of one of them, which should be the first to end."""
         self._stop()
         tell_torchrun(of_exception(error, culprit, self.activity.snapshot()), own=False)
         with suppress(BoardLostError):
@@ -225,12 +226,13 @@ class Watch:
     def _stop(self) -> None:
         """This rank has stopped with an error."""
         self._monitor.stopped = True
-        # To search the objects that torch and the model have made for cycles takes an ending interpreter
-        # seconds, for which everybody waits; what has to be done at the end is done nevertheless.
+        # At exit the interpreter would search all objects of torch and the model for cycles, which takes
+        # seconds for which the other ranks wait. Frozen objects are not searched; finalizers still
+        # run.
         atexit.register(gc.freeze)
 
     def _stopped(self) -> PeerFailed:
-        """Why this rank must stop."""
+        """The error with which this rank must stop."""
         if self._monitor.lost is not None and not self._team.of_others:
             return self._cut_off(self._monitor.lost)
         failures = self._team.of_others
@@ -244,7 +246,7 @@ class Watch:
             self._await_departure([failures[0].rank])
             text = f"rank {self.activity.rank} stopped because {text}"
         if failures[0].by == self.activity.rank and failures[0].kind not in ("silent", "lost"):
-            # For a rank that cannot; who finds a silent one has told the story.
+            # For a rank that cannot write it; for a silent or lost one, the monitor has written it.
             self._monitor.write_story(self._team.failures)
         return PeerFailed(text, failures, failures[0].status)
 
@@ -263,12 +265,12 @@ class Watch:
         tell_torchrun(failure, own=False)
         self._monitor.write_story((failure,))
         text = (
-            f"rank {self.activity.rank} stopped because {what}; the process that hosts it, as a rule "
-            f"that of rank 0, has ended or is stopped, or the network to it is cut; this rank {where}"
+            f"rank {self.activity.rank} stopped because {what}; the process that hosts it, usually that of "
+            f"rank 0, has ended or is stopped, or the network to it is cut; this rank {where}"
         )
         return PeerFailed(text, (failure,), TEMPORARY)
 
 
 def _of_wires(error: BaseException) -> bool:
-    """Whether an error may only say that a wire broke, and not why."""
+    """Whether an error may be just the sign of a broken connection."""
     return isinstance(error, (MessageError, dist.DistError)) or type(error) is RuntimeError

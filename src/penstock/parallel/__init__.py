@@ -1,6 +1,6 @@
 """Adapters to what torch shards and replicates: DTensor, DeviceMesh, DDP, FSDP2.
 
-Names are found when they are first used: torch takes half a second for its part of DTensors, which few need.
+Names are imported on first use, since torch needs half a second to import DTensors, which few runs use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a replicated or sharded stage needs around a call: no reduction per microbatch, one at the end."""
+"""Adapters for replicated and sharded stages: gradients are reduced once per call, not per microbatch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.parallel.wrapping import Adapter, Apart
 
 BUCKET_BYTES = 25 * 2**20
-"""How much is reduced at a time; as much as DistributedDataParallel does."""
+"""How many bytes are reduced at a time, as in DistributedDataParallel."""
 
 
 def make_adapter(module: nn.Module, apart: Apart) -> Adapter | None:
-    """The adapter of a module, where it or a part of it is replicated or sharded."""
+    """The adapter of a module that is, or has a part that is, replicated or sharded; None for others."""
     if isinstance(module, DistributedDataParallel):
         return Replicated(module, apart)
     sharded = _sharded_parts(module)
@@ -27,10 +27,10 @@ def make_adapter(module: nn.Module, apart: Apart) -> Adapter | None:
 
 
 class Replicated(Adapter):
-    """A stage in ``DistributedDataParallel``: gradients are averaged over its replicas once a step.
+    """A stage in ``DistributedDataParallel``: gradients are averaged over its replicas once per step.
 
-    Its own reducer waits for one backward that reaches every parameter. A step has many, so it is kept out
-    and all-reduces run when the last gradient is there.
+    Its own reducer expects a single backward that reaches every parameter. A step has many, so the reducer
+    is switched off, and all-reduces run when the last gradient is there.
     """
 
     def __init__(self, module: DistributedDataParallel, apart: Apart) -> None:
@@ -42,11 +42,11 @@ class Replicated(Adapter):
         self._reduced = True
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether the module is the same."""
+        """Whether it is the adapter of this module."""
         return module is self._module
 
     def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
-        """Keep the module's own reduction out."""
+        """Switch the module's own reduction off."""
         self._reduced = not trains
         self._stack.enter_context(self._module.no_sync())
 
@@ -64,7 +64,7 @@ class Replicated(Adapter):
             self._under_way.append((work, flat, bucket))
 
     def finish(self) -> None:
-        """Wait for them, and let buffers be those of the first replica, as the module itself would."""
+        """Wait for the all-reduces, and copy buffers from the first replica, as the module itself would."""
         trained = not self._reduced or bool(self._under_way)
         self.reduce()
         for work, flat, gradients in self._under_way:
@@ -84,7 +84,7 @@ class Replicated(Adapter):
             _fill(bucket, flat)
 
     def abandon(self) -> None:
-        """Let the module's own reduction in again."""
+        """Switch the module's own reduction on again."""
         self._under_way.clear()
         self._stack.close()
 
@@ -96,7 +96,7 @@ def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
 
 
 def _gradients(module: nn.Module) -> Iterable[Tensor]:
-    """A gradient for each trained parameter; zeros where this replica has none and another may."""
+    """A gradient for each trained parameter; zeros if this replica has none, since another one may."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:
@@ -105,7 +105,7 @@ def _gradients(module: nn.Module) -> Iterable[Tensor]:
 
 
 def _buckets(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Gradients of one type and device together, up to a size."""
+    """Group tensors of one type and device, up to a size."""
     bucket: list[Tensor] = []
     size = 0
     for gradient in gradients:
@@ -125,12 +125,13 @@ def _buckets(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 class Sharded(Adapter):
     """A stage with modules under FSDP2's ``fully_shard`` or ``replicate``.
 
-    Gradients stay unreduced until the last microbatch's weights have theirs. torch reduces when inputs'
-    gradients are there; here its own callback, which it runs at the end of a backward, is run once more.
+    Gradients stay unreduced until the weights' half of the last microbatch is done. Torch would reduce them
+    as soon as the inputs' gradients are there; here the callback that it runs at the end of a backward is
+    run once more, at the right time.
 
-    Parameters are gathered once a call, at its beginning, and freed at its end; each microbatch in flight
-    needs them. Two others may say otherwise: the schedule with UNSHARD and RESHARD, and the user with
-    ``reshard_after_forward=True``, where they are gathered for each microbatch again.
+    Parameters are gathered once, at the beginning of a call, and freed at its end, since every microbatch in
+    flight needs them. There are two exceptions: a schedule with UNSHARD and RESHARD decides itself, and with
+    the user's ``reshard_after_forward=True`` parameters are gathered again for each microbatch.
     """
 
     whole_backward = True
@@ -138,7 +139,7 @@ class Sharded(Adapter):
     def __init__(self, modules: Sequence[FSDPModule], apart: Apart) -> None:
         self._modules = modules
         self._apart = apart
-        # torch 2.13 has no public word for the policy that a module was given.
+        # There is no public way to read the policy that a module was given; seen in torch 2.13.
         self.casts = any(m._get_fsdp_state()._mp_policy.param_dtype for m in modules)
         self._held = [module for module in modules if _may_be_held(module)]
         for module in self._held:
@@ -148,26 +149,27 @@ class Sharded(Adapter):
         self._has_run = False
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether the same modules are sharded."""
+        """Whether the sharded modules are still the same."""
         found = _sharded_parts(module)
         return len(found) == len(self._modules) and all(map(operator.is_, found, self._modules))
 
     def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
-        """Put reduction off, and start to gather."""
+        """Put reduction off, and start to gather parameters."""
         self._left = set(range(microbatches))
         self._reduced = not trains
         if trains:
             self._reduce_next(False)
-        # Modules learn in their first forward which of them is outermost, and so which streams they share.
+        # In their first forward, modules learn which of them is outermost and which streams they share;
+        # before that, they cannot gather ahead.
         if gathers and self._has_run:
             for module in self._held:
                 module.unshard(async_op=True)
         self._has_run = True
 
     def done(self, microbatch: int) -> None:
-        """Reduce and free what was gathered, after the last one.
+        """After the last microbatch, reduce gradients and free the gathered parameters.
 
-        Not module by module within it: torch gathers, ahead of use, those that other microbatches needed.
+        Not module by module within a backward: torch would prefetch modules that other microbatches needed.
         """
         self._left.discard(microbatch)
         if self.casts:
@@ -176,7 +178,7 @@ class Sharded(Adapter):
             self.reduce()
 
     def _add_up(self) -> None:
-        """Add a microbatch's gradients to the others' in the type in which they are reduced."""
+        """Add up a microbatch's gradients in the type in which they are reduced."""
         for group in (g for m in self._modules for g in m._get_fsdp_state()._fsdp_param_groups):
             for parameter in group.fsdp_params:
                 if hasattr(parameter, "_unsharded_param"):
@@ -191,12 +193,12 @@ class Sharded(Adapter):
         self._reduce_next(True)
         with self._apart():
             for module in self._outermost():
-                # As torch's own package for pipelines does; there is no public way.
+                # As in torch.distributed.pipelining; there is no public way.
                 module._get_fsdp_state()._root_post_backward_final_callback()
         self.reshard()
 
     def _outermost(self) -> Iterable[FSDPModule]:
-        """Those whose forward was the first to run, and that look after the others."""
+        """The root modules, whose forward runs first and which manage the others."""
         return [module for module in self._modules if module._get_fsdp_state()._is_root]
 
     def unshard(self) -> None:
@@ -210,13 +212,13 @@ class Sharded(Adapter):
             module.reshard()
 
     def finish(self) -> None:
-        """Leave the modules as they were: each process with its shards."""
+        """Leave the modules as they were before the call, with their parameters sharded."""
         self.reduce()
         self._reduce_next(True)
         self.reshard()
 
     def abandon(self) -> None:
-        """Leave the modules as they were, without what an interrupted call has left in them."""
+        """Leave the modules as they were before an interrupted call."""
         self._reduced = True
         self._reduce_next(True)
         for module in self._outermost():
@@ -235,9 +237,9 @@ def _sharded_parts(module: nn.Module) -> list[FSDPModule]:
 
 
 def _may_be_held(module: FSDPModule) -> bool:
-    """Whether its parameters are gathered, and its user has not asked that they be freed after each forward.
+    """Whether its parameters may stay gathered through a call: the user has not asked to free them earlier.
 
-    torch 2.13 has no public word for that. Of a replicated module nothing is gathered.
+    There is no public way to read that; seen in torch 2.13. A replicated module gathers nothing.
     """
     state = module._get_fsdp_state()
     if any(not hasattr(group.mesh_info, "shard_mesh_size") for group in state._fsdp_param_groups):

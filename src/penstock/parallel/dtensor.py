@@ -1,4 +1,4 @@
-"""All that is known of DTensor; ``tensors.py`` imports it once there is one, for torch's part takes long."""
+"""Everything that needs DTensor. ``tensors.py`` imports it once there is one, since torch takes long to."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from torch.distributed.tensor import (
 from penstock.errors import MicrobatchError, SpecError
 from penstock.values import register_type
 
-# ---- their parts, their wholes and their norms
+# ---- local parts, whole tensors, and norms
 
 
 _Sharding = tuple[DeviceMesh, tuple[bool, ...]]
-"""A mesh, and for each of its dimensions whether a tensor is cut along it."""
+"""A mesh, and for each of its dimensions whether a tensor is sharded along it."""
 
 
 def with_local(like: DTensor, part: Tensor) -> DTensor:
-    """A tensor that is spread as ``like`` is and has this part here."""
+    """A DTensor that is placed like ``like`` and has this local part."""
     return _spread_as(like, part, like.shape)
 
 
@@ -53,7 +53,7 @@ def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
 
 
 def split(tensor: DTensor, count: int, dim: int) -> list[Tensor]:
-    """Each process's own share in parts along a dimension; nothing is gathered."""
+    """Split each process's local part along a dimension; nothing is gathered."""
     shares = torch.tensor_split(tensor.to_local(), count, dim)
     sizes = [len(part) for part in torch.arange(tensor.shape[dim]).tensor_split(count)]
     return [
@@ -63,7 +63,7 @@ def split(tensor: DTensor, count: int, dim: int) -> list[Tensor]:
 
 
 def merge(parts: Sequence[DTensor], dim: int) -> Tensor:
-    """Parts put together along a dimension, each process its own share."""
+    """Concatenate along a dimension, each process its local parts."""
     first = parts[0]
     mesh, placements = first.device_mesh, first.placements
     for part in parts:
@@ -77,12 +77,12 @@ def merge(parts: Sequence[DTensor], dim: int) -> Tensor:
 
 
 def replicated(tensor: DTensor) -> DTensor:
-    """The same, whole on every process of the mesh; gradients go through."""
+    """The tensor replicated on every process of its mesh; gradients flow through."""
     return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 
 def spread(like: DTensor, value: Tensor) -> Tensor:
-    """A whole tensor, which every process has, cut as ``like`` is."""
+    """A whole tensor, which every process has, placed like ``like``."""
     if isinstance(value, DTensor):
         return value
     moved = value.to(like.device)
@@ -90,7 +90,7 @@ def spread(like: DTensor, value: Tensor) -> Tensor:
 
 
 def replicated_like(like: DTensor, value: Tensor) -> Tensor:
-    """A whole tensor, which every process of a mesh has, as one of that mesh."""
+    """A whole tensor, which every process of the mesh of ``like`` has, as a DTensor of that mesh."""
     mesh = like.device_mesh
     return DTensor.from_local(
         value.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False
@@ -98,10 +98,10 @@ def replicated_like(like: DTensor, value: Tensor) -> Tensor:
 
 
 def region_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Which part of the whole lies in this process: its offsets and sizes; None where it is no one box."""
+    """The offsets and sizes of the local part within the whole; None if it is not a single box."""
     if any(map(_is_partial, tensor.placements)):
         return None
-    # What torch's own checkpoints ask.
+    # The method that torch's own checkpoints use.
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(tensor.to_local().shape):
         return None
@@ -109,7 +109,7 @@ def region_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """A tensor without sums that are still to be made."""
+    """The tensor with pending (Partial) sums carried out."""
     if not isinstance(tensor, DTensor) or not any(map(_is_partial, tensor.placements)):
         return tensor
     summed = [Replicate() if _is_partial(one) else one for one in tensor.placements]
@@ -121,10 +121,10 @@ def _is_partial(placement: object) -> bool:
 
 
 def of_wholes(norms: Tensor, tensors: Sequence[Tensor], order: float) -> Tensor:
-    """The norms of whole tensors from those of the parts here.
+    """The norms of whole tensors from the norms of their local parts.
 
-    They are combined over the dimensions of the mesh along which a tensor is cut, and over no others, in one
-    reduction for all tensors that are cut alike.
+    They are combined over just those dimensions of the mesh along which a tensor is sharded, in one
+    reduction for all tensors that are sharded alike.
     """
     cut: dict[_Sharding, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -137,7 +137,7 @@ def of_wholes(norms: Tensor, tensors: Sequence[Tensor], order: float) -> Tensor:
 
 
 def _sharding(tensor: DTensor) -> _Sharding:
-    # Whatever is neither whole nor a sum is cut, in one way or another.
+    # Sums are carried out before, so whatever is not replicated is sharded in some way.
     cut = (not isinstance(placement, Replicate) for placement in tensor.placements)
     return tensor.device_mesh, tuple(cut)
 
@@ -148,7 +148,7 @@ def _combined(norms: Tensor, sharding: _Sharding, order: float) -> Tensor:
     if order == 0:
         return _reduced(norms, sharding, "sum")
     largest = _reduced(norms, sharding, "max")
-    # Relative to the largest, so that powers neither overflow nor vanish.
+    # Relative to the largest, so that powers neither overflow nor underflow.
     scale = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
     powers = _reduced((norms / scale).pow(order), sharding, "sum")
     return powers.pow(1.0 / order) * scale
@@ -162,10 +162,9 @@ def _reduced(values: Tensor, sharding: _Sharding, operation: str) -> Tensor:
     return spread.redistribute(placements=[Replicate()] * len(cut)).to_local().cpu()
 
 
-# ---- DTensors that cross from stage to stage: each process sends its own share to its counterpart
-#
-# A mesh does not travel. The receiver puts a share on its own mesh with the same names of dimensions: that of
-# a parameter of its stages, one that it has seen on a value, or what its ``get_mesh`` gives.
+# ---- DTensors that travel between stages: each process sends its local part to its counterpart # A mesh
+# does not travel. The receiver uses its own mesh of the same dimension names: the mesh of a parameter of
+# its stages, one that it has seen on a value, or the one that its ``get_mesh`` returns.
 
 
 _Names = tuple[str, ...]
@@ -175,13 +174,13 @@ _MODULES: WeakSet[nn.Module] = WeakSet()
 
 
 def prepare(modules: Iterable[nn.Module], get_mesh: Callable[..., Any] | None) -> None:
-    """Register DTensors as values that come apart, and remember whose parameters may have meshes."""
+    """Register DTensor as a type that travels in parts, and remember modules whose parameters have meshes."""
     _register()
     if get_mesh is not None and get_mesh not in _CALLBACKS:
         _CALLBACKS.append(get_mesh)
     new = [module for module in modules if module not in _MODULES]
     _MODULES.update(new)
-    # A process may have several meshes of the same names one after the other.
+    # Noted again for every new module, since a later mesh may have the names of an earlier one.
     _note_meshes_of(new)
 
 
@@ -194,8 +193,8 @@ def _note(mesh: DeviceMesh) -> _Names:
     names = tuple(mesh.mesh_dim_names or ())
     if not names:
         raise SpecError(
-            "a DTensor on a mesh without names of dimensions cannot travel: the receiver could not tell "
-            "its own mesh; give init_device_mesh mesh_dim_names"
+            "a DTensor on a mesh without dimension names cannot travel, as the receiver could not find its "
+            "own mesh; pass mesh_dim_names to init_device_mesh"
         )
     _MESHES[names] = mesh
     return names
@@ -228,14 +227,14 @@ def _mesh(names: _Names) -> DeviceMesh:
         _look_for_meshes(names)
     if names not in _MESHES:
         raise SpecError(
-            f"a DTensor on a mesh of the dimensions {names} arrives, but this process knows only "
-            f"{sorted(_MESHES)}; give PipelineStage get_mesh="
+            f"a DTensor arrives on a mesh of the dimensions {names}, but this process knows only "
+            f"{sorted(_MESHES)}; pass get_mesh= to PipelineStage"
         )
     return _MESHES[names]
 
 
 def _look_for_meshes(names: _Names) -> None:
-    """In the parameters of this process's stages, then at what the users' functions give."""
+    """Look for a mesh in the parameters of this process's stages, then ask the users' functions."""
     _note_meshes_of(list(_MODULES))
     for callback in _CALLBACKS:
         if names not in _MESHES and (found := callback(names, None)) is not None:
@@ -257,7 +256,8 @@ def _told(placement: Placement) -> list[Any]:
     if isinstance(placement, Partial) and type(placement) is Partial:
         return ["partial", placement.reduce_op]
     raise SpecError(
-        f"a DTensor placed as {placement} cannot travel; redistribute it to Shard, Replicate or Partial"
+        f"a DTensor with the placement {placement} cannot travel; redistribute it to Shard, Replicate "
+        "or Partial"
     )
 
 

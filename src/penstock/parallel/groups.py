@@ -22,14 +22,14 @@ class Seat(NamedTuple):
 
 
 def group_of(group: Any, mesh: Any = None) -> Any:
-    """The process group that is meant: a mesh stands for the one of its pipeline dimension.
+    """The process group that ``group=`` or ``mesh=`` means; for a mesh, that of its pipeline dimension.
 
     Args:
-        group: a process group, or a mesh, of which one of a single dimension is taken whatever its name.
+        group: a process group, or a mesh; a mesh of a single dimension may have any name.
         mesh: a mesh with a dimension for the pipeline, in place of a group.
 
     Raises:
-        UsageError: a mesh without such a dimension, no mesh at all, or both were given.
+        UsageError: the mesh has no such dimension or is no mesh, or both arguments were given.
     """
     if mesh is not None:
         if group is not None:
@@ -48,30 +48,30 @@ def _along_pipeline(mesh: DeviceMesh) -> Any:
     names = mesh.mesh_dim_names or ()
     if DIMENSION not in names:
         raise UsageError(
-            f"the mesh has the dimensions {names or mesh.ndim}; one named {DIMENSION!r} must say along "
-            f"which the pipeline runs, or pass group=mesh[name]"
+            f"the mesh has the dimensions {names or mesh.ndim}; the one along which the pipeline runs must "
+            f"be named {DIMENSION!r}, or pass group=mesh[name]"
         )
     return mesh.get_group(DIMENSION)
 
 
 def group_across(mesh: Any) -> Any:
-    """The process group of a mesh of one dimension, such as that of replicas; other things as they are.
+    """The process group of a mesh of one dimension, such as that of replicas; anything else as it is.
 
     Raises:
-        UsageError: a mesh of several dimensions.
+        UsageError: the mesh has several dimensions.
     """
     if not isinstance(mesh, DeviceMesh):
         return mesh
     if mesh.ndim != 1:
         raise UsageError(
-            f"the mesh has the dimensions {mesh.mesh_dim_names or mesh.ndim}; give the one along which the "
-            "replicas lie, as mesh[name]"
+            f"the mesh has the dimensions {mesh.mesh_dim_names or mesh.ndim}; give the dimension of the "
+            "replicas alone, as mesh[name]"
         )
     return mesh.get_group()
 
 
 def seat(group: Any) -> Seat:
-    """This process's place in a group; alone where there is no process group at all."""
+    """This process's place in a group; the only place if there is no process group at all."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return Seat(0, 1)
     return Seat(dist.get_rank(group), dist.get_world_size(group))
@@ -81,12 +81,12 @@ def seat(group: Any) -> Seat:
 
 
 class Siblings(NamedTuple):
-    """The pipelines that have the same stages as this one, wholly or each a part of them.
+    """The pipelines beside this one that have the same stages, or shards of them.
 
     Attributes:
-        first: whether this is the one that writes for all.
-        wait: returns when all of them have come to the same point.
-        groups: for each direction in which they lie, the process group of the ranks at this place.
+        first: whether this is the pipeline that writes for all.
+        wait: a barrier over all of them.
+        groups: for each dimension of pipelines, the process group of the ranks at the same place.
     """
 
     first: bool = True
@@ -95,11 +95,11 @@ class Siblings(NamedTuple):
 
 
 def siblings_of(mesh: Any, replicas: Any) -> Siblings:
-    """The other pipelines of a mesh, or those at the other ranks of a group.
+    """The pipelines beside this one, by a mesh or by a group of replicas.
 
     Args:
         mesh: with a dimension for the pipeline, and others.
-        replicas: a group or mesh of the ranks at this place in each pipeline.
+        replicas: a group or mesh of the ranks at the same place in each pipeline.
     """
     groups = []
     if isinstance(mesh, DeviceMesh):
@@ -108,7 +108,7 @@ def siblings_of(mesh: Any, replicas: Any) -> Siblings:
     across = group_across(replicas)
     if isinstance(across, dist.ProcessGroup):
         groups.append(across)
-    # Replicas are mostly a dimension of the mesh, too.
+    # Replicas are usually a dimension of the mesh as well, which must not count twice.
     known = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
     groups = [group for group in known.values() if group.size() > 1]
 
@@ -116,7 +116,7 @@ def siblings_of(mesh: Any, replicas: Any) -> Siblings:
         for group in groups:
             group.barrier().wait()
 
-    # Such as penstock.Replicas, which knows its place by itself.
+    # A penstock.Replicas tells its own index.
     told = int(getattr(replicas, "index", 0) or 0)
     first = told == 0 and all(group.rank() == 0 for group in groups)
     return Siblings(first, wait, tuple(groups))

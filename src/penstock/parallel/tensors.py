@@ -1,7 +1,7 @@
-"""Tensors of which each process of a mesh may hold a part: their parts, wholes, norms, and how they travel.
+"""Plain tensors and DTensors alike: local parts, whole tensors, norms, and how they travel.
 
-What is known of DTensor stands in ``dtensor.py``, which is imported once there is one: torch takes half a
-second for its own part of that.
+The code for DTensor is in ``dtensor.py``, which is imported once there is one: torch needs half a second to
+import its own part of it.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ def is_sharded(value: Any) -> TypeGuard[DTensor]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies in this process: all of it, but for a DTensor."""
+    """The local part of a DTensor, or a plain tensor itself; detached."""
     return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
 def with_local(like: Tensor, part: Tensor) -> Tensor:
-    """A tensor that is spread as ``like`` is and has this part here."""
+    """A tensor that is placed like ``like`` and has this local part."""
     found: Tensor = _dtensor().with_local(like, part) if is_sharded(like) else part
     return found
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor; every process of a DTensor's mesh calls this at once."""
+    """The whole tensor, detached. Every process of a DTensor's mesh must call this together."""
     return gathered(tensor).detach()
 
 
 def replicated(tensor: Tensor) -> Tensor:
-    """A tensor as every process of its mesh has it whole; gradients go through, unlike :func:`whole`."""
+    """A DTensor replicated over its mesh, or a plain tensor itself; gradients flow through."""
     found: Tensor = _dtensor().replicated(tensor) if is_sharded(tensor) else tensor
     return found
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """All of a tensor as a plain one; gradients go through, unlike :func:`whole`."""
+    """The whole tensor as a plain one; gradients flow through, unlike :func:`whole`."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def spread(like: Tensor, value: Tensor) -> Tensor:
-    """A whole tensor, which every process has, cut as ``like`` is."""
+    """A whole tensor, which every process has, placed like ``like``."""
     found: Tensor = _dtensor().spread(like, value) if is_sharded(like) else value
     return found
 
 
 def replicated_like(like: Tensor, value: Tensor) -> Tensor:
-    """A whole tensor, which every process has, as one of the mesh of ``like``."""
+    """A whole tensor, which every process has, replicated on the mesh of ``like``."""
     found: Tensor = _dtensor().replicated_like(like, value) if is_sharded(like) else value
     return found
 
 
 def region_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Which part of a tensor lies in this process: where it begins in each dimension, and its sizes.
+    """The part of a tensor that lies in this process: its offsets and its sizes.
 
-    None where that is no one part, as of a sum that is still to be made.
+    None if that is not a single box, as for a pending sum.
     """
     if is_sharded(tensor):
         found: tuple[tuple[int, ...], tuple[int, ...]] | None = _dtensor().region_of(tensor)
@@ -75,19 +75,19 @@ def region_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def split_sharded(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
-    """A DTensor in parts along a dimension, each process's share by itself; nothing is gathered.
+    """Split a DTensor along a dimension, each process its local part; nothing is gathered.
 
     Args:
         tensor: what to split.
-        count: into how many parts, whose sizes differ by at most one.
-        dim: along which dimension.
+        count: the number of parts; their sizes differ by at most one.
+        dim: the dimension.
     """
     found: list[Tensor] = _dtensor().split(tensor, count, dim)
     return found
 
 
 def merge_sharded(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """DTensors put together along a dimension, each process its share.
+    """Concatenate DTensors along a dimension, each process its local parts.
 
     Raises:
         MicrobatchError: they are placed differently.
@@ -99,11 +99,11 @@ def merge_sharded(parts: Sequence[Tensor], dim: int) -> Tensor:
 def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
     """The norm of each tensor, in float64 on the CPU.
 
-    Of a DTensor it is that of the whole. Every process of its mesh calls this at once, with tensors in the
-    same order.
+    For a DTensor it is the norm of the whole tensor. Every process of its mesh must call this together,
+    with the tensors in the same order.
 
     Args:
-        tensors: which ones.
+        tensors: the tensors.
         order: as for :func:`torch.linalg.vector_norm`.
     """
     sharded = any(map(is_sharded, tensors))
@@ -113,7 +113,7 @@ def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
     parts = [_norm(local_part(tensor), order) for tensor in settled]
     if not parts:
         return torch.zeros(0, dtype=torch.float64)
-    # All at once, since an accelerator is waited for each time.
+    # Brought to the CPU in one go, since each transfer waits for the accelerator.
     norms = torch.stack([part.to(parts[0].device) for part in parts]).cpu()
     found: Tensor = _dtensor().of_wholes(norms, settled, order) if sharded else norms
     return found
@@ -134,7 +134,7 @@ def _dtensor() -> Any:
     return import_module("penstock.parallel.dtensor")
 
 
-# ---- cross from stage to stage
+# ---- DTensors between stages
 
 
 GetMesh = Callable[..., Any]
@@ -142,12 +142,12 @@ _TORCH_PART = "torch.distributed.tensor"
 
 
 def let_cross(modules: Iterable[nn.Module], get_mesh: GetMesh | None = None) -> None:
-    """Prepare this process for DTensors between its stages and others.
+    """Prepare this process for DTensors that travel between its stages and others.
 
     Args:
-        modules: of its stages, whose parameters may tell their meshes.
-        get_mesh: ``(dimension names, layout) -> DeviceMesh`` for others.
+        modules: of its stages, whose parameters may show their meshes.
+        get_mesh: ``(dimension names, layout) -> DeviceMesh``, for other meshes.
     """
-    # torch takes half a second for its part of DTensors; where nobody has imported it, there are none.
+    # Importing DTensor takes half a second; as long as nobody has imported it, there are none.
     if _TORCH_PART in sys.modules or get_mesh is not None:
         _dtensor().prepare(modules, get_mesh)

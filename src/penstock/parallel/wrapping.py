@@ -1,7 +1,7 @@
-"""What is wrapped around a stage or parts of it: its names without that, and what a step needs around it.
+"""Wrappers around a stage or around parts of it: names without them, and what a step needs because of them.
 
 A stage is wrapped after the cut, by DistributedDataParallel, torch.compile, a checkpoint wrapper or a module
-of the user's. State dicts, seeds and ties know the names of the unsplit model, which has no wrappers.
+of the user's. State dicts, seeds and ties use the names of the unsplit model, which has no wrappers.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-# ---- what is inside of wrappers, and its names without them
+# ---- modules inside wrappers, and their names without them
 
 
-# By name: to import the latter two takes longer than a run without them needs.
+# By name, since importing the latter two takes longer than everything else in a run without them.
 _INSIDE = {
     "DistributedDataParallel": "module",
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
-"""Under which name each known wrapper holds what it wraps."""
+"""The name under which each known wrapper holds the wrapped module."""
 
 _SPREADING = {"DistributedDataParallel": "DistributedDataParallel", "FSDPModule": "fully_shard"}
-"""What spreads a module over processes, and how a user calls that."""
+"""Classes that spread a module over processes, with the name that users know."""
 
 
 class Part(NamedTuple):
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     Attributes:
         name: its path without wrappers.
-        path: its path as it is.
+        path: its actual path.
         module: the module.
     """
 
@@ -45,16 +45,17 @@ class Part(NamedTuple):
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What is inside of the known wrappers around a module."""
+    """The module inside all known wrappers."""
     while (inside := _inside(module)) is not None:
         module = module.get_submodule(inside)
     return module
 
 
 def alone(module: nn.Module) -> nn.Module:
-    """A module as it is without its replicas: what it gives for its arguments is the same.
+    """The module inside ``DistributedDataParallel``, whose output is the same, or the module itself.
 
-    A call of ``DistributedDataParallel`` by itself would expect a backward that reduces.
+    A call of ``DistributedDataParallel`` itself would expect a backward that reduces. One with mixed
+    precision changes types, and so cannot be left out.
     """
     replicated = _inside(module) == "module"
     return module.get_submodule("module") if replicated and not _casts(module) else module
@@ -72,11 +73,11 @@ def _inside(module: nn.Module) -> str | None:
 
 
 def parts_of(module: nn.Module, own: nn.Module) -> Iterator[Part]:
-    """A module and all below, each as often as it has paths.
+    """A module and all modules inside it, each one once for every path.
 
     Args:
-        module: the outermost.
-        own: the one inside of it that names begin at. What is outside of it keeps its path as its name.
+        module: the outermost module.
+        own: the module inside it at which names begin. Modules outside of it keep their paths as names.
     """
     yield from _parts(Part("", "", module), own)
 
@@ -102,9 +103,9 @@ def named_parameters(
     """Parameters by their names without wrappers, in the order of ``nn.Module.named_parameters``.
 
     Args:
-        module: the outermost.
+        module: the outermost module.
         own: as for :func:`parts_of`.
-        every_name: whether to give one under each of its names, and not only the first.
+        every_name: whether to give a parameter under each of its names, and not only the first.
     """
     seen: set[int] = set()
     for name, _, part in parts_of(module, own):
@@ -115,7 +116,7 @@ def named_parameters(
 
 
 def named_buffers(module: nn.Module, own: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers under each of their names without wrappers."""
+    """Buffers by all of their names without wrappers."""
     for name, _, part in parts_of(module, own):
         for leaf, buffer in part._buffers.items():
             if buffer is not None:
@@ -123,7 +124,7 @@ def named_buffers(module: nn.Module, own: nn.Module) -> Iterator[tuple[str, Tens
 
 
 def names_without_wrappers(module: nn.Module, own: nn.Module, keys: list[str]) -> dict[str, str]:
-    """For each key of the module's state dict the name without wrappers."""
+    """For each key of the module's state dict, the name without wrappers."""
     known = {part.path: part.name for part in parts_of(module, own)}
     return {key: _renamed(known, key) for key in keys}
 
@@ -139,7 +140,7 @@ def _renamed(known: dict[str, str], key: str) -> str:
 
 
 def spreads_over_processes(module: nn.Module) -> tuple[str, str] | None:
-    """The first part of a module that is replicated or sharded already: its path, and by what."""
+    """The path of the first part that is replicated or sharded, and what does so; None if there is none."""
     for path, part in module.named_modules():
         for kind in type(part).__mro__:
             if kind.__name__ in _SPREADING:
@@ -147,35 +148,36 @@ def spreads_over_processes(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-# ---- what a replicated or sharded stage needs around a step, and which stages need it
+# ---- what replicated and sharded stages need around a call
 
 
 Apart = Callable[[], AbstractContextManager[Any]]
 
 
 class Adapter:
-    """Goes along with a stage through a call; a method that is not overridden does nothing.
+    """Accompanies a stage through a call. Methods that are not overridden do nothing.
 
     Attributes:
-        whole_backward: whether the graph of a stage's backward must be run in one piece. Gradients of weights
-            may be left to the weights' half all the same.
-        casts: whether the module changes the types of its arguments before its own code sees them.
+        whole_backward: whether the graph of a stage's backward must be run in one piece. Reducing gradients
+            may still be left to the weights' half.
+        casts: whether the wrapper changes the types of the arguments before the module's own code sees them.
     """
 
     whole_backward = False
     casts = False
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether it is still the one for a stage's module, which a user may have wrapped since."""
+        """Whether it still belongs to a stage's module, which the user may have wrapped since."""
         raise NotImplementedError
 
     def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
-        """A call of so many microbatches begins.
+        """A call begins.
 
         Args:
-            microbatches: how many.
+            microbatches: the number of microbatches.
             trains: whether they go backward.
-            gathers: whether parameters are to be gathered now; else the schedule says when, or their use.
+            gathers: whether to gather parameters now, rather than when the schedule says or when they are
+                used.
         """
 
     def forward(self, microbatch: int) -> None:
@@ -191,29 +193,29 @@ class Adapter:
         """Its backward is over."""
 
     def unshard(self) -> None:
-        """Gather the parameters, to be there when they are needed."""
+        """Start to gather the parameters."""
 
     def reshard(self) -> None:
-        """Let go of gathered parameters."""
+        """Free gathered parameters."""
 
     def reduce(self) -> None:
-        """Start to reduce the gradients: all of the step are there."""
+        """Start to reduce the gradients, which are complete for this step."""
 
     def finish(self) -> None:
-        """The call is over: gradients are reduced when this returns."""
+        """The call is over; when this returns, gradients are reduced."""
 
     def abandon(self) -> None:
         """The call was interrupted."""
 
 
 def adapter_of(module: nn.Module, apart: Apart = nullcontext) -> Adapter | None:
-    """The adapter of a stage's module, where it or a part of it is replicated or sharded.
+    """The adapter of a stage's module, if the module or a part of it is replicated or sharded.
 
     Args:
         module: of the stage, in its wrapper.
-        apart: a context in which those gradients that the stage collects apart are the parameters' ``.grad``.
+        apart: a context in which gradients that the stage collects beside ``.grad`` are in ``.grad``.
     """
-    # torch's part that shards takes long to import; where nobody has imported it, nothing is sharded.
+    # FSDP2 takes long to import; as long as nobody has imported it, nothing is sharded.
     if not isinstance(module, DistributedDataParallel) and _SHARDS not in sys.modules:
         return None
     found: Adapter | None = import_module("penstock.parallel.adapters").make_adapter(module, apart)
@@ -224,12 +226,12 @@ _SHARDS = "torch.distributed.fsdp"
 
 
 def over_replicas(module: nn.Module, mesh: Any, *, shard: bool) -> nn.Module:
-    """A stage's module spread over the replicas of a pipeline, in the usual way.
+    """Spread a stage's module over the replicas of a pipeline.
 
     Args:
         module: of the stage.
         mesh: with a dimension ``dp``.
-        shard: whether each replica holds a part of each weight, by FSDP2, or all of it.
+        shard: whether each replica holds a part of each weight (FSDP2) or all of it (DDP).
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module

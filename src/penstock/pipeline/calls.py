@@ -1,28 +1,38 @@
-"""Carries out the calls of a pipeline: training steps, evaluations, predictions."""
+"""The calls of a pipeline: steps, evaluations, predictions, and the search for values that are not finite."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
 from penstock.faults import without_own_frames
-from penstock.pipeline.nonfinite import NonFiniteFinding, seek
 from penstock.pipeline.plan import Plan
 from penstock.pipeline.ranks import LocalRanks
-from penstock.rng import Draw, Randomness
-from penstock.runtime import Call, Hooks, Report
-from penstock.runtime.health import Trouble
+from penstock.rng import Draw, OwnHook, Randomness
+from penstock.runtime import Call, Hooks, Rank, Report
+from penstock.runtime.instrumentation import OUTPUT, Spot, Trouble
 from penstock.schedule import Schedule
 from penstock.schedule.base import Edges, whole_number
+from penstock.stage import PipelineStage
 from penstock.step import Loss, LossScaler, LossWeight, NonFinite, StepResult
-from penstock.values import MISSING, Batch, Rules, merge, output_dim, split_batch
+from penstock.values import (
+    MISSING,
+    Batch,
+    Rules,
+    flatten,
+    merge,
+    output_dim,
+    split_batch,
+    uncompiled,
+)
 
 logger = logging.getLogger("penstock")
 
@@ -37,11 +47,11 @@ _OPTIONS = (
     "outputs",
     "record",
 )
-"""Of a step; any other argument by name is the model's."""
+"""The step's own arguments; all other keyword arguments are the model's."""
 
 
 class Given(NamedTuple):
-    """What the user gives to a call: the model's arguments, those by name, the target."""
+    """What the user gives to a call: the model's arguments by position and by name, and the target."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
@@ -49,15 +59,15 @@ class Given(NamedTuple):
 
 
 class Caller:
-    """From what the user gives to what comes back.
+    """Makes calls of what the user gives, has them carried out, and returns their results.
 
     Args:
         plan: which schedules there are.
         local: the ranks of this process.
         loss: what the Pipeline was told about its loss.
         rules: how batches are split.
-        hooks: the user's, of actions.
-        training: goes around every training step.
+        hooks: the user's hooks on actions.
+        training: a context around every training step.
     """
 
     def __init__(
@@ -106,7 +116,7 @@ class Caller:
                 record=record,
                 draw=randomness.next,
                 whole_batch=whole_batch,
-                # A scaler makes gradients infinite on purpose, and looks at them itself.
+                # A loss scaler lets gradients become infinite on purpose, and checks them itself.
                 finite=scaler is None,
             )
 
@@ -117,17 +127,16 @@ class Caller:
         result, trouble = self._result(call, reports), reports[0].trouble
         if trouble is None or call.loss is None:
             return result
-        self._meet(trouble, call.loss.nonfinite)
+        self._meet(trouble, call.loss.nonfinite, randomness.step)
         return replace(result, finite=False)
 
-    def _meet(self, trouble: Trouble, nonfinite: NonFinite) -> None:
-        """Stop, skip or warn where something is not finite; on every rank alike."""
-        step = self._local.steps
+    def _meet(self, trouble: Trouble, nonfinite: NonFinite, step: int) -> None:
+        """Raise, skip or warn about a step that is not finite, the same on every rank."""
         if nonfinite == "stop":
             raise NonFiniteError(
-                f"step {step}: {trouble}; the optimizer should not step: find_nonfinite of this batch "
-                'tells which module made it; nonfinite="skip" drops the gradients of such steps, "warn" '
-                "only tells"
+                f"step {step}: {trouble}; do not step the optimizer. find_nonfinite of this batch says which "
+                'module made it; nonfinite="skip" drops the gradients of such steps, and "warn" only '
+                "logs them"
             )
         if self._local.leads:
             skipped = ", its gradients are dropped" if nonfinite == "skip" else ""
@@ -140,7 +149,7 @@ class Caller:
     def find_nonfinite(
         self, given: Given, draw: Draw | None, *, whole_batch: bool
     ) -> NonFiniteFinding | None:
-        """What is first not finite, see :meth:`penstock.Pipeline.find_nonfinite`."""
+        """The first thing that is not finite, see :meth:`penstock.Pipeline.find_nonfinite`."""
 
         def made() -> Call:
             loss = self._training_loss()
@@ -150,8 +159,13 @@ class Caller:
             )  # fmt: skip
 
         call = self._prepared(made, trains=True)
-        with self._training():
-            return seek(self._local, lambda: self._carried_out(call, given))
+
+        # Inside of what keeps the gradients, since shared weights get theirs when the context ends.
+        def run() -> Sequence[Report]:
+            with self._training():
+                return self._carried_out(call, given)
+
+        return seek(self._local, run)
 
     def _training_loss(self) -> Loss:
         if self._loss is None:
@@ -163,8 +177,8 @@ class Caller:
             )
         if torch.is_inference_mode_enabled():
             raise UsageError(
-                "step needs gradients, and under torch.inference_mode() there "
-                "are none; call it outside, or use eval"
+                "step needs gradients, and under torch.inference_mode() there are none; call it outside, "
+                "or use eval"
             )
         return self._loss
 
@@ -194,20 +208,19 @@ class Caller:
             return self._result(call, self._carried_out(call, given))
 
     def _prepared(self, made: Callable[[], Call], *, trains: bool) -> Call:
-        """A call as it was made; or one that says what is wrong with it, which all ranks are to hear."""
+        """The call that ``made`` returns; or, if it raises, a call that tells all ranks what is wrong."""
         refused: PenstockError
         try:
             return made()
         except PenstockError as error:
             refused = error
         except Exception as error:
-            # Functions of the user's split batches and weigh them.
-            refused = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
-            refused.__cause__ = error.with_traceback(without_own_frames(error))
+            # The user's own functions may split and weigh batches.
+            refused = before_first(error)
         return replace(self._call(Batch(), None, trains=trains, outputs=False), refused=refused)
 
     def _carried_out(self, call: Call, given: Given) -> list[Report]:
-        """Carry it out on all ranks; where the model refuses what was not meant for it, say so."""
+        """Carry a call out on all ranks; if the model refuses an argument meant for the step, say so."""
         try:
             return self._local.carry_out(call)
         except StageError as error:
@@ -238,7 +251,7 @@ class Caller:
         return Call(schedules, batch, loss, trains=trains, outputs=outputs, hooks=hooks, **more)
 
     def _is_anywhere(self, found: bool) -> bool:
-        """Whether something was found on any rank, here or in a replica."""
+        """Whether something was found on any rank of this pipeline or of a replica."""
         told: list[Any] = self._local.each(lambda rank: rank.exchange(found))
         here = torch.tensor([float(any(told))], dtype=torch.float64)
         return bool((self._loss.replicas.added(here) if self._loss else here).any())
@@ -248,26 +261,160 @@ class Caller:
         found = report.outputs if call.outputs else None
         if found and not report.ready:
             found = merge(found, output_dim(self._rules))
-        result = StepResult(**vars(report.numbers), outputs=found)
+        result = replace(report.numbers, outputs=found)
         if not call.record:
             return result
         timeline, kind = self._local.timeline(reports)
         return replace(result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble)
 
 
+def before_first(error: Exception) -> StageError:
+    """What every rank raises for an error in the user's code before the first microbatch."""
+    refused = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
+    refused.__cause__ = error.with_traceback(without_own_frames(error))
+    return refused
+
+
 def _attached(scaler: Any, agree: Callable[[bool], bool]) -> float:
-    """By what a scaler scales the loss; from now on it decides together with the other ranks.
+    """The factor of a loss scaler, which from now on decides together with the other ranks.
 
     Raises:
-        UsageError: it is no scaler, or one that decides alone.
+        UsageError: it is not a scaler, or one that decides for its rank alone.
     """
     if scaler is None:
         return 1.0
     if not isinstance(scaler, LossScaler):
         raise UsageError(
-            f"scaler={type(scaler).__name__}: must be a penstock.LossScaler, which is used like "
-            "torch.amp.GradScaler, takes its arguments and loads its state_dict, and decides for all ranks "
-            "together whether to skip a step, as no other scaler does"
+            f"scaler={type(scaler).__name__}: must be a penstock.LossScaler. It is used like "
+            "torch.amp.GradScaler, takes the same arguments and loads its state_dict, and decides for all "
+            "ranks together whether to skip a step, as no other scaler does"
         )
     scaler.attach(agree)
     return scaler.get_scale()
+
+
+# ---- find_nonfinite: run a batch once more to find the first module that makes something not finite
+
+
+@dataclass(frozen=True)
+class NonFiniteFinding:
+    """The first thing in a step that is not finite; the same on every rank.
+
+    Attributes:
+        stage: the stage that made it; None for weights.
+        rank: the rank of that stage; None for weights.
+        microbatch: the microbatch it was made in; None for weights.
+        action: the action that made it, such as ``"1F2"``.
+        module: the path, in its stage, of the module that made it from finite inputs, if that was in
+            forward.
+        weights: the names of weights and buffers that were not finite before the step; then nothing was run.
+        what: all of this in words.
+    """
+
+    stage: int | None
+    rank: int | None
+    microbatch: int | None
+    action: str
+    module: str
+    weights: tuple[str, ...]
+    what: str
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def seek(local: LocalRanks, run: Callable[[], Sequence[Report]]) -> NonFiniteFinding | None:
+    """Find the first thing that is not finite.
+
+    Args:
+        local: the ranks of this process.
+        run: carries out a training step that checks whether everything is finite.
+
+    Returns:
+        The finding, or None if everything is finite.
+    """
+    weights = _told(local, [name for stage in local.stages for name in _ill_tensors(stage)])
+    if weights:
+        listed = ", ".join(weights)
+        said = f"weights are not finite before the step: {listed}"
+        return NonFiniteFinding(None, None, None, "", "", tuple(weights), said)
+    with _untouched(local), _traced(local) as seen:
+        trouble = run()[0].trouble
+    traces = _told(local, [[*place, path] for place, path in seen.items()])
+    if trouble is None or trouble.first is None:
+        return None
+    spot = trouble.first
+    paths = {(stage, microbatch): path for stage, microbatch, path in traces}
+    module = paths.get((spot.stage, spot.microbatch), "") if spot.kind == OUTPUT else ""
+    return _finding(spot, module)
+
+
+def _finding(spot: Spot, module: str) -> NonFiniteFinding:
+    maker = f", made by the module {module!r} from finite inputs" if module else ""
+    return NonFiniteFinding(
+        spot.stage, spot.rank, spot.microbatch, spot.action, module, (), f"{spot}{maker}"
+    )
+
+
+def _told(local: LocalRanks, mine: list[Any]) -> list[Any]:
+    told: list[list[Any]] = local.each(lambda rank: rank.exchange(mine))
+    # If all ranks share this process, each of them has already told everything.
+    return told[0] if len(local.ranks) > 1 else [item for of in told for item in of]
+
+
+def _ill_tensors(stage: PipelineStage) -> list[str]:
+    found = (name for name, tensor in stage.named_tensors() if not _is_finite([tensor]))
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def _untouched(local: LocalRanks) -> Iterator[None]:
+    """Restore gradients and buffers afterwards."""
+    parameters = [p for stage in local.stages for p in stage.module.parameters()]
+    buffers = [b for stage in local.stages for b in stage.module.buffers()]
+    gradients, values = [p.grad for p in parameters], [b.detach().clone() for b in buffers]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.data.copy_(value)
+
+
+@contextmanager
+def _traced(local: LocalRanks) -> Iterator[dict[tuple[int, int], str]]:
+    """For each stage and microbatch, the first module that makes a non-finite output from finite inputs."""
+    seen: dict[tuple[int, int], str] = {}
+    with ExitStack() as stack, uncompiled():
+        found = [(rank, stage) for rank in local.ranks for stage in rank.stages.values()]
+        for rank, stage in found:
+            for path, _, module in stage.parts():
+                note = OwnHook(_note, rank, stage.index, path, seen)
+                stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+        yield seen
+
+
+def _note(  # noqa: PLR0913 - the last four are those of a forward hook
+    rank: Rank,
+    stage: int,
+    path: str,
+    seen: dict[tuple[int, int], str],
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    output: Any,
+) -> None:
+    action = rank.activity.doing
+    place = (stage, getattr(action, "microbatch", None) or 0)
+    if action is None or place in seen or _is_finite(flatten(output)[0]):
+        return
+    if _is_finite(flatten((args, kwargs))[0]):
+        seen[place] = path or type(module).__name__
+
+
+def _is_finite(tensors: Sequence[Tensor]) -> bool:
+    plain = (tensor for tensor in tensors if tensor.is_floating_point() and not tensor.is_meta)
+    return all(bool(tensor.isfinite().all()) for tensor in plain)

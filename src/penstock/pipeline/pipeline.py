@@ -1,4 +1,4 @@
-"""Pipeline: the user's object. It wires the parts together and does little itself."""
+"""Pipeline: the class that users hold. It wires the parts together and does little itself."""
 
 from __future__ import annotations
 
@@ -77,64 +77,68 @@ _HABITS = {
     "modules": "the stages of this process are in stages, each with its module",
     "buffers": "state_dict() holds them",
 }
-"""What a module has and a Pipeline has not, and what to use instead."""
+"""What an nn.Module has and a Pipeline does not, and what to use instead."""
 
 
 class Pipeline(WeightMethods):
     """A model cut into stages that ranks run as a pipeline.
 
-    The same lines run in one process, where all ranks live in it and take turns, and under ``torchrun``,
-    where this process is one rank.
+    The same code runs in one process, which then holds all ranks and lets them take turns, and under
+    ``torchrun``, where each process is one rank.
 
     Args:
         model: any module; see docs/partition.md for how it is cut.
         schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, a
             :class:`~penstock.schedule.Schedule`, or a function of ranks and microbatches that gives one; by
             default 1F1B. ``"auto"`` measures the model with ``example=`` and takes the fastest plan.
-        ranks: how many ranks; by default the world size under torchrun, else as the stages need.
-        microbatches: into how many parts a batch is split; by default two per rank.
+        ranks: the number of ranks; by default the world size under torchrun, otherwise what the stages need.
+        microbatches: the number of parts that a batch is split into; by default two per rank.
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
-        stages: how many, the module paths to cut before, for each stage the paths of its modules, or a
+        stages: the number of stages, the module paths to cut before, the paths of each stage's modules, or a
             Partition.
-        example: arguments of the model for one microbatch, as ``(args, kwargs)``, to see in which order it
-            calls its modules, and how often, where its source does not tell; the same on every rank. For
-            ``schedule="auto"`` also ``(args, kwargs, target)``, so that the time of the loss counts too.
-        rules: how arguments are split, by position or name; by default along dimension 0. ``"target"``
-            says it of the target, and ``"output"`` along which dimension outputs are put together.
-        device: where the stages live; by default where the model is. ``"cuda"`` under torchrun is the
+        example: arguments of the model for one microbatch, as ``(args, kwargs)``. They show in which order
+            and how often the model calls its modules, if its source does not tell. The same on every rank.
+            For ``schedule="auto"`` also ``(args, kwargs, target)``, so that the time of the loss is
+            measured too.
+        rules: how arguments are split, by position or name; by default along dimension 0. The rule for
+            ``"target"`` splits the target, and the one for ``"output"`` says along which dimension outputs
+            are put together.
+        device: where the stages live; by default where the model is. Under torchrun, ``"cuda"`` is the
             device of ``LOCAL_RANK``.
         group: under torchrun, the process group of this pipeline's ranks, or a ``DeviceMesh`` of one
-            dimension such as ``mesh["pp"]``; by default all.
-        mesh: in its place, a ``DeviceMesh`` with a dimension ``pp``, along which the pipeline runs. Each
-            place in its other dimensions has a pipeline of its own.
-        wrap: called with each stage's module and its index after the cut, on the rank that has the stage;
-            it gives the module in a wrapper, such as ``lambda module, stage: fully_shard(module,
+            dimension such as ``mesh["pp"]``; by default all processes.
+        mesh: in place of ``group``, a ``DeviceMesh`` with a dimension ``pp``, along which the pipeline runs.
+            There is one pipeline for each place in the other dimensions.
+        wrap: called after the cut with each stage's module and index, on the rank that has the stage. It
+            returns the wrapped module, as in ``lambda module, stage: fully_shard(module,
             mesh=mesh["dp"])``, or changes it in place. Names stay those of the unsplit model. See
             docs/meshes.md.
         engine: how backward is cut in two, see :class:`PipelineStage`; by default what the schedule needs.
-        compile: whether to compile each stage, or the options of ``torch.compile`` to do so with, see
-            docs/compile.md; by default as the model is compiled, and what is compiled inside it stays so.
-        seed: of the random numbers that steps draw, such as dropout's, which depend on it, the step, the
-            microbatch and the module's path alone; by default the one rank 0 gave ``torch.manual_seed``.
-            ``"off"`` draws from torch's generators as they are. See docs/randomness.md.
-        timeout: seconds without progress, in a step or between steps, after which a rank is named as silent
-            and all ranks stop; by default 300 in the first step, then the larger of 30 and ten times the
-            median step. A pair says both.
+        compile: whether to compile each stage, or options of ``torch.compile`` to compile it with; see
+            docs/compile.md. By default the stages are compiled if the model is, and parts of the model that
+            are compiled stay compiled.
+        seed: of the random numbers that steps draw, such as those of dropout. They depend only on the seed,
+            the step, the microbatch and the module's path. By default it is the seed that rank 0 gave
+            ``torch.manual_seed``; ``"off"`` draws from torch's generators as they are. See
+            docs/randomness.md.
+        timeout: seconds without progress, in a step or between steps, after which a rank is reported as
+            silent and all ranks stop. By default 300 for the first step, and then the larger of 30 and ten
+            times the median step. A pair sets both.
         batch_statistics: whether batch norms update their running statistics for each ``"microbatch"``, or
-            once a step as for the whole ``"batch"``; they normalise each microbatch by itself either way.
-        rendezvous_timeout: seconds until all ranks must be there, and that one may hold up the others while
-            the Pipeline is being made.
-        weights: a folder of safetensors files, of which each process reads its own stages. The model may be
-            on the meta device: its stages then get memory, on ``device`` or the CPU.
-        plan: what :func:`penstock.plan.search` has found, in place of schedule, ranks, microbatches, stages
-            and checkpoint.
-        checkpoint: whether every unit of the model keeps what it is given alone, so that backward computes
-            its forward again; or the paths of the modules that do. By default none.
+            once a step as for the whole ``"batch"``. Either way they normalise each microbatch by itself.
+        rendezvous_timeout: seconds until all ranks must be there, and that one rank may hold up the others
+            while the Pipeline is made.
+        weights: a folder of safetensors files, from which each process reads its own stages. The model may be
+            on the meta device; its stages then get memory on ``device``, or on the CPU.
+        plan: a plan that :func:`penstock.plan.search` has found, in place of schedule, ranks, microbatches,
+            stages and checkpoint.
+        checkpoint: activation checkpointing. True for all units of the model, or the paths of modules: these
+            keep only their inputs, and backward computes their forward again. By default there is none.
         loss: ``reduction="mean"`` or ``"sum"``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas``:
             see :class:`penstock.step.LossOptions` and docs/training.md.
 
     Raises:
-        UsageError: something asked for cannot be had; see its subclasses in :mod:`penstock.errors`.
+        UsageError: an argument is wrong; see its subclasses in :mod:`penstock.errors`.
         AgreementError: the ranks were given different plans.
     """
 
@@ -190,7 +194,7 @@ class Pipeline(WeightMethods):
             partition = cut(model, stages, own.stages, example and (example[0], example[1]))
             parts, own = partition.modules, replace(own, edges=partition.edges or None)
             again = computed_again(model, partition, checkpoint, compiled=bool(compile))
-            # Only these are moved to the device: the others may not fit there.
+            # Only these stages are moved to the device, where the others may not fit.
             held = sorted(s for e in ends for s in own.training.placement.stages_on(e.rank))
             partition.keep(held)
             if weights is not None:
@@ -204,7 +208,7 @@ class Pipeline(WeightMethods):
             for stage in made:
                 if isinstance(stage, FrugalStage):
                     stage.again = again[stage.index]
-            # After weights are loaded, and before anybody looks at what the stages have.
+            # After weights are loaded, and before anything looks at the stages' parameters.
             wrap_stages(made, wrap)
             told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
             siblings = siblings_of(mesh, loss.get("replicas"))
@@ -238,22 +242,25 @@ class Pipeline(WeightMethods):
         """A pipeline of stages placed by hand.
 
         Args:
-            stages: in one process all of them; under torchrun those of this rank.
+            stages: in one process, all of them; under torchrun, those of this rank.
             schedule: as for :class:`Pipeline`; it says which stage belongs on which rank.
-            microbatches: as for :class:`Pipeline`, like what follows.
+            microbatches: as for :class:`Pipeline`, like the arguments that follow, where nothing else is
+                said.
             loss_fn: computes the loss on the last stage.
             rules: how arguments are split.
-            edges: which values travel between the stages; by default each feeds the next. A stage that
-                makes several gives them by name in a dict, and gets several by name.
-            shared: the weights that stages of different processes share, the same table on every rank, see
-                :func:`penstock.partition.find_shared`; by default what the given stages share by identity.
+            edges: which values travel between the stages; by default each stage feeds the next. A stage
+                that gives several values returns a dict, and one that uses several gets them as keyword
+                arguments.
+            shared: the table of weights that stages of different processes share, the same on every rank;
+                see :func:`penstock.partition.find_shared`. By default, what the given stages share by
+                identity.
             group: the process group of this pipeline's ranks, or a mesh of one dimension.
-            mesh: in its place, a mesh with a dimension ``pp``.
+            mesh: in place of ``group``, a mesh with a dimension ``pp``.
             seed: of the random numbers that steps draw.
-            timeout: seconds without progress after which a rank is named as silent.
-            batch_statistics: of what batch norms update their running statistics.
-            rendezvous_timeout: seconds until all processes of a launcher must be there.
-            loss: more about the loss.
+            timeout: seconds without progress after which a rank is reported as silent.
+            batch_statistics: for what batch norms update their running statistics.
+            rendezvous_timeout: seconds until all ranks must be there.
+            loss: options of the loss.
         """
         check_options(loss, cls.from_stages)
         check_given(stages)
@@ -305,39 +312,39 @@ class Pipeline(WeightMethods):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of a training step, with its messages; a call may need other edges than this."""
+        """The schedule of a training step, with its messages; some calls may need other edges."""
         return self._plan.training
 
     @property
     def plan(self) -> planning.Plan | None:
-        """The plan that it was made by, given or found."""
+        """The plan that the Pipeline was made from, given or found; None without one."""
         return self._chosen
 
     @property
     def randomness(self) -> Randomness:
-        """The seed of what steps draw and the number of the next one: saved and loaded with a checkpoint."""
+        """The seed of random numbers and the number of the next step; saved and loaded with checkpoints."""
         return self._randomness
 
     @property
     def replicas(self) -> Replicas:
-        """The pipelines that train the same weights on other data, as the Pipeline was told."""
+        """The pipelines that train the same weights on other data, see ``replicas=``."""
         return self._replicas
 
     @property
     def siblings(self) -> Siblings:
-        """The pipelines side by side with this one, which ``mesh=`` or ``replicas=`` tell of."""
+        """The pipelines side by side with this one, given by ``mesh=`` or ``replicas=``."""
         return self._local.siblings
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that live in this process: all, or one."""
+        """The ranks that live in this process: all of them, or one."""
         return tuple(rank.number for rank in self._local.ranks)
 
     @property
     def leads(self) -> bool:
-        """Whether rank 0 lives in this process: the one that prints and writes for all.
+        """Whether this process is the one that prints and writes for all: it holds rank 0.
 
-        Of several pipelines side by side, which ``mesh=`` or ``replicas=`` tell of, it is that of the first.
+        Of several pipelines side by side, given by ``mesh=`` or ``replicas=``, it holds rank 0 of the first.
         """
         return self._local.leads
 
@@ -368,33 +375,33 @@ class Pipeline(WeightMethods):
         record: bool = False,
         **kwargs: Any,
     ) -> StepResult:
-        """Forward and backward of a batch; gradients are added to the parameters' ``.grad``.
+        """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``.
 
-        Arguments that require grad get theirs too, on the ranks whose stages use them.
+        Arguments that require grad get gradients too, on the ranks whose stages use them.
 
         Args:
-            args: the model's arguments. Under torchrun they may be given to every rank; at least to those
-                whose stages use them.
-            target: what ``loss_fn`` compares with, split like the arguments; at least for the rank of the
-                last stage. May be left out where ``loss_fn`` does not use it.
-            microbatches: how many this time; by default as the Pipeline was made for.
+            args: the model's arguments. Under torchrun, ranks whose stages use an argument must be given
+                it; the others may be.
+            target: what ``loss_fn`` compares with, split like the arguments. The rank of the last stage
+                must be given it, unless ``loss_fn`` does not use it.
+            microbatches: their number in this step; by default that of the Pipeline.
             loss_weight: for this step, in place of the Pipeline's.
-            total_weight: what the loss is divided by before backward, in place of the weight of this
-                batch: where it is a part of a larger one.
+            total_weight: what the loss is divided by before backward, in place of the weight of this batch:
+                for a batch that is a part of a larger one.
             accumulate: for this step, in place of the Pipeline's.
             scaler: scales the loss for float16.
             outputs: whether to give every rank the model's outputs.
             record: whether to note when each action ran.
-            kwargs: the model's arguments by name; they go to the stages that take them.
+            kwargs: the model's keyword arguments; they go to the stages that take them.
 
         Returns:
             The same result on every rank.
 
         Raises:
-            UsageError: the call is wrong. What is found before anything is sent or changed is raised on
-                every rank alike, and leaves the Pipeline as it was.
-            StageError: the model's or the loss's code raised.
-            PoisonedError: an earlier call failed in the middle.
+            UsageError: the call is wrong. It is raised on every rank, and if nothing has been sent or
+                changed yet, the Pipeline stays as it was.
+        StageError: the model's or the loss's code raised.
+        PoisonedError: an earlier call failed in the middle.
         """
         self._held.prepare()
         run = partial(
@@ -413,7 +420,7 @@ class Pipeline(WeightMethods):
         return self._watchers.around(self._coming, run)
 
     def _coming(self) -> StepEvent:
-        """The step that is about to run."""
+        """The event of the step that is about to run."""
         return StepEvent(self._randomness.step + 1, self.leads, self.stages[0].device)
 
     def eval(
@@ -436,9 +443,9 @@ class Pipeline(WeightMethods):
         return self._caller.predict(Given(args, kwargs, MISSING))
 
     def find_nonfinite(self, *args: Any, target: Any = MISSING, **kwargs: Any) -> Any:
-        """Run a batch once more, as the last step ran, to find what is first not finite in it.
+        """Run a batch once more, as the last step ran it, to find the first thing that is not finite.
 
-        Gradients and buffers are left as they are. It takes some times as long as a step.
+        Gradients and buffers are left as they are. It takes several times as long as a step.
 
         Args:
             args: as for :meth:`step`.
@@ -446,8 +453,8 @@ class Pipeline(WeightMethods):
             kwargs: as for :meth:`step`.
 
         Returns:
-            A ``NonFiniteFinding``, which names stage, microbatch, action
-            and module, the same on every rank; None where everything is finite.
+            A ``NonFiniteFinding``, which names stage, microbatch, action and module, the same on every rank;
+                or None if everything is finite.
         """
         self._held.prepare()
         draw = self._randomness.last
@@ -457,8 +464,9 @@ class Pipeline(WeightMethods):
     def explain(self) -> str:
         """What the ranks of this process did in the last call, action by action, as a table.
 
-        Each line is a position in the rank's list, the action, what it reads and writes, and for a message
-        its channel and bytes. ``take`` is where what arrived is taken, just before the action that needs it.
+        Each line has the position in the rank's list, the action, what it reads and writes, and for a
+        message its channel and bytes. ``take`` is where a message that has arrived is taken, just before
+        the action that needs it.
 
         Raises:
             UsageError: there was no call yet.
@@ -474,18 +482,18 @@ class Pipeline(WeightMethods):
     ) -> HookHandle:
         """Call functions before and after some of the actions that run in this process.
 
-        They get an :class:`~penstock.ActionEvent`, which shows the action, its stage's module, and the values
-        or gradients that go in and come out; what it shows must not be changed. In evaluation the forwards
-        and their messages are actions too. What a function raises ends the call as a StageError.
+        They get an :class:`~penstock.ActionEvent`, which shows the action, its stage's module, and the
+        values or gradients that go in and come out; these must not be changed. Evaluation has actions too:
+        forwards and their messages. An exception in a function ends the call with a StageError.
 
         Args:
             which: an action such as ``"3F0"``, a pattern such as ``"*F*"`` or ``"3*0"`` (see
                 :func:`penstock.schedule.matching`), or a function of an Action.
-            before: called when all that the action needs is there; for a receive, when it is posted.
+            before: called when everything that the action needs is there; for a receive, when it is posted.
             after: called when the action is done; for a receive, when its message is taken.
 
         Returns:
-            A handle; its ``remove()`` takes them away, and so does the end of a ``with`` block.
+            A handle that removes the functions, by ``remove()`` or at the end of a ``with`` block.
         """
         return self._hooks.add(which, before, after)
 
@@ -494,44 +502,45 @@ class Pipeline(WeightMethods):
     ) -> HookHandle:
         """Call functions after and before each training step of this process.
 
-        They get a :class:`~penstock.StepEvent`: the number of the step, its result, and what it took. The
-        optimizer has not stepped yet when they are called. What a function raises, :meth:`step` raises.
+        They get a :class:`~penstock.StepEvent`: the number of the step, its result, and its time and
+        memory. The optimizer has not stepped yet when they are called. An exception in a function is raised
+        by :meth:`step`.
 
         Args:
             after: called when the step is done.
             before: called when the step is about to begin.
 
         Returns:
-            A handle; its ``remove()`` takes them away, and so does the end of a ``with`` block.
+            A handle that removes the functions, by ``remove()`` or at the end of a ``with`` block.
         """
         return self._watchers.add(after, before)
 
     def agree(self, value: Any) -> list[Any]:
-        """Exchange a JSON value between the ranks: all ranks' values, in rank order."""
+        """Exchange JSON values: every rank gets the values of all ranks, in rank order."""
         return self._local.each(lambda rank: rank.exchange(value))
 
     def wrap_transports(self, wrap: Callable[[Transport], Transport]) -> None:
-        """Put something between the ranks of this process and their wires, such as a counter."""
+        """Put something between the ranks of this process and their transports, such as a counter."""
         for rank in self._local.ranks:
             rank.wrap_transport(wrap)
 
     def patient(self, seconds: float) -> AbstractContextManager[None]:
-        """Let this rank take so long between two steps, where ``timeout`` would call it silent: to save, say.
+        """Let this rank take longer than ``timeout`` allows between two steps, such as to save.
 
         Args:
-            seconds: that it may need in the ``with`` block; only it has to ask for them, not those that wait.
+            seconds: the time that it may need. The ranks that wait for it need not call this.
         """
         return self._local.patient(seconds)
 
     def report_failures_to(self, folder: str | os.PathLike[str]) -> None:
-        """Have the story of a failure of a rank's process written to ``failure.json`` in a folder."""
+        """Have a report of a failed rank written to ``failure.json`` in a folder."""
         self._local.report_failures_to(Path(folder))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Give back what the transport holds, and the process group where this Pipeline started it.
+        """Release what the transport holds, and end the process group if this Pipeline started it.
 
         Args:
-            error: the reason, if it is an error; then the other ranks stop because of it.
+            error: the reason, if it is an error; the other ranks then stop because of it.
         """
         self._local.close(error)
 

@@ -32,19 +32,19 @@ from penstock.transport import Transport
 from penstock.values import MISSING, split_batch
 
 Builder = Callable[[int, int], Schedule]
-"""An own schedule for so many ranks and microbatches."""
+"""The user's function that makes a schedule for a number of ranks and microbatches."""
 Source = str | PathLike[str] | Schedule | Builder
-"""A schedule as a user says it: a name, a file, a value, or a function of ranks and microbatches."""
+"""A schedule as a user gives it: a name, a file, a value, or a function of ranks and microbatches."""
 
 Stages = int | Sequence[str] | Sequence[Sequence[str]] | Partition | None
-"""How to cut: a count, module paths to cut before, paths for each stage, a partition, or by default."""
+"""How to cut: a count, module paths to cut before, paths for each stage, a partition, or None."""
 
 AHEAD = 2
-"""Messages of a channel for which a buffer waits: one alone comes late where ranks do not keep step."""
+"""How many receives of a channel are posted ahead. One alone would be late if ranks do not keep step."""
 
 
 class Asked(NamedTuple):
-    """What a Pipeline is asked for, as far as a plan decides it too."""
+    """Those arguments of a Pipeline that a plan can decide instead."""
 
     schedule: Source | None
     ranks: int | None
@@ -53,10 +53,10 @@ class Asked(NamedTuple):
     checkpoint: bool | Sequence[str]
 
     def by(self, plan: planning.Plan | None) -> Asked:
-        """The same with what a plan decides.
+        """The same arguments as a plan decides them.
 
         Raises:
-            UsageError: something is said beside the plan that it says too.
+            UsageError: the plan is not a plan, or an argument was given that the plan decides.
         """
         if plan is None:
             return self
@@ -67,7 +67,7 @@ class Asked(NamedTuple):
         said = [name for name, value in self._asdict().items() if value not in (None, False)]
         if said:
             raise UsageError(
-                f"plan= says {', '.join(f'{name}=' for name in said)} already; give one or the other"
+                f"plan= already decides {', '.join(f'{name}=' for name in said)}; give one or the other"
             )
         stages = [list(paths) for paths in plan.stages]
         return Asked(plan.source, plan.ranks, plan.microbatches, stages, plan.checkpoint)
@@ -79,10 +79,10 @@ class Plan:
 
     Args:
         schedule: a name, a value that is used as it is, or a function of ranks and microbatches.
-        ranks: how many ranks share the model.
-        stages: how many stages there are.
-        microbatches: how many a training step has, unless it says otherwise.
-        edges: which values travel between the stages; by default as the schedule says.
+        ranks: the number of ranks.
+        stages: the number of stages.
+        microbatches: the number in a training step, unless the step says otherwise.
+        edges: which values travel between the stages; by default, those of the schedule.
     """
 
     schedule: str | Schedule | Builder
@@ -100,15 +100,16 @@ class Plan:
         return self.proven(self.microbatches, trains=True)
 
     def proven(self, microbatches: int, edges: Edges | None = None, *, trains: bool) -> Schedule:
-        """The schedule for so many microbatches: with its messages, and proven not to hang.
+        """The schedule for a number of microbatches, with its messages and proven not to hang.
 
         Args:
-            microbatches: how many.
-            edges: which values travel, where that depends on the call.
+            microbatches: their number.
+            edges: which values travel, if that depends on the call.
             trains: whether there is a backward.
 
         Raises:
-            ScheduleError: the report of :func:`penstock.schedule.validate`, where it fails.
+            ScheduleError: the schedule fails :func:`penstock.schedule.validate`, whose report is the
+                message.
         """
         edges = self.edges if edges is None else edges
         key = (microbatches, trains, edges)
@@ -120,10 +121,10 @@ class Plan:
         return self._proven[key]
 
     def check_trains(self, microbatches: int | None) -> None:
-        """Check that a step may have so many microbatches, where their number is known.
+        """Check that a step may have this number of microbatches, if it is known.
 
         Raises:
-            ScheduleError: the schedule is for others.
+            ScheduleError: there is no such schedule.
         """
         if microbatches is None or microbatches == self.microbatches:
             return
@@ -156,7 +157,7 @@ class Plan:
 
 
 def with_edges(schedule: Schedule, edges: Edges) -> Schedule:
-    """A schedule for another edge table; messages that it spells out for its own are worked out anew."""
+    """A schedule with another edge table. If it spells out messages, they are derived anew from the table."""
     if schedule.edges == edges:
         return schedule
     return (compute_only(schedule) if schedule.communicates else schedule).with_edges(edges)
@@ -177,16 +178,17 @@ def _build(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
 
 
 def _check_alike(made: Schedule, usual: Schedule) -> None:
-    """Check that a schedule for another number of microbatches can run on the stages as they are placed.
+    """Check that a schedule for another number of microbatches fits the stages as they are placed.
 
     Raises:
-        ScheduleError: it has them elsewhere, or one trains and the other does not.
+        ScheduleError: it places them elsewhere, or only one of the two has a backward.
     """
     if made.placement != usual.placement:
         raise ScheduleError(
             f"{made.name!r} places the stages on ranks {list(made.placement.rank_of)} for "
             f"{made.microbatches} microbatches, and on {list(usual.placement.rank_of)} for "
-            f"{usual.microbatches}; a schedule must place the stages alike for every number of microbatches"
+            f"{usual.microbatches}; a schedule must place the stages in the same way for every number of "
+            "microbatches"
         )
     if made.trains != usual.trains:
         without = usual if made.trains else made
@@ -196,16 +198,16 @@ def _check_alike(made: Schedule, usual: Schedule) -> None:
 
 
 def _built(builder: Builder, ranks: int, microbatches: int) -> Schedule:
-    """What a user's function gives for these numbers."""
+    """The schedule that a user's function makes."""
     called = f"the function {getattr(builder, '__name__', builder)}"
     return built(lambda: builder(ranks, microbatches), called, ranks, microbatches)
 
 
 def prove(schedule: Schedule) -> Schedule:
-    """Spell out the messages of a schedule, check that it cannot hang, and say when sends are let go.
+    """Add the messages of a schedule, prove that it cannot hang, and add the releases of sends.
 
     Raises:
-        ScheduleError: every problem that was found.
+        ScheduleError: it lists every problem that was found.
     """
     lowered = add_communication(schedule, ahead=AHEAD)
     report = validate(lowered)
@@ -220,16 +222,16 @@ def make_plan(
     stages: Stages,
     microbatches: int | None,
 ) -> Plan:
-    """Fill in what was left open.
+    """Make a plan, with defaults for what was not given.
 
     Args:
         schedule: a name, a file (``.csv``, ``.json``), a value or a function.
-        ranks: how many ranks, or ``None`` for what the schedule or the stages say.
+        ranks: the number of ranks; None takes it from the schedule or the stages.
         stages: how the model is cut.
-        microbatches: how many, or ``None`` for the schedule's number, else two per rank.
+        microbatches: their number; None takes the schedule's own, or else two per rank.
 
     Raises:
-        UsageError: numbers that contradict each other, or too little is given.
+        UsageError: the numbers contradict each other, or too little was given.
     """
     ranks, microbatches = whole_number("ranks", ranks), whole_number("microbatches", microbatches)
     count = _count(stages)
@@ -251,7 +253,7 @@ def make_plan(
 
 
 def _read(schedule: Source) -> str | Schedule | Builder:
-    """The schedule of a file; a name, a value or a function as it is."""
+    """Read a schedule from a file; return a name, a value or a function as it is."""
     if isinstance(schedule, PathLike) or (
         isinstance(schedule, str) and Path(schedule).suffix.lower() in (".csv", ".json")
     ):
@@ -267,18 +269,18 @@ def _read(schedule: Source) -> str | Schedule | Builder:
 
 
 def _ranks_for(schedule: str | Builder, stages: int | None) -> int:
-    """How many ranks share so many stages, each as many as the schedule gives a rank."""
+    """The number of ranks, from the stages in all and the stages that the schedule gives each rank."""
     if stages is None or not isinstance(schedule, str):
         raise UsageError(
-            "how many ranks are there? Give ranks= or stages=, or start one "
-            "process per rank with torchrun or penstock run"
+            "the number of ranks is not known: give ranks= or stages=, or start one process per rank "
+            "with torchrun or penstock run"
         )
     each = build(schedule, ranks=1, microbatches=2).stages
     return max(1, stages // each)
 
 
 def _count(stages: Stages) -> int | None:
-    """How many stages are asked for."""
+    """The number of stages that is asked for, or None."""
     if isinstance(stages, Partition):
         return len(stages.modules)
     if not isinstance(stages, Sequence):
@@ -308,7 +310,7 @@ def _check_value(
 
 
 WithTarget = tuple[Sequence[Any], Mapping[str, Any], Any]
-"""Arguments for one microbatch, by position and by name, and what the loss compares with."""
+"""Arguments for one microbatch by position and by name, and the target."""
 
 
 def planned(
@@ -319,27 +321,27 @@ def planned(
     found: Sequence[Transport],
     loss_fn: Callable[..., Any] | None,
 ) -> tuple[planning.Plan, Asked]:
-    """The fastest plan for a model, which rank 0 finds for all.
+    """The fastest plan for a model; rank 0 finds it for all ranks.
 
     Args:
-        asked: of ranks and microbatches, what is left open is the default.
-        model: with data.
-        world: how many ranks there are, where each is a process.
-        example: arguments for one microbatch, and what the loss compares with.
-        found: this process's end.
-        loss_fn: what the last stage computes beside its modules.
+        asked: the user's arguments; ranks and microbatches have defaults.
+        model: the model, with data.
+        world: the number of ranks, if each is a process.
+        example: arguments for one microbatch, and the target.
+        found: this process's end of the transport, or nothing.
+        loss_fn: the loss function, which the last stage computes too.
 
     Returns:
-        The plan, and what is asked for beside it.
+        The plan, and the arguments that remain beside it.
 
     Raises:
-        UsageError: too little is given, or nothing fits.
+        UsageError: too little was given, or no plan fits into memory.
     """
     ranks = world if asked.ranks is None else asked.ranks
     if example is None or ranks is None:
         raise UsageError(
-            'schedule="auto" measures the model: give example=(args, kwargs, target) for one microbatch, and '
-            "ranks= where torchrun does not tell them"
+            'schedule="auto" measures the model: give example=(args, kwargs, target) for one microbatch, '
+            "and ranks= if not started by torchrun"
         )
     if asked.stages is not None or asked.checkpoint:
         raise UsageError('schedule="auto" decides stages= and checkpoint= itself; leave them out')
@@ -366,7 +368,7 @@ def planned(
 
 
 def _needs_no_target(loss_fn: Callable[..., Any] | None) -> bool:
-    """Whether a loss can do without what it compares with."""
+    """Whether a loss function can be called with the output alone."""
     try:
         inspect.signature(cast("Callable[..., Any]", loss_fn)).bind(None)
     except (TypeError, ValueError):
@@ -381,29 +383,27 @@ def computed_again(
     *,
     compiled: bool = False,
 ) -> list[list[nn.Module]]:
-    """For each stage the modules that backward computes again.
+    """For each stage, the modules whose forward backward computes again.
 
     Args:
-        model: what was cut.
+        model: the model.
         made: its stages.
-        checkpoint: whether all units are, or the paths of those that are.
-        compiled: whether the stages are to be compiled.
+        checkpoint: True for all units, or the paths of modules.
+        compiled: whether the stages will be compiled.
 
     Raises:
-        UsageError: a path of no module, or stages that do not run the model's own modules.
+        UsageError: there is no module of a path, or no stage runs it as a module.
     """
     if isinstance(checkpoint, str):
         raise UsageError(f"checkpoint={checkpoint!r}: must be True, or a list of module paths")
     if checkpoint and compiled:
-        raise UsageError(
-            "checkpoint= computes modules again as they are, not compiled; leave compile= out"
-        )
+        raise UsageError("checkpoint= cannot be used with compile=; leave one of them out")
     paths = list(unit_paths(model, len(made.modules)) if checkpoint is True else checkpoint or ())
     known = dict(model.named_modules(remove_duplicate=False))
     unknown = [path for path in paths if path not in known]
     if unknown:
         raise UsageError(
-            f"checkpoint=: no module {unknown[0]!r} in the model; its paths are like "
+            f"checkpoint=: the model has no module {unknown[0]!r}; its paths are such as "
             f"{', '.join(list(known)[1:6])}"
         )
     wanted = [known[path] for path in dict.fromkeys(paths)]
@@ -411,17 +411,17 @@ def computed_again(
     lost = [path for path in paths if not any(known[path] in own for own in inside)]
     if lost:
         raise UsageError(
-            f"checkpoint=: {lost[0]!r} is run by no stage as a module; name units of the model, "
-            "and cut it by calls or as a chain"
+            f"checkpoint=: no stage runs {lost[0]!r} as a module; name units of the model, and cut it by "
+            "calls or as a chain"
         )
     return [[module for module in wanted if module in own] for own in inside]
 
 
 def check_model(model: nn.Module, stages: Stages = None) -> None:
-    """Check that a model is one that can be cut, or was.
+    """Check that a model can be cut.
 
     Raises:
-        UsageError: it is something else, or spread over processes before the cut.
+        UsageError: it is not a module, or was spread over processes before the cut.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: must be an nn.Module, not a {type(model).__name__}")
@@ -430,9 +430,9 @@ def check_model(model: nn.Module, stages: Stages = None) -> None:
         path, by = found
         where = f"its module {path!r}" if path else "the model"
         raise UsageError(
-            f"{where} went through {by} before the cut, which would gather and reduce over stages of several "
-            f"ranks; give the plain model and wrap=lambda module, stage: {_REMEDIES[by]}, which wraps each "
-            "stage after the cut"
+            f"{where} was wrapped by {by} before the cut, so it would gather and reduce across stages of "
+            f"several ranks; give the plain model and wrap=lambda module, stage: {_REMEDIES[by]}, which "
+            "wraps each stage after the cut"
         )
 
 
@@ -446,14 +446,14 @@ def cut(model: nn.Module, stages: Stages, count: int, example: Example | None = 
     """Cut a model into ``count`` stages.
 
     Raises:
-        PartitionError: it cannot be cut so; the message says how to say it.
-        UsageError: an example for what is cut already.
+        PartitionError: it cannot be cut like that; the message says what to give instead.
+        UsageError: an example was given for a model that is already cut.
     """
     if isinstance(stages, Partition):
         if example is not None:
             raise UsageError(
-                "example= helps to cut a model, but stages= is a Partition, which is cut already; "
-                "give example= to penstock.partition.partition"
+                "example= is used to cut a model, but stages= is a Partition, which is already cut; give "
+                "example= to penstock.partition.partition"
             )
         found = () if stages.shared else find_shared(model, stages.modules)
         made = replace(stages, shared=found) if found else stages

@@ -33,16 +33,16 @@ from penstock.stage import PipelineStage
 from penstock.step import TimelineKind
 
 LONG = 300.0
-"""Seconds that a rank may take to read or write its weights while others wait."""
+"""Seconds that a rank may take to read or write its weights while the others wait."""
 
 T = TypeVar("T")
 
 
 class LocalRanks:
-    """All ranks where one process runs the pipeline, or the one rank of this process.
+    """The ranks that live in this process: all of them if one process runs the pipeline, otherwise one.
 
     Args:
-        ranks: those that live here.
+        ranks: these ranks.
         told: what must be the same on every rank, besides the schedule and the versions.
         siblings: the pipelines beside this one.
     """
@@ -63,12 +63,12 @@ class LocalRanks:
 
     @property
     def leads(self) -> bool:
-        """Whether rank 0 of the first pipeline is in this process: the one that prints and writes for all."""
+        """Whether rank 0 of the first pipeline lives in this process, which then prints and writes."""
         return self.siblings.first and any(rank.number == 0 for rank in self.ranks)
 
     @property
     def steps(self) -> int:
-        """How many training steps there were, the one that runs included."""
+        """How many training steps have begun."""
         return self.ranks[0].activity.step
 
     @property
@@ -78,10 +78,10 @@ class LocalRanks:
         return tuple(held[index] for index in sorted(held))
 
     def assemble(self, schedule: Schedule) -> None:
-        """Choose the stages' engines, check that all ranks were given one plan, and open their channels.
+        """Choose the stages' engines, check that all ranks have the same plan, and open the channels.
 
         Raises:
-            AgreementError: they were not.
+            AgreementError: the ranks have different plans.
         """
         for stage in self.stages:
             stage.prefer_engine(engine_for(schedule, stage.index))
@@ -126,16 +126,16 @@ class LocalRanks:
         return error if self._watch is None else self._watch.failed(error)
 
     def each(self, task: Callable[[Rank], Task[T]]) -> T:
-        """Run a task that gives the same on every rank."""
+        """Run a task on every rank that has the same result on each, and return that."""
         return self.run([task(rank) for rank in self.ranks])[0]
 
     def carry_out(self, call: Call) -> list[Report]:
-        """Run a call of the pipeline; gradients of the batch's tensors go to where they come from.
+        """Run a call of the pipeline; tensors of the batch that require grad get their gradients too.
 
         Raises:
-            PenstockError: the call was refused: nothing was sent or changed, and the next one can be made.
+            PenstockError: the call was refused. Nothing was sent or changed, and another call can be made.
         """
-        # A step's random numbers are its own: those of its caller go on as if it had drawn none.
+        # A step draws from generators of its own seeds; the caller's go on as if it had drawn nothing.
         kept = nullcontext() if call.draw is None else self._generators.kept()
         with torch.set_grad_enabled(call.trains), kept:
             started = monotonic()
@@ -148,13 +148,13 @@ class LocalRanks:
                 self._watch.patience.learn(monotonic() - started)
         owed = [pair for report in reports for pair in report.owed]
         if owed:
-            # All at once: what made the tensors may serve several of them, and is freed by a backward.
+            # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
             tensors, gradients = zip(*owed, strict=True)
             torch.autograd.backward(tensors, gradients)
         return reports
 
     def timeline(self, reports: Sequence[Report]) -> tuple[Timeline, TimelineKind]:
-        """Who did what when, and whether it was measured or replayed."""
+        """The timeline of a step, and whether it was measured or replayed."""
         schedule = reports[0].schedule
         if len(reports) == schedule.ranks > 1:
             return replay(schedule, _durations(reports)), "replayed"
@@ -173,12 +173,12 @@ class LocalRanks:
         return Timeline(tuple(spans), schedule.ranks, "s", schedule.pairs)
 
     def leading(self, value: T) -> T:
-        """The value that rank 0 has, a JSON one."""
+        """The value that rank 0 has, on every rank; JSON data."""
         values: list[T] = self.each(lambda rank: rank.exchange(value))
         return values[0]
 
     def tell_stages_apart(self) -> None:
-        """Stages made by hand may call their modules alike, which must not draw alike for that."""
+        """Let stages made by hand draw different numbers, even if their modules have the same names."""
         gathered: list[list[str]] = self.each(lambda rank: rank.exchange(rank.drawing_names))
         names = [name for rank in gathered for name in rank]
         if len(set(names)) < len(names):
@@ -198,7 +198,7 @@ class LocalRanks:
                 module.training = mode
 
     def explain(self) -> str:
-        """The program of the last call, as it ran on each rank here, as a table.
+        """The program of the last call on each rank of this process, as a table.
 
         Raises:
             UsageError: there was no call yet.
@@ -216,21 +216,21 @@ class LocalRanks:
         return "\n\n".join(told)
 
     def patient(self, seconds: float = LONG) -> AbstractContextManager[None]:
-        """Have this process take longer than a step may, without being called silent."""
+        """A context in which this process may take longer than a step without being called silent."""
         return nullcontext() if self._watch is None else self._watch.patient(seconds)
 
     def report_failures_to(self, folder: Path) -> None:
-        """Where the story of a failure is written."""
+        """Have the story of a failure written into a folder."""
         if self._watch is not None:
             self._watch.keep_in(folder)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Give back what the ranks' transports hold; idempotent.
+        """Release what the ranks' transports hold; a second time does nothing.
 
         Args:
-            error: why, if it is for an error; the other ranks are told.
+            error: the reason, if it is an error; the other ranks are told.
         """
-        # What is raised after that, in a context that closes again, is no failure of the pipeline.
+        # An error after close(), in a with block that closes again, is no failure of the pipeline.
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""Which ranks live in this process, where they reach the others, and which stages they hold."""
+"""Set a Pipeline up: check its arguments, connect this process, and give its ranks their stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from penstock.transport import Circle, Transport, connect, in_process, launched
 
 
 def placed_on(device: torch.device | str | None) -> torch.device | None:
-    """The device that is meant: ``"cuda"`` is the one of ``LOCAL_RANK``, as torchrun numbers them."""
+    """The device that ``device=`` means: ``"cuda"`` is the one of ``LOCAL_RANK``, which torchrun sets."""
     if device is None:
         return None
     try:
@@ -52,7 +52,7 @@ def _check_there(device: torch.device, asked: torch.device | str) -> None:
     """Check that this machine has a device.
 
     Raises:
-        UsageError: it has not.
+        UsageError: it does not.
     """
     if device.type in ("cpu", "meta"):
         return
@@ -67,14 +67,14 @@ def _check_there(device: torch.device, asked: torch.device | str) -> None:
         numbered = "" if torch.device(asked).index is not None else ", by LOCAL_RANK"
         raise UsageError(
             f"device={str(asked)!r}: this process would take number {device.index}{numbered}, but there are "
-            f"{count}; start at most {count} processes on this machine, or say which device each takes"
+            f"only {count}; start at most {count} processes on this machine, or give each its device"
         )
 
 
 def home_for(
     model: nn.Module, device: torch.device | str | None, *, filled: bool
 ) -> torch.device | None:
-    """The device that is meant; the CPU for a model without data that is about to be filled."""
+    """The device for the stages; the CPU for a model on the meta device that is about to be filled."""
     found = placed_on(device)
     if found is None and filled and home_of(model).type == "meta":
         return torch.device("cpu")
@@ -85,7 +85,7 @@ def check_given(stages: Sequence[PipelineStage]) -> None:
     """Check that what was given are stages.
 
     Raises:
-        UsageError: there are none, or they are something else.
+        UsageError: no stages were given, or something that is not a stage.
     """
     if not stages:
         raise UsageError("from_stages was given no stages; give it the stages of this rank")
@@ -98,14 +98,14 @@ def check_given(stages: Sequence[PipelineStage]) -> None:
 
 
 Wrap = Callable[[nn.Module, int], nn.Module | None]
-"""Puts something around a stage's module, given with its index; None where it was changed in place."""
+"""Wraps a stage's module, called with the module and its index; None means it was changed in place."""
 
 
 def check_wrap(wrap: Wrap | None) -> None:
     """Check that wrap= is a function.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is not.
     """
     if wrap is not None and not callable(wrap):
         raise UsageError(
@@ -118,29 +118,29 @@ def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:
     """Let the user wrap each stage's module.
 
     Raises:
-        UsageError: what came back is no module, or has the stage's no more in it.
+        UsageError: what it returned is no module, or no longer contains the stage's module.
     """
     for stage in stages if wrap is not None else ():
         before = stage.module
-        found = wrap(before, stage.index)  # type: ignore[misc] # looked at above
+        found = wrap(before, stage.index)  # type: ignore[misc] # checked above
         if not isinstance(found, nn.Module | None):
             raise UsageError(
-                f"wrap gave {found!r} for stage {stage.index}; it must give the module, wrapped, or None "
-                "where it has changed the module in place"
+                f"wrap returned {found!r} for stage {stage.index}; it must return the wrapped module, or "
+                "None if it has changed the module in place"
             )
         if found is not None and all(part is not before for part in found.modules()):
             raise UsageError(
-                f"wrap gave a {type(found).__name__} for stage {stage.index} in which the stage's module is "
-                "not; it must give that module, wrapped or as it is"
+                f"wrap returned a {type(found).__name__} for stage {stage.index} that does not contain the "
+                "stage's module; it must return that module, wrapped or as it is"
             )
         stage.module = before if found is None else found
 
 
 def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Check that what was given by name besides a function's own arguments says something of the loss.
+    """Check that keyword arguments beyond a function's own are options of the loss.
 
     Raises:
-        UnknownArgumentError: there is no such argument; the message names the nearest.
+        UnknownArgumentError: there is no such argument; the message names the nearest one.
     """
     parameters = inspect.signature(function).parameters.values()
     own = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
@@ -161,7 +161,7 @@ _INSTEAD = {
     "num_stages": "did you mean stages=?",
     "world_size": "did you mean ranks=?",
 }
-"""What others call an argument, where the name alone does not tell."""
+"""What other libraries call an argument, where the nearest name would not lead there."""
 
 
 def loss_of(  # noqa: PLR0913 - as LossOptions
@@ -174,10 +174,10 @@ def loss_of(  # noqa: PLR0913 - as LossOptions
     replicas: Any = None,
     nonfinite: NonFinite = "stop",
 ) -> Loss | None:
-    """The loss that a Pipeline was told, see :class:`penstock.step.LossOptions`.
+    """The loss of a Pipeline, see :class:`penstock.step.LossOptions`; None without a function.
 
     Raises:
-        UsageError: an unknown reduction, or a number that is none.
+        UsageError: an option is unknown, or is not a valid number.
     """
     if function is None:
         return None
@@ -187,7 +187,7 @@ def loss_of(  # noqa: PLR0913 - as LossOptions
 
 
 def replicas_of(replicas: Any) -> Replicas:
-    """The other pipelines, from a process group or mesh of the ranks at this place in each."""
+    """The replicas of this pipeline, from a group or mesh of the ranks at the same place in each."""
     if replicas is None or isinstance(replicas, Replicas):
         return replicas or Replicas()
     group = group_across(replicas)
@@ -203,13 +203,13 @@ def replicas_of(replicas: Any) -> Replicas:
 def connect_if_launched(
     device: torch.device, group: Any, patience: Patience, mesh: Any = None
 ) -> list[Transport]:
-    """This process's end where each rank is a process; else nothing.
+    """This process's end of the transport, if each rank is a process; otherwise an empty list.
 
     Args:
         device: where its stages live.
-        group: the pipeline's ranks, as :func:`penstock.parallel.group_of` takes them, like ``mesh``.
+        group: the pipeline's ranks, as :func:`penstock.parallel.group_of` takes them.
         patience: how long ranks may take.
-        mesh: in place of the group.
+        mesh: a mesh in place of the group.
     """
     found = group_of(group, mesh)
     if found is None and not launched():
@@ -219,9 +219,9 @@ def connect_if_launched(
 
 @contextmanager
 def being_made(ends: Sequence[Transport]) -> Iterator[Callable[[str], None]]:
-    """What makes a pipeline of these ends: an error in it is told to the other ranks and ends them.
+    """The context in which a pipeline is made: an error in it is told to the other ranks, and ends them.
 
-    Gives a function that takes what is being done, for the others to know.
+    It gives a function that notes what is being done, so that the other ranks can tell.
     """
     watch = ends[0].watch if ends else None
     try:
@@ -238,16 +238,16 @@ def being_made(ends: Sequence[Transport]) -> Iterator[Callable[[str], None]]:
 
 
 def _told_to_nobody(doing: str) -> None:
-    """All ranks live in this process."""
+    """Does nothing, as all ranks live in this process."""
 
 
 def world_of(ends: Sequence[Transport]) -> int | None:
-    """How many ranks there are, where each is a process."""
+    """The number of ranks, if each is a process."""
     return ends[0].ranks if ends else None
 
 
 def ends_of(plan: Plan, found: Sequence[Transport]) -> Sequence[Transport]:
-    """The ends that are there, or those of all ranks in this process.
+    """The ends that were connected; or new ones for all ranks, within this process.
 
     Raises:
         UsageError: there are more or fewer processes than ranks.
@@ -268,7 +268,7 @@ def ranks_of(
     *,
     by_hand: bool = False,
 ) -> list[Rank]:
-    """The ranks that live here, each at its end with its stages."""
+    """The ranks that live in this process, each with its end and its stages."""
     return [
         Rank(end, _held_by(plan.training, end, stages, len(ends)), describe, by_hand=by_hand)
         for end in ends
@@ -278,7 +278,7 @@ def ranks_of(
 def _held_by(
     schedule: Schedule, end: Transport, stages: Sequence[PipelineStage], ends: int
 ) -> list[PipelineStage]:
-    """The stages of a rank. In one process there are those of other ranks to leave out.
+    """The stages of a rank; if all ranks share this process, those of other ranks are left out.
 
     Raises:
         UsageError: the rank was not given exactly its stages.

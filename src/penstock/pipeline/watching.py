@@ -1,4 +1,4 @@
-"""What a user may watch a run with: functions that are called at each step, and a writer for TensorBoard."""
+"""How a user may watch a run: functions that are called at each step, and a writer for TensorBoard."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StepEvent:
     """A training step that is about to run, or has run.
 
     Attributes:
-        step: the number of the step, counted from 1; it goes on where a loaded state left off.
-        leads: whether rank 0 lives in this process: the one that prints and writes for all.
+        step: the number of the step, counted from 1; it continues from a loaded checkpoint.
+        leads: whether rank 0 lives in this process: the process that prints and writes for all.
         device: where the stages of this process live.
         result: what ``pipe.step`` returns; None before the step.
         seconds: how long the step took in this process; 0 before it.
@@ -48,7 +48,7 @@ StepHook = Callable[[StepEvent], object]
 
 
 class Watchers:
-    """The functions that are called at each step, in the order in which they were given."""
+    """The functions that are called at each step, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._hooks: dict[HookHandle, tuple[StepHook | None, StepHook | None]] = {}
@@ -62,7 +62,7 @@ class Watchers:
         given = [function for function in (after, before) if function is not None]
         if not given or not all(map(callable, given)):
             raise UsageError(
-                "on_step needs a function of a StepEvent to call after each step, or before=, or both"
+                "on_step needs a function of a StepEvent to call after each step, one as before=, or both"
             )
         handle = HookHandle(self._hooks)
         self._hooks[handle] = (after, before)
@@ -72,7 +72,7 @@ class Watchers:
         """Run a step, and call the functions before and after it.
 
         Args:
-            coming: tells of the step that is about to run.
+            coming: describes the step that is about to run.
             run: runs it.
         """
         if not self._hooks:
@@ -92,12 +92,12 @@ class Watchers:
 
 
 class TensorBoard:
-    """Writes the numbers of each step for TensorBoard; give it to ``pipe.on_step``.
+    """Writes the numbers of each step for TensorBoard; pass it to ``pipe.on_step``.
 
     The leading process writes, and the others do nothing. It needs the package ``tensorboard``.
 
     Args:
-        folder: where to write.
+        folder: the folder to write into.
 
     Raises:
         UsageError: tensorboard is not installed.
@@ -135,12 +135,12 @@ class TensorBoard:
             self.add("bubble", result.bubble)
 
     def add(self, name: str, value: float) -> None:
-        """Write another number of the last step; in processes that do not lead, nothing."""
+        """Write another number of the last step; processes that do not lead write nothing."""
         if self._writer is not None:
             self._writer.add_scalar(name, value, self._step)
 
     def close(self) -> None:
-        """Write down what is still in memory."""
+        """Flush what is still in memory, and close the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -153,7 +153,10 @@ class TensorBoard:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of this process so far: allocated on one GPU at most, or resident without a GPU."""
+    """Peak bytes of this process so far.
+
+    The most allocated on any one GPU, or resident memory without a GPU.
+    """
     if device.type == "cuda":
         return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT

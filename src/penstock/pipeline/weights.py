@@ -57,13 +57,13 @@ from penstock.weights.states import (
 
 
 class LeftBehind:
-    """The weights of a model that a Pipeline trains in other processes: here they stay as they were.
+    """The weights that a Pipeline trains in other processes, while this process keeps their old values.
 
-    A later Pipeline of the model that has other stages here would go on with old numbers. It is told at its
-    first call, since it may be given new ones before.
+    A later Pipeline of the same model, with other stages in this process, would start from the old values.
+    That is checked at its first call, since new values may be loaded before.
 
     Args:
-        model: what was cut.
+        model: the model that was cut.
         here: the stages of this process.
     """
 
@@ -71,7 +71,7 @@ class LeftBehind:
         held = {id(one) for stage in here for one in stage.parameters()}
         named = dict(model.named_parameters())
         now = {id(one): version_of(one) for one in named.values() if not one.is_meta}
-        # By numbers alone: what stands here keeps no weights alive that the model has given up.
+        # Only ids and versions are kept, so that no weights stay alive that the model has dropped.
         self._here = {one: version for one, version in now.items() if one in held}
         self._others = {one: version for one, version in now.items() if one not in held}
         earlier = _EARLIER.get(model, [])
@@ -84,43 +84,43 @@ class LeftBehind:
             _EARLIER[model] = [*earlier, self]
 
     def _has_left(self, one: int, now: Mapping[int, int]) -> bool:
-        """Whether others have trained a weight since, and nobody has given it new numbers here."""
+        """Whether other processes have trained a weight since, and its values here are still the old ones."""
         if self._others.get(one) != now[one]:
             return False
         return any(now.get(own, version) != version for own, version in self._here.items())
 
     def check(self) -> None:
-        """Check that the stages here do not begin with what another process has trained since.
+        """Check that no weight of the stages here has been trained in another process since.
 
         Raises:
-            UsageError: they do.
+            UsageError: one has.
         """
         suspects, self._suspects = self._suspects, {}
         old = [name for name, (one, version) in suspects.items() if version_of(one) == version]
         if old:
             raise UsageError(
                 f"{', '.join(map(repr, old[:5]))}: an earlier Pipeline of this model has trained these "
-                "weights in another process, and this process has them as they were before; save a "
+                "weights in another process, and this process still has their old values; save a "
                 "checkpoint with the earlier Pipeline, and load it with this one before its first call"
             )
 
 
 _EARLIER: Any = WeakIdKeyDictionary()
-"""Of each model, by identity, the Pipelines of it in this process that left some of its weights to others."""
+"""For each model, by identity: its Pipelines in this process that have trained weights elsewhere."""
 
 
 class HeldWeights:
-    """The weights of the ranks that live in this process, and what they share with others.
+    """The weights of the ranks that live in this process, and those that they share with other ranks.
 
     Args:
         local: these ranks.
-        shared: what stages share.
+        shared: the table of weights that stages share.
         rank_of: the rank of each stage.
-        model: what was cut, if that is known.
-        parts: all its stages.
+        model: the model that was cut, if it is known.
+        parts: all of its stages.
 
     Raises:
-        AgreementError: what ranks share has another shape or type on one of them.
+        AgreementError: a shared weight has different shapes or types on different ranks.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class HeldWeights:
         self._sharing = Sharing(self.local.stages, shared, self._rank_of)
 
     def prepare(self) -> None:
-        """Before a call of the model: take over what the user has changed, and look that nothing is outdated.
+        """Take over what the user has changed in the model before a call, and refuse outdated weights.
 
         Raises:
-            UsageError: it cannot be taken over, or an earlier Pipeline has trained weights elsewhere.
+            UsageError: a change cannot be taken over, or an earlier Pipeline has trained weights elsewhere.
         """
         if self._left is not None:
             self._left.check()
@@ -165,7 +165,7 @@ class HeldWeights:
         """Take over what the user has changed in the model since the last call.
 
         Raises:
-            UsageError: it cannot be taken over.
+            UsageError: a change cannot be taken over.
         """
         self._watched.check_modules()
         if not self._watched.is_changed():
@@ -182,7 +182,7 @@ class HeldWeights:
             self._introduce()
 
     def _introduce(self) -> None:
-        """Check that all ranks have the same table of what they share."""
+        """Check that all ranks have the same table of shared weights."""
         told = self.local.each(lambda rank: rank.exchange(self._sharing.table))
         if any(table != told[0] for table in told):
             raise AgreementError(
@@ -191,12 +191,12 @@ class HeldWeights:
             )
 
     def align(self, level: int = logging.WARNING) -> None:
-        """Give weights that ranks share the same numbers on each; where they differed, that is logged."""
+        """Make copies of weights that ranks share equal, and log where they differed."""
         self.local.run([self._sharing.align(rank.transport, level) for rank in self.local.ranks])
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Goes around a training step: then weights that stages share have the gradient of all of them."""
+        """A context around a training step: it adds up the gradients of weights that stages share."""
         self._sharing.prepare()
         before = self._watched.foreign_gradients()
         yield
@@ -208,14 +208,14 @@ class HeldWeights:
         self._sharing.add_up()
 
     def _check_foreign(self, before: Mapping[nn.Parameter, Tensor]) -> None:
-        """Check that a step gave nothing to weights that stages of other processes have."""
+        """Check that a step added no gradient to weights whose stages are in other processes."""
         found = self._watched.foreign_gradients()
         names = self._watched.names_of([p for p, g in found.items() if g is not before.get(p)])
         if names:
             raise UsageError(
-                f"the loss uses {', '.join(map(repr, names[:5]))}, which stages of other processes have: "
-                "what this process has under these names does not train. Use a weight in the model, where "
-                "several stages may have it, or in the loss if the last stage has it"
+                f"the loss uses {', '.join(map(repr, names[:5]))}, whose stages are in other processes: the "
+                "copies in this process are not trained. Use such a weight inside the model, where several "
+                "stages may share it; the loss may use only weights of the last stage"
             )
 
     @property
@@ -237,13 +237,13 @@ class HeldWeights:
         return all_norms(rank.transport, counted, order)
 
     def contents(self) -> list[Contents]:
-        """What each stage has, checked: one name is one weight."""
+        """What each stage has to save, after a check that no two weights have the same name."""
         contents = self.local.each(lambda rank: describe_state(rank, self.names))
         check_contents(contents)
         return contents
 
     def load(self, state: Mapping[str, Any], *, strict: bool, any_name: bool) -> LoadResult:
-        """Load values by names; ``any_name`` says that one name of a weight is enough."""
+        """Load values by name; with ``any_name``, one of a weight's names is enough."""
         self.weights.check_filled()
         result, sizes = self.local.each(
             lambda rank: compare_state(rank, self.names, state, any_name=any_name)
@@ -255,7 +255,7 @@ class HeldWeights:
 
 
 class WeightMethods:
-    """The methods of a Pipeline that have to do with weights."""
+    """The methods of a Pipeline that deal with weights."""
 
     _held: HeldWeights
 
@@ -286,10 +286,10 @@ class WeightMethods:
 
         Args:
             norm_type: which norm; ``float("inf")`` is the largest absolute value.
-            error_if_nonfinite: whether a norm that is infinite or no number is an error.
+            error_if_nonfinite: whether a norm that is infinite or ``nan`` is an error.
 
         Raises:
-            NonFiniteError: it is.
+            NonFiniteError: the norm is not finite.
         """
         order = float(norm_type)
         norms = self._held.norms(order)
@@ -317,7 +317,7 @@ class WeightMethods:
     def init_weights(self, seed: int, init: Init | None = None) -> None:
         """Give all weights their first values, as :func:`penstock.init_weights` does. Every rank calls it."""
         initialise([(stage.own, stage.device) for stage in self._held.local.stages], seed, init)
-        # Each process may have filled a weight that it shares in its own way.
+        # A shared weight may have been filled differently in each process.
         self._held.align(logging.DEBUG)
 
     # ---- state dicts
@@ -343,8 +343,8 @@ class WeightMethods:
         Every rank calls it.
 
         Args:
-            state_dict: as the unsplit model gives it.
-            strict: whether what is missing or unexpected is an error. A name is unexpected where no stage of
+            state_dict: of the unsplit model.
+            strict: whether missing and unexpected names are an error. A name is unexpected if no stage of
                 any rank has it.
 
         Returns:

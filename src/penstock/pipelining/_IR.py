@@ -1,4 +1,4 @@
-"""A model that is traced and cut into stages, under the names that torch has for it."""
+"""Models that are traced and cut into stages, under torch's names."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from penstock.partition.traced import (
     pipe_split,
     summary,
 )
-from penstock.pipelining._utils import PipeInfo
-from penstock.pipelining.refusals import CutError, PathError
+from penstock.pipelining._utils import CutError, PathError, PipeInfo
 from penstock.pipelining.stage import PipelineStage, build_stage
 
-# What a model gives may hold types that only users' registrations know, as in ``microbatch``.
+# As in ``microbatch``: it knows the types that users register as trees.
 
 
 __all__ = [
@@ -66,7 +65,7 @@ class SplitModel(nn.Module):
             self.add_module(get_submod_name(index), module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages; each value goes to those that use it."""
+        """Run all stages; each value goes to the stages that use it."""
         values: dict[str, Any] = {}
         for index in range(self._count - 1):
             values.update(self.get_submodule(get_submod_name(index))(values, args, kwargs))
@@ -78,13 +77,14 @@ class Pipe(nn.Module):
 
     Args:
         cut: the traced and cut model.
-        name: of the model.
+        name: the model's name.
 
     Attributes:
-        split_gm: the stages as one module, whose output has the model's form.
-        num_stages: how many there are.
-        has_loss_and_backward: always false: the loss belongs to the schedule.
-        replicated_params: for each parameter of several stages its names there, by ``submod_pp_<stage>``.
+        split_gm: the stages as one module, whose output has the same structure as the model's.
+        num_stages: the number of stages.
+        has_loss_and_backward: always false, since the loss belongs to the schedule.
+        replicated_params: for each parameter that several stages use, its name in each of them, by
+            ``submod_pp_<stage>``.
     """
 
     has_loss_and_backward = False
@@ -99,7 +99,7 @@ class Pipe(nn.Module):
         ]
 
     def _spans(self, shared: Shared) -> bool:
-        """Whether it is a parameter of several stages."""
+        """Whether several stages use it, and it is a parameter."""
         stage, name = shared.holders[0]
         parameters = dict(self._cut.modules[stage].named_parameters(remove_duplicate=False))
         return len(shared.stages) > 1 and name in parameters
@@ -115,23 +115,23 @@ class Pipe(nn.Module):
         example_kwargs: dict[str, Any] | None = None,
         split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     ) -> Pipe:
-        """Trace a model and cut it at each ``pipe_split()`` in its code, or where a policy puts one.
+        """Trace a model, and cut it at each ``pipe_split()`` in its code or from a policy.
 
         Args:
             mod: the model, which is not changed.
             example_args: the positional arguments of a call with one microbatch.
             example_kwargs: its arguments by name.
-            split_policy: gets the traced graph and gives it with calls of :func:`pipe_split` put in.
+            split_policy: is given the traced graph, and returns it with calls of :func:`pipe_split` put in.
 
         Raises:
-            CutError: the model cannot be traced, or not be cut there.
+            CutError: the model cannot be traced, or cannot be cut there.
         """
         return _traced(mod, example_args, example_kwargs, Cuts(policy=split_policy))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The values of the model's output in a flat tuple, computed stage by stage.
+        """The values of the model's output as a flat tuple, computed stage by stage.
 
-        ``split_gm`` gives the output in the model's own form.
+        ``split_gm`` gives the output in the model's own structure.
         """
         return tuple(pytree.tree_leaves(self.split_gm(*args, **kwargs)))
 
@@ -175,7 +175,7 @@ class Pipe(nn.Module):
 def _traced(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, cuts: Cuts
 ) -> Pipe:
-    """The pipe of a model; as in torch, ranks after the first need not be given the batch."""
+    """Trace and cut a model. As in torch, ranks after the first need not be given the batch."""
     try:
         cut = cut_traced(model, args, kwargs, replace(cuts, arguments_travel=True))
     except PartitionError as error:
@@ -195,20 +195,20 @@ def pipeline(
 ) -> Pipe:
     """Trace a model and cut it into stages.
 
-    It is cut at each ``pipe_split()`` in its code, and where ``split_spec`` or ``split_policy`` say. Where
-    none of these says a place, it is one stage, with a warning.
+    It is cut at each ``pipe_split()`` in its code, and where ``split_spec`` or ``split_policy`` says. If
+    there is no place to cut, it becomes one stage, with a warning.
 
     Args:
         module: the model, which is not changed.
         mb_args: the positional arguments of a call with one microbatch.
         mb_kwargs: its arguments by name.
-        split_spec: for a module's path, whether the cut is before or after it. ``{}`` means one stage.
-        split_policy: gets the traced graph and gives it with calls of :func:`pipe_split` put in.
+        split_spec: by module path, whether to cut before or after the module. ``{}`` means one stage.
+        split_policy: is given the traced graph, and returns it with calls of :func:`pipe_split` put in.
 
     Raises:
-        UsageError: both ``split_spec`` and ``split_policy`` are given, or arguments are not as above.
+        UsageError: both ``split_spec`` and ``split_policy`` are given, or an argument is of another type.
         PathError: there is no module of a path.
-        CutError: the model cannot be traced, or not be cut there.
+        CutError: the model cannot be traced, or cannot be cut there.
     """
     if split_spec is not None and split_policy is not None:
         raise UsageError("split_spec and split_policy cannot both be given; use one of them")
@@ -219,7 +219,7 @@ def pipeline(
     if split_spec is None and pipe.num_stages == 1:
         warnings.warn(
             f"no split point in the {type(module).__name__}: it is one stage. Name modules in split_spec, "
-            "such as {'layers.4': SplitPoint.BEGINNING}, put pipe_split() into forward, or give a "
+            "such as {'layers.4': SplitPoint.BEGINNING}, call pipe_split() in forward, or give a "
             "split_policy",
             stacklevel=2,
         )
@@ -227,11 +227,11 @@ def pipeline(
 
 
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
-    """Put a :func:`pipe_split` before or after modules' forwards.
+    """Call :func:`pipe_split` before or after the forward of modules.
 
     Args:
-        mod: the model; its modules get hooks.
-        spec: for a module's path, whether the cut is before or after it.
+        mod: the model; hooks are added to its modules.
+        spec: by module path, whether to cut before or after the module.
 
     Raises:
         PathError: there is no module of that path.
@@ -265,7 +265,7 @@ def points_of(model: nn.Module, spec: Mapping[str, SplitPoint]) -> tuple[Point, 
 
 
 def _point(path: str, where: Any) -> Point:
-    # By name, so that torch's own SplitPoint is understood too.
+    # By name, so that torch's own SplitPoint is accepted too.
     name = getattr(where, "name", where)
     if name not in SplitPoint.__members__:
         raise UsageError(
@@ -277,26 +277,26 @@ def _point(path: str, where: Any) -> Point:
 # ---- what else torch has here
 
 
-# What a split policy puts into a graph, or finds in one.
+# The call that a split policy puts into a graph, or finds in one.
 aten_pipe_split_alias = torch.ops.penstock.split.default
 
 
 class PipeSplitWrapper:
-    """Where :class:`SplitPoint` was once."""
+    """The former home of :class:`SplitPoint`."""
 
     SplitPoint = SplitPoint
 
 
 class PipeSequential(nn.Sequential):
-    """Modules one after the other, with a cut between each two of them."""
+    """A sequence of modules with a cut between each two."""
 
     @staticmethod
     def from_sequential(sequential_instance: nn.Sequential) -> PipeSequential:
-        """The modules of a sequence, with their parameters."""
+        """Make one of the modules of an ``nn.Sequential``."""
         return PipeSequential(*sequential_instance)
 
     def forward(self, input: Any) -> Any:
-        """Call each module with what the one before gave."""
+        """Call each module with the output of the one before."""
         for place, module in enumerate(self):
             if place:
                 pipe_split()
@@ -305,7 +305,7 @@ class PipeSequential(nn.Sequential):
 
 
 class LossWrapper(nn.Module):
-    """A model together with its loss; a subclass says in ``forward`` what is given to which.
+    """A model together with its loss; a subclass writes the ``forward`` that calls both.
 
     Args:
         module: the model.
@@ -318,10 +318,10 @@ class LossWrapper(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What a subclass says.
+        """To be written by a subclass.
 
         Raises:
-            NotImplementedError: it says nothing.
+            NotImplementedError: it was not.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no forward; write one that calls self.module and self.loss_fn"
@@ -329,7 +329,7 @@ class LossWrapper(nn.Module):
 
 
 class TrivialLossWrapper(LossWrapper):
-    """A model of one input, whose loss compares its output with targets."""
+    """A model with one input, whose loss compares its output with targets."""
 
     loss_spec = True
 
@@ -339,7 +339,7 @@ class TrivialLossWrapper(LossWrapper):
 
 
 class MultiUseParameterConfig(Enum):
-    """What becomes of a parameter that several stages use; Penstock always does the second."""
+    """What becomes of a parameter that several stages use; Penstock always replicates it."""
 
     TRANSMIT = 1
     REPLICATE = 2

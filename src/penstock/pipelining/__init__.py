@@ -1,4 +1,4 @@
-"""torch's names on Penstock's engine: change ``torch.distributed.pipelining`` to ``penstock.pipelining``."""
+"""The API of ``torch.distributed.pipelining`` on Penstock's engine: only the import has to change."""
 
 from penstock.pipelining._IR import Pipe, SplitPoint, pipe_split, pipeline
 from penstock.pipelining._utils import PipeInfo

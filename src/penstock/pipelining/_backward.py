@@ -1,4 +1,4 @@
-"""A backward pass in two halves, where torch has it."""
+"""The two halves of a backward pass, in the module where torch has them."""
 
 from penstock.backward import (
     _get_grad_fn_or_grad_acc,

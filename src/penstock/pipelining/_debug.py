@@ -1,4 +1,4 @@
-"""Values as short texts, where torch has it."""
+"""Values as short texts, in the module where torch has it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 from torch import Tensor
 
-# As in ``microbatch``: types that users register as trees.
+# As in ``microbatch``: it knows the types that users register as trees.
 from torch.utils import _pytree as pytree
 
 __all__ = ["friendly_debug_info", "map_debug_info"]
 
 
 def friendly_debug_info(v: object) -> str:
-    """A tensor by shape, gradient and dtype; anything else as it prints."""
+    """A tensor as its shape, requires_grad and dtype; anything else as it prints."""
     if isinstance(v, Tensor):
         return f"Tensor({v.shape}, grad={v.requires_grad}, dtype={v.dtype})"
     return str(v)
 
 
 def map_debug_info(a: Any) -> Any:
-    """The same for each value in nested tuples, lists and dicts."""
+    """The same for every value in nested tuples, lists and dicts."""
     return pytree.tree_map(friendly_debug_info, a)

@@ -1,4 +1,4 @@
-"""Schedules as rows of actions, and drawings of them, under torch's names; the drawings are Penstock's."""
+"""Schedules as rows of actions, and drawings of them. The names are torch's, the drawings Penstock's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
-from penstock.pipelining.refusals import CallError
+from penstock.pipelining._utils import CallError
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
@@ -35,11 +35,11 @@ from penstock.schedule.base import flat
 __all__ = ["OpKey", "add_schedule_op_spacing", "get_schedule_ops", "visualize_schedule"]
 
 WIDTHS = {"B": 2, "OVERLAP_F_B": 3}
-"""How many steps a kind of work takes; others take one."""
+"""How many steps a kind of work takes; all others take one."""
 
 
 class OpKey(NamedTuple):
-    """What names an action."""
+    """Identifies an action."""
 
     stage_index: int
     computation_type: ComputationType
@@ -47,7 +47,7 @@ class OpKey(NamedTuple):
 
 
 class _Place(StageBase):
-    """A stage that is nowhere run."""
+    """A stage that stands in for real ones and is never run."""
 
     def __init__(self, ranks: int, stages: int) -> None:
         self.group_size, self.num_stages = ranks, stages
@@ -66,15 +66,16 @@ def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
 
     Args:
         schedule: a name or a class.
-        pp_degree: how many ranks there are.
-        num_microbatches: into how many parts a batch is split.
-        num_stages_per_rank: by default 1 for schedules with one stage per rank, else 2.
-        add_spacing: whether ``None`` stands where a rank idles.
-        with_comms: whether messages, gathering of parameters and reductions are there too.
-        defer_pp_recv: with messages, whether receives stand right before their users.
+        pp_degree: the number of ranks.
+        num_microbatches: the number of parts that a batch is split into.
+        num_stages_per_rank: by default 1 for schedules with one stage per rank, otherwise 2.
+        add_spacing: whether ``None`` stands for steps in which a rank idles.
+        with_comms: whether to include messages, gathering of parameters, and reductions.
+        defer_pp_recv: with messages, whether receives stand just before the actions that use them.
 
     Raises:
-        ValueError: both spacing and messages are asked for, or no such schedule, or stages it cannot have.
+        ValueError: both spacing and messages were asked for, there is no such schedule, or it cannot have
+            that many stages.
     """
     if add_spacing and with_comms:
         raise UsageError("add_spacing and with_comms cannot both be asked for; take one")
@@ -101,7 +102,7 @@ def _order(chosen: Any, ranks: int, microbatches: int, each: int | None) -> Orde
     places = [_Place(ranks, count * ranks) for _ in range(count)]
     order: Order = chosen(places[0] if single else places, microbatches).pipeline_order
     if not order:
-        raise CallError(f"{chosen.__name__} says no order of actions; take a class that has one")
+        raise CallError(f"{chosen.__name__} defines no order of actions; take a class that does")
     return order
 
 
@@ -115,12 +116,12 @@ def _lowered(order: Order, microbatches: int, defer: bool) -> Order:
 def add_schedule_op_spacing(
     schedule: Sequence[Row],
 ) -> list[list[ActionTuple | None]]:
-    """The same rows with ``None`` for each step in which a rank idles.
+    """The same rows, with ``None`` for each step in which a rank idles.
 
-    A full backward takes two steps, an overlapped pair three, and other actions one.
+    A full backward takes two steps, an overlapped pair three, and any other action one.
 
     Args:
-        schedule: each rank's work.
+        schedule: each rank's actions.
 
     Raises:
         ScheduleError: it does not complete.
@@ -155,10 +156,10 @@ def visualize_schedule(schedule: Sequence[Row], filename: str | None = None) -> 
 
     Args:
         schedule: each rank's actions, with ``None`` where it idles.
-        filename: of an SVG drawing; without it the schedule is printed.
+        filename: of an SVG file; without it, the schedule is printed.
 
     Raises:
-        UsageError: a file of another kind.
+        UsageError: the file name does not end in ``.svg``.
     """
     spans = tuple(span for rank, row in enumerate(schedule) for span in _spans(rank, row))
     timeline = Timeline(spans, len(schedule), "")

@@ -1,4 +1,4 @@
-"""Where stages are, what tensors are, and arguments as lists, under torch's names."""
+"""Errors of this package, placements of stages, descriptions of tensors, and flat arguments."""
 
 from __future__ import annotations
 
@@ -12,20 +12,31 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from penstock.errors import (
+    InputFileError,
+    MicrobatchError,
+    PartitionError,
+    ScheduleError,
+    SpecError,
+    UsageError,
+)
 from penstock.parallel import is_sharded, local_part
 from penstock.partition import Shared
-from penstock.pipelining.refusals import PipeliningMetadataError
-from penstock.pipelining.rows import rank_to_stages as generate_rank_to_stage_mapping
-from penstock.pipelining.rows import stage_to_rank as generate_stage_to_rank_mapping
 
-# As in ``microbatch``: types that users register as trees.
+# As in ``microbatch``: pytree knows the types that users register as trees.
 
 
 __all__ = [
+    "CallError",
+    "ChunkError",
+    "CutError",
     "GetMeshCallback",
     "InferenceMode",
+    "PathError",
     "PipeInfo",
     "PipeliningMetadataError",
+    "PlacementError",
+    "RowsError",
     "TensorMeta",
     "extract_tensor_meta",
     "extract_tensor_metas",
@@ -40,16 +51,90 @@ __all__ = [
     "validate_tensors_metadata",
 ]
 
+# ---- the errors of this package: each is also of the class that code written for torch catches
+
+
+class ChunkError(MicrobatchError, AssertionError):
+    """Arguments that cannot be split as asked, or outputs that cannot be merged."""
+
+
+class PlacementError(ScheduleError, RuntimeError, AssertionError):
+    """Stages that are not where the schedule needs them, or actions that form no schedule."""
+
+
+class CallError(UsageError, RuntimeError, AssertionError):
+    """A method was called at the wrong time."""
+
+
+class CutError(PartitionError, RuntimeError):
+    """A model that cannot be traced, or cannot be cut where it was asked to be."""
+
+
+class RowsError(InputFileError, RuntimeError):
+    """A file that holds no schedule."""
+
+
+class PathError(PartitionError, AttributeError):
+    """A path at which the model has no module."""
+
+
+class PipeliningMetadataError(SpecError, RuntimeError):
+    """Tensors that differ from their descriptions."""
+
+
+# ---- placements of stages
+
+
+def generate_stage_to_rank_mapping(
+    pp_size: int, num_stages: int, style: str = "loop"
+) -> dict[int, int]:
+    """The rank of each stage.
+
+    Args:
+        pp_size: the number of ranks.
+        num_stages: the number of stages.
+        style: ``"loop"`` goes round and round, ``"v"`` there and back.
+
+    Raises:
+        UsageError: the style is unknown, or the stages do not fill a V.
+    """
+    if style not in ("loop", "v"):
+        raise UsageError(f"style={style!r}: must be 'loop' or 'v'")
+    if style == "v" and num_stages % pp_size:
+        raise UsageError(f"{num_stages} stages on {pp_size} ranks do not fill a V; take a multiple")
+
+    def rank(stage: int) -> int:
+        turn, place = divmod(stage, pp_size)
+        return pp_size - 1 - place if style == "v" and turn % 2 else place
+
+    return {stage: rank(stage) for stage in range(num_stages)}
+
+
+def generate_rank_to_stage_mapping(
+    pp_size: int, num_stages: int, style: str = "loop"
+) -> dict[int, list[int]]:
+    """The stages of each rank; the arguments are those of :func:`generate_stage_to_rank_mapping`."""
+    found: dict[int, list[int]] = {rank: [] for rank in range(pp_size)}
+    for stage, rank in generate_stage_to_rank_mapping(pp_size, num_stages, style).items():
+        found[rank].append(stage)
+    return found
+
+
+# ---- the types of torch's arguments, and arguments as lists
+
 
 class GetMeshCallback(Protocol):
-    """What ``get_mesh`` of a stage may be."""
+    """The type of a stage's ``get_mesh``."""
 
     def __call__(self, mesh_dim_names: tuple[str, ...], mesh_layout: Any) -> Any:
-        """The mesh of these dimensions."""
+        """Returns the mesh of these dimensions."""
 
 
 class InferenceMode(Enum):
-    """How stages learn in torch what travels; here they agree on it whatever they were given."""
+    """How stages learn in torch what travels.
+
+    In Penstock they always agree on it, whatever they were given.
+    """
 
     STATIC = "static"
     DYNAMIC = "dynamic"
@@ -60,9 +145,9 @@ class PipeInfo:
     """What :func:`penstock.pipelining.build_stage` needs to know of a pipe.
 
     Args:
-        graph: the model's graph, uncut.
-        num_stages: how many stages there are.
-        has_loss_and_backward: always false: the loss belongs to the schedule.
+        graph: the graph of the whole model.
+        num_stages: the number of stages.
+        has_loss_and_backward: always false, since the loss belongs to the schedule.
         shared: the weights that stages share.
     """
 
@@ -77,10 +162,10 @@ def flatten_args(args: Any, *, detach: bool = False) -> Any:
 
     Args:
         args: tuples, lists and dicts of values.
-        detach: whether tensors are to leave the graph they were made in, and keep ``requires_grad``.
+        detach: whether to detach tensors from their graph, keeping ``requires_grad``.
 
     Returns:
-        The list; with ``detach`` the nested arguments with the detached values, and the list of these.
+        The list; with ``detach``, the nested arguments with the detached values, and the list of those.
     """
     leaves, tree = pytree.tree_flatten(args)
     if not detach:
@@ -99,19 +184,20 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-# ---- what tensors are, told and compared: for tests and tools
-# The engine itself goes by ``penstock.values`` and needs none of this.
+# ---- descriptions of tensors, for tests and tools
+# The engine itself uses ``penstock.values`` and needs none of this.
 
 
 @dataclass(frozen=True)
 class _TensorMeta:
-    """A tensor without its data; of a DTensor, the part that lies here.
+    """A tensor without its data; for a DTensor, its local part.
 
     Attributes:
-        shape: its size in each dimension.
-        stride: how far apart its data lie in each dimension.
-        dtype: the type of its data.
-        requires_grad: whether a gradient comes back for it; no difference, as it depends on the call.
+        shape: its shape.
+        stride: its strides.
+        dtype: its type.
+        requires_grad: whether a gradient comes back for it. It is not compared, since it depends on the
+            call.
     """
 
     shape: torch.Size
@@ -121,7 +207,7 @@ class _TensorMeta:
 
     @staticmethod
     def from_tensor(tensor: Tensor) -> _TensorMeta:
-        """What a plain tensor is.
+        """Describe a plain tensor.
 
         Raises:
             PipeliningMetadataError: it is a DTensor.
@@ -133,12 +219,12 @@ class _TensorMeta:
         return _TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def to_tensor(self, device: torch.device | str) -> Tensor:
-        """An uninitialised tensor that is so."""
+        """An uninitialised tensor of this description."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         return made.requires_grad_(self.requires_grad and made.is_floating_point())
 
     def get_diff(self, other: _TensorMeta) -> list[str]:
-        """What is different in another, field by field."""
+        """The differences to another description, field by field."""
         if type(self) is not type(other):
             return [f"type mismatch: {type(self).__name__} vs {type(other).__name__}"]
         names = [field.name for field in fields(self) if field.name != "requires_grad"]
@@ -151,9 +237,9 @@ class _DTensorMeta(_TensorMeta):
     """A DTensor without its data.
 
     Attributes:
-        global_shape: the size of the whole.
-        global_stride: the strides of the whole.
-        placements: how each dimension of the mesh shares it.
+        global_shape: the shape of the whole tensor.
+        global_stride: the strides of the whole tensor.
+        placements: its placement along each dimension of the mesh.
         mesh_dim_names: the names of the mesh's dimensions.
         mesh_shape: the sizes of the mesh's dimensions.
     """
@@ -166,7 +252,7 @@ class _DTensorMeta(_TensorMeta):
 
     @staticmethod
     def from_dtensor(dtensor: Any) -> _DTensorMeta:
-        """What a DTensor is."""
+        """Describe a DTensor."""
         local, mesh = local_part(dtensor), dtensor.device_mesh
         return _DTensorMeta(
             local.shape,
@@ -185,7 +271,7 @@ TensorMeta = _TensorMeta | _DTensorMeta
 
 
 def extract_tensor_meta(tensor: Tensor) -> _TensorMeta:
-    """What a tensor is, plain or sharded."""
+    """Describe a tensor or DTensor."""
     return (
         _DTensorMeta.from_dtensor(tensor) if is_sharded(tensor) else _TensorMeta.from_tensor(tensor)
     )
@@ -194,11 +280,11 @@ def extract_tensor_meta(tensor: Tensor) -> _TensorMeta:
 def extract_tensor_metas(
     tensors: Sequence[Tensor | None] | None, *, allow_none: bool = False
 ) -> tuple[_TensorMeta | None, ...] | None:
-    """What each tensor is.
+    """Describe several tensors.
 
     Args:
-        tensors: some tensors, or ``None``, which is given back.
-        allow_none: whether some may be missing.
+        tensors: the tensors, or ``None``, which is returned.
+        allow_none: whether entries may be None.
 
     Raises:
         PipeliningMetadataError: one is missing.
@@ -214,7 +300,7 @@ def extract_tensor_metas(
 
 
 def to_local_if_dtensor(tensor: Tensor, detach: bool = False) -> Tensor:
-    """The part of a tensor that lies here; in its graph, or detached."""
+    """The local part of a DTensor, or the tensor itself; in its graph, or detached."""
     given: Any = tensor.detach() if detach else tensor
     found: Tensor = given.to_local() if is_sharded(given) else given
     return found
@@ -224,11 +310,11 @@ def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tupl
     """Tensors as a tuple.
 
     Args:
-        args: a tensor, or a tuple or list of them, or ``None``, which is given back.
-        allow_none: whether some may be missing.
+        args: a tensor, a tuple or list of tensors, or ``None``, which is returned.
+        allow_none: whether entries may be None.
 
     Raises:
-        PipeliningMetadataError: something that is no tensor.
+        PipeliningMetadataError: something is not a tensor.
     """
     if args is None:
         return None
@@ -255,20 +341,20 @@ def validate_metadata(
     raise_on_mismatch: bool = False,
     warn_on_mismatch: bool = False,
 ) -> list[str]:
-    """Compare a tensor with what was said of it.
+    """Compare a tensor with a description.
 
     Args:
-        desc: what an error calls it.
-        expected: what was said.
-        actual: the tensor, or what it is.
-        raise_on_mismatch: whether a difference is an error.
-        warn_on_mismatch: whether it is a warning.
+        desc: the name of the tensor in messages.
+        expected: the expected description.
+        actual: the tensor, or its description.
+        raise_on_mismatch: whether to raise if they differ.
+        warn_on_mismatch: whether to warn if they differ.
 
     Returns:
         The differences.
 
     Raises:
-        PipeliningMetadataError: there are some.
+        PipeliningMetadataError: they differ.
     """
     found = extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual
     differences = expected.get_diff(found)
@@ -292,7 +378,7 @@ def validate_tensors_metadata(
     raise_on_mismatch: bool = True,
     warn_on_mismatch: bool = False,
 ) -> list[str]:
-    """Compare tensors one by one with what was said of them; arguments as :func:`validate_metadata`."""
+    """Compare tensors one by one with descriptions; the arguments are those of :func:`validate_metadata`."""
     refuse, warn = raise_on_mismatch, warn_on_mismatch
     if len(expected) != len(actual):
         differences = [f"{desc}: expected {len(expected)} tensors, got {len(actual)}"]
@@ -315,17 +401,17 @@ def validate_tensors_metadata(
 def validate_static_arg_grad_correspondence(
     stage_index: int, args: Sequence[Tensor], grads: Sequence[Tensor | None], is_input: bool
 ) -> None:
-    """Check that examples of gradients fit the examples of what they are gradients of.
+    """Check that example gradients fit the example values that they belong to.
 
     Args:
-        stage_index: which stage they are of.
-        args: the examples.
-        grads: their gradients, ``None`` where there is none.
-        is_input: whether they are inputs, for the message.
+        stage_index: the stage of both.
+        args: the example values.
+        grads: their gradients, ``None`` for values without one.
+        is_input: whether the values are inputs, for the message.
 
     Raises:
-        PipeliningMetadataError: another number, a gradient of what requires none, or a plain one for a
-            DTensor.
+        PipeliningMetadataError: there are more or fewer gradients, a gradient belongs to a value that
+            requires none, or a plain gradient to a DTensor.
     """
     kind = "input" if is_input else "output"
     if len(args) != len(grads):

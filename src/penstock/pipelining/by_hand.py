@@ -1,4 +1,4 @@
-"""A stage that is driven call by call: what has arrived for it, and the messages that it exchanges."""
+"""A stage that the user drives call by call: what has arrived for it, and the messages that it exchanges."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import Tensor
 from torch.distributed import P2POp
 
 from penstock.parallel import adapter_of, alone, gathered
-from penstock.pipelining.refusals import CallError, PipeliningMetadataError
+from penstock.pipelining._utils import CallError, PipeliningMetadataError
 from penstock.stage import PipelineStage as OwnStage
 from penstock.values import TensorSpec, ValueSpec, flatten, infer_output
 
 __all__ = ["ByHand", "P2POp", "Wires", "start", "start_by_peer", "wait_all"]
 
-# ---- how a stage that is driven by hand reaches the ranks of its neighbours
+# ---- connections to the ranks of neighbouring stages
 
 
 class Wires:
-    """The group of a pipeline as one stage sees it.
+    """The process group of a pipeline, as one stage uses it.
 
     Args:
         group: the process group.
-        rank: this process's place there.
-        rank_of: the rank of a stage.
-        device: where messages lie.
+        rank: the rank of this process in it.
+        rank_of: gives the rank of a stage.
+        device: the device that messages are on.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Wires:
         return P2POp(dist.irecv, buffer, group=self._group, group_peer=self._rank_of(stage))
 
     def tell(self, stage: int, spec: ValueSpec) -> None:
-        """Tell a stage what it will be sent."""
+        """Send a stage the spec of what it will be sent."""
         text = json.dumps(spec.to_json()).encode()
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
         size = torch.tensor([len(text)], device=self._device)
@@ -58,7 +58,7 @@ class Wires:
             dist.send(message, group=self._group, group_dst=self._rank_of(stage))
 
     def told(self, stage: int) -> ValueSpec:
-        """What a stage tells that it will send."""
+        """Receive the spec of what a stage will send."""
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
         dist.recv(size, group=self._group, group_src=self._rank_of(stage))
         data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
@@ -67,10 +67,10 @@ class Wires:
 
 
 def start(p2p_ops: Sequence[P2POp], desc: str | None = None) -> list[Any]:
-    """Start sends and receives; what to wait for.
+    """Start sends and receives, and return the work to wait for.
 
-    Those of one direction need no order among each other, and as a batch NCCL would run them one after the
-    other; only a mixture could wait in a circle.
+    Operations of one direction are started one by one: they cannot block each other, while NCCL would run a
+    batch of them in sequence. Only a mixture could wait in a circle, and goes as a batch.
     """
     if len({one.op for one in p2p_ops}) == 1:
         return [one.op(one.tensor, None, one.group, one.tag, one.group_peer) for one in p2p_ops]
@@ -78,7 +78,7 @@ def start(p2p_ops: Sequence[P2POp], desc: str | None = None) -> list[Any]:
 
 
 def start_by_peer(p2p_ops: Sequence[P2POp], desc: str | None = None) -> dict[int, list[Any]]:
-    """Start them peer by peer, in the order of the peers; what to wait for, by peer."""
+    """Start sends and receives peer by peer, in rank order, and return the work to wait for by peer."""
     peers = sorted({operation.peer for operation in p2p_ops})
     return {peer: start([one for one in p2p_ops if one.peer == peer]) for peer in peers}
 
@@ -96,7 +96,7 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass
 class _Left:
-    """What microbatches have left, by microbatch."""
+    """What microbatches have left behind, by microbatch."""
 
     inputs: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -105,16 +105,17 @@ class _Left:
 
 
 class ByHand:
-    """Penstock's stage with the messages to its neighbours.
+    """Penstock's stage, with the messages to its neighbours.
 
     Args:
         own: the stage.
-        wires: how it reaches the others.
-        example: of what it gives for a microbatch; without one the module is tried out.
+        wires: how it reaches the other stages.
+        example: an example of its output for a microbatch; without one, the module is tried on empty
+            tensors.
     """
 
     def __init__(self, own: OwnStage, wires: Wires, example: Any = None) -> None:
-        # As in torch, no weight gets anything before the weights' half.
+        # As in torch, no weight gets a gradient before the weights' half.
         own.prefer_engine("graph")
         self.own = own
         self._wires = wires
@@ -134,13 +135,14 @@ class ByHand:
         """Agree with the neighbours on what travels.
 
         Args:
-            count: how many microbatches there are.
-            args: the first stage's arguments; of another what the stage before gave, where it is here.
-            kwargs: arguments by name.
+            count: the number of microbatches.
+            args: the arguments of the first stage; for others, the spec from the previous stage, if it is
+                here.
+            kwargs: keyword arguments.
             trains: whether gradients come back.
 
         Returns:
-            What the stage gives, where the next one is here.
+            The spec of the output, if the next stage is in this process.
         """
         self._count, self._trains = count, trains
         self._taken = self._find_taken(args)
@@ -173,13 +175,13 @@ class ByHand:
 
     @property
     def prepared(self) -> bool:
-        """Whether it is known what travels."""
+        """Whether the stage knows what travels."""
         return self._taken is not None
 
     def _known(self) -> ValueSpec:
         if self._taken is None:
             raise CallError(
-                f"stage {self.own.index} does not know yet what travels: let its schedule call "
+                f"stage {self.own.index} does not know yet what travels: its schedule must call "
                 "_initialize_stage first"
             )
         return self._taken
@@ -187,7 +189,7 @@ class ByHand:
     # ---- messages
 
     def receives(self, microbatch: int) -> list[P2POp]:
-        """Those that bring a microbatch's values."""
+        """The receives that bring a microbatch's values."""
         taken, previous = self._known(), self.own.index - 1
         if self.own.is_first or self._wires.is_here(previous):
             return []
@@ -197,7 +199,7 @@ class ByHand:
         return [self._wires.incoming(buffer, previous) for buffer in buffers]
 
     def sends(self, microbatch: int) -> list[P2POp]:
-        """Those that take its values to the next stage."""
+        """The sends that take a microbatch's values to the next stage."""
         following = self.own.index + 1
         if self.own.is_last or self._wires.is_here(following):
             return []
@@ -212,7 +214,7 @@ class ByHand:
         return [self._wires.outgoing(tensor, following) for tensor in data]
 
     def receives_back(self, microbatch: int) -> list[P2POp]:
-        """Those that bring its values' gradients."""
+        """The receives that bring the gradients of those values."""
         self._known()
         following = self.own.index + 1
         if not self._trains or self.own.is_last or self._wires.is_here(following):
@@ -227,7 +229,7 @@ class ByHand:
         return [self._wires.incoming(buffer, following) for buffer in arriving]
 
     def sends_back(self, gradients: Sequence[Tensor | None]) -> list[P2POp]:
-        """Those that take its arguments' gradients to the stage before."""
+        """The sends that take the gradients of the arguments to the previous stage."""
         previous = self.own.index - 1
         if not self._trains or self.own.is_first or self._wires.is_here(previous):
             return []
@@ -240,17 +242,17 @@ class ByHand:
         return [self._wires.outgoing(tensor, previous) for tensor in data]
 
     def take(self, microbatch: int, value: Any) -> None:
-        """What the stage before gave, which is here."""
+        """Take the output of the previous stage, which is in this process."""
         self._left.arriving[microbatch] = [tensor.detach() for tensor in flatten(value)[0]]
 
     def take_back(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
-        """The gradients of what this stage gave, from the next one, which is here."""
+        """Take the gradients from the next stage, which is in this process."""
         self._left.arriving_back[microbatch] = list(gradients)
 
     # ---- work
 
     def forward(self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module; not on ``args`` but on what has arrived, where something is to arrive."""
+        """Run the module: the first stage on ``args``, the others on what has arrived."""
         if self.prepared and not self.own.is_first:
             args = self._arrived(microbatch)
         if self._adapter is not None and self._trains:
@@ -272,7 +274,10 @@ class ByHand:
         return tuple(taken.fill(found))
 
     def backward(self, microbatch: int, loss: Tensor | None, *, full: bool) -> Gradients:
-        """Backward or its inputs' half; the gradients of the positional arguments' tensors."""
+        """Run backward or its inputs' half.
+
+        Returns the gradients of the tensors in the positional arguments.
+        """
         roots = self._roots(microbatch, loss)
         if self._adapter is not None:
             self._adapter.backward(microbatch)
@@ -293,13 +298,13 @@ class ByHand:
             return found
         if loss is None:
             raise CallError(
-                f"backward of stage {self.own.index}, the last, starts at loss=; none came"
+                f"backward of stage {self.own.index}, the last one, starts at loss=, which was not given"
             )
         self.own.start_from(microbatch, gathered(loss))
         return None
 
     def weight(self, microbatch: int) -> None:
-        """The weights' half of backward; done already where what reduces gradients wants them at once."""
+        """The weights' half of backward. If the stage is sharded, the inputs' half has done it already."""
         if microbatch in self._whole:
             self._whole.remove(microbatch)
             return
@@ -313,13 +318,13 @@ class ByHand:
             self._adapter.done(microbatch)
 
     def finish(self) -> None:
-        """Let gradients be reduced over replicas or shards, once a step."""
+        """Reduce gradients over replicas or shards, once per step."""
         if self._adapter is not None and self._adapted:
             self._adapted = False
             self._adapter.finish()
 
     def clear(self) -> None:
-        """Drop what microbatches have left."""
+        """Drop what microbatches have left behind."""
         self._left = _Left()
         self._whole.clear()
         self.own.clear()

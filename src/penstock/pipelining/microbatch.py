@@ -1,4 +1,4 @@
-"""Split arguments into chunks and merge chunks of outputs, as ``torch.distributed.pipelining.microbatch``."""
+"""Split arguments into chunks and merge chunks of outputs, under the names of torch's ``microbatch``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-# No public name reaches types that users register as trees; torch 2.13 has this one since 2.0.
+# The only pytree that knows the types that users register. It has no public name; seen in torch 2.13.
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError
 from penstock.parallel import is_sharded, merge_sharded, split_sharded
-from penstock.pipelining.refusals import ChunkError
+from penstock.pipelining._utils import ChunkError
 
 DEFAULT_CHUNK_DIM = 0
 
 
 class TensorChunkSpec:
-    """Along which dimension a tensor is split.
+    """The dimension along which a tensor is split.
 
     Args:
         split_dim: the dimension.
@@ -36,21 +36,21 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_tuple(chunk_dims: tuple[Any, ...]) -> Any:
-        """For each positional argument the spec of its dimension; the dimensions may be nested."""
+        """The spec for each positional argument, from their dimensions, which may be nested."""
         return pytree.tree_map(TensorChunkSpec, chunk_dims)
 
     @staticmethod
     def from_dict(chunk_dims: Mapping[str, Any]) -> Any:
-        """For each argument by name the spec of its dimension."""
+        """The spec for each keyword argument, from their dimensions."""
         return pytree.tree_map(TensorChunkSpec, chunk_dims)
 
 
 class Replicated:
-    """Every chunk gets the whole."""
+    """Every chunk gets the whole value."""
 
 
 class CustomReducer:
-    """How outputs of microbatches become one.
+    """How the outputs of microbatches are combined.
 
     Args:
         init_value: where to start.
@@ -63,7 +63,7 @@ class CustomReducer:
 
 
 class LossReducer(CustomReducer):
-    """How the losses of microbatches become one."""
+    """How the losses of microbatches are combined."""
 
 
 sum_reducer = LossReducer(torch.tensor(0.0), operator.add)
@@ -84,13 +84,13 @@ def split_args_kwargs_into_chunks(
     Args:
         args: positional arguments.
         kwargs: arguments by name.
-        chunks: into how many parts. Where a tensor has fewer slices, there are as many parts as slices.
-        args_chunk_spec: for each argument a :class:`TensorChunkSpec` or a tree of them; by default tensors
-            and block masks are split along dimension 0, and the rest goes to every chunk.
-        kwargs_chunk_spec: likewise by name.
+        chunks: the number of parts. If a tensor has fewer slices, there are only as many parts as slices.
+        args_chunk_spec: for each argument, a :class:`TensorChunkSpec` or a tree of them. By default tensors
+            and block masks are split along dimension 0, and other values go to every chunk.
+        kwargs_chunk_spec: the same for keyword arguments.
 
     Raises:
-        ChunkError: a spec that fits no value.
+        ChunkError: a spec does not fit its value.
     """
     whole = (tuple(args), dict(kwargs or {}))
     specs = (
@@ -115,10 +115,10 @@ def split_args_kwargs_into_chunks(
 
 
 def shard_dict(args_dict: Mapping[str, Any], args_chunk_spec: Any, num_chunks: int) -> list[Any]:
-    """Split arguments by name; arguments as :func:`split_args_kwargs_into_chunks`.
+    """Split keyword arguments; the arguments are those of :func:`split_args_kwargs_into_chunks`.
 
     Raises:
-        ChunkError: a spec that fits no value.
+        ChunkError: a spec does not fit its value.
     """
     if not args_dict:
         return [{} for _ in range(num_chunks)]
@@ -145,7 +145,7 @@ def _is_replicated(spec: Any) -> bool:
 
 
 def _slices(value: Any, spec: Any, chunks: int) -> int:
-    """Into how many parts a value can be split."""
+    """The number of parts that a value can be split into."""
     if _is_replicated(spec):
         return chunks
     if not isinstance(spec, TensorChunkSpec) or not isinstance(value, Tensor | BlockMask):
@@ -168,7 +168,7 @@ def _pieces(value: Any, spec: Any, count: int) -> Sequence[Any]:
 
 
 def split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequence[Tensor]:
-    """A tensor in parts whose sizes differ by at most one; parts of a leaf keep the gradients they get.
+    """Split a tensor into parts whose sizes differ by at most one; parts of a leaf retain their gradients.
 
     Raises:
         ChunkError: it has fewer slices than parts are wanted.
@@ -190,7 +190,7 @@ _split_tensor = split_tensor
 
 
 def split_mask(block_mask: BlockMask, num_chunks: int) -> list[BlockMask]:
-    """A block mask in parts along the batch; one for all samples goes to every part.
+    """Split a block mask along the batch; a mask for all samples goes to every part.
 
     Raises:
         ChunkError: it has fewer samples than parts are wanted.
@@ -213,7 +213,7 @@ def _mask_slice(mask: BlockMask, start: int, stop: int) -> BlockMask:
         return None if tensor is None else tensor[start:stop]
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        # The function counts samples in the whole batch.
+        # The user's function expects the index in the whole batch.
         found: Tensor = mask.mask_mod(b + start, h, q, kv)
         return found
 
@@ -233,12 +233,11 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
 
     Args:
         chunks: one for each microbatch.
-        chunk_spec: for each leaf a :class:`TensorChunkSpec`, a reducer, or another value: then all chunks
-            must have the same. ``None`` concatenates everything along dimension 0.
+        chunk_spec: for each leaf a :class:`TensorChunkSpec` or a reducer; with any other value, all chunks
+            must have equal leaves. ``None`` concatenates everything along dimension 0.
 
     Raises:
-        ValueError: chunks that do not fit the spec.
-        ChunkError: values that differ, or DTensors that are spread differently.
+        ChunkError: the chunks do not fit the spec, values differ, or DTensors are placed differently.
     """
     leaves, tree = pytree.tree_flatten(chunks[0])
     specs: list[Any] = [TensorChunkSpec(DEFAULT_CHUNK_DIM)] * len(leaves)

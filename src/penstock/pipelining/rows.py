@@ -1,4 +1,4 @@
-"""Schedules as the rows of actions that torch's package knows, and the way to and from Penstock's own."""
+"""Schedules as rows of actions, in torch's form, and the conversion to and from Penstock's schedules."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.errors import InputFileError, ScheduleError, UsageError
+from penstock.errors import InputFileError, ScheduleError
 from penstock.pipeline.plan import prove
-from penstock.pipelining.refusals import PlacementError, RowsError
+from penstock.pipelining._utils import PlacementError, RowsError
 from penstock.schedule import (
     Action,
     Limits,
@@ -28,10 +28,10 @@ from penstock.schedule import (
 from penstock.schedule.action import OVERLAPPED, Entry
 from penstock.schedule.files import read_text
 
-# ---- actions and their kinds under torch's names, and the way to and from Penstock's own
+# ---- actions and their kinds
 
 
-class ComputationType(str, Enum):  # noqa: UP042 - its text is the member's, as users of torch print it
+class ComputationType(str, Enum):  # noqa: UP042 - str() must give the member, as users of torch print it
     """A kind of work."""
 
     FORWARD = "F"
@@ -51,10 +51,10 @@ class ComputationType(str, Enum):  # noqa: UP042 - its text is the member's, as 
 
     @staticmethod
     def from_str(action: str) -> ComputationType:
-        """The kind that a text names.
+        """The kind of a name.
 
         Raises:
-            RuntimeError: none.
+            RuntimeError: there is none of that name.
         """
         try:
             return ComputationType(action)
@@ -64,7 +64,7 @@ class ComputationType(str, Enum):  # noqa: UP042 - its text is the member's, as 
 
 
 class ActionTuple(NamedTuple):
-    """One kind of work on one stage for one microbatch; two of them where a pair overlaps."""
+    """One kind of work on one stage for one microbatch, or an overlapped pair of them."""
 
     stage_index: int
     computation_type: ComputationType
@@ -88,10 +88,10 @@ class ActionTuple(NamedTuple):
 
     @staticmethod
     def from_str(action_string: str) -> ActionTuple | None:
-        """Read the text form; nothing for an empty text.
+        """Parse an action; None for an empty string.
 
         Raises:
-            RuntimeError: the text is no action.
+            RuntimeError: it is not an action.
         """
         text = action_string.strip()
         if not text:
@@ -103,7 +103,7 @@ class ActionTuple(NamedTuple):
 
 
 def to_tuple(entry: Entry) -> ActionTuple:
-    """An action under torch's names."""
+    """Penstock's action in torch's form."""
     if isinstance(entry, Overlap):
         pair = (to_tuple(entry.forward), to_tuple(entry.backward))
         return ActionTuple(-1, ComputationType.OVERLAP_F_B, None, pair)
@@ -111,9 +111,9 @@ def to_tuple(entry: Entry) -> ActionTuple:
 
 
 def to_entry(found: ActionTuple) -> Entry:
-    """An action under Penstock's names."""
+    """Torch's action in Penstock's form."""
     if found.sub_actions is not None:
-        # Torch takes a pair in either order.
+        # Torch allows a pair in either order.
         pair = sorted(map(_to_action, found.sub_actions), key=lambda part: part.op is not Op.F)
         return Overlap(*pair)
     return _to_action(found)
@@ -128,16 +128,16 @@ def to_order(programs: Iterable[Iterable[Entry]]) -> dict[int, list[ActionTuple 
     return {rank: [to_tuple(entry) for entry in row] for rank, row in enumerate(programs)}
 
 
-# ---- ranks' actions in a dict of lists, as torch has them, checked and changed by Penstock's passes
+# ---- the actions of all ranks, checked and changed by Penstock's passes
 
 
 Row = Sequence[ActionTuple | None]
 Order = Mapping[int, Row]
-"""Each rank's actions, by rank; ``None`` stands for idle time and is passed over."""
+"""Each rank's actions, by rank; ``None`` stands for idle time and is ignored."""
 
 
 def schedule_of(order: Order, stages: int, microbatches: int) -> Schedule:
-    """The schedule that ranks' actions make, each stage on the rank that computes it."""
+    """The schedule of these actions, with each stage on the rank that computes it."""
     rank_of = dict.fromkeys(range(stages), 0)
     for rank, row in order.items():
         rank_of |= {part.stage_index: rank for part in _parts(row) if part.is_compute_op}
@@ -145,7 +145,7 @@ def schedule_of(order: Order, stages: int, microbatches: int) -> Schedule:
 
 
 def schedule_on(order: Order, rank_of: Sequence[int], microbatches: int) -> Schedule:
-    """The schedule that ranks' actions make, with each stage on a given rank."""
+    """The schedule of these actions, with each stage on a given rank."""
     programs = tuple(
         tuple(to_entry(action) for action in order[rank] if action is not None)
         for rank in sorted(order)
@@ -156,13 +156,13 @@ def schedule_on(order: Order, rank_of: Sequence[int], microbatches: int) -> Sche
 def check_order(
     actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int
 ) -> dict[int, int]:
-    """Prove that a step completes, without regard to messages.
+    """Prove that a step completes, not counting messages.
 
     Returns:
         The rank of each stage.
 
     Raises:
-        PlacementError: every reason why it does not.
+        PlacementError: it does not; the message lists every reason.
     """
     if len(actions) != pp_group_size:
         raise PlacementError(f"actions for {len(actions)} ranks, but there are {pp_group_size}")
@@ -176,10 +176,10 @@ def check_order(
 
 
 def check_trains(schedule: Schedule, *, wanted: bool = True) -> None:
-    """Check that there is a backward, where one is wanted.
+    """Check that a schedule has a backward, if one is wanted.
 
     Raises:
-        PlacementError: there is none.
+        PlacementError: it has none.
     """
     if wanted and not schedule.trains:
         raise PlacementError(
@@ -189,10 +189,10 @@ def check_trains(schedule: Schedule, *, wanted: bool = True) -> None:
 
 
 def proven(schedule: Schedule) -> Schedule:
-    """A schedule that was proven to complete.
+    """Prove that a schedule completes, and return it.
 
     Raises:
-        PlacementError: it does not; every reason why.
+        PlacementError: it does not; the message lists every reason.
     """
     try:
         prove(schedule)
@@ -205,7 +205,7 @@ FORMATS = ("compute_only", "compute_comms")
 
 
 def check_format(format: str) -> None:
-    """Check the name of a form of schedules.
+    """Check the name of a format.
 
     Raises:
         NotImplementedError: there is none of that name.
@@ -215,10 +215,10 @@ def check_format(format: str) -> None:
 
 
 def check_computes(order: Order) -> None:
-    """Check that ranks' actions are work alone.
+    """Check that there are no messages among the actions.
 
     Raises:
-        PlacementError: there is a message among them.
+        PlacementError: there is one.
     """
     for rank, row in order.items():
         for place, action in enumerate(row):
@@ -230,10 +230,10 @@ def check_computes(order: Order) -> None:
 
 
 def read_rows(filename: str | Path) -> Schedule:
-    """The schedule in a file, a row per rank.
+    """Read a schedule from a file with one row per rank.
 
     Raises:
-        RowsError: it holds none.
+        RowsError: the file holds no schedule.
     """
     try:
         return from_csv(read_text(Path(filename), Limits()), name="CSV")
@@ -244,54 +244,54 @@ def read_rows(filename: str | Path) -> Schedule:
 
 
 def merge_halves(compute_actions: Row) -> list[ActionTuple | None]:
-    """Make each input backward and its weight backward right after it a full backward."""
+    """Merge each input backward with the weight backward right after it into a full backward."""
     return _passed(compute_actions, merge_backward)
 
 
 def add_unshards(compute_actions: Row, max_active_stages: int = 3) -> list[ActionTuple | None]:
-    """Say when a rank's stages are gathered and freed, so many at a time."""
+    """Add the actions that gather and free a rank's stages, at most so many at a time."""
     return _passed(
         compute_actions, lambda schedule: prefetch(schedule, unsharded=max_active_stages)
     )
 
 
 def add_reductions(actions: Row, n_microbatches: int) -> list[ActionTuple | None]:
-    """Say when a rank's stages reduce their gradients: after their last microbatch."""
+    """Add the actions that reduce the gradients of a rank's stages, after their last microbatch."""
     return _passed(actions, reduce_gradients)
 
 
 def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTuple | None]:
-    """One rank's actions after a pass over schedules."""
+    """One rank's actions, changed by one of the passes over schedules."""
     order = {0: row}
     alone = schedule_on(order, [0] * stages_of(order), microbatches_of(order))
     return to_order(change(alone).programs)[0]
 
 
 def stages_of(order: Order) -> int:
-    """How many stages the actions are for."""
+    """The number of stages."""
     found = [action.stage_index for row in order.values() for action in _parts(row)]
     return max(found, default=0) + 1
 
 
 def _parts(row: Row) -> Iterator[ActionTuple]:
-    """A row's actions, those of overlapped pairs one by one."""
+    """A row's actions, with overlapped pairs taken apart."""
     for action in row:
         if action is not None:
             yield from action.sub_actions or (action,)
 
 
 def microbatches_of(order: Order) -> int:
-    """How many microbatches the actions are for."""
+    """The number of microbatches."""
     found = [action.microbatch_index or 0 for row in order.values() for action in _parts(row)]
     return max(found, default=0) + 1
 
 
 def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
-    """The actions as a table: a column per rank, a row per step.
+    """The actions as a table, with one column per rank and one row per step.
 
     Args:
         pipeline_order: each rank's actions, by rank.
-        error_step_number: a row to point at.
+        error_step_number: the row to mark as an error.
     """
     ranks = sorted(pipeline_order)
     columns = [
@@ -308,34 +308,3 @@ def format_order(pipeline_order: Order, error_step_number: int | None = None) ->
         mark = " <-- ERROR HERE" if number == error_step_number else ""
         lines.append(f"{label:<{digits + 6}} {cells}{mark}\n")
     return "".join(lines)
-
-
-def stage_to_rank(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, int]:
-    """The rank of each stage.
-
-    Args:
-        pp_size: how many ranks there are.
-        num_stages: how many stages there are.
-        style: ``"loop"``: round and round; ``"v"``: there and back.
-
-    Raises:
-        UsageError: another style, or stages that do not fill a V.
-    """
-    if style not in ("loop", "v"):
-        raise UsageError(f"style={style!r}: must be 'loop' or 'v'")
-    if style == "v" and num_stages % pp_size:
-        raise UsageError(f"{num_stages} stages on {pp_size} ranks do not fill a V; take a multiple")
-
-    def rank(stage: int) -> int:
-        turn, place = divmod(stage, pp_size)
-        return pp_size - 1 - place if style == "v" and turn % 2 else place
-
-    return {stage: rank(stage) for stage in range(num_stages)}
-
-
-def rank_to_stages(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, list[int]]:
-    """The stages of each rank; arguments as :func:`stage_to_rank`."""
-    found: dict[int, list[int]] = {rank: [] for rank in range(pp_size)}
-    for stage, rank in stage_to_rank(pp_size, num_stages, style).items():
-        found[rank].append(stage)
-    return found

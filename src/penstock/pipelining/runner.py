@@ -1,4 +1,4 @@
-"""Runs the steps of schedules under torch's names on the engine."""
+"""Runs the steps of torch-style schedules on Penstock's engine."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 class Runner:
-    """The ranks of this process for one schedule; made together by all processes of the group.
+    """The ranks of this process for one schedule. All processes of the group make it together.
 
     Args:
-        schedule: a training step, without or with its messages.
+        schedule: of a training step, with or without its messages.
         stages: those of this process.
     """
 
@@ -51,7 +51,7 @@ class Runner:
         )
         training = self._plan.training
         describe = None if edges else self._held[0].describe
-        # The ranks meet in their first step, before which each may do what it likes for as long.
+        # The ranks meet in their first step. Before it, each may take as long as it likes.
         patience = Patience(meeting=FIRST_STEP)
         found = connect_if_launched(self._held[0].device, stages[0].group, patience)
         with being_made(found):
@@ -63,7 +63,7 @@ class Runner:
             self._weights = HeldWeights(local, shared, training.placement.rank_of)
 
     def serves(self, schedule: Schedule, stages: Sequence[StageBase]) -> bool:
-        """Whether this is still the runner for a schedule and the modules of its stages."""
+        """Whether this runner still fits a schedule and its stages, whose modules may have been replaced."""
         held = [stage.own() for stage in stages]
         return self._plan.schedule is schedule and all(
             a is b for a, b in zip(held, self._held, strict=True)
@@ -81,7 +81,7 @@ class Runner:
         """Run a training step, or its forwards alone.
 
         Returns:
-            The losses and outputs of the last stage, where it is in this process.
+            The losses and outputs of the last stage, if it is in this process.
         """
 
         def schedules(count: int, edges: Any) -> Schedule:
@@ -89,7 +89,7 @@ class Runner:
 
         self._context = context
         if self._custom != custom:
-            # Made once: what the runtime binds for a step holds these functions, and serves later steps too.
+            # Made once and kept, since programs that the runtime has bound hold these functions.
             self._custom = dict(custom)
             self._replaced = {name: self._replacing(custom[name]) for name in custom}
         replaced = self._replaced
@@ -97,22 +97,22 @@ class Runner:
         with self._weights.training() if trains else nullcontext():
             reports: list[Report] = self._local.carry_out(call)
         losses = [found for report in reports for found in report.losses]
-        # Backward has used up the graph that they came from.
+        # Detached, since backward has freed their graph.
         outputs = [mapped(found, _detached) for report in reports for found in report.kept]
         return losses, outputs
 
     def refuse(self, error: PenstockError, *, trains: bool) -> None:
-        """Tell all ranks, which are in a step too, what is wrong with what this one was given.
+        """Tell all ranks, which are in the same step, what is wrong with what this one was given.
 
         Raises:
-            PenstockError: that, on every rank.
+            PenstockError: this error, on every rank.
         """
         self._local.carry_out(
             Call(lambda *_: self._plan.training, Batch(), trains=trains, refused=error)
         )
 
     def _replacing(self, function: Custom) -> Callable[[Entry, Any], None]:
-        """A custom function as the runtime calls it: the stages here run what it tells them to."""
+        """A custom function in the form that the runtime calls; the stages here then run what it asks for."""
 
         def run(entry: Entry, perform: Callable[[Action], Any]) -> None:
             def by_hand(action: ActionTuple) -> Any:
@@ -131,19 +131,19 @@ class Runner:
 
 
 def batch_of(arg_mbs: list[Any], kwarg_mbs: list[Any], targets: list[Any] | None) -> Batch:
-    """A batch in microbatches, as far as this process was given it."""
+    """The microbatches that this process was given."""
     parts = None
     if any(arg_mbs) or any(kwarg_mbs):
         pairs = zip(arg_mbs, kwarg_mbs, strict=True)
         parts = [_part(args, kwargs) for args, kwargs in pairs]
     sizes = [_sizes(of) for of in (arg_mbs if parts else None, targets) if of is not None]
-    # How many samples each microbatch has, where they differ; alike ones say nothing.
+    # The samples of each microbatch matter only if they differ.
     unlike = [found for found in sizes if found is not None and len(set(found)) > 1]
     return Batch(parts, targets, unlike[0] if unlike else None, len(arg_mbs))
 
 
 def _part(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Microbatch:
-    """A microbatch; what cannot be described to other ranks, such as a block mask, stays aside."""
+    """A microbatch; what cannot be described to other ranks, such as a block mask, is set aside."""
     told: dict[str, Any] = {}
     aside: dict[str, Any] = {}
     for name, value in kwargs.items():
@@ -169,4 +169,4 @@ CUSTOM_OPS = frozenset(
     {op.value for op in (Op.F, Op.B, Op.I, Op.W, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)}
     | {OVERLAPPED}
 )
-"""The kinds of work that a custom function may do instead."""
+"""The kinds of work that a custom function may replace."""

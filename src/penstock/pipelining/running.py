@@ -1,4 +1,4 @@
-"""What all schedules of this face share: they take a batch, split it, run it, and give what torch's give."""
+"""The base of all torch-style schedules: take a batch, split it, run it, and return what torch returns."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MicrobatchError, PenstockError, UsageError
+from penstock.pipeline.calls import before_first
 from penstock.pipeline.plan import prove
+from penstock.pipelining._utils import CallError, PlacementError
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
     split_args_kwargs_into_chunks,
     split_tensor,
 )
-from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
@@ -50,14 +51,14 @@ from penstock.step import Loss
 
 @dataclass
 class PipelineContext:
-    """What a custom function is told besides its action.
+    """What a custom function is given besides its action.
 
     Attributes:
         schedule_ref: the schedule that runs.
-        arg_mbs: for each microbatch the positional arguments; empty where this process was given none.
-        kwarg_mbs: for each microbatch the arguments by name.
-        target_mbs: for each microbatch the target.
-        losses: the list that the caller gave for the losses.
+        arg_mbs: for each microbatch, its positional arguments; empty tuples if this process was given none.
+        kwarg_mbs: for each microbatch, its keyword arguments.
+        target_mbs: for each microbatch, its target.
+        losses: the list that the caller passed for the losses.
     """
 
     schedule_ref: Any
@@ -74,7 +75,10 @@ class PipelineContext:
 
 
 class Arrived:
-    """The receives that a custom function may ask for: all have arrived, there is nothing to wait for."""
+    """Stands for torch's dicts of receives, in which custom functions look.
+
+    Everything has arrived already.
+    """
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -85,17 +89,18 @@ class Arrived:
 
 
 class PipelineSchedule:
-    """A schedule over stages that are already placed; the base of all.
+    """A schedule over stages that are already placed; the base class of all.
 
     Args:
         stages: those of this process.
-        n_microbatches: into how many parts a batch is split.
-        loss_fn: ``(output, target) -> scalar``; without it only forward runs.
+        n_microbatches: the number of parts that a batch is split into.
+        loss_fn: ``(output, target) -> scalar``; without it, only forward runs.
         args_chunk_spec: how positional arguments are split.
-        kwargs_chunk_spec: how arguments by name are split.
-        output_merge_spec: how outputs are put together.
+        kwargs_chunk_spec: how keyword arguments are split.
+        output_merge_spec: how outputs are merged.
         scale_grads: whether the loss is a mean over samples, so that the microbatches' gradients are
-            averaged; else they are added up. The loss is scaled before backward, never a gradient after it.
+            averaged; otherwise they are added up. The loss is scaled before backward, never the gradients
+            after it.
     """
 
     recipe: ClassVar[str | None] = None
@@ -153,13 +158,13 @@ class PipelineSchedule:
         if self._schedule is None:
             raise CallError(
                 f"{type(self).__name__} has no actions yet; load them with _load_csv, set pipeline_order, "
-                "or take a class such as ScheduleInterleaved1F1B"
+                "or use a class such as ScheduleInterleaved1F1B"
             )
         return self._schedule
 
     @property
     def stage_index_to_group_rank(self) -> dict[int, int]:
-        """On which rank each stage is; in a schedule that is a loop it may be set."""
+        """The rank of each stage. It may be set while there is no schedule that places the stages."""
         if self._schedule is None and not self._order:
             return self._stages[0].stage_index_to_group_rank
         return dict(enumerate(self.schedule.placement.rank_of))
@@ -176,7 +181,10 @@ class PipelineSchedule:
 
     @property
     def pipeline_order(self) -> dict[int, list[ActionTuple | None]]:
-        """Each rank's work, by rank; set it, or fill it in, to make a schedule of one's own."""
+        """Each rank's actions without messages, by rank.
+
+        Set it, or fill it in, to write your own schedule.
+        """
         if self._order is None:
             made = self._schedule
             self._order = {} if made is None else to_order(compute_only(made).programs)
@@ -188,7 +196,7 @@ class PipelineSchedule:
 
     @property
     def pipeline_order_with_comms(self) -> dict[int, list[ActionTuple | None]]:
-        """Each rank's work and messages, by rank."""
+        """Each rank's actions with messages, by rank."""
         return to_order(self._spelt_out().programs)
 
     @pipeline_order_with_comms.setter
@@ -196,11 +204,11 @@ class PipelineSchedule:
         self._take(order)
 
     def _spelt_out(self) -> Schedule:
-        """The schedule with its messages, as files say it: not when sends are let go."""
+        """The schedule with its messages, but without the releases of sends, which files do not have."""
         return remove_wait_sends(prove(self.schedule))
 
     def _take(self, order: dict[int, list[ActionTuple | None]]) -> None:
-        """Take actions that were written by hand, and prove that they can run."""
+        """Use actions that were written by hand, after a proof that they complete."""
         self._adopt(proven(schedule_of(order, self._num_stages, self._n_microbatches)))
 
     def _validate_and_set_stage_mapping(self, actions: dict[int, list[ActionTuple | None]]) -> None:
@@ -209,10 +217,10 @@ class PipelineSchedule:
         self._order = actions
 
     def _adopt(self, schedule: Schedule) -> None:
-        """Take a schedule, if the stages here are where it has them.
+        """Use a schedule, if it fits the stages here.
 
         Raises:
-            PlacementError: they are elsewhere.
+            PlacementError: it does not.
         """
         if (schedule.ranks, schedule.stages) != (self.pp_group_size, self._num_stages):
             raise PlacementError(
@@ -227,7 +235,7 @@ class PipelineSchedule:
         self._schedule, self._order = self._with_ops_of_custom(schedule), None
 
     def _with_ops_of_custom(self, schedule: Schedule) -> Schedule:
-        """A schedule with the gathering and the reductions that custom functions are there for."""
+        """A schedule with the UNSHARD, RESHARD and REDUCE_GRAD actions that custom functions replace."""
         if not self._custom.keys().isdisjoint((Op.UNSHARD, Op.RESHARD)):
             schedule = prefetch(schedule)
         return reduce_gradients(schedule) if Op.REDUCE_GRAD in self._custom else schedule
@@ -251,11 +259,11 @@ class PipelineSchedule:
         )
 
     def _get_pipeline_order(self) -> dict[int, list[ActionTuple | None]] | None:
-        """Each rank's work, by rank; nothing where it is not known yet."""
+        """Each rank's actions, by rank; None if they are not known yet."""
         return self.pipeline_order or None
 
     def _calculate_single_rank_operations(self, rank: int) -> list[ActionTuple | None]:
-        """A rank's work."""
+        """A rank's actions."""
         return self.pipeline_order[rank]
 
     def _simulate(self) -> dict[int, list[ActionTuple | None]]:
@@ -274,18 +282,18 @@ class PipelineSchedule:
         loss_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run a batch: forward, and backward where there is a loss.
+        """Run a batch: forward, and backward if there is a loss.
 
         Args:
             args: the model's arguments, on the rank of the first stage.
             target: what the loss compares with, on the rank of the last stage.
-            losses: is filled with the microbatches' losses there.
-            return_outputs: whether to give the output.
+            losses: a list that is filled with the microbatches' losses on that rank.
+            return_outputs: whether to return the output.
             loss_kwargs: more arguments for ``loss_fn``.
-            kwargs: arguments by name for the stages of this process.
+            kwargs: keyword arguments for the stages of this process.
 
         Returns:
-            The output on the rank of the last stage, else ``None``.
+            The output on the rank of the last stage, ``None`` on others.
 
         Raises:
             RuntimeError: gradients are disabled.
@@ -301,9 +309,9 @@ class PipelineSchedule:
             if target is not None:
                 target_mbs = list(split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
             self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        except PenstockError as error:
+        except Exception as error:
             if type(self)._step_microbatches is PipelineSchedule._step_microbatches:
-                self._current_runner().refuse(error, trains=self._has_backward)
+                self._refuse(error)
             raise
         self._step_microbatches(
             arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
@@ -313,10 +321,23 @@ class PipelineSchedule:
             return None
         return self._merge_outputs(last.output_chunks)
 
+    def _refuse(self, error: Exception) -> None:
+        """Tell all ranks, which are in the same step, what is wrong with what this one was given.
+
+        Raises:
+            PenstockError: the error as every rank raises it, if it is one of Penstock's.
+        """
+        told = error if isinstance(error, PenstockError) else before_first(error)
+        try:
+            self._current_runner().refuse(told, trains=self._has_backward)
+        except PenstockError:
+            if told is error:
+                raise
+
     def eval(
         self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Run the forwards of a batch; arguments and result as :meth:`step`."""
+        """Run only the forwards of a batch; arguments and result are those of :meth:`step`."""
         trains, self._has_backward = self._has_backward, False
         try:
             return self.step(*args, target=target, losses=losses, **kwargs)
@@ -332,14 +353,14 @@ class PipelineSchedule:
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Run a batch that is in microbatches already; a subclass may do it in its own way.
+        """Run a batch that is already split into microbatches; a subclass may do it in its own way.
 
         Args:
-            arg_mbs: for each microbatch its positional arguments.
-            kwarg_mbs: for each its arguments by name.
-            target_mbs: for each its target.
-            losses: is filled with the losses.
-            return_outputs: whether the last stage keeps what it gives in ``output_chunks``.
+            arg_mbs: for each microbatch, its positional arguments.
+            kwarg_mbs: for each microbatch, its keyword arguments.
+            target_mbs: for each microbatch, its target.
+            losses: a list that is filled with the losses.
+            return_outputs: whether the last stage keeps its outputs in ``output_chunks``.
             loss_kwargs: more arguments for ``loss_fn``.
         """
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
@@ -359,13 +380,13 @@ class PipelineSchedule:
             losses[:] = found
 
     def _follow_count(self) -> None:
-        """Build the schedule again where ``_n_microbatches`` was changed; people set it between steps."""
+        """Build the schedule again if ``_n_microbatches`` was changed: people set it between steps."""
         made = self._schedule
         if made is not None and made.microbatches != self._n_microbatches and self.recipe:
             self._build()
 
     def _placement(self) -> Sequence[int] | None:
-        """The rank of each stage, where a schedule says it."""
+        """The rank of each stage, if a schedule places them."""
         return self._schedule.placement.rank_of if self._schedule else None
 
     def _loss(self, more: dict[str, Any] | None, trains: bool, target: Any) -> Loss | None:
@@ -376,17 +397,17 @@ class PipelineSchedule:
         return Loss(function, "mean" if self.scale_grads else "sum")
 
     def _current_runner(self) -> Runner:
-        """The runner; a new one where a stage's module was replaced."""
+        """The runner; a new one if the schedule or a stage's module was replaced."""
         if self._runner is None or not self._runner.serves(self.schedule, self._stages):
             self._runner = Runner(self.schedule, self._stages)
         return self._runner
 
-    # ---- the parts of a step that a subclass may replace: how a batch is split, its loss, its output
+    # ---- the parts of a step that a subclass may override
 
     def _split_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[list[Any], list[Any]]:
-        """Each microbatch's positional arguments, and those by name."""
+        """Each microbatch's positional arguments, and each one's keyword arguments."""
         if not args and not kwargs:
             count = self._n_microbatches
             return [()] * count, [{} for _ in range(count)]
@@ -401,11 +422,11 @@ class PipelineSchedule:
         target_mbs: list[Any] | None = None,
         losses: list[Any] | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Check a split batch; what is not given is empty for each microbatch.
+        """Check a split batch, and fill in empty arguments where none were given.
 
         Raises:
-            TypeError: something is no list.
-            MicrobatchError: a list of another length than there are microbatches.
+            TypeError: something is not a list.
+            MicrobatchError: a list does not have one entry for each microbatch.
         """
         count = self._n_microbatches
         given = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
@@ -435,17 +456,20 @@ class PipelineSchedule:
         return self._loss_fn(output, target, **(loss_kwargs or {}))
 
     def _merge_outputs(self, output_chunks: list[Any]) -> Any:
-        """The output of the batch from those of its microbatches."""
+        """Merge the outputs of the microbatches."""
         return merge_chunks(output_chunks, self._output_merge_spec)
 
-    # ---- what a ``_step_microbatches`` of one's own calls, which says itself what happens, stage by stage.
-    # Where Penstock's engine runs the step they do nothing: losses are computed where the last stage's
-    # forward runs, and what travels is agreed on beforehand.
+    # ---- what a user's own ``_step_microbatches`` calls, when it drives the stages one by one. These do
+    # nothing while Penstock's engine runs the step: it computes losses together with the last stage's
+    # forward, and agrees beforehand on what travels.
 
     def _initialize_stage(
         self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None
     ) -> None:
-        """Agree on what travels, from a microbatch's arguments; once for training and once for forward."""
+        """Agree on what travels, from a microbatch's arguments.
+
+        Once for training, and once for forwards alone.
+        """
         if self._prepared is self._has_backward:
             return
         self._prepared = self._has_backward
@@ -479,12 +503,12 @@ class PipelineSchedule:
             return None
         if not 0 <= mb_index < len(self._internal_losses):
             raise CallError(
-                f"there is no loss of microbatch {mb_index} yet; there are {len(self._internal_losses)}"
+                f"there is no loss of microbatch {mb_index}; so far there are {len(self._internal_losses)}"
             )
         return self._internal_losses[mb_index]
 
     def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
-        """Hand the losses to the caller's list, on the rank of the last stage, and forget them."""
+        """Move the losses into the caller's list, on the rank of the last stage."""
         held = stages if isinstance(stages, list) else [stages]
         if losses is not None and any(stage.is_last for stage in held):
             found = len(self._internal_losses)
@@ -498,15 +522,16 @@ class PipelineSchedule:
     def register_custom_function(
         self, computation_type: ComputationType, custom_function: Custom
     ) -> None:
-        """Let a function do a kind of work.
+        """Let a function do one kind of work.
 
         Args:
-            computation_type: which kind; messages are not for custom functions.
+            computation_type: the kind of work; messages cannot be replaced.
             custom_function: ``(action, context)``. It may call the stages' ``forward_one_chunk``,
-                ``backward_one_chunk`` and ``backward_weight_one_chunk``, which do what the action would have.
+                ``backward_one_chunk`` and ``backward_weight_one_chunk``, which do what the action would
+                have done.
 
         Raises:
-            ValueError: a kind that cannot be replaced.
+            ValueError: this kind of work cannot be replaced.
         """
         name = ComputationType(computation_type).value
         if name not in CUSTOM_OPS:
@@ -516,7 +541,7 @@ class PipelineSchedule:
             self._schedule = self._with_ops_of_custom(self._schedule)
 
     def _assert_unsharded(self, stage: StageBase) -> None:
-        """Nothing: a stage's parameters are gathered before its action runs."""
+        """Does nothing: a stage's parameters are always gathered before its action runs."""
 
     # ---- files
 
@@ -537,11 +562,12 @@ class PipelineSchedule:
 
         Args:
             filename: a file of either format.
-            format: ``"compute_only"``: messages are worked out; ``"compute_comms"``: they are in the file.
+            format: with ``"compute_only"`` messages are derived; with ``"compute_comms"`` they are in the
+                file.
 
         Raises:
-            RowsError: what the file holds is no schedule.
-            PlacementError: it is for other stages, or misses or repeats actions.
+            RowsError: the file holds no schedule.
+            PlacementError: it is for other stages, or actions are missing or repeated.
         """
         check_format(format)
         found = read_rows(filename)

@@ -1,4 +1,4 @@
-"""Schedules under torch's names and arguments, as ``torch.distributed.pipelining.schedules``."""
+"""The schedule classes, with the names and arguments of ``torch.distributed.pipelining.schedules``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import ScheduleError, UsageError
-from penstock.pipelining._utils import InferenceMode
+from penstock.pipelining._utils import (
+    CallError,
+    InferenceMode,
+    PlacementError,
+    generate_rank_to_stage_mapping,
+    generate_stage_to_rank_mapping,
+)
 from penstock.pipelining.by_hand import start, start_by_peer, wait_all
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
@@ -14,7 +20,6 @@ from penstock.pipelining.microbatch import (
     split_args_kwargs_into_chunks,
     split_tensor,
 )
-from penstock.pipelining.refusals import CallError, PlacementError
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
@@ -25,8 +30,6 @@ from penstock.pipelining.rows import (
     check_order,
     format_order,
     merge_halves,
-    rank_to_stages,
-    stage_to_rank,
 )
 from penstock.pipelining.runner import Custom
 from penstock.pipelining.running import PipelineContext, PipelineSchedule
@@ -55,6 +58,8 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "TensorChunkSpec",
+    "generate_rank_to_stage_mapping",
+    "generate_stage_to_rank_mapping",
     "get_schedule_class",
     "merge_chunks",
     "split_args_kwargs_into_chunks",
@@ -98,15 +103,13 @@ _validate_schedule = check_order
 _wait_batch_p2p = wait_all
 _batch_p2p = start
 _sorted_batch_p2p = start_by_peer
-generate_rank_to_stage_mapping = rank_to_stages
-generate_stage_to_rank_mapping = stage_to_rank
 
 
 # ---- one stage per rank
 
 
 class PipelineScheduleSingle(PipelineSchedule):
-    """A schedule with one stage per rank; arguments as :class:`PipelineSchedule`, with one stage."""
+    """A schedule with one stage per rank; the arguments are those of :class:`PipelineSchedule`."""
 
     def __init__(  # noqa: PLR0913 - torch's arguments
         self,
@@ -137,7 +140,7 @@ class ScheduleForwardOnly(PipelineScheduleSingle):
     recipe = "forward-only"
 
     def _build(self) -> None:
-        # Also where a loss was given, as to all schedules alike.
+        # Even if a loss was given, as code that makes any schedule may do.
         self._has_backward = False
         super()._build()
 
@@ -203,10 +206,10 @@ class PipelineScheduleMulti(PipelineSchedule):
         args_chunk_spec: how positional arguments are split.
         kwargs_chunk_spec: how arguments by name are split.
         output_merge_spec: how outputs are put together.
-        use_full_backward: taken and not needed.
+        use_full_backward: accepted, but not needed.
         scale_grads: whether the loss is a mean over samples.
-        backward_requires_autograd: whether ``step`` refuses to run where gradients are disabled.
-        defer_pp_recv: whether receives are posted as late as can be.
+        backward_requires_autograd: whether ``step`` refuses to run while gradients are disabled.
+        defer_pp_recv: whether receives are posted as late as possible.
     """
 
     def __init__(  # noqa: PLR0913 - torch's arguments
@@ -232,17 +235,17 @@ class PipelineScheduleMulti(PipelineSchedule):
             scale_grads,
         )
         self._requires_autograd = backward_requires_autograd
-        # Receives are posted right before what waits for them already.
+        # Nothing else to do: receives are always posted where they are needed.
         self._defer_pp_recv = defer_pp_recv
         self.n_local_stages = len(self._stages)
         self._build()
         self._check_held()
 
     def _check_held(self) -> None:
-        """Check that the stages are those that the schedule places here.
+        """Check that the stages are those that the schedule places on this rank.
 
         Raises:
-            PlacementError: they are others.
+            PlacementError: they are not.
         """
         if self.recipe is None or not all(hasattr(stage, "submod") for stage in self._stages):
             return
@@ -256,14 +259,14 @@ class PipelineScheduleMulti(PipelineSchedule):
     def _prepare_schedule_with_comms(
         self, actions: dict[int, list[ActionTuple | None]], format: str = "compute_only"
     ) -> None:
-        """Take a schedule that was made by hand.
+        """Use a schedule that was written by hand.
 
         Args:
-            actions: each rank's, by rank.
-            format: ``"compute_only"``: messages are worked out; ``"compute_comms"``: they are there.
+            actions: each rank's actions, by rank.
+            format: with ``"compute_only"`` messages are derived; with ``"compute_comms"`` they are given.
 
         Raises:
-            ValueError: messages where there are to be none, or actions that are no schedule.
+            ValueError: there are messages in the ``"compute_only"`` format, or the actions form no schedule.
         """
         check_format(format)
         if format == "compute_only":
@@ -275,10 +278,10 @@ class PipelineScheduleMulti(PipelineSchedule):
 
 
 class ScheduleRuntime(PipelineScheduleMulti):
-    """Any schedule: load its actions with ``_load_csv`` before the first step."""
+    """Runs any schedule; load its actions with ``_load_csv`` before the first step."""
 
     def _dump_csv(self, filename: Any, format: str = "compute_comms") -> None:
-        """Write the schedule, a row per rank; here with its messages, if not told otherwise."""
+        """Write the schedule, one row per rank; by default with its messages."""
         super()._dump_csv(filename, format)
 
 
@@ -315,7 +318,7 @@ class ScheduleLoopedBFS(ScheduleRuntime):
 
 
 class _Named(ScheduleRuntime):
-    """Arguments as :class:`PipelineScheduleMulti`, without ``use_full_backward``."""
+    """The arguments are those of :class:`PipelineScheduleMulti`, without ``use_full_backward``."""
 
     def __init__(  # noqa: PLR0913 - torch's arguments
         self,
@@ -376,8 +379,8 @@ def _rounds(microbatches: int, ranks: int) -> int:
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
         raise UsageError(
-            f"{microbatches} microbatches do not come out even in {rounds} rounds; take a multiple of the "
-            f"number of rounds, such as {rounds * ranks}"
+            f"{microbatches} microbatches cannot be divided into {rounds} equal rounds; use a multiple of "
+            f"the number of rounds, such as {rounds * ranks}"
         )
     return rounds
 

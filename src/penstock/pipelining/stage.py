@@ -1,4 +1,4 @@
-"""Pipeline stages under torch's name and arguments, a face over Penstock's own."""
+"""Pipeline stages with torch's name and arguments, built on Penstock's own."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ from penstock.parallel import group_of, let_cross, seat
 from penstock.partition import Shared
 from penstock.pipelining._debug import map_debug_info
 from penstock.pipelining._utils import (
+    CallError,
     GetMeshCallback,
     InferenceMode,
     PipeInfo,
     PipeliningMetadataError,
+    PlacementError,
     TensorMeta,
     extract_tensor_meta,
     extract_tensor_metas,
     flatten_args,
+    generate_stage_to_rank_mapping,
     to_local_if_dtensor,
     validate_and_normalize_to_tuple,
     validate_static_arg_grad_correspondence,
     validate_tensors_metadata,
 )
 from penstock.pipelining.by_hand import ByHand, P2POp, Wires
-from penstock.pipelining.refusals import CallError, PlacementError
-from penstock.pipelining.rows import ActionTuple, ComputationType, stage_to_rank
+from penstock.pipelining.rows import ActionTuple, ComputationType
 from penstock.stage import Gradients
 from penstock.stage import PipelineStage as OwnStage
 from penstock.values import flatten
 
-# ---- Penstock's stage as this face needs it, and one whose weights' half of backward is the user's
+# ---- Penstock's stage as it is used here, and one whose weights' half of backward is the user's
 
 
 Build = Callable[[], Callable[[], object]]
 
 
 class HeldStage(OwnStage):
-    """A list between stages becomes several arguments too."""
+    """A stage that takes not only a tuple but also a list as several arguments."""
 
     spread = (tuple, list)
 
 
 class OwnWeights(HeldStage):
-    """Autograd does all that it knows in the inputs' half; the rest is the user's.
+    """A stage for which the user computes a part of the weights' half; autograd does the rest before.
 
     Args:
         args: of the stage.
-        build: is called after each microbatch's backward and gives what does the rest.
+        build: called after each microbatch's backward; returns the function that does the rest.
     """
 
     def __init__(self, *args: Any, build: Build) -> None:
@@ -68,13 +70,13 @@ class OwnWeights(HeldStage):
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None
     ) -> Gradients:
-        """All but the user's part, which is made and put off."""
+        """The inputs' half; the user's part is made, but put off."""
         found = super().backward_input(microbatch, output_grads)
         self._put_off[microbatch] = self._build()
         return found
 
     def backward_weight(self, microbatch: int) -> None:
-        """The user's part."""
+        """The weights' half, which is the user's part."""
         super().backward_weight(microbatch)
         self._put_off.pop(microbatch)()
 
@@ -88,7 +90,7 @@ class OwnWeights(HeldStage):
 
 
 Perform = Callable[[ActionTuple], Any]
-"""Carries out an action of the step that runs."""
+"""Carries out an action of the running step."""
 
 
 class StageBase:
@@ -96,20 +98,20 @@ class StageBase:
 
     Attributes:
         submod: the slice of the model; it may be replaced before the first step.
-        stage_index: which stage it is.
-        num_stages: how many there are.
+        stage_index: the index of the stage.
+        num_stages: the number of stages.
         device: where it lives.
         group: the process group of the pipeline.
-        group_rank: this process's place there.
-        group_size: how many processes it has.
-        has_backward: whether the schedule runs a backward for it.
-        chunks: how many microbatches the step has that ran last.
-        stage_index_to_group_rank: on which rank each stage is; in a loop until a schedule says it.
-        output_chunks: on the last stage, what each microbatch of the last step gave.
-        log_prefix: what it is called in messages.
-        edges: which values travel between the stages; ``None`` where each feeds the next.
-        shared: the weights that stages share, the same on every rank: their gradients are added up and copies
-            stay equal. Without it they are as many weights as there are stages that hold one.
+        group_rank: the rank of this process in it.
+        group_size: its number of processes.
+        has_backward: whether the schedule runs a backward for the stage.
+        chunks: the number of microbatches in the last step.
+        stage_index_to_group_rank: the rank of each stage; a loop until a schedule places the stages.
+        output_chunks: on the last stage, the output of each microbatch of the last step.
+        log_prefix: the name of the stage in messages.
+        edges: which values travel between the stages; ``None`` if each stage feeds the next.
+        shared: the table of weights that stages share, the same on every rank. Their gradients are added
+            up, and copies stay equal. Without it, each stage has a weight of its own.
     """
 
     submod: Any = None
@@ -147,7 +149,7 @@ class StageBase:
                 f"{self.group_size} processes cannot run {num_stages} stages; each needs at least one"
             )
         self.dw_builder = dw_builder
-        self.stage_index_to_group_rank = stage_to_rank(self.group_size, num_stages)
+        self.stage_index_to_group_rank = generate_stage_to_rank_mapping(self.group_size, num_stages)
         self.output_chunks: list[Any] = []
         self.log_prefix = f"[Stage {stage_index}]"
 
@@ -160,19 +162,19 @@ class StageBase:
         raise CallError(f"a {type(self).__name__} has nothing to run; make a PipelineStage")
 
     def place(self, rank_of: Mapping[int, int]) -> None:
-        """Say on which rank each stage is."""
+        """Set the rank of each stage."""
         self.stage_index_to_group_rank = dict(rank_of)
 
     def agree(self, chunks: int, args: Any, kwargs: Any = None) -> Any:
-        """Agree with the stages beside this one on what travels, to be driven by hand.
+        """Agree with the neighbouring stages on what travels, before the stage is driven by hand.
 
         Args:
-            chunks: how many microbatches there are.
-            args: a microbatch's arguments; else what the stage before gives, where it is here.
-            kwargs: arguments by name.
+            chunks: the number of microbatches.
+            args: the arguments of a microbatch; or what the previous stage gives, if it is in this process.
+            kwargs: keyword arguments.
 
         Returns:
-            What the stage gives, where the next one is here.
+            What the stage gives, if the next one is in this process.
 
         Raises:
             CallError: this stage has no module to run.
@@ -183,8 +185,8 @@ class StageBase:
         """A step begins.
 
         Args:
-            rank_of: the rank of each stage, where a schedule says it.
-            chunks: how many microbatches there are.
+            rank_of: the rank of each stage, if a schedule places them.
+            chunks: the number of microbatches.
             trains: whether there is a backward.
         """
         self.has_backward, self.chunks = trains, chunks
@@ -193,7 +195,7 @@ class StageBase:
             self.place(dict(enumerate(rank_of)))
 
     def end(self, outputs: Sequence[Any]) -> None:
-        """The engine has run a step, whose outputs are to be kept."""
+        """The engine has run a step; keep its outputs."""
         self.output_chunks[:] = outputs
 
     def bind(self, perform: Perform | None) -> None:
@@ -221,17 +223,17 @@ class PipelineStage(StageBase):
         stage_index: which stage it is, from 0.
         num_stages: how many there are.
         device: where it lives; the slice is moved there.
-        input_args: example inputs of a microbatch; not needed, as the next three: shapes are found, and may
-            change from step to step.
+        input_args: example inputs of a microbatch. They are not needed, and neither are the next three
+            arguments: shapes are found automatically, and may change from step to step.
         output_args: example outputs.
-        output_grads: examples of the gradients that come back.
-        input_grads: examples of the gradients that go back.
+        output_grads: example gradients of the outputs.
+        input_grads: example gradients of the inputs.
         group: the process group of the pipeline, or a ``DeviceMesh`` with a dimension ``pp``; by default all
             processes.
-        dw_builder: where some weights get their gradients by other means than autograd: it is called after
-            each microbatch's backward, and what it gives is called when the weights' half is due.
-        get_mesh: ``(dimension names, layout) -> DeviceMesh``, for DTensors that arrive on meshes that this
-            process has on none of its parameters.
+        dw_builder: for weights whose gradients are not computed by autograd. It is called after each
+            microbatch's backward, and returns a function that is called when the weights' half is due.
+        get_mesh: ``(dimension names, layout) -> DeviceMesh``, for DTensors that arrive on a mesh that none
+            of this process's parameters have.
 
     Raises:
         UsageError: the index is not below the count.
@@ -266,7 +268,7 @@ class PipelineStage(StageBase):
         self.bwd_cache: dict[int, tuple[Tensor | None, ...]] = {}
 
     def own(self) -> OwnStage:
-        """Penstock's stage; it is made when first asked for."""
+        """Penstock's stage, made on first use."""
         if self._own is None or self._own.module is not self.submod:
             place = (self.submod, self.stage_index, self.num_stages, self.device)
             build = self.dw_builder
@@ -275,7 +277,7 @@ class PipelineStage(StageBase):
         return self._own
 
     def _hand(self) -> ByHand:
-        """The stage as it is driven by hand."""
+        """The stage in the form that is driven by hand."""
         own = self.own()
         if self._by_hand is None or self._by_hand.own is not own:
             wires = Wires(self.group, self.group_rank, self._rank_of, self.device)
@@ -290,7 +292,7 @@ class PipelineStage(StageBase):
         self._perform = perform
 
     def start(self, rank_of: Sequence[int] | None, chunks: int, *, trains: bool) -> None:
-        """A step begins; what one by hand has left goes."""
+        """A step begins; drop what a step by hand has left."""
         super().start(rank_of, chunks, trains=trains)
         if self._by_hand is not None:
             self.clear_runtime_states()
@@ -308,10 +310,11 @@ class PipelineStage(StageBase):
 
         Args:
             fwd_chunk_id: its index.
-            args: the first stage's arguments. To the others they come from the stage before: by the schedule
-                within a step, else by :meth:`get_fwd_recv_ops` or :meth:`set_local_fwd_input`.
-            kwargs: arguments by name.
-            save_forward_output: whether the last stage keeps what it gives in ``output_chunks``.
+            args: the arguments of the first stage. Other stages get them from the previous one: within a
+                step from the schedule, otherwise by :meth:`get_fwd_recv_ops` or
+                :meth:`set_local_fwd_input`.
+            kwargs: keyword arguments.
+            save_forward_output: whether the last stage keeps its output in ``output_chunks``.
         """
         if self._perform is not None:
             return self._perform(self._action(ComputationType.FORWARD, fwd_chunk_id))
@@ -329,14 +332,14 @@ class PipelineStage(StageBase):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> Any:
-        """Backward of a microbatch, or its inputs' half; nothing where ``has_backward`` is false.
+        """Backward of a microbatch, or its inputs' half; does nothing if ``has_backward`` is false.
 
         Args:
             bwd_chunk_id: its index.
-            loss: where it starts, by hand on the last stage.
-            full_backward: whether it is both halves.
-            last_backward: by hand, whether it is the last of the step: gradients are then reduced over
-                replicas and shards.
+            loss: where backward starts, when the last stage is driven by hand.
+            full_backward: whether to run both halves.
+            last_backward: by hand, whether this is the last backward of the step, after which gradients are
+                reduced over replicas and shards.
         """
         kind = ComputationType.FULL_BACKWARD if full_backward else ComputationType.BACKWARD_INPUT
         if self._perform is not None:
@@ -354,7 +357,7 @@ class PipelineStage(StageBase):
         return None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
-        """The weights' half of a microbatch's backward; arguments as :meth:`backward_one_chunk`."""
+        """The weights' half of a microbatch's backward; for the arguments see :meth:`backward_one_chunk`."""
         if self._perform is not None:
             return self._perform(self._action(ComputationType.BACKWARD_WEIGHT, bwd_chunk_id))
         if not self.has_backward:
@@ -362,7 +365,7 @@ class PipelineStage(StageBase):
         if bwd_chunk_id not in self._halves:
             raise CallError(
                 f"stage {self.stage_index}: microbatch {bwd_chunk_id} has no half of a backward; "
-                "backward_one_chunk(..., full_backward=False) comes first"
+                "call backward_one_chunk(..., full_backward=False) first"
             )
         self._halves.remove(bwd_chunk_id)
         self._hand().weight(bwd_chunk_id)
@@ -386,7 +389,7 @@ class PipelineStage(StageBase):
     # ---- what travels, by hand
 
     def agree(self, chunks: int, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Agree with the stages beside this one on what travels."""
+        """Agree with the neighbouring stages on what travels."""
         self.chunks = chunks
         return self._hand().prepare(chunks, args, dict(kwargs or {}), trains=self.has_backward)
 
@@ -397,12 +400,12 @@ class PipelineStage(StageBase):
         kwargs: Mapping[str, Any] | None = None,
         has_backward: bool = False,
     ) -> Any:
-        """As :meth:`agree`, for whoever sets ``has_backward`` here."""
+        """Like :meth:`agree`, but also sets ``has_backward``."""
         self.has_backward = has_backward or self.has_backward
         return self.agree(num_microbatches, args, kwargs)
 
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
-        """Nothing: what comes back is known from what was given."""
+        """Does nothing: what comes back follows from what was sent."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         """By hand: the receives of a microbatch's values."""
@@ -417,26 +420,32 @@ class PipelineStage(StageBase):
         return self._hand().receives_back(bwd_chunk_id) if self.has_backward else []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
-        """By hand: the sends of the gradients for the stage before."""
+        """By hand: the sends of the gradients to the previous stage."""
         if not self.has_backward or self.is_first:
             return []
         self._check_chunk(bwd_chunk_id)
         return self._hand().sends_back(self.bwd_cache.pop(bwd_chunk_id))
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """By hand: what the stage before gave, which is in this process. Within a step nothing."""
+        """By hand.
+
+        Take the output of the previous stage, if it is in this process. Does nothing in a step.
+        """
         if self._perform is None:
             self._hand().take(mb_index, prev_stage_outputs)
 
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        """By hand: the gradients from the next stage, which is in this process. Within a step nothing."""
+        """By hand.
+
+        Take the gradients from the next stage, if it is in this process. Does nothing in a step.
+        """
         if self._perform is None:
             self._hand().take_back(mb_index, next_stage_bwd_outputs)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
-        """By hand: the gradients for the stage before, which is in this process. Within a step nothing."""
+        """By hand: the gradients for the previous stage, if it is in this process. Empty in a step."""
         return self.bwd_cache.pop(mb_index) if self._perform is None else ()
 
     def clear_runtime_states(self) -> None:
@@ -476,10 +485,10 @@ def build_stage(
     """A stage of a pipe on a device.
 
     Args:
-        stage_module: from :meth:`Pipe.get_stage_module`; it may have been worked on since.
+        stage_module: from :meth:`Pipe.get_stage_module`; it may have been changed since.
         stage_index: which stage it is.
         pipe_info: from :meth:`Pipe.info`.
-        device: where it is to live.
+        device: the device to put it on.
         group: the process group of the pipeline; by default all processes.
     """
     stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
@@ -489,7 +498,7 @@ def build_stage(
 
 _PipelineStageBase = StageBase
 
-# With what torch's module of this name lets others import from it.
+# Including what can be imported from torch's module of the same name.
 __all__ = [
     "GetMeshCallback",
     "InferenceMode",

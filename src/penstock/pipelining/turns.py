@@ -1,4 +1,7 @@
-"""The orders of torch's schedules, action by action."""
+"""Orders of actions as torch works them out.
+
+Interleaved rows, where messages go, and steps counted by turns.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from penstock.pipelining.refusals import PlacementError
+from penstock.pipelining._utils import PlacementError
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
@@ -22,7 +25,7 @@ from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS
 from penstock.schedule.dependencies import counterpart
 
-# ---- a rank's row of an interleaved schedule, for those who write schedules of their own
+# ---- a rank's row of an interleaved schedule, for users who write their own schedules
 
 
 FORWARD = ComputationType.FORWARD
@@ -46,16 +49,16 @@ def interleaved_row(  # noqa: PLR0913 - torch's arguments
     """Forwards, then pairs of a forward and a backward, then backwards; ``None`` where the rank idles.
 
     Args:
-        n_local_stages: stages of the rank.
-        pp_group_size: how many ranks there are.
+        n_local_stages: the number of stages on the rank.
+        pp_group_size: the number of ranks.
         warmup_ops: how many forwards come first.
         fwd_bwd_ops: how many pairs follow.
         cooldown_ops: how many backwards come last.
         rank: whose row it is.
-        forward_stage_index: the stage whose forward stands at a place.
-        backward_stage_index: the stage whose backward stands at a place.
-        num_1f1b_microbatches: with halves, how many inputs' halves come before the first weights' half.
-        enable_zero_bubble: whether backward comes in halves.
+        forward_stage_index: gives the stage of the forward at a position.
+        backward_stage_index: gives the stage of the backward at a position.
+        num_1f1b_microbatches: with split backwards, how many inputs' halves precede the first weights' half.
+        enable_zero_bubble: whether backwards are split in two halves.
     """
     row = _Row(rank)
     for place in range(warmup_ops):
@@ -81,7 +84,7 @@ def interleaved_row(  # noqa: PLR0913 - torch's arguments
 
 
 class _Row:
-    """A row that grows; each kind of work of a stage takes its microbatches in order."""
+    """A row under construction; each kind of work of a stage takes its microbatches in order."""
 
     def __init__(self, idle: int) -> None:
         self.actions: list[ActionTuple | None] = [None] * idle
@@ -109,7 +112,7 @@ def warm_up(
     return min(ahead, n_microbatches * n_local_stages)
 
 
-# ---- ranks that take turns, an entry a turn: where torch puts receives, how it counts a schedule's steps
+# ---- ranks that take turns, one entry per turn: where torch puts receives, and how it counts steps
 
 
 Rows = dict[int, list[ActionTuple | None]]
@@ -121,8 +124,8 @@ def add_messages(
 ) -> Rows:
     """Add every send and receive.
 
-    The ranks take turns: in its turn a rank does its next entry if it can, and an idle one is passed over. A
-    send follows what makes its value, and the receiver posts its receive at that moment.
+    The ranks take turns. In its turn a rank does its next entry if it can; idle entries are skipped. A send
+    follows the action that makes its value, and the receiver posts its receive at the same moment.
 
     Args:
         compute_actions: each rank's actions, by rank.
@@ -130,7 +133,7 @@ def add_messages(
         num_stages: how many stages there are.
 
     Raises:
-        PlacementError: an action whose values no action before it makes.
+        PlacementError: no action makes the values that another one needs.
     """
     found = _schedule(compute_actions, stage_to_rank, num_stages)
     if found.communicates:
@@ -165,7 +168,7 @@ def _parts(entry: ActionTuple) -> list[Action]:
 
 
 class _Posting:
-    """Rows that grow by entries, their sends and the receives at the other end."""
+    """Rows under construction, with sends after their actions and receives on the other ranks."""
 
     def __init__(self, order: Order, schedule: Schedule) -> None:
         self.rows: Rows = {rank: [] for rank in order}
@@ -174,7 +177,7 @@ class _Posting:
         self._done: set[Action] = set()
 
     def takes(self, rank: int, entry: ActionTuple | None) -> bool:
-        """Do an entry if it can be done; whether it could."""
+        """Add an entry, if everything that it needs is there; returns whether it was."""
         if entry is None:
             return True
         parts = _parts(entry)
@@ -188,7 +191,7 @@ class _Posting:
         return True
 
     def _before(self, action: Action) -> Iterator[Action]:
-        """What of other stages must be here: the values of this rank's, and the receives of others'."""
+        """What an action needs of other stages: values made on this rank, and receives of others."""
         if action.op not in COMPUTE_OPS:
             return
         home = self._rank_of[action.stage]
@@ -205,16 +208,16 @@ class _Posting:
 
 
 def defer_receives(actions: Order, stage_to_rank: Callable[[int], int]) -> Rows:
-    """Move each receive to where it is needed: ahead of its user.
+    """Move each receive to just before the action that needs it.
 
-    Of two ranks, the lower one posts its receives from the other before it sends there.
+    Of two ranks, the lower one posts its receives from the other one before it sends to it.
 
     Args:
         actions: each rank's actions with their messages, by rank.
         stage_to_rank: the rank of a stage.
 
     Raises:
-        PlacementError: a receive that nothing needs.
+        PlacementError: nothing needs a receive.
     """
     return {rank: list(_deferred(rank, row, stage_to_rank)) for rank, row in actions.items()}
 
@@ -240,7 +243,7 @@ _NEEDS = {Op.F: Op.RECV_F, Op.I: Op.RECV_B, Op.B: Op.RECV_B}
 
 
 def _is_due(held: Action, part: Action, rank: int, rank_of: Callable[[int], int]) -> bool:
-    """Whether a receive must stand before an action: a send to its sender, or its user."""
+    """Whether a receive must stand before an action: its user, or a send to the rank it comes from."""
     if part.op in SEND_OPS:
         peer = rank_of(part.peer_stage)
         return rank < peer == rank_of(held.peer_stage)
@@ -256,8 +259,8 @@ def count_steps(
 ) -> Rows:
     """Each rank's actions by step, ``None`` where it idles: a dry run in which every action takes one step.
 
-    An action may run in the step of what it needs where that rank's turn came before; ranks that found
-    nothing to do have a second turn. For times take ``penstock.schedule.simulate``.
+    An action may run in the same step as what it needs, if that rank's turn came first; ranks that found
+    nothing to do have a second turn. For realistic times use ``penstock.schedule.simulate``.
 
     Args:
         pipeline_order: each rank's actions with their messages, by rank.
@@ -285,7 +288,7 @@ class _Steps:
         self._missing = {rank: self._needs(rank) for rank in self.waiting}
 
     def take(self) -> None:
-        """One step of all ranks that have something left."""
+        """Do one step of all ranks that have something left."""
         for rank in self.waiting:
             self.rows[rank].append(self._turn(rank))
         if all(self.rows[rank][-1] is None for rank in self.waiting):
@@ -317,7 +320,7 @@ class _Steps:
 
 
 def write_trace(schedule: Order, filename: str | Path) -> None:
-    """Write actions by step as a Chrome trace: a process per rank, a microsecond per step."""
+    """Write actions by step as a Chrome trace, with one process per rank and one microsecond per step."""
     events = [
         _event(rank, step, action)
         for rank in sorted(schedule)
@@ -334,10 +337,10 @@ def _event(rank: int, step: int, action: ActionTuple) -> dict[str, object]:
 
 
 def span_name(action: ActionTuple) -> str:
-    """What a profiler is to call an action."""
+    """The name of an action in a profile."""
     return f"PP:{action}"
 
 
 def completes_weights(action_type: ComputationType) -> bool:
-    """Whether a kind of work gives weights their gradient."""
+    """Whether a kind of work computes gradients of weights."""
     return action_type in (ComputationType.BACKWARD_WEIGHT, ComputationType.FULL_BACKWARD)

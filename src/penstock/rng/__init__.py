@@ -1,4 +1,4 @@
-"""Where random numbers come from: a stream for each step, microbatch and module call."""
+"""Random numbers: a stream of its own for each step, microbatch and module call."""
 
 from penstock.rng.drawing import (
     OwnHook,

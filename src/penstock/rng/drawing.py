@@ -1,4 +1,4 @@
-"""What draws random numbers: modules, and operations."""
+"""Which modules and operations draw random numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Generator, Tensor, nn
 from torch._ops import OpOverload
 
-# ---- which modules may draw random numbers, and under which names
+# ---- modules
 
 
-# What torch offers draws nothing itself, but for these. Of a user's class one cannot know.
+# The modules of torch that draw random numbers. A user's class may always draw.
 _DRAWING = (
     nn.Dropout,
     nn.Dropout1d,
@@ -32,18 +32,18 @@ _HARMLESS = ("torch.nn.modules.", "penstock.partition.entry")
 
 
 class OwnHook(partial[Any]):
-    """A hook of ours on a user's module; where the user copies the module in a step, it is not copied."""
+    """One of our hooks on a user's module. If the user copies the module during a step, it is left out."""
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return _nothing
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Is there in place of a hook."""
+    """Stands for a hook in a copied module."""
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Whether calling the module, without the modules that it calls, may draw random numbers."""
+    """Whether a call of the module itself, not counting modules that it calls, may draw random numbers."""
     if not type(module).__module__.startswith(_HARMLESS) or _is_changed(module):
         return True
     if isinstance(module, nn.RNNBase):
@@ -52,23 +52,23 @@ def may_draw(module: nn.Module) -> bool:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Whether somebody has put code of his own into the module."""
+    """Whether a user has added code to the module, such as a hook."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     own = any(not isinstance(hook, OwnHook) for hook in hooks)
     return own or "forward" in vars(module) or is_compiled(module)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether what happens inside the module cannot be seen."""
+    """Whether the module is compiled, so that calls inside it cannot be seen."""
     kinds = {kind.__name__ for kind in type(module).__mro__}
     return bool(kinds & {"OptimizedModule", "ScriptModule"}) or bool(module._compiled_call_impl)
 
 
 def visible(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
-    """Every module of a tree and its paths in it, but for what is inside compiled modules.
+    """Every module of a tree with its paths, except those inside compiled modules.
 
-    A wrapper has the name of what it wraps, so that names do not depend on wrappers. For a module that
-    ``stands_for`` another, which is what is called, there is that one.
+    A wrapper has the path of what it wraps, so that paths do not depend on wrappers. If a module
+    ``stands_for`` another one, which is the one that is called, that one is listed in its place.
     """
     hidden = {
         inner
@@ -86,7 +86,7 @@ def visible(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
 
 
 def called_to_draw(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
-    """Of these the modules that may draw, and those that such modules are called by, but for the root."""
+    """The visible modules that may draw, and the modules around them, without the root."""
     modules = visible(root)
     drawing = {path for module, paths in modules.items() if may_draw(module) for path in paths}
     around = {path[:end] for path in drawing for end, letter in enumerate(path) if letter == "."}
@@ -98,32 +98,32 @@ def called_to_draw(root: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
 
 
 def unwrapped(path: str) -> str:
-    """A path as it is without wrappers."""
+    """A path without wrappers."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
-# ---- notice each operation of PyTorch that draws random numbers, at no cost to all others
+# ---- operations: notice each one that draws random numbers, at no cost to all others
 
 
 Told = Callable[[Generator | None], None]
-"""Who is told when an operation has drawn: from a generator that it was given, or from torch's own."""
+"""Called when an operation has drawn: with the generator that it was given, or None for torch's own."""
 
 _told: list[Told] = []
 _kept: list[dict[int, tuple[Generator, Tensor]]] = []
 
-# A key of torch's dispatcher that stands before all others, that nothing but torch's own tests use, and that
-# costs nothing while it is off. A mode, the public way, would see every operation, each for some
-# microseconds. Like all that is private here, seen in torch 2.13.
+# A key of torch's dispatcher that comes before all others, is used by nothing but torch's own tests, and
+# costs nothing while it is off. A mode, which is the public way, would see every operation, at the cost of
+# some microseconds each. Like everything private here, seen in torch 2.13.
 _NAME = "TESTING_ONLY_GenericMode"
 _KEY: Any = torch._C._dispatch_key_parse(_NAME)
 
 
 @contextmanager
 def noticed(told: Told) -> Iterator[None]:
-    """Tell of what draws in this thread while the context lasts; of contexts that overlap the latest is told.
+    """Call ``told`` for each operation that draws in this thread; of nested contexts, only the innermost.
 
-    An operation that is made of others tells once. One that has nothing to draw, such as dropout with a
-    probability of 0, does not tell.
+    An operation that is composed of others counts once. One that has nothing to draw, such as dropout with a
+    probability of 0, does not count.
     """
     with _listed(_told, told):
         yield
@@ -131,7 +131,7 @@ def noticed(told: Told) -> Iterator[None]:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put the generators that operations are given in this context back afterwards to where they were."""
+    """Restore, afterwards, all generators that operations are given in this context."""
     states: dict[int, tuple[Generator, Tensor]] = {}
     try:
         with _listed(_kept, states):
@@ -159,14 +159,14 @@ def _switch(on: bool) -> None:
 
 @cache
 def _library() -> tuple[torch.library.Library, ...]:
-    """What torch is told to do under the key, for as long as this is held."""
+    """Register what torch does under the key. The registration lasts as long as the result is held."""
     others = torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, _NAME)
     drawing = torch.library.Library("aten", "IMPL")
     for operation in _all_that_draw():
         drawing.impl(operation, _seeing(operation), _NAME)
-    # Operators that are given functions, such as flex_attention, have no such default: those there are, and
-    # those to come.
+    # Higher-order operators, such as flex_attention, do not use the fallback: set it for the existing ones,
+    # and for those to come.
     for operator in torch._ops._higher_order_ops.values():
         operator.fallthrough(_KEY)
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
@@ -177,7 +177,7 @@ def _all_that_draw() -> Iterator[OpOverload]:
     for full in torch._C._dispatch_get_all_op_names():
         space, _, rest = full.partition("::")
         name, _, overload = rest.partition(".")
-        # Without making objects of all the thousands of operations.
+        # Looked up this way, no Python objects are made for thousands of other operations.
         found = (
             torch._C._get_operation_overload(f"aten::{name}", overload) if space == "aten" else None
         )
@@ -190,14 +190,14 @@ def _all_that_draw() -> Iterator[OpOverload]:
 def can_draw(operation: OpOverload) -> bool:
     """Whether an operation may draw random numbers in a forward pass."""
     name = operation._schema.name
-    # The former's numbers are the forward's, the latter chooses how to compute something.
+    # The former reuse the forward's numbers; the latter only chooses a kernel.
     if name.endswith("_backward") or name == "aten::_fused_sdp_choice":
         return False
     return torch.Tag.nondeterministic_seeded in operation.tags
 
 
 def has_drawn(operation: OpOverload, args: Any, kwargs: Any) -> bool:
-    """Whether a call of an operation that can draw did: in evaluation, or with probability 0, none does."""
+    """Whether a call of an operation that can draw has drawn: not in evaluation, nor with probability 0."""
     return all(
         args[index] if index < len(args) else kwargs.get(name, default)
         for index, name, default in _conditions(operation)
@@ -233,7 +233,7 @@ def _seeing(operation: OpOverload) -> Callable[..., Any]:
 
 
 def _given(args: Any, kwargs: Any) -> Generator | None:
-    """The generator among the arguments, if it is not torch's own."""
+    """The generator among the arguments, unless it is torch's own."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Generator):
             return None if _is_default(value) else value
@@ -248,6 +248,6 @@ def _is_default(generator: Generator) -> bool:
 
 
 def identity(generator: Any) -> int:
-    """The same for the same generator, whose object on Python's side is another for each operation."""
+    """A number that identifies a generator, whose Python object is a different one for each operation."""
     number: int = generator._cdata
     return number

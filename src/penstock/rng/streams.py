@@ -1,11 +1,13 @@
-"""Random numbers that depend on the seed, the step, the microbatch and the module call, and on nothing else.
+"""Random numbers that depend only on the seed, the step, the microbatch and the module call.
 
-The default generators are seeded before each module call that may draw, after it, and after each draw. What
-is drawn then does not depend on what ran before on this rank, nor on the stage that the code is in: a stage
-that leaves out a call or a draw goes on as if it had made it.
+The default generators are seeded before each module call that may draw, after it, and after each draw. So
+what
+is drawn does not depend on what ran before on this rank, nor on the stage that the code is in: a stage that
+leaves out a call or a draw continues as if it had made it.
 
-The seed that the generators were started at last tells the place in the forward. A checkpoint, which puts
-their state back before it runs a part of it again, so puts back the place, and the same calls follow.
+The seed that the generators were last started with identifies the place in the forward. A checkpoint
+restores the generators' state before it runs a part of forward again, and with it the place, so the same
+calls follow.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from torch import Generator, nn
 from penstock.errors import UsageError
 from penstock.rng.drawing import OwnHook, called_to_draw, may_draw, noticed, visible
 
-# ---- the default generators of the CPU and of accelerators: what dropout and its like draw from
+# ---- the default generators of the CPU and of accelerators
 
 
 class Generators:
-    """The default generators of the CPU and of some devices.
+    """The default generators of the CPU and of some devices, which dropout and others draw from.
 
-    ``torch.manual_seed`` seeds those of every backend there may be, which takes a hundred times as long.
+    ``torch.manual_seed`` would seed those of every possible backend, which takes a hundred times as long.
 
     Args:
         devices: besides the CPU.
@@ -42,7 +44,7 @@ class Generators:
         self._alone = not others
 
     def seed(self, number: int) -> None:
-        """Start them all at a seed."""
+        """Seed all of them."""
         if self._alone:
             self._cpu.manual_seed(number)
             return
@@ -51,12 +53,12 @@ class Generators:
 
     @property
     def started_at(self) -> int:
-        """The seed they were last started at, or that of a state that was put back since."""
+        """The seed that they were last started with, or that of a state that was restored since."""
         return self._cpu.initial_seed()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Put them back afterwards to where they are now."""
+        """Restore them afterwards."""
         states = [generator.get_state() for generator in self._all]
         try:
             yield
@@ -68,25 +70,25 @@ class Generators:
 def _generator(device: torch.device) -> Any:
     module: Any = torch.get_device_module(device)
     index = module.current_device() if device.index is None else device.index
-    # Nothing is there before the backend has begun.
+    # There are no generators before the backend is initialised.
     module.init()
     return module.default_generators[index]
 
 
 def devices_of(module: nn.Module) -> set[torch.device]:
-    """Where a module's parameters and buffers are."""
+    """The devices of a module's parameters and buffers."""
     return {tensor.device for tensor in (*module.parameters(), *module.buffers())}
 
 
-# ---- seeds that are the same in every process: by a hash of what the numbers are drawn for
+# ---- seeds, which are hashes of what numbers are drawn for, and so the same in every process
 
 
 class Seeds(NamedTuple):
     """The seeds of a module call.
 
     Args:
-        inside: of what the module itself draws, until it calls another.
-        after: of what its caller draws from then on, until it calls another.
+        inside: for what the module itself draws, until it calls another module.
+        after: for what its caller draws afterwards, until it calls another module.
     """
 
     inside: int
@@ -95,7 +97,7 @@ class Seeds(NamedTuple):
 
 @dataclass(frozen=True)
 class Draw:
-    """For which step the numbers are drawn.
+    """The step that numbers are drawn for.
 
     Args:
         seed: the seed of the whole training.
@@ -112,13 +114,13 @@ class Draw:
 
 @dataclass
 class Place:
-    """A module call, by where it stands in the model's forward: the whole way down to it.
+    """The place of a module call in the model's forward, given by all calls on the way down to it.
 
-    So it is the same place whichever calls of the same module are made in other stages.
+    So it does not depend on which other calls of the same module are made in other stages.
 
     Args:
-        address: the calls on the way, each with its number among those of its caller.
-        path: under which of its paths the module is called.
+        address: the calls on the way, each with its number among the calls of its caller.
+        path: the one of its paths under which the module is called.
     """
 
     address: str = ""
@@ -129,8 +131,8 @@ class Place:
         """The place of the next call that is made from here.
 
         Args:
-            paths: of the module that is called. One that stands at several places below the caller is called
-                under one path after the other.
+            paths: the paths of the called module. If it has several paths below the caller, its calls are
+                taken to be under one path after the other.
         """
         below = f"{self.path}." if self.path else ""
         found = [path for path in paths if path.startswith(below)] if len(paths) > 1 else paths
@@ -139,7 +141,7 @@ class Place:
         self._calls[names[0]] = count + 1
         last = min(count, len(names) - 1)
         if names[last] == self.path and not count:
-            # A wrapper calls what it wraps, which is then where it would be without.
+            # A wrapper calls what it wraps; the place is the one that it would have without the wrapper.
             return Place(self.address, self.path)
         name = names[last].removeprefix(below) if found else names[last]
         return Place(f"{self.address}/{name}:{count - last}", names[last])
@@ -151,7 +153,7 @@ class Place:
 
 
 def following(seed: int) -> int:
-    """The seed of what is drawn next, after something was under ``seed``: one step of splitmix64."""
+    """The seed for the next draw after one with ``seed``: one step of splitmix64."""
     mixed = (seed + 0x9E3779B97F4A7C15) & _ALL
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _ALL
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _ALL
@@ -162,7 +164,7 @@ _ALL = 2**64 - 1
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A seed for what is drawn once, such as a module's first weights."""
+    """A seed for something that is drawn once, such as a module's first weights."""
     return _number(_digest(f"{seed} {name}".encode())[:8])
 
 
@@ -171,7 +173,7 @@ def _digest(text: bytes, key: bytes = b"") -> bytes:
 
 
 def _number(digest: bytes) -> int:
-    # 63 bits: every generator takes them.
+    # 63 bits, which every generator accepts.
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -182,7 +184,7 @@ class _Record:
     """The calls of one microbatch, kept until its backward is over.
 
     Args:
-        key: of its seeds.
+        key: the key of its seeds.
         root: the place of the model's own call.
     """
 
@@ -192,12 +194,12 @@ class _Record:
         self._open = [(root, root.seeds(key))]
 
     def begin(self, module: nn.Module, paths: tuple[str, ...], under: int) -> Seeds:
-        """The seeds of a call that begins now, or of the one that is being repeated.
+        """The seeds of a call that begins, or is repeated by a checkpoint.
 
         Args:
-            module: what is called.
+            module: the called module.
             paths: of the module.
-            under: the seed that the generators were started at last. No two calls begin under the same one.
+            under: the seed that the generators were last started with, which is different for each call.
         """
         found = self._known.get((under, module))
         if found is None:
@@ -207,17 +209,17 @@ class _Record:
         return found[1]
 
     def end(self) -> Seeds:
-        """The seeds of the call that ends now."""
+        """The seeds of the call that ends."""
         return self._open.pop()[1]
 
     def end_all(self) -> None:
-        """Nothing is being called any more, however it was left."""
+        """No call is open any more, even if some did not end properly."""
         del self._open[1:]
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running, in which a checkpoint calls modules again."""
-    # No public name tells. Seen in torch 2.13.
+    """Whether a backward pass is running; a module call then comes from a checkpoint."""
+    # There is no public way to find out. Seen in torch 2.13.
     return torch._C._current_graph_task_id() != -1
 
 
@@ -225,13 +227,13 @@ class Streams:
     """The streams of the calls inside one module, such as a stage's.
 
     Args:
-        module: a stage's, or a whole model.
-        generators: what is drawn from there.
-        part: what the module's own code draws as, where that is only a part of a model's.
-        compiled: whether the module is compiled: what it calls is not seeded by itself then.
+        module: of a stage, or a whole model.
+        generators: the generators that it draws from.
+        part: the name for draws of the module's own code, if that is only a part of the model's code.
+        compiled: whether the module is compiled, so that the calls inside it are not seeded separately.
     """
 
-    # Stages of one process may share a module, which then has the hooks of each of them.
+    # Stages of one process may share a module, which then has the hooks of all of them.
     _at_work: ClassVar[Streams | None] = None
 
     def __init__(
@@ -256,16 +258,16 @@ class Streams:
 
     @property
     def names(self) -> list[str]:
-        """The paths of the modules that may draw and call no others."""
+        """The paths of modules without children that may draw."""
         modules = visible(self._module).items()
         return [p for m, paths in modules if may_draw(m) and not any(m.children()) for p in paths]
 
     def put_before(self, prefix: str) -> None:
-        """Let nothing be drawn alike in another module."""
+        """Put a prefix in front of all places, so that other modules with the same paths draw differently."""
         self._root = prefix
 
     def find(self) -> None:
-        """Find the modules whose calls are seeded; anew where their user has changed some."""
+        """Find the modules whose calls are seeded, again if the user has changed some."""
         whole = getattr(self._module, "stands_for", self._module)
         traits = [(module, may_draw(module)) for module in whole.modules()]
         if self._traits != traits:
@@ -276,7 +278,7 @@ class Streams:
 
     @contextmanager
     def installed(self, draw: Draw) -> Iterator[None]:
-        """Seed what is drawn in this context as that of a step."""
+        """Seed everything that is drawn in this context for a step."""
         self._draw = draw
         self.find()
         with ExitStack() as stack:
@@ -285,7 +287,7 @@ class Streams:
             stack.callback(self._forget)
             for module in self._here:
                 stack.callback(module.register_forward_pre_hook(OwnHook(self._enter)).remove)
-                # Also where the module raises: so ends what a checkpoint repeats only a part of.
+                # Also if the module raises: a checkpoint ends early in this way, when it has what it needs.
                 handle = module.register_forward_hook(OwnHook(self._leave), always_call=True)
                 stack.callback(handle.remove)
             yield
@@ -306,7 +308,7 @@ class Streams:
             self._generators.seed(own.seeds(key).inside)
 
     def loss(self, microbatch: int) -> None:
-        """Its loss begins, which draws what the model's caller would."""
+        """Its loss begins, which draws as the caller of the model would."""
         self._generators.seed(Place().seeds(self._draw.key(microbatch)).after)
 
     def backward(self, microbatch: int) -> None:
@@ -349,7 +351,7 @@ class Streams:
 
     @classmethod
     def left_out(cls, module: nn.Module) -> None:
-        """A module was not called here; what follows draws as if it had been."""
+        """A module is not called here; continue as if it had been."""
         streams = cls._at_work
         if streams is not None and streams._paths is not None and module in streams._paths:
             streams._begun(module)
@@ -357,14 +359,14 @@ class Streams:
 
     @classmethod
     def not_drawn(cls, draws: int) -> None:
-        """So much was not drawn here; what follows draws as if it had been."""
+        """So many draws are left out here; continue as if they had been made."""
         streams = cls._at_work
         if streams is not None and draws:
             streams._go_on(streams._generators.started_at, draws)
 
     @classmethod
     def go_to(cls, address: str, draws: int, *, after: bool) -> None:
-        """Draw what is drawn in a module's call, or after it, where a graph stands for the modules."""
+        """Go to a place inside or after a module call, for a graph that has taken the place of modules."""
         streams = cls._at_work
         if streams is not None:
             seeds = Place(f"{streams._root}{address}").seeds(streams._record.key)
@@ -378,11 +380,11 @@ _keeping = 0
 
 @contextmanager
 def _checkpoints_keep_states() -> Iterator[None]:
-    """Let checkpoints keep the generators' states, without which a repeated call could be any one."""
+    """Make checkpoints restore the generators' states: without them a repeated call cannot be identified."""
     global _keeping
     names = vars(torch_checkpoint)
     if not _keeping:
-        # What `checkpoint` calls, wherever that was imported from. Seen in torch 2.13.
+        # `checkpoint` looks these up here, wherever it was imported from. Seen in torch 2.13.
         names["CheckpointFunction"] = _Reentrant
         names["_checkpoint_without_reentrant_generator"] = _without_reentrant
     _keeping += 1
@@ -402,7 +404,7 @@ _WITHOUT_REENTRANT: Any = torch_checkpoint._checkpoint_without_reentrant_generat
 class _Reentrant:
     @staticmethod
     def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        """Checkpoint with the states, whatever was asked for."""
+        """Checkpoint with the generators' states, whatever was asked for."""
         del preserve_rng_state
         return _REENTRANT.apply(function, True, *args)
 
@@ -412,18 +414,18 @@ def _without_reentrant(function: Any, preserve_rng_state: bool, *args: Any, **kw
     return _WITHOUT_REENTRANT(function, True, *args, **kwargs)
 
 
-# ---- how far a training's random numbers have come
+# ---- the seed of a training, and the number of its next step
 
 
 Seed = int | Literal["off"] | None
-"""A seed, ``"off"``, or ``None`` for torch's own."""
+"""A seed, ``"off"``, or ``None`` for torch's own seed."""
 
 
 class Randomness:
     """The seed of a pipeline's random numbers, and the number of its next step.
 
-    Saved with a checkpoint and loaded again, steps draw what they would have drawn without the stop,
-    whatever the new pipeline's ranks, stages and schedule.
+    After it is saved with a checkpoint and loaded again, steps draw what they would have drawn without the
+    interruption, whatever the ranks, stages and schedule of the new pipeline.
 
     Args:
         seed: of the training; ``"off"`` leaves torch's generators alone.
@@ -448,12 +450,12 @@ class Randomness:
 
     @property
     def next(self) -> Draw | None:
-        """What the next step draws for; None where torch's generators are left alone."""
+        """The :class:`Draw` of the next step; None if torch's generators are left alone."""
         return None if self._seed == "off" else Draw(self._seed, self._step)
 
     @property
     def last(self) -> Draw | None:
-        """What the last step drew for, to run it again."""
+        """The :class:`Draw` of the last step, to run it again; None if torch's generators are left alone."""
         last = max(self._step - 1, 0)
         return None if self._seed == "off" else Draw(self._seed, last)
 
@@ -466,27 +468,27 @@ class Randomness:
         return {"seed": self._seed, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Go on from what was saved, the same on every rank.
+        """Continue from what was saved, the same on every rank.
 
         Raises:
-            UsageError: it is not what :meth:`state_dict` gives.
+            UsageError: it is not what :meth:`state_dict` returns.
         """
         if state.keys() != {"seed", "step"}:
             raise UsageError(
                 f"a state of randomness holds 'seed' and 'step', not {sorted(state)}; "
-                "load what state_dict() gave"
+                "load what state_dict() returned"
             )
         step = state["step"]
         if not isinstance(step, int) or step < 0:
-            raise UsageError(f"step={step!r}: must be a number from 0")
+            raise UsageError(f"step={step!r}: must be a whole number of at least 0")
         self._seed, self._step = _checked(state["seed"]), step
 
 
 def _checked(seed: object) -> int | Literal["off"]:
-    """A seed as it can be used.
+    """A seed, after a check that it is valid.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: it is not.
     """
     if seed == "off":
         return "off"
@@ -499,11 +501,11 @@ def _checked(seed: object) -> int | Literal["off"]:
 
 
 def own_seed(seed: Seed) -> int | Literal["off"]:
-    """A seed as it can be used, torch's own where none was given."""
+    """A valid seed; torch's own if it is None."""
     return torch.initial_seed() if seed is None else _checked(seed)
 
 
-# ---- the random numbers of a pipeline's step, in a plain loop
+# ---- a pipeline's random numbers in a plain loop
 
 
 @contextmanager
@@ -512,11 +514,11 @@ def randomness(
 ) -> Iterator[None]:
     """Draw what a pipeline would draw for a microbatch: the same dropout masks, bit for bit.
 
-    Forward, loss and backward of the microbatch belong into the context, each once. Afterwards torch's
-    generators are where they were.
+    The forward, loss and backward of the microbatch must each be run once in the context. Afterwards torch's
+    generators are as they were before.
 
     Args:
-        model: the whole model, or a part under the names that it has in the model.
+        model: the whole model, or a part of it with the same names as in the model.
         seed: of the training, as given to :class:`penstock.Pipeline`.
         step: the number of the step, from 0.
         microbatch: its index.

@@ -1,4 +1,4 @@
-"""Run a schedule: every rank's program as a machine that one can step."""
+"""Run a schedule: bind every rank's program once, agree on calls, and run the steps."""
 
 from penstock.runtime.agreement import (
     Call,
@@ -11,7 +11,7 @@ from penstock.runtime.agreement import (
 from penstock.runtime.bind import BoundProgram, Wanted
 from penstock.runtime.driver import Task, Wait, drive
 from penstock.runtime.explain import explain, table
-from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
+from penstock.runtime.instrumentation import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock.runtime.program import RankProgram, channels, engine_for
 from penstock.runtime.rank import Rank, check_stages
 from penstock.runtime.work import StepData

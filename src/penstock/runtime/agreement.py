@@ -1,4 +1,4 @@
-"""A call of the pipeline: what each rank is told and tells, and what all agree on before data move."""
+"""A call of the pipeline: what each rank gets and reports, and what all agree on before data move."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from penstock.rng import Draw
 from penstock.runtime.bind import Replacement
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
-from penstock.runtime.health import Trouble
-from penstock.runtime.hooks import Hooks
+from penstock.runtime.instrumentation import Hooks, Trouble
 from penstock.schedule import Edge, Schedule, Span
-from penstock.step import Loss, Numbers, Scale
+from penstock.step import Loss, Scale, StepResult
 from penstock.transport import Transport
 from penstock.values import (
     Batch,
@@ -42,32 +41,32 @@ from penstock.values import (
     spec_of_arguments,
 )
 
-# ---- what a rank is told, and what it tells
+# ---- what a rank gets, and what it reports
 
 Schedules = Callable[[int, tuple[Edge, ...] | None], Schedule]
-"""The proven schedule for so many microbatches, and for these edges where they depend on the call."""
+"""Gives the proven schedule for a number of microbatches, and for edges that may depend on the call."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the pipeline; every rank has one, alike but for what its process was given.
+    """One call of the pipeline. Every rank has one; they differ only in what their processes were given.
 
     Args:
-        schedules: the schedule for what comes out to be called with.
+        schedules: gives the schedule, once it is known what the model is called with.
         batch: what this process was given.
-        loss: how to compute the loss, where there is one.
+        loss: how to compute the loss, if there is one.
         trains: whether gradients are wanted.
-        outputs: whether every rank shall get the last stage's outputs.
+        outputs: whether every rank gets the last stage's outputs.
         record: whether to note when each action ran.
-        draw: what random numbers are drawn for; without it they come from torch's generators as they are.
-        keep: whether the rank of the last stage shall report its losses and outputs as they are.
-        replaced: by kind of work, what does it instead.
-        hooks: what to call before and after actions, where there are any.
-        whole_batch: whether batch norms update their statistics once, as the whole batch would.
+        draw: the step that random numbers are drawn for; None leaves torch's generators as they are.
+        keep: whether the rank of the last stage reports its losses and outputs as they are.
+        replaced: custom functions, by the kind of action that they do instead.
+        hooks: what to call before and after actions, if anything.
+        whole_batch: whether batch norms update their statistics once, as for the whole batch.
         scale: what else the gradients are scaled by.
-        finite: whether to look whether the loss and the gradients are finite.
-        noted: whether somebody in this process asks what the ranks do right now.
-        refused: what is wrong with what this process was given; the ranks tell each other, and none begins.
+        finite: whether to check that the loss and the gradients are finite.
+        noted: whether something in this process asks what the ranks are doing right now.
+        refused: what is wrong with what this process was given; all ranks hear of it, and none begins.
     """
 
     schedules: Schedules
@@ -88,7 +87,10 @@ class Call:
 
     @property
     def mode(self) -> str:
-        """What else the values depend on: a model may give others in evaluation, and under autocast."""
+        """What the specs depend on besides arguments.
+
+        A model may give other values in evaluation or autocast.
+        """
         doing = "train" if self.trains else "evaluate"
         losses = "with" if self.loss else "without"
         return " ".join([doing, losses, "loss", *autocast_types()])
@@ -96,10 +98,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Refusal:
-    """That a call was not begun: nothing was sent or changed, and every rank has such an error.
+    """A call that was not begun: nothing was sent or changed, and every rank has such an error.
 
     Attributes:
-        error: what is wrong; its cause is there on the rank where that happened.
+        error: what is wrong; it has its cause on the rank where that happened.
     """
 
     error: PenstockError
@@ -110,20 +112,20 @@ class Report:
     """What a rank knows after a call.
 
     Attributes:
-        schedule: what was run.
-        numbers: what the call comes to.
-        outputs: of the last stage, where asked.
-        spans: when each action ran, where asked.
-        elapsed: seconds, where asked.
-        owed: the batch's tensors that require grad, and their gradients.
+        schedule: the schedule that was run.
+        numbers: the loss, losses and metrics.
+        outputs: of the last stage, if asked for.
+        spans: when each action ran, if asked for.
+        elapsed: the time of the call in seconds, if asked for.
+        owed: the batch's tensors that require grad, with their gradients.
         ready: whether the user split the batch, and so gets its outputs one by one.
         losses: of the microbatches, not scaled, on the rank of the last stage.
-        kept: the last stage's outputs there, where asked.
-        trouble: where something is not finite, if it was looked for.
+        kept: the last stage's outputs on its rank, if asked for.
+        trouble: what is not finite, if that was looked for.
     """
 
     schedule: Schedule
-    numbers: Numbers
+    numbers: StepResult
     outputs: list[Any] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     elapsed: float = 0.0
@@ -135,11 +137,11 @@ class Report:
 
 
 def reports_of(found: Sequence[Report | Refusal]) -> list[Report]:
-    """What ranks report.
+    """The reports of all ranks in this process.
 
     Raises:
-        PenstockError: they refused the call. Of several the one with a cause; where it was found inside of
-            Penstock is of no use to who made the call.
+        PenstockError: they refused the call. Of several errors, the one with a cause is raised; frames
+            inside Penstock are dropped, since they tell the caller nothing.
     """
     errors = [one.error for one in found if isinstance(one, Refusal)]
     if errors:
@@ -147,26 +149,26 @@ def reports_of(found: Sequence[Report | Refusal]) -> list[Report]:
     return [one for one in found if isinstance(one, Report)]
 
 
-# ---- what the model is called with: each rank brings what it was given, and all agree on the whole
+# ---- what the model is called with: each rank brings what it was given, and all agree on the sum of it
 
 Key = int | str
 """An argument, by position or name."""
 
 
 REFUSED = -1
-"""In place of the number of what a rank brings, which is 0 or more."""
+"""Stands for a refusal, in place of the number of what a rank brings (0 or more)."""
 
 
 class Brought:
     """What one rank brings to a call.
 
     Args:
-        batch: as far as this process was given it.
-        mode: what else the values depend on, such as whether the model is in training.
+        batch: as much of the batch as this process was given.
+        mode: what else the specs depend on, see :attr:`Call.mode`.
         refused: what is wrong with what this process was given.
 
     Attributes:
-        refused: the same, or that the batch holds something that cannot be described to others.
+        refused: the same; or the error of a batch that cannot be described to other ranks.
     """
 
     def __init__(self, batch: Batch, mode: str, refused: PenstockError | None = None) -> None:
@@ -183,7 +185,7 @@ class Brought:
             self.refused = error
 
     def _enter(self, part: Microbatch) -> None:
-        """Note a microbatch; those of one kind are described once."""
+        """Note a microbatch; microbatches of one kind are described once."""
         for index, known in enumerate(self._kinds):
             if part.kind is not None and part.kind == known.kind:
                 self._of.append(index)
@@ -194,7 +196,7 @@ class Brought:
 
     @cached_property
     def number(self) -> int:
-        """A number of 62 bits that differs where anything does; :data:`REFUSED` where something is wrong."""
+        """A 62-bit number that differs if anything differs; :data:`REFUSED` if something is wrong."""
         if self.refused is not None:
             return REFUSED
         shapes = "\n".join(spec.digest() for spec in self._specs)
@@ -231,9 +233,9 @@ class ModelCall:
 
     Args:
         specs: of each microbatch's ``(args, kwargs)``.
-        samples: how many each microbatch holds.
-        given: for each rank the arguments that it was given.
-        targets: for each rank whether it was given the target.
+        samples: how many samples each microbatch holds.
+        given: for each rank, the arguments that it was given.
+        targets: for each rank, whether it was given the target.
         ready: whether the user split the batch.
     """
 
@@ -250,13 +252,16 @@ class ModelCall:
 
     @cached_property
     def names(self) -> tuple[list[Key], list[str]]:
-        """The arguments by position, and those by name."""
+        """The positions and the names of all arguments."""
         everything = frozenset().union(*self.given)
         positions = [key for key in everything if isinstance(key, int)]
         return sorted(positions), sorted(key for key in everything if isinstance(key, str))
 
     def completed(self, rank: int, parts: Sequence[Microbatch] | None) -> Sequence[Microbatch]:
-        """A rank's microbatches; what it was not given is there without data, on the meta device."""
+        """A rank's microbatches.
+
+        Arguments that it was not given are filled in without data, on the meta device.
+        """
         positions, names = self.names
         if parts is not None and self.given[rank] >= {*positions, *names}:
             return parts
@@ -276,14 +281,14 @@ def _with_placeholders(part: Microbatch, spec: ValueSpec, samples: int) -> Micro
 
 
 def merge_calls(brought: Sequence[Mapping[str, Any]]) -> ModelCall:
-    """Put together what the ranks brought; the same on every rank, errors too.
+    """Put together what the ranks brought. The result is the same on every rank, and so are errors.
 
     Args:
         brought: each rank's :meth:`Brought.to_json`, in rank order.
 
     Raises:
         AgreementError: ranks differ in what more than one was given.
-        UsageError: something was given to no rank.
+        UsageError: something is missing on all ranks.
     """
     mode = _check_one(brought, "mode", "what they do")
     count = _check_one(brought, "count", "the number of microbatches")
@@ -302,7 +307,7 @@ def merge_calls(brought: Sequence[Mapping[str, Any]]) -> ModelCall:
 
 
 _CALLS = {"train": "step", "evaluate with loss": "eval", "evaluate": "predict"}
-"""From how a mode begins to what the user called."""
+"""The method that the user called, by how the mode begins."""
 
 
 def _first_kind(rank: Mapping[str, Any]) -> list[Any]:
@@ -311,7 +316,7 @@ def _first_kind(rank: Mapping[str, Any]) -> list[Any]:
 
 
 def _check_one(brought: Sequence[Mapping[str, Any]], key: str, what: str) -> Any:
-    """What all ranks have that have it."""
+    """The value of those ranks that have one, which must all be equal."""
     found = {rank: own[key] for rank, own in enumerate(brought) if own[key] is not None}
     if len({json.dumps(value) for value in found.values()}) > 1:
         listed = "; ".join(f"rank {rank}: {value}" for rank, value in found.items())
@@ -358,7 +363,7 @@ def _spec_of(specs: Mapping[Key, Any]) -> ValueSpec:
     return spec_of_arguments(tuple(values[position] for position in positions), kwargs)
 
 
-# ---- what ranks agree on before data move: that they run the same plan, and what the model is called with
+# ---- the agreement: that all run the same plan, and on what the model is called with
 
 
 def agree_plan(
@@ -369,10 +374,10 @@ def agree_plan(
     Args:
         transport: the rank's end.
         schedule: of a training step.
-        told: what else must be the same on every rank, by what it is called.
+        told: what else must be the same on every rank, by name.
 
     Raises:
-        AgreementError: they do not; the message lists who has what.
+        AgreementError: they do not; the message lists which rank has what.
     """
     mine = {
         "schedule": f"{schedule.name} {_digest(str(schedule))}",
@@ -391,7 +396,7 @@ def agree_plan(
 
 
 def differences(plans: Sequence[Mapping[str, str]]) -> list[str]:
-    """In what the ranks' plans differ, and which ranks have what."""
+    """The differences between the ranks' plans, as texts that say which ranks have what."""
     names = dict.fromkeys(name for plan in plans for name in plan)
     return [text for name in names if (text := _difference(name, plans))]
 
@@ -410,7 +415,7 @@ def _difference(name: str, plans: Sequence[Mapping[str, str]]) -> str:
 
 
 def describe_stages(modules: Sequence[nn.Module]) -> dict[str, str]:
-    """For each stage a text that is the same exactly if its tensors have the same names, shapes and types."""
+    """For each stage, a text that is equal exactly if its tensors have the same names, shapes and types."""
     return {f"stage {index}": _described(module) for index, module in enumerate(modules)}
 
 
@@ -430,9 +435,9 @@ class Agreement:
 
     Args:
         model_call: what the model is called with.
-        specs: for each microbatch, of its values.
-        schedule: the one that carries it out.
-        bound: the rank's program for it, by what else calls want.
+        specs: for each microbatch, the specs of its values.
+        schedule: the schedule that carries the call out.
+        bound: the rank's bound programs for it, by what else calls ask for.
     """
 
     model_call: ModelCall
@@ -442,11 +447,14 @@ class Agreement:
 
 
 _REMEMBERED = 1024
-"""So many calls; the oldest go first, on every rank alike."""
+"""How many calls are remembered; the oldest are forgotten first, the same ones on every rank."""
 
 
 class Agreements:
-    """What was agreed on: whole calls by what the ranks brought, and the specs of single microbatches."""
+    """Remembers what was agreed on.
+
+    Whole calls by what the ranks brought, and specs of single microbatches.
+    """
 
     def __init__(self) -> None:
         self.of_calls: dict[tuple[int, ...], Agreement] = {}
@@ -455,14 +463,14 @@ class Agreements:
         self._traits: Any = None
 
     def write(self, key: tuple[int, ...], agreement: Agreement) -> None:
-        """Remember what was agreed; of calls that always differ only the last ones are remembered."""
+        """Remember an agreement, and forget the oldest beyond :data:`_REMEMBERED`."""
         self.of_calls[key] = agreement
         for memory in (self.of_calls, self.described):
             while len(memory) > _REMEMBERED:
                 del memory[next(iter(memory))]  # type: ignore[arg-type] # of its own keys
 
     def outdated(self, traits: Any) -> bool:
-        """Whether parameters were frozen, thawed or cast since the last call."""
+        """Whether parameters were frozen, unfrozen or cast since the last call."""
         last, self._traits = self._traits, traits
         return last not in (None, traits)
 
@@ -473,7 +481,7 @@ class Agreements:
         self._families.clear()
 
     def families(self, mode: str) -> Callable[[int, ValueSpec], Family[Inferred]]:
-        """What a stage here has given for arguments that differ from some in sizes alone."""
+        """Finds what a stage here has given for arguments that differ from these in their sizes alone."""
         return lambda stage, arguments: self._families.setdefault(
             (mode, stage, arguments.kind()), new_family()
         )
@@ -482,18 +490,18 @@ class Agreements:
 def look_up(
     transport: Transport, brought: Brought, agreements: Agreements, traits: Any
 ) -> Task[tuple[tuple[int, ...], Agreement | None]]:
-    """Find what was agreed on for what the ranks bring, by one control word of each.
+    """Find the agreement for what the ranks bring; it takes one small message from each.
 
-    Every rank remembers the same, since all write it together.
+    Every rank remembers the same agreements, since all of them remember each one together.
 
     Args:
         transport: the rank's end.
         brought: what this rank brings.
-        agreements: all that was agreed on.
+        agreements: those of this rank.
         traits: of this rank's parameters.
 
     Returns:
-        Its key, and what was agreed on where this call was made before.
+        The key of the agreement; and the agreement itself, if such a call was made before.
 
     Raises:
         PenstockError: what is wrong with what some rank was given; raised on every rank.
@@ -511,7 +519,7 @@ def look_up(
 
 
 def _tell_refusals(transport: Transport, brought: Brought) -> Task[None]:
-    """Raise on every rank what is wrong on the first one of those where something is."""
+    """Raise the error of the first rank that refuses, on every rank."""
     own = brought.refused
     mine = None if own is None else [public_name(type(own)), str(own)]
     ticket = transport.agree(mine)
@@ -539,7 +547,7 @@ def agree_model_call(transport: Transport, brought: Brought) -> Task[ModelCall]:
     try:
         return merge_calls(ticket.take())
     except SpecError as error:
-        # Others may have the class that is not known here, so this is no refusal of all.
+        # Another rank may know the class that is missing here, so not all ranks refuse the call.
         raise MessageError(
             f"rank {transport.rank}: what another rank was given: {error}"
         ) from error

@@ -1,8 +1,8 @@
-"""Bind a rank's program: make of each action plain functions, with everything that they need looked up.
+"""Bind a rank's program: turn each action into plain functions that have everything they need at hand.
 
-What can be known of a call before it runs is decided here and kept for later calls of its kind: what each
-action works with, which messages it waits for, which of several ways applies, and what the call does not
-need, for which then nothing stands in the program. :meth:`BoundProgram.run` is a loop over that list.
+Whatever can be known of a call before it runs is decided here, once, and kept for later calls of the same
+kind: what each action works on, which messages it waits for, and which of several ways applies. What the
+call does not need is not in the program at all. :meth:`BoundProgram.run` is a loop over the resulting list.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch.profiler import record_function
 from penstock.errors import MessageError, PenstockError, StageError
 from penstock.faults import Activity, failing_module
 from penstock.parallel import Adapter
-from penstock.runtime.arguments import Inputs
 from penstock.runtime.driver import Task, Wait
-from penstock.runtime.exchange import Exchange, Specs, microbatch_of
-from penstock.runtime.hooks import ActionEvent, Hooks
+from penstock.runtime.exchange import Exchange, Inputs, Specs, microbatch_of
+from penstock.runtime.instrumentation import ActionEvent, Hooks
 from penstock.runtime.program import RankProgram, parts
 from penstock.runtime.work import Companion, Desk, Part, StageWork, StepData
 from penstock.schedule import Action, Op
@@ -30,29 +29,29 @@ from penstock.transport import Transport
 # ---- what is bound
 
 Perform = Callable[[Action], Any]
-"""Does an action as it would be done; a forward gives its output."""
+"""Does an action in the usual way; a forward returns the stage's output."""
 Replacement = Callable[[Entry, Perform], None]
 """Does an action, or an overlapped pair, in its own way."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a call wants of a rank besides its program; a program is bound for just that.
+    """What a call asks of a rank besides its program. A program is bound for exactly that.
 
     Args:
-        with_loss: whether there is a loss.
+        with_loss: whether the call computes a loss.
         outputs: whether to keep the last stage's outputs.
-        finite: whether to note what is not finite.
+        finite: whether to note values that are not finite.
         recorded: whether to note when each action ran.
         inputs: which of the model's arguments each stage is given.
-        companions: what goes along with each stage's microbatches.
+        companions: for each stage, what is told of each piece of its work.
         adapters: of the stages that are replicated or sharded.
-        replaced: by kind of work, what does it instead.
-        hooks: what to call before and after actions; None where nobody asked for any.
-        noted: whether anybody looks at what the rank does right now.
-        probed: whether what looks on is called at every action, of which else messages go by unnoted: they
-            begin at once, and whoever waits for one says so.
-        profiled: whether a profiler of torch runs, which is to show each action as a range of its name.
+        replaced: custom functions, by the kind of action that they do instead.
+        hooks: what to call before and after actions; None if there are none.
+        noted: whether anything looks at what the rank is doing right now.
+        probed: whether probes are called at every action. Otherwise sends and receives are not noted, since
+            they only start something, and a wait for them is noted by itself.
+        profiled: whether a torch profiler runs, which then shows each action as a named range.
     """
 
     with_loss: bool = False
@@ -70,7 +69,7 @@ class Wanted:
 
 
 class Lack(NamedTuple):
-    """What an action waits for; put into words only where somebody asks.
+    """What an action waits for; its text is made only when somebody asks for it.
 
     Attributes:
         entry: the action, or an overlapped pair.
@@ -87,13 +86,13 @@ class Lack(NamedTuple):
 
 
 class BoundAction(NamedTuple):
-    """An action, ready to run; or the taking of a message that must be complete before one.
+    """An action, ready to run; or the step that takes a message before the action that needs it.
 
     Attributes:
-        action: which names it in messages; of an overlapped pair that something does as one the first.
-        lack: of a message: who waits for it.
-        row: what is done, function by function.
-        microbatch: what the functions are called with.
+        action: names it in error messages; for an overlapped pair that is done as one, its first action.
+        lack: for a message, what waits for it.
+        row: the functions to call, in order.
+        microbatch: the argument that they are called with.
     """
 
     action: Action
@@ -103,15 +102,15 @@ class BoundAction(NamedTuple):
 
 
 class BoundProgram:
-    """One rank's program, bound for one kind of call; runs one step at a time, as often as wanted.
+    """One rank's program, bound for one kind of call. It runs one step at a time, any number of times.
 
     Args:
         program: what to do.
         stages: the rank's stages by index.
         transport: the rank's end.
-        specs: for each microbatch, what was agreed about its values.
-        wanted: by the call.
-        activity: where it is noted what the rank does.
+        specs: for each microbatch, the agreed specs of its values.
+        wanted: what the call asks for.
+        activity: records what the rank is doing.
     """
 
     def __init__(
@@ -182,14 +181,14 @@ class BoundProgram:
                 self._raise_named(error, action)
 
     def _raise_named(self, error: Exception, action: Action) -> NoReturn:
-        """Tell with an error where it happened."""
+        """Raise an error again with the place where it happened."""
         if isinstance(error, StageError):
             raise self._failed(action, str(error)) from error.__cause__
         if isinstance(error, PenstockError):
             error.add_note(f"on rank {self._rank}, in {action}")
             raise error
         if action.op in MESSAGE_OPS and isinstance(error, RuntimeError):
-            # What a process group raises for a peer that is gone.
+            # A process group raises this for a peer that is gone.
             raise MessageError(f"rank {self._rank}, {action}: {error}") from error
         module = failing_module(error)
         what = f"{type(error).__name__}: {error}"
@@ -206,9 +205,10 @@ class BoundProgram:
 
 
 class Turns:
-    """Lets microbatches through one after the other, from 0.
+    """Lets microbatches through in order, from 0.
 
-    Sums of floating-point numbers depend on their order; one order for all schedules gives all the same bits.
+    Sums of floating-point numbers depend on their order. With one order for all schedules, all of them give
+    the same bits.
     """
 
     def __init__(self) -> None:
@@ -216,16 +216,16 @@ class Turns:
         self._early: set[int] = set()
 
     def is_next(self, microbatch: int) -> bool:
-        """Whether it is this one's turn."""
+        """Whether it is this microbatch's turn."""
         return microbatch == self._next
 
     def arrived(self, microbatch: int) -> list[int]:
-        """Those whose turn it is, now that ``microbatch`` has come: none, or it and those that waited."""
+        """Those that may pass now that ``microbatch`` is here: none, or it and those that waited for it."""
         self._early.add(microbatch)
         return self._due()
 
     def passed(self) -> list[int]:
-        """Those whose turn it is, now that the next one has gone through by itself."""
+        """Those that waited and may pass, now that the next microbatch has gone through directly."""
         self._next += 1
         return self._due()
 
@@ -257,12 +257,12 @@ class _Binder:
         self._turns = {index: Turns() for index in work}
 
     def restart(self) -> None:
-        """A step begins: where something does actions in its own way, turns are taken while it runs."""
+        """A step begins. With custom functions, turns are taken anew while it runs."""
         if self._wanted.replaced:
             self._turns = {index: Turns() for index in self._work}
 
     def actions(self) -> list[BoundAction]:
-        """All of the program, in order, each message just before the action that needs it."""
+        """The whole program in order, with each message just before the first action that needs it."""
         if OVERLAPPED in self._wanted.replaced:
             entries: Iterable[tuple[Entry, tuple[Action, ...]]] = self._program.paired
         else:
@@ -299,7 +299,7 @@ class _Binder:
         return BoundAction(message, lack, (settle,), message.microbatch or 0)
 
     def _with_hooks(self, settle: Part, message: Action, hooks: Hooks) -> Part:
-        """A receive is over when its message is taken."""
+        """Call the hooks after a receive; it is done when its message is taken."""
 
         def settle_and_call(microbatch: int) -> None:
             arrived = settle(microbatch)
@@ -309,10 +309,11 @@ class _Binder:
         return settle_and_call
 
     def _replaced(self, entry: Entry) -> Part:
-        """One function that does an action, or lets the caller do it in its own way.
+        """One function that does an action, or hands it to the user's custom function.
 
-        The caller may do anything in it, such as both halves of backward, or what belongs to other actions.
-        So it is only known while the step runs whose turn it is, and what is done is bound just then.
+        A custom function may do anything, such as both halves of backward at once, or other actions' work.
+        So only while the step runs is it known whose turn it is, and each action is bound when it is
+        performed.
         """
         actions = parts(entry)
 
@@ -320,7 +321,7 @@ class _Binder:
             output = None
             for part in self._row(action):
                 part(action.microbatch or 0)
-                # The last part clears the desk.
+                # Read after each part, since the last one clears the desk.
                 found = self._work[action.stage].desk.output
                 output = output if found is None else found
             return output
@@ -348,7 +349,10 @@ class _Binder:
         yield work.end_forward
 
     def _backward(self, action: Action) -> Iterator[Part]:
-        """Both halves at once, or the weights' half later where another microbatch is due before."""
+        """Both halves at once.
+
+        But where an earlier microbatch is still due, the weights' half waits for it.
+        """
         work, turns = self._work[action.stage], self._turns[action.stage]
         microbatch = microbatch_of(action)
         if turns.is_next(microbatch):
@@ -385,7 +389,7 @@ class _Binder:
         yield from self._hook("after", action)
 
     def _weights(self, action: Action, due: Sequence[int]) -> Iterator[Part]:
-        """The weights' half of what is due, in the order of the microbatches whatever the schedule's."""
+        """The weights' half of all microbatches that are due, in their own order, not the schedule's."""
         work = self._work[action.stage]
         row = (*work.told("backward"), work.stage.backward_weight, *work.told("done"))
         found = [_for(microbatch, part) for microbatch in due for part in row]
@@ -409,17 +413,20 @@ class _Binder:
         yield self._work[action.stage].end_forward
 
     def _receive(self, action: Action) -> Iterator[Part]:
-        # What comes after it is called when the message has arrived.
+        # Hooks after a receive are called when its message is taken, see _with_hooks.
         yield from self._hook("before", action)
         yield self._exchange.poster(action)
 
     def _nothing(self, action: Action) -> Iterator[Part]:
-        """Some ops ask nothing of a stage; the wait itself, as for every message, comes before the action."""
+        """A WAIT_SEND asks nothing of a stage.
+
+        The wait itself stands before the action, as for any message.
+        """
         yield from self._hook("before", action)
         yield from self._hook("after", action)
 
     def _on_parameters(self, action: Action) -> Iterator[Part]:
-        """Gather, free or reduce what belongs to a sharded or replicated stage."""
+        """Gather or free the parameters of a sharded stage, or reduce a stage's gradients."""
         yield from self._hook("before", action)
         adapter = self._wanted.adapters.get(action.stage)
         if adapter is not None:
@@ -441,7 +448,7 @@ class _Binder:
     def _hook(
         self, when: str, action: Action, shown: Callable[[Desk], tuple[Any, Any]] | None = None
     ) -> Iterator[Part]:
-        """Call the user's hooks, where there are any."""
+        """Call the user's hooks, if there are any."""
         hooks = self._wanted.hooks
         if hooks is None:
             return
@@ -460,7 +467,7 @@ class _Binder:
 
 
 def _as_range(name: str, row: Sequence[Part]) -> Part:
-    """What is done, as one range that a profiler shows."""
+    """All parts of an action as one range in a profiler's trace."""
 
     def run(microbatch: int) -> None:
         with record_function(name):
@@ -494,5 +501,5 @@ _ADAPTED: dict[Op, Callable[[Adapter], None]] = {
 
 
 def _for(microbatch: int, part: Part) -> Part:
-    """A part of another microbatch than the action's."""
+    """A part for another microbatch than the action's."""
     return lambda _: part(microbatch)

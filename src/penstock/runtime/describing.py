@@ -1,4 +1,4 @@
-"""Find the specs of all values that travel, before any does, and for which of them a gradient comes back."""
+"""Find out what will travel, before anything does: the spec of every value, and which gradients come back."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from torch import nn
 from penstock.errors import AgreementError, MessageError, SpecError, StageError
 from penstock.faults import failing_module, without_own_frames
 from penstock.parallel import alone
-from penstock.runtime.arguments import Inputs, as_values
 from penstock.runtime.driver import Task, Wait
-from penstock.runtime.exchange import Specs
+from penstock.runtime.exchange import Inputs, Specs, as_values
 from penstock.runtime.program import RankProgram
 from penstock.schedule import Edge
 from penstock.stage import PipelineStage
@@ -34,15 +33,17 @@ from penstock.values import (
     spec_of_arguments,
 )
 
-# ---- for which tensors a gradient surely comes back, and for which one may be missing
-# A value that a stage gives may be used by nobody, or on a branch that is not always taken. Then no
-# gradient comes for it, which is not the same as zeros: in the plain model the weights behind it get none
-# either.
+# ---- for which tensors a gradient certainly comes back, and for which it may be missing
+# A value that a stage gives may be used by no other, or only on a branch that is not always taken. Then no
+# gradient comes back for it, and that is not the same as a gradient of zeros: in the plain model, the weights
+# behind such a value get no gradient either.
 
 
 Links = dict[str, list[list[list[str | int]] | None]]
-"""For each value of a stage, and each tensor in it, the tensors ``[value, index]`` that it was made of, or
-``None`` where it requires no gradient."""
+"""For each value of a stage and each tensor in it, the tensors that it was made of.
+
+Each is ``[value, index]``; in place of the list, ``None`` stands for a tensor that requires no gradient.
+"""
 
 
 def name_links(
@@ -54,8 +55,9 @@ def name_links(
 
     Args:
         reached: for each tensor of the module's output, those of its arguments that it was made of.
-        arguments: which value's tensor each of the arguments is; those of the batch come after.
-        values: for each value that the stage gives, which tensors of the output are in it.
+        arguments: the value and the index in it of each tensor among the arguments; tensors of the batch
+            follow after these.
+        values: for each value that the stage gives, the positions of its tensors in the output.
     """
     named: list[list[list[str | int]] | None] = [
         None if row is None else [[*arguments[i]] for i in row if i < len(arguments)]
@@ -65,7 +67,10 @@ def name_links(
 
 
 def positions_in(output: Any, values: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Which of an output's tensors are in each value: the whole output, or items of it by name."""
+    """The positions of each value's tensors in an output.
+
+    A value is the whole output, or an item of a dict.
+    """
     found: dict[str, list[int]] = {}
     start = 0
     whole = {name: value for name, value in values.items() if value is output}
@@ -85,8 +90,8 @@ def mark_optional(
     Args:
         edges: which stages give and use the values.
         specs: of the values.
-        links: of each stage. The loss is made of one tensor at least that the last stage gives, of which is
-            not known.
+        links: of each stage. The loss is made of at least one tensor of the last stage, it is not known
+            which.
     """
     last = [set(map(tuple, row)) for rows in links[-1].values() for row in rows if row is not None]
     sure: set[tuple[str | int, ...]] = set.intersection(*last) if last else set()
@@ -112,19 +117,19 @@ OUTPUT = "output"
 """The name under which the last stage's output is agreed on."""
 
 Describe = Callable[[ValueSpec, bool], tuple[Sequence[Edge], Mapping[str, ValueSpec]]]
-"""A partition's own knowledge of what travels for a call, see ``penstock.partition.Describe``."""
+"""How a partition itself tells what travels for a call, see ``penstock.partition.Describe``."""
 
 Kin = Callable[[int, ValueSpec], Family[Inferred]]
-"""What a stage has given for other sizes of its arguments."""
+"""Finds what a stage has given for arguments that differ from these in their sizes alone."""
 
 
 def describe_whole(
     transport: Transport, describe: Describe, calls: Sequence[ValueSpec], *, trains: bool
 ) -> Task[list[tuple[tuple[Edge, ...], Specs]]]:
-    """The edges and specs of calls as the partition tells them; every rank finds out for itself.
+    """The edges and specs of calls as the partition tells them; every rank works them out for itself.
 
     Raises:
-        StageError: it cannot tell; raised on every rank.
+        StageError: the model's code failed; raised on every rank.
         AgreementError: ranks find different things.
     """
     attempt = _Attempt(transport.rank)
@@ -144,7 +149,7 @@ def describe_whole(
 
 
 class _Described(NamedTuple):
-    """The edges and specs of calls, and a text that differs where they do."""
+    """The edges and specs of calls, and a text that differs if they do."""
 
     calls: list[tuple[tuple[Edge, ...], Specs]]
     digest: str
@@ -165,7 +170,7 @@ def _described(describe: Describe, calls: Sequence[ValueSpec], trains: bool) -> 
 
 
 def _missing(spec: ValueSpec) -> list[bool]:
-    """The gradients that may be missing, which the ranks must agree on as well."""
+    """Which gradients may be missing; the ranks must agree on that as well."""
     return [tensor.optional for tensor in spec.tensors]
 
 
@@ -213,7 +218,7 @@ def _read(spec: dict[str, Any], stage: int) -> ValueSpec:
     try:
         return ValueSpec.from_json(spec)
     except SpecError as error:
-        # Other ranks may have the class that is not known here, so this is no refusal of all.
+        # Another rank may know the class that is missing here, so not all ranks refuse the call.
         raise MessageError(
             f"what stage {stage} returns cannot be read on this rank: {error}"
         ) from error
@@ -239,7 +244,7 @@ def _stage_specs(
     except SpecError:
         if not stage.is_last:
             raise
-        # The output stays here unless somebody asks for it.
+        # The last stage's output need not be described: it stays here unless the caller asks for it.
         return {"specs": {}, "links": {}}
     filled = output.without_data()
     found = as_values(given, filled, wired=stage.wired) if given else {OUTPUT: filled}
@@ -253,7 +258,7 @@ def _stage_specs(
 
 
 def _check_travel(values: Specs, source: str) -> None:
-    """Check that all values can be sent; that of stages on one rank is not, but could be tomorrow.
+    """Check that all values can be sent, also those between stages of one rank: another placement sends them.
 
     Raises:
         SpecError: one cannot.
@@ -265,26 +270,32 @@ def _check_travel(values: Specs, source: str) -> None:
 def why_not_without(
     function: Callable[[Any, Any], Any], specs: Specs, device: torch.device
 ) -> str | None:
-    """Why a loss function cannot do without a target, tried on an output without data; None where it can."""
+    """Why a loss function needs a target, found by trying it on an output without data.
+
+    None if it does not.
+    """
     if OUTPUT not in specs:
-        return "what the model gives cannot be described, to try loss_fn without one"
+        return "loss_fn could not be tried without one, as the model's output cannot be described"
     arguments = spec_of_arguments((specs[OUTPUT].without_data(), None), {})
     try:
         found = infer_output(_Called(function), arguments, device)
     except Exception as error:
-        return f"loss_fn does not do without one ({type(error).__name__}: {error})"
+        return f"loss_fn fails without one ({type(error).__name__}: {error})"
     if len(found.tensors) == 1 and math.prod(found.tensors[0].shape) == 1:
         return None
-    return "loss_fn gives no scalar without one"
+    return "loss_fn returns no scalar without one"
 
 
 class _Called(nn.Module):
-    """A function as a module; one that is a module is its part, and is copied with it where it is tried."""
+    """A function as a module.
+
+    If the function is a module itself, it is a child, so that a copy includes it.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function if isinstance(function, nn.Module) else None
-        # A function made here, which a copy shares, as it would not share a bound method's object.
+        # A lambda, since a deep copy shares functions but would copy the object of a bound method.
         self._call: Callable[..., Any] = lambda *args: function(*args)
 
     def forward(self, *args: Any) -> Any:
@@ -293,13 +304,13 @@ class _Called(nn.Module):
 
 
 class _Attempt:
-    """Something that the user's code may refuse, tried on one rank and told to all.
+    """Runs code of the user's that may fail on one rank, so that every rank hears why.
 
     Args:
-        rank: this one.
+        rank: this rank.
 
     Attributes:
-        told: what went wrong here, for the others; empty where nothing did.
+        told: what went wrong here, to be told to the other ranks; empty if nothing did.
     """
 
     def __init__(self, rank: int) -> None:
@@ -308,7 +319,7 @@ class _Attempt:
         self.told: dict[str, str] = {}
 
     def made(self, make: Callable[[], T]) -> T | None:
-        """What a function makes; nothing where it raises."""
+        """The result of a function, or None if it raises."""
         try:
             return make()
         except Exception as error:
@@ -322,7 +333,7 @@ class _Attempt:
             return None
 
     def refusal(self, where: str, rank: int, answer: Mapping[str, str]) -> StageError:
-        """What every rank raises because of one, on which it has its cause."""
+        """The error that every rank raises; on the rank where it happened, it has its cause."""
         error = StageError(
             f"{where}{answer['module']}before the first microbatch: {answer['error']}"
         )

@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 class Wait(NamedTuple):
-    """What a rank waits for; why, as something that reads ``waits ...``; and from which ranks, if not all."""
+    """Why a rank cannot go on: the ticket, the reason (its text begins ``waits ...``), and from which ranks.
+
+    ``peers`` of None stands for all ranks.
+    """
 
     ticket: Ticket
     rank: int
@@ -29,24 +32,25 @@ Task = Generator[Wait, None, T]
 
 
 def drive(tasks: Sequence[Task[T]], activity: Activity | None = None) -> list[T]:
-    """Run tasks in turn, each as far as it gets.
+    """Run tasks until all are done.
 
-    A single task blocks in its waits. Several in one process never block: when none can go on, none ever
-    will.
+    A single task blocks in its waits. Several tasks take turns, each running until it must wait, and never
+    block: if none of them can go on, none ever will.
 
     Args:
-        tasks: one for each rank that lives here.
-        activity: where the waits of a single task are noted.
+        tasks: one for each rank of this process.
+        activity: records the waits of a single task.
 
     Raises:
-        MessageError: all tasks wait for each other; the message says who waits for what.
+        MessageError: all tasks wait for each other; the message says which rank waits for what.
     """
     try:
         if len(tasks) == 1:
             return [_run_alone(tasks[0], activity or Activity(0))]
         return _run_in_turn(tasks)
     finally:
-        # After a failure the others have things to put back, which cannot wait for the garbage collector.
+        # After a failure the other tasks have contexts to leave, which must not wait for the garbage
+        # collector.
         for task in tasks:
             task.close()
 
@@ -61,7 +65,7 @@ def _run_alone(task: Task[T], activity: Activity) -> T:
         try:
             wait.ticket.wait()
         except RuntimeError as error:
-            # Also what a process group raises for a peer that is gone or too slow.
+            # A process group raises this too, when a peer is gone or too slow.
             raise MessageError(f"{wait}: {error}") from error
         activity.go_on()
 

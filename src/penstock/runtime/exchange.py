@@ -1,14 +1,17 @@
-"""What passes between the stages of a step: values to those that use them, gradients to those that made them.
+"""What passes between the stages of a step, and how it becomes the arguments of their modules.
 
-Everything here is made once for a rank's bound program and used in every step of it. A value that this rank
-holds lies in a slot, one for each value and microbatch; so do the gradients that each user owes for it. The
-program is known, so it is known who reads a slot last, and that read empties it. Stages of one rank hand over
-through slots alone; for the others there are messages, whose values are checked before they are sent.
+Values go forward to the stages that use them, and gradients come back to the stages that made the values.
+Everything here is made once, for a rank's bound program, and serves every step of it. A value that this rank
+holds lies in a slot, one for each value and microbatch, and so do the gradients that each user of the value
+owes for it. The program is known, so it is known who reads a slot last, and that read empties it. Stages of
+the same rank hand over through slots alone; between ranks there are messages, whose values are checked before
+they are sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -16,12 +19,119 @@ import torch
 from torch import Tensor
 
 from penstock.errors import InternalError, SpecError
-from penstock.runtime.arguments import chosen
 from penstock.runtime.program import RankProgram
 from penstock.schedule import Action, Edge, Op
 from penstock.schedule.action import RECV_OPS
+from penstock.stage import PipelineStage
 from penstock.transport import Ticket, Transport
-from penstock.values import TensorSpec, ValueSpec, flatten, paths
+from penstock.values import Microbatch, TensorSpec, ValueSpec, flatten, paths
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Which of the model's arguments each stage is given.
+
+    Args:
+        named: for each stage, the names of its module's arguments; ``None`` for a wired stage, which is given
+            the whole call.
+        by_hand: for each stage, the keyword arguments that its rank was given for it. Where this is set, it
+            decides, and ``named`` does not.
+        aside: keyword arguments of a microbatch that stay in this process and are not described to others.
+    """
+
+    named: Mapping[int, Sequence[str] | None]
+    by_hand: Mapping[int, frozenset[str]] | None = None
+    aside: Mapping[str, Any] = field(default_factory=dict)
+
+    def by_name(self, stage: int, names: Sequence[str], *, first: bool) -> list[str]:
+        """The keyword arguments that go to a stage.
+
+        Args:
+            stage: which one.
+            names: all keyword arguments of the call.
+            first: whether the batch enters at this stage: it also gets the arguments that no other stage
+                takes.
+        """
+        if self.by_hand is not None:
+            return [name for name in names if name in self.by_hand[stage]]
+        if not first:
+            # The first of its own arguments is the value that it uses.
+            own = (self.named.get(stage) or ())[1:]
+            return [name for name in names if name in own]
+        own = self.named.get(stage) or ()
+        others = {name for s, of in self.named.items() if s != stage for name in (of or ())[1:]}
+        return [name for name in names if name in own or name not in others]
+
+    def arguments(
+        self,
+        stage: PipelineStage,
+        taken: Sequence[Edge],
+        values: Mapping[str, Any],
+        part: Microbatch,
+    ) -> Arguments:
+        """What a stage's module is called with.
+
+        First the values of other stages, then arguments of the batch.
+        """
+        if stage.wired:
+            return (dict(values), part.args, part.kwargs), {}
+        names = self.by_name(stage.index, list(part.kwargs), first=not taken)
+        own = {name: part.kwargs[name] for name in names}
+        if not taken:
+            return part.args, own
+        args, by_value = as_arguments(taken, values, spread=stage.spreads)
+        return args, {**by_value, **own}
+
+    def batch_part(
+        self, stage: PipelineStage, taken: Sequence[Edge], part: Microbatch
+    ) -> Arguments:
+        """Those of a stage's arguments that come from the batch."""
+        if stage.wired:
+            return part.args, part.kwargs
+        names = self.by_name(stage.index, list(part.kwargs), first=not taken)
+        return () if taken else part.args, {name: part.kwargs[name] for name in names}
+
+
+def as_arguments(
+    taken: Sequence[Edge], values: Mapping[str, Any], *, spread: Sequence[type] = (tuple,)
+) -> Arguments:
+    """The arguments of a plain stage that uses these values.
+
+    A single value is passed by position; if its type is in ``spread``, its items become several arguments.
+    Several values are passed by name.
+    """
+    if len(taken) > 1:
+        return (), {edge.value: values[edge.value] for edge in taken}
+    value = values[taken[0].value]
+    return (tuple(value) if type(value) in spread else (value,)), {}
+
+
+def chosen(given: Sequence[Edge], output: Any, *, wired: bool = False) -> list[Any]:
+    """The values in a stage's output, in the order of the edges."""
+    return list(as_values(given, output, wired=wired).values()) if given else []
+
+
+def as_values(given: Sequence[Edge], output: Any, *, wired: bool = False) -> dict[str, Any]:
+    """The values in a stage's output by name: the whole output, or several items of a dict.
+
+    Raises:
+        SpecError: several values are needed, and the output is not a dict that has them all.
+    """
+    if len(given) == 1 and not wired:
+        return {given[0].value: output}
+    names = [edge.value for edge in given]
+    if not isinstance(output, dict) or not output.keys() >= set(names):
+        found = list(output) if isinstance(output, dict) else f"a {type(output).__name__}"
+        raise SpecError(
+            f"stage {given[0].source} must return a dict with {names}, but it returned {found}"
+        )
+    return {name: output[name] for name in names}
+
+
+# ---- slots and messages
+
 
 Specs = Mapping[str, ValueSpec]
 """The spec of each value that travels, by name."""
@@ -39,13 +149,13 @@ class Held(NamedTuple):
 class Exchange:
     """The slots and channels of one rank's bound program.
 
-    The methods give functions of a microbatch, which the program calls in its steps.
+    Each method returns a function of the microbatch, which the program then calls in every step.
 
     Args:
         program: what the rank does.
         transport: its end.
-        specs: for each microbatch, what was agreed about its values.
-        devices: where each of its stages lives.
+        specs: for each microbatch, the agreed specs of its values.
+        devices: the device of each stage.
     """
 
     def __init__(
@@ -65,7 +175,7 @@ class Exchange:
         self._posted: dict[Action, Ticket] = {}
 
     def clear(self) -> None:
-        """Empty all slots, after a step that was interrupted."""
+        """Empty all slots; an interrupted step leaves some filled."""
         for held in self._values.values():
             held[:] = [None] * self._count
         for owed in self._owed.values():
@@ -74,7 +184,7 @@ class Exchange:
 
     @property
     def untaken(self) -> list[Action]:
-        """The receives whose messages nobody has used."""
+        """The receives whose messages no action has used."""
         return [action for action in self._posted if action.op in RECV_OPS]
 
     # ---- values, forward
@@ -105,9 +215,9 @@ class Exchange:
         return self._values.setdefault(value, [None] * self._count)
 
     def keeper(self, stage: int, *, wired: bool) -> Callable[[int, Any], None]:
-        """Keeps the values that a stage's output holds until they are used and sent.
+        """Keeps the values in a stage's output until they have been used and sent.
 
-        What it gives raises SpecError where a value is not what was agreed on; nothing of it is sent then.
+        The function raises SpecError if a value is not what was agreed on, before anything of it is sent.
         """
         given = self._program.given(stage)
         specs = [[of[edge.value] for edge in given] for of in self.specs]
@@ -132,18 +242,18 @@ class Exchange:
         return keep
 
     def check_unchanged(self, stage: int, microbatch: int, changed: Sequence[int]) -> None:
-        """Check that no later stage uses what a stage has changed in place.
+        """Check that no later stage uses a value that this stage has changed in place.
 
-        It would see the change in the unsplit model. Here each user of a value has its own, and the gradient
-        of one does not flow through what another did.
+        In the unsplit model the later stage would see the change. Here each user of a value has its own
+        copy, and the gradient of one user does not flow through what another one did to it.
 
         Args:
-            stage: which one.
-            microbatch: of which microbatch.
-            changed: which tensors among its arguments.
+            stage: the stage that changed something.
+            microbatch: in which microbatch.
+            changed: the positions of the changed tensors among its arguments.
 
         Raises:
-            SpecError: a later one does.
+            SpecError: a later stage uses one of them.
         """
         start = 0
         for edge in self._program.taken(stage):
@@ -153,21 +263,21 @@ class Exchange:
             if found and later:
                 raise SpecError(
                     f"stage {stage} changes the value {edge.value!r} in place ({', '.join(found)}), and "
-                    f"stages {later} use it too; use an operation that is not in place, or clone it first"
+                    f"stages {later} use it too; use an out-of-place operation, or clone the value first"
                 )
             start += len(where)
 
     # ---- gradients, backward
 
     def owed(self, stage: int) -> Callable[[int], list[Tensor | None]]:
-        """Adds up the gradients that came back for a stage's values, one for each of their tensors."""
+        """Adds up the gradients that came back for a stage's values: one for each tensor in them."""
         totals = [self._total(edge) for edge in self._program.given(stage)]
         if len(totals) == 1:
             return totals[0]
         return lambda microbatch: [grad for total in totals for grad in total(microbatch)]
 
     def _total(self, edge: Edge) -> Callable[[int], list[Tensor | None]]:
-        """The sum over a value's users, from the last stage to the first whatever the order they came in."""
+        """The sum over a value's users, from the last stage to the first whatever order they came in."""
         users = self._program.payers(edge) if edge.gradient else ()
         owed = [self._debts(edge.value, user) for user in users]
         lengths = [len(of[edge.value].tensors) for of in self.specs]
@@ -199,9 +309,9 @@ class Exchange:
         return self._owed.setdefault((value, user), [None] * self._count)
 
     def handing_back(self, stage: int) -> Callable[[int, Gradients], Gradients]:
-        """Keeps the gradients of a stage's arguments for the stages that made the values.
+        """Keeps the gradients of a stage's arguments for the stages that made those values.
 
-        What it gives returns the gradients of what was no value but the batch's.
+        The function returns the gradients that are left over: those of the batch's own tensors.
         """
         taken = self._program.taken(stage)
         if not taken:
@@ -231,7 +341,7 @@ class Exchange:
     # ---- messages
 
     def packer(self, action: Action) -> Callable[[int], list[Tensor]]:
-        """Makes the tensors of a SEND_F or SEND_B."""
+        """Makes the list of tensors that a SEND_F or SEND_B sends."""
         edges = self._program.wire(action).edges
         if action.op is Op.SEND_F:
             return self._value_packer(edges, action)
@@ -253,9 +363,9 @@ class Exchange:
     def _gradient_packer(
         self, edges: Sequence[Edge], device: torch.device
     ) -> Callable[[int], list[Tensor]]:
-        """For each tensor that travelled a gradient, zeros where it has none.
+        """A gradient for each tensor that travelled, zeros where it has none.
 
-        Where a gradient may be missing, the last tensor says which are there.
+        If gradients may be missing, one more tensor at the end says which of them are there.
         """
         totals = [self._total(edge) for edge in edges]
         specs = [[spec for edge in edges for spec in of[edge.value].tensors] for of in self.specs]
@@ -279,7 +389,8 @@ class Exchange:
         """Starts a SEND_F or SEND_B."""
         channel, posted = self._program.wire(action).channel, self._posted
         post_send = self._transport.post_send
-        # A send that the program waits for is found by its action; the others the transport keeps.
+        # Only a send that the program waits for must be found again by its action; the transport keeps the
+        # rest.
         if action not in self._program.awaited:
             return lambda tensors: (post_send(channel, tensors), None)[1]
 
@@ -308,11 +419,17 @@ class Exchange:
         return [*specs, TensorSpec((optional,), "uint8", False)] if optional else specs
 
     def pending(self, message: Action) -> Ticket | None:
-        """The ticket of what was posted; of several stages that use a message, the first takes it for all."""
+        """The ticket of a message, or None once it was taken.
+
+        The first stage that uses it takes it for all.
+        """
         return self._posted.get(message)
 
     def settler(self, message: Action) -> Callable[[int], Sequence[Tensor]]:
-        """Lets go of what was sent, or takes what arrived: the tensors."""
+        """Takes a message that is complete.
+
+        Releases what was sent, or stores what arrived. Returns its tensors.
+        """
         posted = self._posted
         accept = self._accepter(message) if message.op in RECV_OPS else None
 
@@ -325,7 +442,10 @@ class Exchange:
         return settle
 
     def _accepter(self, receive: Action) -> Callable[[Sequence[Tensor]], None]:
-        """Takes a message apart: values for their users here, or gradients for their maker."""
+        """Puts what a message brought into its slots.
+
+        Values for their users, or gradients for their maker.
+        """
         edges, microbatch = self._program.wire(receive).edges, microbatch_of(receive)
         if receive.op is Op.RECV_B:
             return self._gradient_accepter(edges, receive.peer_stage, microbatch)
@@ -362,7 +482,7 @@ class Exchange:
 
 
 def _optional(specs: Specs, edges: Sequence[Edge]) -> int:
-    """For how many tensors of these values a gradient may be missing."""
+    """How many tensors of these values may be left without a gradient."""
     return sum(tensor.optional for edge in edges for tensor in specs[edge.value].tensors)
 
 
@@ -372,7 +492,7 @@ def _add(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _checked(value: Any, spec: ValueSpec, edge: Edge, microbatch: int) -> list[Tensor]:
-    """The tensors of a value, if it is what was agreed with those that use it."""
+    """The tensors of a value, after a check that it is what was agreed with its users."""
     gradients = torch.is_grad_enabled()
     try:
         tensors, structure = flatten(value)

@@ -18,11 +18,11 @@ class Row(NamedTuple):
 
     Attributes:
         position: in the rank's list, from 0.
-        action: what is done; the taking of a message is named after its receive or send.
-        reads: values and gradients that it uses.
-        writes: those that it makes.
-        channel: where a message travels; empty for what stays on the rank.
-        size: the bytes of the message, 0 for what is none.
+        action: what is done; ``take`` and ``await`` name the receive or send whose message they complete.
+        reads: the values and gradients that it uses.
+        writes: the values and gradients that it makes.
+        channel: where a message travels; empty for anything else.
+        size: the bytes of the message; 0 for anything else.
     """
 
     position: int
@@ -42,7 +42,7 @@ def explain(bound: BoundProgram) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows as text, in columns."""
+    """The rows as text, in columns."""
     lines = [("", "action", "reads", "writes", "channel", "bytes")]
     lines += [(str(r.position), *r[1:5], str(r.size) if r.channel else "") for r in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -103,7 +103,10 @@ class RankProgram:
 
     @cached_property
     def uses_of(self) -> dict[str, int]:
-        """How often this rank reads each value: once a user here and once a message from here."""
+        """How often this rank reads each value.
+
+        Once for each stage here that uses it, and once for each message.
+        """
         rank_of = self.schedule.placement.rank_of
         uses: dict[str, int] = {}
         for edge in self.schedule.edges:
@@ -113,10 +116,11 @@ class RankProgram:
         return uses
 
     def payers(self, edge: Edge) -> list[int]:
-        """By which stages the gradients of a value come to this rank, the last first.
+        """The stages through which the gradients of a value come to this rank, the last one first.
 
-        Those that use it here pay for themselves; for all users on another rank the stage that its message
-        names pays, which need not be one of them where a message carries several values.
+        A stage on this rank that uses the value hands its gradient over itself. For all users on another
+        rank, one message brings the sum, under the stage that the message names. Where a message carries
+        several values, that stage need not use this one.
         """
         rank_of = self.schedule.placement.rank_of
         here = {target for target in edge.targets if rank_of[target] == self.rank}
@@ -124,7 +128,7 @@ class RankProgram:
 
     @cached_property
     def _carriers(self) -> dict[str, set[int]]:
-        """For each value the stages that messages with its gradients come from."""
+        """For each value, the stages named by the messages that bring its gradients."""
         found: dict[str, set[int]] = {}
         for action, _ in self.instructions:
             if action.op is Op.RECV_B:
@@ -133,11 +137,11 @@ class RankProgram:
         return found
 
     def last_reads(self, value: str, reader: int | Action) -> frozenset[int]:
-        """The microbatches for which a reader of a value is the last on this rank.
+        """The microbatches for which this reader is the last one on this rank to read a value.
 
         Args:
             value: which one.
-            reader: a stage that uses it, or a SEND_F that carries it, of whichever microbatch.
+            reader: a stage that uses it, or a SEND_F that carries it (of any microbatch).
         """
         return self._last_reads.get((value, _reader(reader)), frozenset())
 
@@ -164,7 +168,7 @@ class RankProgram:
 
 
 _Reader = tuple[int, int | None]
-"""A stage that uses a value; with a peer stage, its messages there."""
+"""A stage that uses a value; or, with a peer stage, the messages that carry it there."""
 
 
 def _reader(reader: int | Action) -> _Reader:
@@ -192,8 +196,8 @@ def channels(schedule: Schedule) -> list[Channel]:
 def engine_for(schedule: Schedule, stage: int) -> str:
     """The backward engine that suits what a schedule does with a stage.
 
-    Where backward never comes in halves, a plain one is fastest. Where microbatches go backward out of their
-    order, all gradients must wait for the weights' half, so that they can be added in order.
+    If backward never comes in halves, a plain pass is fastest. If microbatches go backward out of order, all
+    weight gradients must wait for the weights' half, so that they can be added in order.
     """
     actions = schedule.actions(schedule.placement.rank_of[stage])
     backwards = [a for a in actions if a.stage == stage and a.op in (Op.I, Op.B)]

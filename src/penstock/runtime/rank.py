@@ -27,7 +27,6 @@ from penstock.runtime.agreement import (
     agree_model_call,
     look_up,
 )
-from penstock.runtime.arguments import Inputs
 from penstock.runtime.bind import BoundProgram, Wanted
 from penstock.runtime.describing import (
     Describe,
@@ -36,8 +35,8 @@ from penstock.runtime.describing import (
     why_not_without,
 )
 from penstock.runtime.driver import Task, Wait
-from penstock.runtime.exchange import Specs
-from penstock.runtime.health import Health, Spot, Trouble, has_finite_gradients
+from penstock.runtime.exchange import Inputs, Specs
+from penstock.runtime.instrumentation import Health, Recorder, Spot, Trouble, has_finite_gradients
 from penstock.runtime.program import RankProgram, channels
 from penstock.runtime.results import (
     Names,
@@ -47,7 +46,7 @@ from penstock.runtime.results import (
     share_numbers,
     share_outputs,
 )
-from penstock.runtime.work import Companion, Recorder, StepData
+from penstock.runtime.work import Companion, StepData
 from penstock.schedule import Edge, Op, Schedule
 from penstock.stage import PipelineStage
 from penstock.step import Tally, Weights, WholeBatch
@@ -56,14 +55,14 @@ from penstock.values import ValueSpec, named_arguments
 
 
 class Rank:
-    """One rank, wherever it lives.
+    """One rank, which may share its process with all others or have one to itself.
 
     Args:
-        transport: its end.
-        stages: those it holds.
-        describe: how the partition tells what travels for a call, where it does.
-        by_hand: whether arguments by name go to all stages of the rank that was given them, and to no other,
-            rather than to those that take them.
+        transport: its end of the wires.
+        stages: the stages that it holds.
+        describe: how the partition tells what travels for a call, if it does.
+        by_hand: whether keyword arguments go to all stages of the rank that was given them and to no others,
+            rather than to the stages that take them.
     """
 
     def __init__(
@@ -95,23 +94,23 @@ class Rank:
 
     @property
     def drawing_names(self) -> list[str]:
-        """Under which names its stages' modules draw random numbers."""
+        """The names under which modules of its stages draw random numbers."""
         return [name for streams in self._streams.values() for name in streams.names]
 
     def tell_stages_apart(self) -> None:
-        """Let those names begin with the stage."""
+        """Put the stage in front of those names."""
         for index, streams in self._streams.items():
             streams.put_before(f"stage {index}: ")
 
     def wrap_transport(self, wrap: Callable[[Transport], Transport]) -> None:
-        """Put something between this rank and its end of the transport."""
+        """Put something between this rank and its transport."""
         self.transport = wrap(self.transport)
 
     def run(self, call: Call) -> Task[Report | Refusal]:
-        """Carry out a call, as a task: agree on it, run the program, and tell what came out.
+        """Carry out a call, as a task: agree on it, run the program, and report what came out.
 
-        What is wrong with the call is found, and told to all ranks, before anything is sent or changed: then
-        every rank refuses it, and the next call is as if this one had not been.
+        Whatever is wrong with the call is found and told to all ranks before anything is sent or changed.
+        Every rank then refuses the call, and the next call runs as if this one had never been made.
         """
         let_cross(stage.module for stage in self.stages.values())
         inputs = self._inputs or (yield from self._introduce())
@@ -132,7 +131,7 @@ class Rank:
     def _data(
         self, call: Call, agreement: Agreement, counts: Sequence[float] | None
     ) -> Task[StepData]:
-        """What the step brings to this rank."""
+        """What this step brings to this rank."""
         loss, targets = call.loss, call.batch.targets
         weights = Weights()
         if loss is not None:
@@ -158,7 +157,7 @@ class Rank:
         companions: Mapping[int, tuple[Companion, ...]],
         adapters: Mapping[int, Adapter],
     ) -> BoundProgram:
-        """The program bound for a call like this; made once."""
+        """The program for calls like this one, bound at the first of them."""
         wanted = Wanted(
             with_loss=call.loss is not None,
             outputs=call.outputs or call.keep,
@@ -203,7 +202,7 @@ class Rank:
     def _report(
         self, call: Call, agreement: Agreement, data: StepData, elapsed: float
     ) -> Task[Report]:
-        """What all ranks made of the call together, and what this one has to give back."""
+        """Add up what all ranks found, and put together what this one returns."""
         tally, health = data.tally, data.health
         ill = health is not None and not has_finite_gradients(self.stages.values())
         numbers, self._names, ill = yield from share_numbers(
@@ -227,14 +226,14 @@ class Rank:
         )
 
     def _trouble(self, loss: float, spots: Sequence[Spot]) -> Task[Trouble]:
-        """Where what is not finite began, on any rank."""
+        """The first place at which something was not finite, on any rank."""
         told = yield from self.exchange(min(spots, default=None))
         found = [Spot(*spot) for spot in told if spot is not None]
         return Trouble(loss, min(found, default=None))
 
     @contextmanager
     def _accompanied(self, call: Call) -> Iterator[Mapping[int, tuple[Companion, ...]]]:
-        """What goes along with the stages' microbatches in this call."""
+        """Install, for the time of this call, what is told of each stage's work."""
         found: list[tuple[int, Companion]] = []
         with ExitStack() as stack:
             for index, streams in self._streams.items():
@@ -250,7 +249,10 @@ class Rank:
 
     @contextmanager
     def _adapted(self, call: Call, agreement: Agreement) -> Iterator[Mapping[int, Adapter]]:
-        """What replicated and sharded stages need around a call; their gradients are reduced when it ends."""
+        """Put the adapters of replicated and sharded stages around a call.
+
+        They reduce gradients when it ends.
+        """
         adapters = self._find_adapters()
         gathers = Op.UNSHARD not in agreement.schedule.ops
         for index, adapter in adapters.items():
@@ -267,7 +269,7 @@ class Rank:
             raise
 
     def _find_adapters(self) -> Mapping[int, Adapter]:
-        """Those of the stages here, new ones where their user has wrapped something since the last call."""
+        """The adapters of the stages here; new ones if the user has wrapped a module since the last call."""
         for index, stage in self.stages.items():
             known = self._adapters.get(index)
             if known is None or not known.fits(stage.module):
@@ -279,7 +281,7 @@ class Rank:
         return dict(self._adapters)
 
     def _for_call(self, inputs: Inputs, model_call: ModelCall, schedule: Schedule) -> Inputs:
-        """Which arguments each stage is given in a call."""
+        """The inputs for this call, where keyword arguments go by rank."""
         if not self._by_hand:
             return inputs
         named = [
@@ -289,7 +291,7 @@ class Rank:
         return replace(inputs, by_hand={stage: named[rank] for stage, rank in enumerate(rank_of)})
 
     def _introduce(self) -> Task[Inputs]:
-        """Tell the other ranks which arguments the stages here take by name."""
+        """Tell the other ranks which keyword arguments the stages here take."""
         mine = [
             [index, None if stage.wired else list(named_arguments(unwrapped(stage.module)))]
             for index, stage in self.stages.items()
@@ -299,7 +301,7 @@ class Rank:
         return self._inputs
 
     def _agree(self, call: Call, inputs: Inputs) -> Task[tuple[Agreement, StepData]]:
-        """The page of the book for what all ranks bring, written where there is none; and the data."""
+        """The agreement on what all ranks bring, remembered or made now; and the data of this step."""
         refused, counts = call.refused, None
         try:
             counts = own_counts(call.loss, call.batch)
@@ -323,7 +325,7 @@ class Rank:
             d: spec for d, spec in zip(digests, model_call.specs, strict=True) if d not in described
         }
         if self._describe is None:
-            # Before a stage is asked what it gives for arguments that it has not got.
+            # Checked before describe_by_stage tries a stage with arguments that its rank was not given.
             schedule = call.schedules(model_call.count, None)
             inputs = self._for_call(inputs, model_call, schedule)
             if call.batch.parts:
@@ -345,7 +347,7 @@ class Rank:
         """Check that the rank of the last stage was given a target, or that the loss needs none.
 
         Raises:
-            UsageError: it was not, and the loss function fails without.
+            UsageError: it was given none, and the loss function fails without one.
         """
         rank, last = schedule.placement.rank_of[-1], schedule.stages - 1
         if call.loss is None or model_call.targets[rank]:
@@ -366,7 +368,7 @@ class Rank:
     def _describe_all(
         self, call: Call, model_call: ModelCall, inputs: Inputs, calls: Sequence[ValueSpec]
     ) -> Task[Sequence[tuple[tuple[Edge, ...] | None, Specs]]]:
-        """The edges, where they depend on the call, and specs of what travels for each of these calls."""
+        """For each of these calls, the edges (if they depend on the call) and the specs of what travels."""
         if self._describe is not None:
             whole = describe_whole(self.transport, self._describe, calls, trains=call.trains)
             return (yield from whole)
@@ -376,7 +378,7 @@ class Rank:
         return [(None, specs) for specs in (yield from task)]
 
     def _program(self, schedule: Schedule) -> RankProgram:
-        """The schedule's program, prepared once; held with it, since it is found by identity."""
+        """The schedule's program, made once. The schedule is kept with it, since its id must stay its own."""
         if id(schedule) not in self._programs:
             self._programs[id(schedule)] = (schedule, RankProgram(schedule, self.number))
         return self._programs[id(schedule)][1]
@@ -389,20 +391,20 @@ class Rank:
         )
 
     def exchange(self, value: Any) -> Task[list[Any]]:
-        """Give every rank's JSON value to all."""
+        """Give all ranks the JSON value of every rank, in rank order."""
         ticket = self.transport.agree(value)
         yield Wait(ticket, self.number, "waits for a value of every rank")
         values: list[Any] = ticket.take()
         return values
 
     def clear(self) -> None:
-        """Drop what an interrupted call left in the stages."""
+        """Drop what an interrupted call has left in the stages."""
         for stage in self.stages.values():
             stage.clear()
 
 
 def _streams_of(stage: PipelineStage) -> Streams:
-    # A model's own forward runs in every wired stage; else each stage has code of its own.
+    # In every wired stage it is the model's own forward that runs; a plain stage has code of its own.
     whole = stage.is_first or (stage.wired and not stage.compiles)
     part = "" if whole else f"stage {stage.index}"
     generators = Generators([stage.device])
@@ -410,7 +412,7 @@ def _streams_of(stage: PipelineStage) -> Streams:
 
 
 def _traits(stages: Iterable[PipelineStage]) -> tuple[Any, ...]:
-    """Of each parameter its type and whether it is trained, and what else changes what travels."""
+    """What changes what travels: each parameter's type and requires_grad, and the traits of wired modules."""
     return tuple(
         (stage.traits, [(p.dtype, p.requires_grad) for p in stage.module.parameters()])
         for stage in stages
@@ -418,7 +420,7 @@ def _traits(stages: Iterable[PipelineStage]) -> tuple[Any, ...]:
 
 
 def _one_table(tables: Sequence[tuple[Edge, ...] | None]) -> tuple[Edge, ...] | None:
-    """The edge table that all microbatches of a call have.
+    """The edge table that all microbatches of a call share.
 
     Raises:
         SpecError: they differ.
@@ -454,7 +456,7 @@ def _check_given(model_call: ModelCall, inputs: Inputs, schedule: Schedule) -> N
 
 
 def _where_it_went(model_call: ModelCall) -> str:
-    """Which of the model's arguments may have been meant for the target."""
+    """A hint at the argument of the model that may have been meant as the target."""
     positions, names = model_call.names
     if near := get_close_matches("target", names, n=1):
         return f" ({near[0]}= went to the model)"
@@ -467,7 +469,7 @@ def check_stages(schedule: Schedule, rank: int, stages: Sequence[PipelineStage])
     """Check that a rank was given exactly its stages.
 
     Raises:
-        UsageError: others; the message lists what the schedule places there.
+        UsageError: it was given others; the message lists those that the schedule places there.
     """
     given = sorted(stage.index for stage in stages)
     expected = list(schedule.placement.stages_on(rank))

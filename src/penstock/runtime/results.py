@@ -1,4 +1,4 @@
-"""What ranks have in common before and after a call: weights, numbers, and the outputs of the last stage."""
+"""What ranks share before and after a call: weights of microbatches, sums, and the last stage's outputs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from penstock.runtime.agreement import ModelCall
 from penstock.runtime.describing import OUTPUT
 from penstock.runtime.driver import Task, Wait
 from penstock.runtime.exchange import Specs
-from penstock.step import Loss, Numbers, Scale, Sums, Weights
+from penstock.step import Loss, Scale, StepResult, Sums, Weights
 from penstock.transport import Transport
 from penstock.values import Batch, ValueSpec, flatten
 
-# ---- the numbers of a step that ranks must have in common: the weights before it, the results after it
+# ---- the numbers of a step: the microbatches' weights before it, the sums after it
 
 
 Names = tuple[str, ...]
-"""Of losses that stages added in some step, sorted; the same on every rank."""
+"""The names of all losses that stages have added so far, sorted; the same on every rank."""
 _ROUNDING = 1e-12
-"""How far squares of the ranks' weights may be apart, which differ at most in the order of a sum."""
+"""The relative difference allowed between ranks' weights, which may differ by rounding only."""
 
 
 def own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
-    """The weight of each microbatch, as far as this process can tell before it hears of the others.
+    """The weight of each microbatch, if this process can tell it from what it was given.
 
     Raises:
-        UsageError: it is none.
+        UsageError: a weight is not a valid number.
         StageError: the user's function raised.
     """
     known = batch.targets if loss is not None and callable(loss.weight) else batch.samples
@@ -54,19 +54,19 @@ def agree_weights(
     counts: Sequence[float] | None,
     scale: Scale | None,
 ) -> Task[Weights]:
-    """How much each microbatch counts.
+    """How much each microbatch counts, the same on every rank.
 
-    Where that depends on the targets and some rank has none, the first rank that has them tells it.
+    If that depends on the targets and some ranks have none, the first rank that has them tells the others.
 
     Args:
         transport: the rank's end.
         loss: whose weights.
         model_call: what all ranks were given.
-        counts: of :func:`own_counts`.
+        counts: what :func:`own_counts` found.
         scale: what else gradients are scaled by.
 
     Raises:
-        UsageError: no rank has the targets that the weights are found from.
+        UsageError: no rank has the targets that the weights depend on.
     """
     if not callable(loss.weight):
         return loss.weights(loss.counts(model_call.samples, ()), scale)
@@ -94,24 +94,24 @@ def share_numbers(
     names: Names,
     *,
     ill: bool = False,
-) -> Task[tuple[Numbers, Names, bool]]:
-    """Add up what the ranks found, and check that they weighed it alike.
+) -> Task[tuple[StepResult, Names, bool]]:
+    """Add up what the ranks found, and check that they used the same weights.
 
-    One sum does it, unless a stage added a loss under a name that is new.
+    One sum over the ranks is enough, unless a stage has added a loss under a new name.
 
     Args:
         transport: the rank's end.
-        loss: what was computed, where it was.
+        loss: the loss, if one was computed.
         sums: of this rank.
         weights: of the microbatches.
-        names: known so far.
-        ill: whether something here is not finite.
+        names: of added losses, as far as they are known to all ranks.
+        ill: whether something on this rank is not finite.
 
     Returns:
         The numbers, the names known now, and whether something is not finite on any rank.
 
     Raises:
-        AgreementError: the ranks were told, or found, other weights.
+        AgreementError: the ranks were given, or computed, different weights.
     """
     new = sorted(sums.names.difference(names))
     mark = weights.mark
@@ -133,7 +133,7 @@ def share_numbers(
 
 
 def _differ(ranks: int, total: float, squared: float) -> bool:
-    """Whether numbers differ by more than rounding, from their sum and that of their squares."""
+    """Whether numbers differ by more than rounding, from their sum and the sum of their squares."""
     return ranks * squared - total * total > _ROUNDING * total * total
 
 
@@ -157,11 +157,11 @@ def _sum(transport: Transport, values: Tensor) -> Task[Tensor]:
     return found
 
 
-# ---- give every rank the outputs of the last stage
+# ---- outputs of the last stage, for every rank
 
 
 def check_outputs(specs: Sequence[Specs]) -> None:
-    """Check that the outputs of a call can be given to every rank, before it begins.
+    """Check, before a call begins, that its outputs can be sent to every rank.
 
     Raises:
         SpecError: they hold something that cannot travel.
@@ -183,17 +183,17 @@ def share_outputs(
     specs: Sequence[Specs],
     device: torch.device,
 ) -> Task[list[Any]]:
-    """The outputs of all microbatches.
+    """The outputs of all microbatches, on every rank.
 
     Args:
         transport: the rank's end.
         source: the rank that has them.
         outputs: on that rank, by microbatch.
-        specs: for each microbatch, what was agreed about its values.
-        device: where they shall live.
+        specs: for each microbatch, the agreed specs of its values.
+        device: where the others put them.
 
     Raises:
-        SpecError: they are not what was agreed.
+        SpecError: an output is not what was agreed.
     """
     found = []
     for microbatch, agreed in enumerate(specs):
@@ -218,7 +218,7 @@ def _share(
 
 
 def _checked(output: Any, spec: ValueSpec) -> list[Tensor]:
-    """The tensors of the last stage's output, if it is what was agreed on: the rest is not sent again."""
+    """The tensors of the last stage's output, after a check against its spec: only tensors are sent."""
     tensors, structure = flatten(output)
     if not spec.fits(tensors, structure, gradients=False):
         gap = spec.difference(ValueSpec.of(output), gradients=False)

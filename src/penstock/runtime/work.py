@@ -1,80 +1,30 @@
-"""What a stage does in each of its compute actions, and what goes along with that."""
+"""What a stage does in each of its compute actions, as plain functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.parallel import gathered, replicated
-from penstock.runtime.arguments import Arguments, Inputs, chosen
 from penstock.runtime.describing import OUTPUT
-from penstock.runtime.exchange import Exchange, Gradients
-from penstock.runtime.health import Health
+from penstock.runtime.exchange import Arguments, Exchange, Gradients, Inputs, chosen
+from penstock.runtime.instrumentation import Health, Recorder
 from penstock.runtime.program import RankProgram
-from penstock.schedule import Action, Span
 from penstock.stage import PipelineStage
 from penstock.step import Loss, Tally, Weights, nothing
 from penstock.step.loss import Losses
 from penstock.values import Microbatch, ValueSpec, flatten, unflatten
 from penstock.values.structure import mapped, tensors_of
 
-# ---- when each action of a step ran, on this process's clock
-
-
-class Recorder:
-    """Notes the start and end of actions, in seconds since it was made.
-
-    On an accelerator the device is synchronised before each reading, so that a span holds the work
-    itself and not its launch; this slows a recorded step down.
-
-    Args:
-        rank: whose actions.
-        device: where they run.
-    """
-
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self.spans: list[Span] = []
-        self._rank = rank
-        self._synchronize: Callable[[], object] = (
-            _nothing if device.type == "cpu" else torch.accelerator.synchronize
-        )
-        self._origin = self._now()
-        self._start = 0.0
-
-    def start(self) -> None:
-        """An action begins, or a piece of one."""
-        self._start = self._now() - self._origin
-
-    def stop(self, action: Action) -> None:
-        """It ends; the pieces of an action, where it has several one after the other, are one span."""
-        start = self._start
-        if self.spans and self.spans[-1].action == action:
-            start = self.spans.pop().start
-        self.spans.append(Span(self._rank, action, start, self._now() - self._origin))
-
-    def elapsed(self) -> float:
-        """Seconds since the recorder was made."""
-        return self._now() - self._origin
-
-    def _now(self) -> float:
-        self._synchronize()
-        return perf_counter()
-
-
-def _nothing() -> None:
-    """The CPU has done what it was told."""
-
-
-# ---- what goes along with a stage's microbatches through a step
+# ---- what is told of a stage's work, such as random streams and adapters
 
 
 class Companion(Protocol):
-    """Told of each piece of a stage's work just before it begins."""
+    """Is told of each piece of a stage's work, just before it begins."""
 
     def forward(self, microbatch: int) -> None:
         """A microbatch's forward begins."""
@@ -89,29 +39,29 @@ class Companion(Protocol):
         """Its backward is over."""
 
 
-# ---- what a stage does in each of its compute actions, as rows of plain functions of a microbatch
-# A row is made once, when a program is bound, and holds only what the call needs: nothing is asked again
-# for each microbatch. Its functions hand on what they work with over the stage's :class:`Desk`.
+# ---- the functions, in rows
+# A row is made once, when a program is bound, and holds only what the call needs: nothing is asked again for
+# each microbatch. Its functions pass on what they work with through the stage's :class:`Desk`.
 
 
 Part = Callable[[int], Any]
-"""A part of an action, as a function of its microbatch."""
+"""One part of an action, as a function of the microbatch."""
 
 
 @dataclass
 class StepData:
-    """What one step brings to a rank, and what the rank leaves there.
+    """What one step brings to a rank, and where the rank puts its results.
 
     Args:
         parts: the microbatches of the batch.
-        loss: what computes the loss, where there is one.
+        loss: computes the loss, if the call has one.
         targets: for each microbatch, what the loss compares with.
-        weights: how much each counts.
-        tally: where losses and metrics are noted.
-        recorder: notes when each action ran, where asked.
-        health: notes whether what leaves the stages is finite, where asked.
-        outputs: of the last stage for each microbatch, where asked.
-        owed: arguments of the call and their gradients.
+        weights: how much each microbatch counts.
+        tally: collects losses and metrics.
+        recorder: notes when each action ran, if that was asked for.
+        health: notes whether what leaves the stages is finite, if that was asked for.
+        outputs: of the last stage by microbatch, if they were asked for.
+        owed: tensors of the batch that require grad, with their gradients.
     """
 
     parts: Sequence[Microbatch] = ()
@@ -126,7 +76,7 @@ class StepData:
 
 
 class Desk:
-    """What lies before a stage while one of its actions runs; empty between actions."""
+    """What one part of an action hands to the next; empty between actions."""
 
     __slots__ = ("arguments", "found", "grads", "microbatch", "output")
 
@@ -135,24 +85,28 @@ class Desk:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drop everything."""
         self.arguments: Arguments = ((), {})
         self.output: Any = None
         self.grads: Gradients = ()
         self.found: Gradients = ()
 
 
+SEEDS_KEPT = 256
+"""Seeds of backward that are kept from step to step, where steps have the same ones."""
+
+
 class StageWork:
-    """The functions that rows are made of, for one stage.
+    """The functions of one stage that rows are made of.
 
     Args:
-        stage: whose.
+        stage: the stage.
         program: of its rank.
         exchange: of its rank.
         inputs: which of the model's arguments each stage is given.
-        companions: what goes along with the stage's microbatches.
+        companions: are told of the stage's work.
         with_loss: whether the call computes a loss.
-        casts: whether something around the stage's module changes types.
+        casts: whether a wrapper of the stage's module changes the types of its arguments.
     """
 
     def __init__(  # noqa: PLR0913 - what a row may need, by name
@@ -189,19 +143,22 @@ class StageWork:
 
     @property
     def recorder(self) -> Any:
-        """Of the step that runs, which is timed."""
+        """The recorder of the running step, when it is timed."""
         return self.data.recorder
 
     def clear(self) -> None:
-        """Let go of the step, also where it was interrupted."""
+        """Drop the data of a step that is over or was interrupted."""
         self.data = StepData()
         self.desk.clear()
         self._seeds.clear()
+        # Weights of microbatches that are counted anew in every step make new seeds without end.
+        if len(self._made) > SEEDS_KEPT:
+            self._made.clear()
 
     # ---- forward
 
     def _gather(self) -> Part:
-        """Lays the arguments of the stage's module on the desk."""
+        """Puts the arguments of the stage's module on the desk."""
         desk, stage, taken = self.desk, self.stage, self._taken
         read, inputs = self._exchange.reader(stage.index), self._inputs
         names = [edge.value for edge in taken]
@@ -211,7 +168,7 @@ class StageWork:
             desk.arguments = inputs.arguments(stage, taken, values, self.data.parts[microbatch])
 
         def gather_one(microbatch: int) -> None:
-            """The common case, in which nothing is to be chosen: one value and no arguments by name."""
+            """The common case, in which nothing has to be chosen: one value, and no keyword arguments."""
             if self.data.parts[microbatch].kwargs:
                 gather(microbatch)
                 return
@@ -222,7 +179,7 @@ class StageWork:
         return gather_one if len(taken) == 1 and not stage.wired else gather
 
     def _compute(self) -> Part:
-        """Runs the stage's module, and the loss where it is computed here."""
+        """Runs the stage's module, and the loss on the last stage."""
         desk, run, roots, added = self.desk, self.stage.forward, self._roots, self._added
         if self._casts and self.stage.wired:
             return self._compute_restored()
@@ -238,9 +195,10 @@ class StageWork:
         return compute
 
     def _compute_restored(self) -> Part:
-        """As it is called where something around a wired module changes types.
+        """Runs a wired module in a wrapper that changes types.
 
-        The module knows the call, and others what it gives them, by the types of the plain model.
+        The module itself is told the call in the types of the plain model, and other stages get its values
+        in the types of the plain model.
         """
         desk, run, names = self.desk, self.stage.forward, [edge.value for edge in self._given]
 
@@ -261,7 +219,7 @@ class StageWork:
         return compute
 
     def _keep(self) -> Part:
-        """Keeps what others need of the output."""
+        """Keeps the values that other stages need of the output."""
         desk, stage, check = self.desk, self.stage, self._exchange.check_unchanged
         keep = self._exchange.keeper(stage.index, wired=stage.wired) if self._given else None
 
@@ -274,11 +232,11 @@ class StageWork:
         return keep_values
 
     def keep_output(self, microbatch: int) -> None:
-        """Keeps the whole output for whoever asked for it."""
+        """Keeps the whole output, for a call that returns outputs."""
         self.data.outputs[microbatch] = self.desk.output
 
     def end_forward(self, microbatch: int) -> None:
-        """Clears the desk; the tensors live on only where somebody needs them."""
+        """Clears the desk, so that tensors live on only where they are still needed."""
         self.desk.arguments = _NO_ARGUMENTS
         self.desk.output = None
 
@@ -289,10 +247,10 @@ class StageWork:
         return lambda output: tuple(chosen(given, output, wired=wired))
 
     def _roots_with_loss(self) -> Callable[[Any], tuple[Any, ...]]:
-        """The values that others use, and the stage's part in the loss.
+        """The values that other stages use, and the stage's part in the loss.
 
-        A loss that a stage in the middle added is a root beside the values that the stage gives; on the last
-        stage it is part of the loss.
+        A loss that a stage in the middle adds is one more root, beside the values that the stage gives. On
+        the last stage it is added to the loss.
         """
         given, stage, added = self._given, self.stage, self._added
         main = self._main if stage.is_last else None
@@ -320,14 +278,17 @@ class StageWork:
             found = replicated(data.loss.of_microbatch(output, target))
             data.tally.measure(microbatch, self.stage.index, output, target)
         else:
-            # A mean over nothing is no number, and its gradient is none either.
+            # A microbatch of weight 0: a mean over nothing is nan, and so is its gradient.
             found = replicated(nothing(output))
         data.tally.add_main(microbatch, self.stage.index, found)
-        # Backward starts from what lies here, with a plain seed.
+        # Backward starts from the whole loss as a plain tensor, with a plain seed.
         return gathered(found)
 
     def _seed(self, root: Tensor) -> Tensor:
-        """What backward starts with at the loss; microbatches that count alike share it."""
+        """The gradient that backward starts with at the loss.
+
+        Microbatches of the same weight share one tensor.
+        """
         seed = self.data.weights.seeds[self.desk.microbatch]
         key = (seed, root.dtype, root.device, root.shape)
         if key not in self._made:
@@ -337,7 +298,7 @@ class StageWork:
     # ---- backward
 
     def _owed(self) -> Part:
-        """Lays the gradients of what backward starts from on the desk."""
+        """Puts the gradients that backward starts with on the desk."""
         desk, seeds = self.desk, self._seeds
         total = self._exchange.owed(self.stage.index)
 
@@ -358,7 +319,7 @@ class StageWork:
         return run
 
     def _handing_back(self) -> Part:
-        """Keeps the gradients of the arguments for those that they are owed to."""
+        """Hands the gradients of the arguments to the stages that made them."""
         desk, hand_back = self.desk, self._exchange.handing_back(self.stage.index)
 
         def hand(microbatch: int) -> None:
@@ -371,7 +332,7 @@ class StageWork:
         return hand
 
     def _owe(self, microbatch: int, gradients: Gradients) -> None:
-        """Notes the gradients of the batch's own tensors, where they require some."""
+        """Notes the gradients of the batch's own tensors, for those that require grad."""
         part = self.data.parts[microbatch]
         tensors, _ = flatten(self._inputs.batch_part(self.stage, self._taken, part))
         pairs = zip(tensors, gradients, strict=True)
@@ -384,7 +345,7 @@ class StageWork:
     # ---- what goes along
 
     def told(self, name: str) -> list[Part]:
-        """The companions' own functions of one name, of those that have something to do."""
+        """A method of every companion, by its name."""
         return [getattr(companion, name) for companion in self._companions]
 
     # ---- health
@@ -401,7 +362,7 @@ class StageWork:
 
 
 def _as_agreed(value: Any, spec: ValueSpec | None) -> Any:
-    """A value with the types that were agreed on."""
+    """A value whose tensors have the agreed types."""
     tensors, structure = flatten(value)
     if spec is None or len(spec.tensors) != len(tensors):
         return value
@@ -413,7 +374,7 @@ _NO_ARGUMENTS: Arguments = ((), {})
 
 
 def _saveable(target: Any) -> Any:
-    """A target that autograd can keep for backward, as it cannot what was made in inference mode."""
+    """A target that autograd can save for backward, which it refuses for tensors made in inference mode."""
     if torch.is_grad_enabled() and any(tensor.is_inference() for _, tensor in tensors_of(target)):
         return mapped(target, torch.clone)
     return target

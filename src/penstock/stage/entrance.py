@@ -1,4 +1,4 @@
-"""How values come into a stage: what it does to a tensor touches nothing else."""
+"""How values enter a stage, so that what its module does to a tensor touches nothing outside."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _REMEMBERED = 1024
 
 
 class Entered(NamedTuple):
-    """The arguments of one call of a stage.
+    """The arguments of one call of a stage's module.
 
     Attributes:
-        call: what the module is called with.
-        leaves: for each of its tensors the leaf below it, where gradients arrive; or the tensor itself.
-        structure: of the arguments, around their tensors.
-        tensors: that the module gets.
-        versions: how often each had been changed before.
-        copied: which of them are copies; None where that is all, to learn which it changes.
-        kind: the shapes, and what else it may depend on which the module changes.
+        call: ``(args, kwargs)`` that the module is called with.
+        leaves: for each tensor in them, the leaf at which its gradient arrives; or the tensor itself.
+        structure: how the arguments are nested around their tensors.
+        tensors: the tensors that the module gets.
+        versions: the version of each before the call.
+        copied: the positions of those that are copies; None if all are, to learn which the module changes.
+        kind: the shapes, and what else may decide which tensors the module changes.
         learning: whether gradients are enabled.
-        places: for each tensor that was given where its numbers are, where any may be changed.
+        places: where the data of each given tensor lie in memory; empty if the module changes none.
     """
 
     call: Call
@@ -46,12 +46,13 @@ class Entered(NamedTuple):
 class Entrance:
     """The way into one stage.
 
-    A tensor that the stage changes in place is copied for it before: others may hold the same memory, such as
-    the stage that made it, other stages that use it, or the caller of the pipeline. Which ones it changes is
-    learned at the first call with tensors of the same shapes, for which all are copied; torch counts changes.
+    A tensor that the stage changes in place is copied for it first, since others may hold the same memory:
+    the stage that made it, other stages that use it, or the caller of the pipeline. Which tensors it
+    changes is learned from torch's version counters in the first call with tensors of the same shapes, for
+    which all of them are copied.
 
     Args:
-        stage: its index, for messages.
+        stage: the index of the stage, for messages.
     """
 
     def __init__(self, stage: int) -> None:
@@ -64,7 +65,7 @@ class Entrance:
         Args:
             args: by position.
             kwargs: by name.
-            training: whether the module is in training, where it may do other things.
+            training: whether the module is in training mode, in which it may change others.
         """
         tensors, structure = flatten((args, dict(kwargs)) if kwargs else args)
         learning = torch.is_grad_enabled()
@@ -74,17 +75,17 @@ class Entrance:
         entered: list[Tensor] = []
         for index, tensor in enumerate(tensors):
             changes = copied is None or index in copied
-            # Nobody counts the changes of a tensor that was made in inference mode.
+            # A tensor that was made in inference mode has no version counter.
             own = _copy(tensor) if changes or tensor.is_inference() else tensor
             if own.requires_grad and learning:
                 leaf = own.detach().requires_grad_()
                 leaves.append(leaf)
-                # A leaf cannot be changed in place; what nobody changes needs nothing around it.
+                # A leaf cannot be changed in place, so the module gets a non-leaf if it changes this one.
                 entered.append(cast("Any", _Enter).apply(leaf) if changes else leaf)
             else:
                 leaves.append(own)
-                # An object of its own: what the module does with it, such as to make it require grad by
-                # writing into it what does, is done to no other.
+                # A new object: if the module writes something into it that requires grad, only this
+                # object requires grad from then on.
                 entered.append(own if own.requires_grad else own.detach())
         call = unflatten(structure, entered)
         versions = [version_of(tensor) for tensor in entered]
@@ -94,13 +95,13 @@ class Entrance:
         return Entered(call, leaves, structure, entered, versions, copied, kind, learning, places)
 
     def leave(self, entered: Entered) -> Sequence[int]:
-        """Look back after the call.
+        """Look at the arguments after the call.
 
         Returns:
-            Which of the tensors the module has changed in place.
+            The positions of the tensors that the module has changed in place.
 
         Raises:
-            SpecError: it changed one that it had left alone before, or one that it was given twice.
+            SpecError: it changed one that it left alone in earlier calls, or one that it was given twice.
         """
         changed = [
             index
@@ -120,7 +121,7 @@ class Entrance:
             where = list(paths(entered.structure))
             raise SpecError(
                 f"stage {self._stage} changes {where[twice[0]]} of its arguments in place, and another "
-                "argument is the same memory, which would not see it here: clone one of them"
+                "argument shares its memory, but would not see the change here: clone one of them"
             )
         if entered.copied is None:
             self._learn(entered.kind, frozenset(changed))
@@ -129,10 +130,10 @@ class Entrance:
         return changed
 
     def check_refused(self, entered: Entered, error: RuntimeError) -> None:
-        """Look at what the call raised.
+        """Look at an error that the call has raised.
 
         Raises:
-            SpecError: the module tried to change an argument in place, which it had left alone before.
+            SpecError: the module tried to change an argument in place that it left alone in earlier calls.
         """
         if entered.copied is not None and _OF_LEAVES.search(str(error)):
             frames = {id(tensor) for tensor in entered.leaves}
@@ -144,8 +145,8 @@ class Entrance:
         told = ", ".join(where[index] for index in changed)
         return SpecError(
             f"stage {self._stage} changed {told} of its arguments in place, which it did not do in "
-            "earlier calls of this shape; the memory may be shared with others: use an operation that "
-            "is not in place, or clone the tensor first"
+            "earlier calls of this shape; the memory may be shared with others: use an out-of-place "
+            "operation, or clone the tensor first"
         )
 
     def _learn(self, kind: _Kind, changed: frozenset[int]) -> None:
@@ -155,18 +156,18 @@ class Entrance:
 
 
 _OF_LEAVES = re.compile("leaf Variable that requires grad .*in-place")
-"""What torch says of an operation in place on a leaf, or on a view of one."""
+"""Torch's error about an in-place operation on a leaf, or on a view of one."""
 
 
 def _place(tensor: Tensor) -> Any:
-    """Where a tensor's numbers are; ``None`` where there are none."""
+    """Where a tensor's data lie in memory; ``None`` if it has none."""
     if not tensor.numel() or tensor.is_meta or tensor.layout is not torch.strided:
         return None
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 class _Enter(torch.autograd.Function):
-    """Makes a non-leaf of a leaf without copying it and without it being a view."""
+    """Makes a non-leaf from a leaf, which is neither a copy nor a view."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ class _Enter(torch.autograd.Function):
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """The same numbers in memory of their own, with the same strides: the same operations run on them."""
+    """A copy with the same strides, so that the same kernels run on it."""
     data = tensor.detach()
     if data.layout is not torch.strided or data.is_contiguous() or type(data) is not Tensor:
         copy = data.clone()
@@ -199,5 +200,5 @@ def _in_strides(tensor: Tensor) -> Tensor:
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         ).copy_(tensor)
     except RuntimeError:
-        # Windows that overlap in another way than by being expanded.
+        # Its elements overlap in memory in another way than by expand().
         return tensor.clone()

@@ -29,36 +29,37 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass
 class _Forward:
-    """What forward leaves for backward: the fresh leaves, and what they led to."""
+    """What forward leaves for backward: the fresh leaves, and the tensors that backward starts from."""
 
     leaves: list[Tensor]
     roots: list[Tensor]
 
 
 class PipelineStage:
-    """A slice of a model and the microbatches that are under way in it.
+    """A slice of a model, and the microbatches that are under way in it.
 
-    A stage knows no schedule, no rank and no transport. What a microbatch leaves behind is freed with its
-    last use: after ``backward``, or after ``backward_weight``.
+    A stage knows nothing of schedules, ranks or transports. What a microbatch leaves behind is freed at its
+    last
+    use: after ``backward``, or after ``backward_weight``.
 
     Args:
         module: the slice.
         index: which stage of the pipeline it is, from 0.
         count: how many stages the pipeline has.
-        device: where it lives; by default where its first parameter does, else the CPU.
+        device: where it lives; by default where its first parameter is, or the CPU if it has none.
         engine: how backward is cut in two. ``"deferred"`` leaves the gradients of heavy weights to the
             weights' half, ``"graph"`` those of all weights, and ``"none"`` leaves nothing to it.
             docs/backward.md compares them. By default what the schedule needs.
-        compile: whether to compile the module, or the options of ``torch.compile`` to do so with, see
-            docs/compile.md. A module that does not run compiled runs as it is.
+        compile: whether to compile the module, or options of ``torch.compile`` to compile it with; see
+            docs/compile.md. A module that cannot run compiled runs as it is.
         options: of the deferred engine: ``fused`` and ``joined``, two faster ways to add up weight
             gradients that change bits. docs/backward.md says what else they change.
 
     Attributes:
-        own: the slice itself, where something is wrapped around it; names begin there.
-        wired: whether the module is called with values by name and the whole call, see ``Partition``.
-        changed: which tensors of its arguments the module changed in place in the last forward, counted as
-            backward's gradients are.
+        own: the slice itself, without wrappers; names of parameters begin there.
+        wired: whether the module is called with values by name and with the whole call, see ``Partition``.
+        changed: the tensors among its arguments that the module changed in place in the last forward, by
+            position as in the gradients that backward returns.
 
     Raises:
         UsageError: the index is not below the count, or there is no such engine or option.
@@ -102,7 +103,10 @@ class PipelineStage:
 
     @property
     def module(self) -> nn.Module:
-        """What is called: the slice, or what a user has put around it, such as DistributedDataParallel."""
+        """The module that is called.
+
+        The slice, or the user's wrapper around it, such as DistributedDataParallel.
+        """
         return self._module
 
     @module.setter
@@ -125,24 +129,24 @@ class PipelineStage:
             self._compiled = self._call = made
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters under their names in the slice, whatever is wrapped around it or a part of it."""
+        """The parameters under their names in the slice, whatever is wrapped around it or parts of it."""
         return parallel.named_parameters(self._module, self.own)
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Parameters and buffers, so named, each as often as it has names."""
+        """Parameters and buffers by the same names, each one under every name that it has."""
         return [
             *parallel.named_parameters(self._module, self.own, every_name=True),
             *parallel.named_buffers(self._module, self.own),
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the module has to save, so named."""
+        """The module's state dict, by the same names."""
         found = self._module.state_dict()
         names = parallel.names_without_wrappers(self._module, self.own, list(found))
         return {names[key]: value for key, value in found.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy what is there of the module's state, so named."""
+        """Copy what ``state`` has of the module's state dict, by the same names."""
         own = list(self._module.state_dict())
         names = parallel.names_without_wrappers(self._module, self.own, own).items()
         self._module.load_state_dict({k: state[n] for k, n in names if n in state}, strict=False)
@@ -159,13 +163,13 @@ class PipelineStage:
             return next(part.module for part in self.parts() if part.name == path)
 
     def prefer_engine(self, engine: str) -> None:
-        """Use a backward engine, where the stage was made without one."""
+        """Use a backward engine, unless one was chosen when the stage was made."""
         if not self._chosen and engine != self._name:
             self._name = engine
             self._engine = self._new_engine()
 
     def reduce_later(self) -> None:
-        """Know that sharded gradients are reduced only when the weights' half is done."""
+        """Expect that sharded gradients are reduced only when the weights' half is done."""
         if not self._reduced_later:
             self._reduced_later = True
             self._engine = self._new_engine()
@@ -184,32 +188,32 @@ class PipelineStage:
     def keep_apart(self, parameters: Sequence[Tensor]) -> None:
         """From now on collect the gradients of these parameters beside ``.grad``.
 
-        For weights that other stages use too: whoever knows all stages' shares adds them up.
+        This is for weights that other stages use too: ``weights/sharing.py`` adds up all stages' shares.
         """
         self._apart = Apart(parameters)
 
     @property
     def apart(self) -> AbstractContextManager[None]:
-        """A context in which what is collected so is those parameters' ``.grad``, for who reduces it."""
+        """A context in which those collected gradients are the parameters' ``.grad``, so as to be reduced."""
         return self._apart
 
     def take_shares(self) -> list[Tensor | None]:
-        """The gradients that were collected apart since the last call, in the order of the parameters."""
+        """The gradients that were so collected since the last call, in the order of the parameters."""
         return self._apart.take()
 
     @property
     def describe(self) -> Callable[..., Any] | None:
-        """How a wired module tells what travels for a call, where it knows, see ``Partition``."""
+        """How a wired module tells what travels for a call, if it can; see ``Partition``."""
         return getattr(self.own, "describe", None) if self.wired else None
 
     @property
     def traits(self) -> Any:
-        """What a module that tells what travels may tell otherwise, when it changes."""
+        """A value that changes whenever ``describe`` might tell something else."""
         return getattr(self.own, "traits", None) if self.wired else None
 
     @property
     def spreads(self) -> tuple[type, ...]:
-        """The types of which a value that another stage gives becomes several arguments of the module."""
+        """The types whose items become several arguments, when another stage gives such a value."""
         return self.spread if getattr(self.own, "spreads", True) else ()
 
     @property
@@ -224,7 +228,7 @@ class PipelineStage:
 
     @property
     def in_flight(self) -> int:
-        """How many microbatches have left something here."""
+        """The number of microbatches whose backward is not complete."""
         return len(self._forwards) + len(self._halves)
 
     def forward(
@@ -240,15 +244,14 @@ class PipelineStage:
 
         Args:
             microbatch: its index.
-            args: the module's positional arguments. A tensor that requires grad comes to the module as a
-                fresh non-leaf over a fresh leaf. Hooks and changes in place touch nothing else: what the
-                module changes is copied for it.
-            kwargs: its arguments by name.
-            loss: makes of the output what backward starts from: a scalar, or those of several values that
-                gradients come for.
-            aside: more arguments by name, which come to the module as they are.
-            restored: gives the values of a wired module the types that were agreed on, where something
-                around it changes types.
+            args: the module's positional arguments. A tensor that requires grad is passed to the module as
+                a new tensor over a new leaf, so that hooks and in-place changes touch nothing outside; what
+                the module changes is copied for it.
+            kwargs: its keyword arguments.
+            loss: turns the output into what backward starts from: a scalar loss, or values that gradients
+                come back for.
+            aside: more keyword arguments, which are passed as they are.
+            restored: for a wired module in a wrapper that changes types: gives its values the agreed types.
 
         Returns:
             The module's output.
@@ -275,14 +278,14 @@ class PipelineStage:
         return output
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
-        """A call with new shapes, or the like, which may compile something that backward is to be cut in."""
+        """A call with new shapes, which may compile a function whose backward is to be cut in two."""
         with compiled.graphs_kept(), warnings.catch_warnings():
-            # Dynamo looks at the gradient of each argument, also of those that are no leaves.
+            # Dynamo reads .grad of every argument, also of non-leaves.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             return self._call(*args, **kwargs)
 
     def _is_refused(self, error: Exception) -> bool:
-        """Whether the module does not run compiled; from now on it runs as it is."""
+        """Whether the error says that the module cannot run compiled; if so, it runs as it is from now on."""
         if self._compiled is None or not isinstance(error, compiled.RefusedError):
             return False
         log.warning("%s; it runs without compilation", error)
@@ -291,11 +294,11 @@ class PipelineStage:
         return True
 
     def start_from(self, microbatch: int, root: Any) -> None:
-        """Let a microbatch's backward start from what was made of the output after its forward.
+        """Let a microbatch's backward start from something that was computed from its output.
 
         Args:
             microbatch: its index.
-            root: such as a loss.
+            root: a nested value, such as a loss.
         """
         self._left(self._forwards, microbatch, "forward").roots = flatten(root)[0]
 
@@ -304,8 +307,8 @@ class PipelineStage:
 
         Args:
             microbatch: its index.
-            output_grads: a gradient or ``None`` for each tensor of the output, in order, or
-                of what ``loss`` made of it; ``None`` where that is a scalar.
+            output_grads: a gradient or ``None`` for each tensor of the output, in order, or of what
+                ``loss`` made of it; ``None`` if that is a scalar.
 
         Returns:
             A gradient or ``None`` for each tensor among forward's arguments, in order.
@@ -336,7 +339,7 @@ class PipelineStage:
             self._finish(engine)
 
     def _finish(self, engine: BackwardEngine) -> None:
-        """Lets an engine do what it has put off, once no microbatch is under way."""
+        """Let an engine do what it has put off, once no microbatch is under way."""
         if not self.in_flight:
             engine.flush()
 
@@ -361,12 +364,12 @@ class PipelineStage:
 
 
 def without_compilation(model: nn.Module, asked: Compilation) -> tuple[nn.Module, Compilation]:
-    """A model as it is before `torch.compile`, and how to compile its stages.
+    """A model without `torch.compile` around it, and how to compile its stages.
 
     Args:
-        model: the model, which may be compiled as a whole. If so in place, it is no longer: its stages are
-            compiled instead.
-        asked: what the caller says of it, which counts more than how the model was compiled.
+        model: the model, which may be compiled as a whole. If it was compiled in place, that is undone,
+            since its stages are compiled instead.
+        asked: what the caller asks for, which takes precedence over how the model was compiled.
     """
     inner = getattr(model, "_orig_mod", None)
     function = model._compiled_call_impl if inner is None else vars(model).get("forward")
@@ -378,10 +381,10 @@ def without_compilation(model: nn.Module, asked: Compilation) -> tuple[nn.Module
 
 
 def compilation_of(asked: Compilation) -> Mapping[str, Any] | None:
-    """The options of a compilation, if there is to be one.
+    """The options to compile with, or None not to compile.
 
     Raises:
-        UsageError: that is no answer.
+        UsageError: ``compile=`` is neither a bool nor options.
     """
     if asked is None or isinstance(asked, bool):
         return {} if asked else None
@@ -391,30 +394,30 @@ def compilation_of(asked: Compilation) -> Mapping[str, Any] | None:
 
 
 def _arrived(gradients: Gradients) -> Gradients:
-    """Gradients without such as a collective is still to fill: backward may end in one, as forward may."""
+    """Gradients, once any asynchronous collective that they wait for has filled them."""
     return tuple([None if gradient is None else arrived(gradient) for gradient in gradients])
 
 
 def _moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module on a device; one without data yet stays so until somebody gives it some."""
+    """The module on a device. A module on the meta device stays there until it is given data."""
     tensors = (*module.parameters(), *module.buffers())
     return module if any(tensor.is_meta for tensor in tensors) else module.to(device)
 
 
 def home_of(module: nn.Module) -> torch.device:
-    """Where a module's first parameter is; the CPU for a module without parameters."""
+    """The device of a module's first parameter; the CPU for a module without parameters."""
     first = next(module.parameters(), None)
     return torch.device("cpu") if first is None else first.device
 
 
-# ---- computing the forward of some modules again in backward, instead of keeping what it made
+# ---- activation checkpointing: some modules' forward is computed again in backward, instead of being kept
 
 
 class FrugalStage(PipelineStage):
-    """A stage some of whose modules keep nothing of their forward but what it was given.
+    """A stage that checkpoints some of its modules: they keep only what their forward was given.
 
     Attributes:
-        again: these modules.
+        again: the modules whose forward is computed again in backward.
     """
 
     again: Sequence[nn.Module] = ()
@@ -427,7 +430,7 @@ class FrugalStage(PipelineStage):
 
 @contextmanager
 def _computed_again(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """The modules are as their author made them before and after: others may run them too."""
+    """Checkpoint the modules for the time of a forward; outside they are as they were, for other users."""
     if not torch.is_grad_enabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""What a training step adds to running a program: the loss and its weight, statistics, results."""
+"""What a training step adds to running a program: the loss and its weights, scaling, statistics, results."""
 
 from penstock.step.loss import (
     Loss,
@@ -15,7 +15,7 @@ from penstock.step.loss import (
 )
 from penstock.step.scaler import LossScaler
 from penstock.step.statistics import BatchStatistics, WholeBatch, check_statistics
-from penstock.step.tally import Numbers, StepResult, Sums, Tally, TimelineKind
+from penstock.step.tally import StepResult, Sums, Tally, TimelineKind
 
 __all__ = [
     "BatchStatistics",
@@ -26,7 +26,6 @@ __all__ = [
     "LossWeight",
     "Metric",
     "NonFinite",
-    "Numbers",
     "Reduction",
     "Replicas",
     "Scale",

@@ -1,8 +1,8 @@
-"""The loss of a batch: what the model adds on its way, and what its microbatches' losses come to.
+"""The loss of a batch: from the losses of its microbatches, and from losses that the model adds itself.
 
-A model calls :func:`add_loss` anywhere in its forward, as for a router's balance or deep supervision. A
-pipeline adds what it is given to the loss of the microbatch, in whatever stage that is; in a plain loop
-:func:`collect_losses` does it.
+A model may call :func:`add_loss` anywhere in its forward, such as for a router's balance or for deep
+supervision. A pipeline adds the value to the loss of the microbatch, in whatever stage the call is; in a
+plain loop, :func:`collect_losses` does so.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from penstock.parallel import gathered
 from penstock.schedule.base import whole_number
 from penstock.values.structure import tensors_of
 
-# ---- losses that a model makes on its way
+# ---- losses that a model adds in its forward
 
 
 MAIN = "main"
-"""The name under which the loss of ``loss_fn`` is reported beside the others."""
+"""The name under which the loss of ``loss_fn`` is reported, beside the names of added losses."""
 
 
 class Term(NamedTuple):
-    """What was added once."""
+    """One added loss."""
 
     name: str
     value: Tensor
@@ -39,10 +39,10 @@ class Term(NamedTuple):
 
 
 class Losses:
-    """What a model added during a forward.
+    """The losses that a model added during a forward.
 
     Attributes:
-        differentiable: whether gradients were enabled when it began.
+        differentiable: whether gradients were enabled when the forward began.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Losses:
         self._terms: list[Term] = []
 
     def __enter__(self) -> Losses:
-        """Begin anew to collect what :func:`add_loss` is given."""
+        """Start to collect, from nothing, what :func:`add_loss` is given."""
         self.differentiable = torch.is_grad_enabled()
         self._terms = []
         self._token = _collected.set(self)
@@ -64,13 +64,13 @@ class Losses:
         self._terms.append(term)
 
     def total(self) -> Tensor:
-        """The sum of all terms, each by its weight; 0 where there are none."""
-        # Multiplied only here: a checkpoint that runs again must find the same tensors saved.
+        """The weighted sum of all terms; 0 if there are none."""
+        # Multiplied only here: a checkpoint that runs again must save the same tensors as the first time.
         terms = [term.value.reshape(()) * term.weight for term in self._terms]
         return sum(terms[1:], terms[0]) if terms else torch.zeros(())
 
     def named(self) -> dict[str, Tensor]:
-        """For each name the sum of its terms without their weights, detached."""
+        """For each name, the sum of its terms without their weights, detached."""
         found: dict[str, Tensor] = {}
         for name, value, _ in self._terms:
             term = value.detach().reshape(()).clone()
@@ -87,13 +87,13 @@ class Losses:
 _collected: ContextVar[Losses | None] = ContextVar("penstock_losses", default=None)
 
 Listener = Callable[[Tensor], Tensor | None]
-"""Is told of each value before it is added, and says what to add instead; ``None`` adds nothing."""
+"""Is given each value before it is added, and returns what to add instead; ``None`` adds nothing."""
 _listener: ContextVar[Listener | None] = ContextVar("penstock_losses_heard", default=None)
 
 
 @contextmanager
 def losses_heard(listener: Listener) -> Iterator[None]:
-    """Ask ``listener`` what becomes of the values that :func:`add_loss` is given inside."""
+    """Let ``listener`` replace the values that :func:`add_loss` is given in this context."""
     token = _listener.set(listener)
     try:
         yield
@@ -102,7 +102,7 @@ def losses_heard(listener: Listener) -> Iterator[None]:
 
 
 def collect_losses() -> Losses:
-    """Collect what :func:`add_loss` is given inside.
+    """Collect what :func:`add_loss` is given in this context.
 
     ::
 
@@ -116,16 +116,18 @@ def collect_losses() -> Losses:
 def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
     """Add ``weight * value`` to the loss that is being computed.
 
-    To be called by a model in its forward. In a pipeline's stages, and where :func:`collect_losses` is
-    active, the value is added; elsewhere nothing happens, as when a checkpoint runs a forward again.
+    A model calls this in its forward. In a pipeline's stages and inside :func:`collect_losses` the value is
+    added; elsewhere nothing happens, such as when a checkpoint runs a forward again.
 
     Args:
-        name: under which the value is reported, without its weight; those of one name are added up.
-        value: a scalar tensor: of one microbatch, as a mean or a sum like the loss itself.
-        weight: by what it is multiplied.
+        name: the name under which the value is reported, without its weight; values of one name are added
+            up.
+        value: a scalar tensor for one microbatch, a mean or a sum like the loss itself.
+        weight: the factor of the value in the loss.
 
     Raises:
-        UsageError: the value is no scalar tensor, or gradients are disabled, so that none would come of it.
+        UsageError: the value is not a scalar tensor, or gradients are disabled, so that it would train
+            nothing.
     """
     listener, losses = _listener.get(), _collected.get()
     if listener is not None and isinstance(value, Tensor):
@@ -143,27 +145,27 @@ def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
     if losses.differentiable and weight and not torch.is_grad_enabled():
         raise UsageError(
             f"add_loss({name!r}, ...) was called with gradients disabled, so it would train nothing; call it "
-            "outside of no_grad() and of a checkpoint with use_reentrant=True, or with weight=0 to report it"
+            "outside of no_grad() and of checkpoints with use_reentrant=True, or with weight=0 to report it"
         )
     losses.add(Term(name, gathered(value), float(weight)))
 
 
-# ---- what a user measures beside the loss
+# ---- metrics
 
 
 Metric = Callable[[Any, Any], Any]
-"""``(output, target) -> number``, or a pair of a sum and how many things it is over."""
+"""``(output, target)`` -> a number, or a pair of a sum and the count that it is over."""
 Number = float | Tensor
 
 
 def measured(name: str, found: Any, weight: float) -> tuple[Number, Number, float]:
-    """What a metric gave for a microbatch: what to add up, over how many, and by what to multiply.
+    """A metric's result for a microbatch, as a numerator, a denominator, and the factor of both.
 
-    A number is averaged over the microbatches by their weights, like a loss that is a mean. Of pairs the
-    sums are added up, and divided by how many things they are over.
+    Numbers are averaged over the microbatches by their weights, like a loss that is a mean. For pairs, the
+    sum of all sums is divided by the sum of all counts.
 
     Raises:
-        UsageError: the metric gave neither a number nor a pair of numbers.
+        UsageError: the metric returned neither a number nor a pair of numbers.
     """
     if isinstance(found, tuple) and len(found) == 2 and all(map(_is_number, found)):
         return found[0], found[1], 1.0
@@ -177,24 +179,24 @@ def _is_number(found: Any) -> bool:
     return found.numel() == 1 if isinstance(found, Tensor) else isinstance(found, int | float)
 
 
-# ---- how much each microbatch counts: in the loss that is reported, and in the gradients
+# ---- how much each microbatch counts, in the reported loss and in the gradients
 
 
 LossWeight = float | Sequence[float] | Callable[[Any], Any]
-"""Of a batch, of each of its microbatches, or a function from a microbatch's target to its weight."""
+"""The weight of a batch, of each microbatch, or a function from a microbatch's target to its weight."""
 
 
 def count(weight: LossWeight | None, samples: Sequence[int], targets: Sequence[Any]) -> list[float]:
     """The weight of each microbatch.
 
     Args:
-        weight: a number is shared by the microbatches as they share the samples; without one, a
-            microbatch counts as many as it has samples.
-        samples: how many each has; 0 where nothing is split, and then all count alike.
-        targets: of each.
+        weight: a single number is divided among the microbatches in proportion to their samples. Without it,
+            each microbatch counts by its number of samples.
+        samples: of each microbatch; all 0 if nothing is split, and then all microbatches count the same.
+        targets: of each microbatch.
 
     Raises:
-        UsageError: a weight is no number or below 0, or there is not one for each microbatch.
+        UsageError: a weight is not a number or below 0, or there is not one for each microbatch.
     """
     if callable(weight):
         return _checked(_numbers([weight(target) for target in targets]))
@@ -214,7 +216,7 @@ def count(weight: LossWeight | None, samples: Sequence[int], targets: Sequence[A
 
 
 def check_weight(name: str, weight: LossWeight | None) -> None:
-    """Check that something can say what microbatches weigh.
+    """Check that an argument is a valid weight.
 
     Raises:
         UsageError: it is neither a number, nor a list of numbers, nor a function.
@@ -229,7 +231,7 @@ def check_weight(name: str, weight: LossWeight | None) -> None:
 
 
 def _numbers(found: Sequence[Any]) -> list[float]:
-    """Numbers, and tensors that hold one, brought to the CPU together."""
+    """Numbers as floats; tensors that hold one number are brought to the CPU together."""
     if found and all(isinstance(item, Tensor) and item.numel() == 1 for item in found):
         joined: list[float] = torch.stack([item.detach().reshape(()) for item in found]).tolist()
         return [float(item) for item in joined]
@@ -254,11 +256,11 @@ class Replicas:
     """The pipelines that train the same weights on other data.
 
     Args:
-        number: how many there are.
-        add: adds a CPU tensor of numbers over them; every rank of every pipeline calls it alike.
-        averaged: whether their gradients are averaged, as DDP and FSDP do, and not added up.
-        index: which of them this is.
-        exchange: gives the JSON values of all, in order; what saving and loading checkpoints needs.
+        number: how many there are, including this one.
+        add: sums a CPU tensor over them; every rank of every pipeline calls it.
+        averaged: whether their gradients are averaged, as by DDP and FSDP, rather than added up.
+        index: the index of this one.
+        exchange: gives the JSON values of all, in order; needed to save and load checkpoints.
     """
 
     number: int = 1
@@ -277,7 +279,7 @@ class Scale:
     """What else the gradients of a step are scaled by.
 
     Args:
-        accumulate: of how many steps the gradients are to equal those of one large batch.
+        accumulate: the number of steps whose gradients together equal those of one large batch.
         total: what the loss is divided by, in place of the weight of this batch.
         factor: of a loss scaler.
     """
@@ -303,10 +305,10 @@ class Weights:
     """How much each microbatch of a step counts.
 
     Attributes:
-        counts: its weight.
-        shares: by what its loss is multiplied in the loss of the batch.
-        seeds: by what it is multiplied before backward.
-        whole: of all of them, in all replicas.
+        counts: the weight of each microbatch.
+        shares: the factor of each microbatch's loss in the loss of the batch.
+        seeds: the factor of each microbatch's loss in backward.
+        whole: the sum of all weights, over all replicas.
     """
 
     counts: Sequence[float] = ()
@@ -316,7 +318,7 @@ class Weights:
 
     @property
     def mark(self) -> float:
-        """A number that is another where gradients are scaled in another way."""
+        """A number that differs if gradients are scaled differently."""
         return sum(place * seed for place, seed in enumerate(self.seeds, start=1))
 
 
@@ -330,15 +332,15 @@ def weigh(
 ) -> Weights:
     """What each microbatch's loss is multiplied by.
 
-    With a mean that is its weight, over the weight of all; a sum is only divided where the user gives
-    weights. Where all weigh nothing, loss and gradients are 0.
+    For a mean, that is its weight divided by the weight of all. A sum is divided only if the user gives
+    weights. If all weights are 0, so are the loss and its gradients.
 
     Args:
         reduction: ``"mean"`` or ``"sum"``.
         counts: the weight of each microbatch.
-        given: whether they are the user's.
+        given: whether the user gave the weights.
         scale: what else gradients are scaled by.
-        replicas: the other pipelines, which all call this.
+        replicas: the replicas, which must all call this together.
     """
     scale, replicas = scale or Scale(), replicas or Replicas()
     divides = reduction == "mean" or given
@@ -360,28 +362,29 @@ def _over(parts: Sequence[float], divisor: float) -> list[float]:
 
 
 Reduction = Literal["mean", "sum"]
-"""Whether the loss of a microbatch is a mean or a sum over what is in it."""
+"""Whether the loss of a microbatch is a mean or a sum over its items."""
 LossFunction = Callable[[Any, Any], Tensor]
-"""From the output and the target of a microbatch: its loss, a scalar."""
+"""``(output, target)`` of a microbatch -> its loss, a scalar tensor."""
 NonFinite = Literal["stop", "skip", "warn"]
-"""What becomes of a step whose loss or gradients are infinite or ``nan``."""
+"""What to do about a step whose loss or gradients are infinite or ``nan``."""
 
 
 class LossOptions(TypedDict, total=False):
-    """What a Pipeline is told about its loss.
+    """The options of a Pipeline's loss.
 
     Attributes:
         reduction: whether ``loss_fn`` is a ``"mean"``, the default, or a ``"sum"``.
-        loss_weight: over how many things a microbatch's loss is that mean or sum; by default its samples.
-            A function of the target, such as its count of valid tokens, or a number for the batch, or a
-            list of one for each microbatch. A sum is divided by the weights of all.
-        metrics: by name, ``(output, target) -> number``, which is averaged by the weights, or a pair of a
-            sum and how many things it is over. They come back in ``result.metrics``.
-        accumulate: of how many steps the gradients are to equal those of one large batch.
-        replicas: the pipelines that train the same weights on other data: a process group of the ranks
-            at this place in each of them, a ``DeviceMesh`` of that dimension, or :class:`Replicas`.
-        nonfinite: what becomes of a step whose loss or gradients are not finite: ``"stop"``, the default,
-            raises; ``"skip"`` drops its gradients; ``"warn"`` only tells.
+        loss_weight: the number of items that a microbatch's loss is the mean or sum of; by default its
+            samples. A function of the target, such as one that counts valid tokens; or a number for the
+            batch; or a list with one number for each microbatch. A sum is divided by the sum of the
+            weights.
+        metrics: functions by name, ``(output, target)`` -> a number, which is averaged by the weights, or a
+            pair of a sum and the count that it is over. They come back in ``result.metrics``.
+        accumulate: the number of steps whose gradients together equal those of one large batch.
+        replicas: the pipelines that train the same weights on other data: a process group of the ranks at
+            the same place in each of them, a ``DeviceMesh`` of that dimension, or :class:`Replicas`.
+        nonfinite: what to do about a step whose loss or gradients are not finite: ``"stop"``, the default,
+            raises; ``"skip"`` drops its gradients; ``"warn"`` only logs it.
     """
 
     reduction: Reduction
@@ -394,22 +397,22 @@ class LossOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss function, how it reduces over the samples of a batch, and what is measured beside it.
+    """A loss function, its reduction over a batch, and the metrics that are measured with it.
 
-    Backward of a microbatch starts from its weight, so that the microbatches add up to the loss of the batch;
-    gradients are never rescaled afterwards.
+    Backward of a microbatch starts from the microbatch's weight, so that the microbatches' gradients add up
+    to those of the batch, and are never rescaled afterwards.
 
     Args:
         function: ``(output, target) -> scalar``.
-        reduction: ``"mean"`` where it averages, ``"sum"`` where it adds up.
-        weight: over how many things a microbatch's loss is a mean or a sum; by default its samples.
-        metrics: by name, ``(output, target) -> number``, or a pair of a sum and how many it is over.
-        accumulate: of how many steps the gradients are to equal those of one large batch.
-        replicas: the other pipelines that train the same weights.
-        nonfinite: what becomes of a step whose loss or gradients are not finite.
+        reduction: ``"mean"`` if it averages, ``"sum"`` if it adds up.
+        weight: the number of items that a microbatch's loss is the mean or sum of; by default its samples.
+        metrics: functions by name, ``(output, target)`` -> a number, or a pair of a sum and its count.
+        accumulate: the number of steps whose gradients together equal those of one large batch.
+        replicas: the pipelines that train the same weights on other data.
+        nonfinite: what to do about a step whose loss or gradients are not finite.
 
     Raises:
-        UsageError: another reduction, or another word for what to do.
+        UsageError: an option has no valid value.
     """
 
     function: LossFunction
@@ -435,27 +438,26 @@ class Loss:
             _check_function(f"metrics[{name!r}]", metric)
 
     def weighed(self, weight: LossWeight | None) -> Loss:
-        """With other weights, where there are some."""
+        """The same with another weight, unless it is None."""
         return self if weight is None else replace(self, weight=weight)
 
     def scale(self, accumulate: int | None, total: float | None, factor: float) -> Scale:
         """What else the gradients of a step are scaled by.
 
         Args:
-            accumulate: for this step, in place of the usual.
+            accumulate: for this step, in place of the default.
             total: what the loss is divided by.
             factor: of a loss scaler.
 
         Raises:
-            UsageError: they contradict each other.
+            UsageError: the arguments contradict each other.
         """
         usual = self.accumulate if total is None else 1
         found = Scale(usual if accumulate is None else accumulate, total, factor)
         if self.weight is not None and found.accumulate > 1:
             raise UsageError(
-                "accumulate= with loss_weight=: the weights of the other steps "
-                "are not known; give total_weight=, "
-                "the weight of all of them together, or give all batches in one step"
+                "accumulate= with loss_weight=: the weights of the other steps are not known; give "
+                "total_weight=, which is the weight of all of them together, or give all batches in one step"
             )
         return found
 
@@ -482,7 +484,7 @@ class Loss:
         """The loss of a microbatch, not scaled.
 
         Raises:
-            UsageError: the function gave no scalar tensor, or one that no gradient leads back from.
+            UsageError: the function did not return a scalar tensor, or returned one without a gradient.
         """
         loss = self.function(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -490,8 +492,8 @@ class Loss:
             raise UsageError(f"loss_fn must return a scalar tensor, not {found}")
         if _requires_grad(output) and torch.is_grad_enabled() and not loss.requires_grad:
             raise UsageError(
-                "loss_fn returned a loss that requires no grad for an output that does, so nothing would be "
-                "trained; leave out detach(), item() and the like, and for a constant add output.sum() * 0"
+                "loss_fn returned a loss that requires no grad for an output that does, so it would train "
+                "nothing; leave out detach(), item() and the like, and for a constant add output.sum() * 0"
             )
         return loss
 
@@ -510,7 +512,7 @@ def _check_function(name: str, function: Any) -> None:
     try:
         inspect.signature(function).bind(None, None)
     except ValueError:
-        return  # some functions that are not written in Python do not tell what they take
+        return  # some functions that are not written in Python have no signature
     except TypeError as error:
         raise UsageError(
             f"{name} is called with (output, target), which it does not accept: {error}"
@@ -522,7 +524,7 @@ def _requires_grad(output: Any) -> bool:
 
 
 def nothing(output: Any) -> Tensor:
-    """A loss of 0 whose gradient is 0, whatever stands in the output."""
+    """A loss of 0 whose gradient is 0, even if the output holds nan."""
     tensors = [tensor for _, tensor in tensors_of(output) if tensor.requires_grad]
     found: Tensor = cast("Any", _Nothing).apply(*tensors) if tensors else torch.zeros(())
     return found

@@ -1,8 +1,8 @@
-"""A loss scaler for training in float16: gradients too small for it are scaled up, and down again."""
+"""A loss scaler for training in float16, where small gradients would vanish if they were not scaled up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ from penstock.errors import UsageError
 from penstock.parallel import global_norms, is_sharded, local_part, with_local
 
 Agree = Callable[[bool], bool]
-"""Whether anything was found on any rank, from whether it was found here."""
+"""From whether something was found on this rank: whether it was found on any."""
 
 
 class LossScaler:
-    """Scales the loss, and skips a step whose gradients are not finite, on all ranks together.
+    """Scales the loss, and skips steps whose gradients are not finite, on all ranks together.
 
-    The rule, the arguments and the state are those of ``torch.amp.GradScaler``, and so is the use, but that
-    the loss is scaled inside ``pipe.step``::
+    The rule, the arguments and the state are those of ``torch.amp.GradScaler``. It is used in the same way,
+    except that the loss is scaled inside ``pipe.step``::
 
         scaler = penstock.LossScaler()
         for x, y in loader:
@@ -31,14 +31,14 @@ class LossScaler:
             opt.zero_grad()
 
     Args:
-        init_scale: the scale to begin with.
-        growth_factor: by what it is multiplied after ``growth_interval`` steps without infinities.
-        backoff_factor: by what it is multiplied after a step with some.
-        growth_interval: how many good steps make it grow.
-        enabled: without it, the scale is 1 and every step is taken.
+        init_scale: the first scale.
+        growth_factor: the factor of the scale after ``growth_interval`` finite steps.
+        backoff_factor: the factor of the scale after a step that was not finite.
+        growth_interval: the number of finite steps, one after the other, after which the scale grows.
+        enabled: if False, the scale is 1 and every step is taken.
 
     Raises:
-        UsageError: numbers by which the scale would not grow and shrink.
+        UsageError: the factors would not make the scale grow and shrink.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class LossScaler:
         self._agree = agree
 
     def get_scale(self) -> float:
-        """By what the next loss is multiplied."""
+        """The factor of the next loss."""
         return self._scale if self.enabled else 1.0
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale; all ranks call it, once before each step.
+        """Divide the gradients of an optimizer by the scale; all ranks call it, once per step at most.
 
         Raises:
-            UsageError: it was called before in this step, or gradients are float16.
+            UsageError: it was already called in this step, or gradients are float16.
         """
         if not self.enabled:
             return
@@ -85,21 +85,21 @@ class LossScaler:
             raise UsageError(
                 "unscale_() was already called on this optimizer since the last update()"
             )
-        self._found[optimizer] = self._agree(_unscale(_gradients(optimizer), 1.0 / self._scale))
+        self._found[optimizer] = self._agree(_unscale(optimizer, 1.0 / self._scale))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Take the optimizer's step, unless some rank found a gradient that is not finite.
 
         Args:
-            optimizer: its gradients are divided by the scale here, where that was not done before.
-            args: of the optimizer's step.
-            kwargs: of the optimizer's step.
+            optimizer: the optimizer; its gradients are divided by the scale, unless that was done already.
+            args: for the optimizer's step.
+            kwargs: for the optimizer's step.
 
         Returns:
-            What the optimizer's step gave; nothing where it was skipped.
+            What the optimizer's step returned; None if it was skipped.
 
         Raises:
-            UsageError: it was called before since the last update.
+            UsageError: it was already called since the last update.
         """
         if not self.enabled:
             return optimizer.step(*args, **kwargs)
@@ -114,10 +114,10 @@ class LossScaler:
         """Choose the next scale, after the step of every optimizer.
 
         Args:
-            new_scale: to be taken instead of what the rule says.
+            new_scale: the next scale, instead of what the rule says.
 
         Raises:
-            UsageError: no gradients were looked at since the last update.
+            UsageError: no optimizer has stepped since the last update.
         """
         if not self.enabled:
             return
@@ -142,7 +142,7 @@ class LossScaler:
             self._good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as torch's scaler has it; the same on every rank."""
+        """The state, with torch's keys; the same on every rank."""
         if not self.enabled:
             return {}
         return {
@@ -154,10 +154,10 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state, also of torch's scaler.
+        """Load a state, of this scaler or of torch's.
 
         Raises:
-            UsageError: it is not one.
+            UsageError: it is not such a state.
         """
         if not self.enabled:
             return
@@ -165,7 +165,7 @@ class LossScaler:
         if missing:
             raise UsageError(
                 f"a scaler's state has {sorted(self.state_dict())}; {sorted(missing)} are missing, as "
-                "in the state of a scaler that was not enabled"
+                "they are in the state of a scaler that is not enabled"
             )
         self._scale = _rounded(state["scale"])
         self._growth_factor = float(state["growth_factor"])
@@ -175,20 +175,14 @@ class LossScaler:
 
 
 def _rounded(scale: float) -> float:
-    """As float32 has it, in which torch keeps its scale."""
+    """Rounded to float32, in which torch keeps its scale."""
     return float(torch.tensor(float(scale), dtype=torch.float32))
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                yield parameter.grad
-
-
-def _unscale(gradients: Iterator[Tensor], factor: float) -> bool:
-    """Multiply gradients by a factor; whether any of them was not finite."""
-    found = list(gradients)
+def _unscale(optimizer: torch.optim.Optimizer, factor: float) -> bool:
+    """Multiply an optimizer's gradients by a factor; returns whether any of them was not finite."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found: list[Tensor] = [each.grad for each in parameters if each.grad is not None]
     if any(gradient.dtype is torch.float16 for gradient in found):
         raise UsageError(
             "gradients in float16 cannot be unscaled without loss; keep the weights in float32 and "
@@ -201,7 +195,7 @@ def _unscale(gradients: Iterator[Tensor], factor: float) -> bool:
 
 
 def _any_bad(gradients: Sequence[Tensor]) -> bool:
-    """Whether one is not finite; of sharded ones, on any process of their mesh."""
+    """Whether any gradient is not finite; for DTensors, on any process of their mesh."""
     flags = [_bad(gradient).any() for gradient in gradients if not is_sharded(gradient)]
     devices = {flag.device for flag in flags}
     here = [torch.stack([f for f in flags if f.device == device]).any() for device in devices]

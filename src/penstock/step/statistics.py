@@ -1,4 +1,4 @@
-"""Batch norms whose running statistics a step updates once, as the whole batch would."""
+"""Batch norms whose running statistics are updated once per step, as by the whole batch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from penstock.errors import UsageError
 from penstock.rng import OwnHook, in_backward, visible
 
 BatchStatistics = Literal["microbatch", "batch"]
-"""Of what batch norms update their running statistics: of each microbatch, or once of the whole batch."""
+"""What batch norms update their running statistics for: each microbatch, or the whole batch at once."""
 
 
 def check_statistics(
     wanted: BatchStatistics, models: Iterable[nn.Module], *, compiled: bool = False
 ) -> None:
-    """Check that models can do as wanted, which are to be compiled or not.
+    """Check that the statistics of models can be updated as wanted.
 
     Raises:
-        UsageError: they cannot, or there is no such way.
+        UsageError: they cannot, or ``batch_statistics=`` has another value.
     """
     if wanted not in get_args(BatchStatistics):
         raise UsageError(f"batch_statistics={wanted!r}: must be 'microbatch' or 'batch'")
@@ -47,7 +47,7 @@ def _unfit(model: nn.Module, compiled: bool) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class _Moments:
-    """What a norm saw in one call: how many numbers per channel, their mean, and squared deviations."""
+    """What a norm saw in one call: the count per channel, the means, and the sums of squared deviations."""
 
     count: int
     mean: Tensor
@@ -71,15 +71,15 @@ def _together(moments: list[_Moments]) -> _Moments:
 
 
 class WholeBatch:
-    """The batch norms of a stage during a step. A companion of its microbatches.
+    """Follows the batch norms of a stage during a step; a companion of the stage's work.
 
     Each call still normalises by its own microbatch.
 
     Args:
-        module: the stage's.
+        module: the stage's module.
     """
 
-    # Stages of one process may share a module, which then has the hooks of each of them.
+    # Stages of one process may share a module, which then has the hooks of all of them.
     _at_work: ClassVar[WholeBatch | None] = None
 
     def __init__(self, module: nn.Module) -> None:
@@ -90,7 +90,7 @@ class WholeBatch:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Follow the norms in this context, and update their statistics after it if nothing failed."""
+        """Follow the norms in this context, and then update their statistics, unless something failed."""
         norms = [
             m
             for m in self._module.modules()
@@ -118,13 +118,13 @@ class WholeBatch:
         self._calls.clear()
 
     def loss(self, microbatch: int) -> None:
-        """A loss normalises nothing."""
+        """Does nothing: a loss calls no norms."""
 
     def backward(self, microbatch: int) -> None:
-        """What backward recomputes has been seen."""
+        """Does nothing: what backward recomputes was seen in forward."""
 
     def done(self, microbatch: int) -> None:
-        """Nothing is kept for backward."""
+        """Does nothing: nothing is kept for backward."""
 
     def _note(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = args[0] if args else kwargs["input"]
@@ -135,13 +135,13 @@ class WholeBatch:
 
 
 def _is_real(values: Tensor) -> bool:
-    """A partition may run modules of other stages on tensors without data."""
+    """Whether a tensor has data: a partition may run modules of other stages on tensors without."""
     return not values.is_meta and type(values).__name__ != "FakeTensor"
 
 
 @contextmanager
 def _untracked(norms: list[BatchNorm]) -> Iterator[None]:
-    """Let norms leave their running statistics alone; in training they do not use them."""
+    """Keep norms from updating their running statistics, which they do not use in training."""
     for norm in norms:
         norm.track_running_stats = False
     try:
@@ -153,7 +153,7 @@ def _untracked(norms: list[BatchNorm]) -> Iterator[None]:
 
 @torch.no_grad()
 def _update(norm: Any, seen: _Moments) -> None:
-    """What the norm itself does, with these moments."""
+    """Update a norm's running statistics as the norm itself does, from these moments."""
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
     share = norm.momentum

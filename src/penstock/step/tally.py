@@ -1,4 +1,4 @@
-"""What a rank adds up in a step, metrics among it, and what comes of it over all ranks."""
+"""Add up losses and metrics: of one rank in a step, and then over all ranks."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from penstock.parallel import whole
 from penstock.schedule import Timeline
 from penstock.step.loss import MAIN, Losses, Metric, Number, Weights, measured
 
-# ---- what a step gives back
+# ---- the result of a step
 
 
 TimelineKind = Literal["measured", "replayed"]
-"""Measured on the ranks' own clocks, or replayed from measured durations."""
+"""Whether a timeline was measured on the ranks' own clocks, or replayed from measured durations."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank.
+    """The result of a step or evaluation; the same on every rank.
 
     Attributes:
-        loss: of the whole batch, with what the model added by :func:`penstock.add_loss`.
-        losses: of ``loss_fn`` alone under ``"main"``, and what was added under each name, unweighted.
-        metrics: what the user measures, by name.
-        weight: over how many things the loss is: samples, or what ``loss_weight`` says.
-        finite: whether the loss and the gradients are; a step whose are not is an error by default.
-        outputs: the model's output for the whole batch, where it was asked for.
-        timeline: who did what when, in seconds, where it was asked for.
-        timeline_kind: ``"measured"`` on the ranks' own clocks, or ``"replayed"``: all ranks live in one
-            process and take turns, and their measured durations were put on one clock per rank.
-        bubble: the share of the ranks' time in which they computed nothing, where it was asked for.
+        loss: of the whole batch, including what the model added by :func:`penstock.add_loss`.
+        losses: that of ``loss_fn`` alone under ``"main"``, and added losses under their names, unweighted.
+        metrics: the user's metrics, by name.
+        weight: the weight of the batch: its samples, or what ``loss_weight`` says.
+        finite: whether the loss and the gradients are finite; if not, the step raises by default.
+        outputs: the model's output for the whole batch, if it was asked for.
+        timeline: when each rank did what, in seconds, if it was asked for.
+        timeline_kind: ``"measured"`` on the ranks' own clocks; or ``"replayed"``, if all ranks share a
+            process and take turns, so that their measured durations were put on one clock per rank.
+        bubble: the fraction of the ranks' time in which they computed nothing, if it was asked for.
     """
 
     loss: float
@@ -49,28 +49,11 @@ class StepResult:
     bubble: float | None = None
 
 
-# ---- what a rank adds up in a step, and what comes of it over all ranks
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """What a step comes to, the same on every rank.
-
-    Attributes:
-        loss: of the batch, with what the model added on its way.
-        losses: of ``loss_fn`` alone under ``"main"``, and what was added under each name, unweighted.
-        metrics: by name.
-        weight: over how many things the loss is.
-    """
-
-    loss: float = 0.0
-    losses: Mapping[str, float] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    weight: float = 0.0
+# ---- the sums of a rank, and what they come to over all ranks
 
 
 class _Entry(NamedTuple):
-    """A number of a microbatch, and by what it is multiplied."""
+    """A number of a microbatch, and its factor in the sum."""
 
     microbatch: int
     stage: int
@@ -97,7 +80,7 @@ class Tally:
         self._enter(("main", ""), _Entry(microbatch, stage, _own(loss), share))
 
     def add_losses(self, microbatch: int, stage: int, losses: Losses) -> None:
-        """Note what a stage added to it."""
+        """Note the losses that a stage added to a microbatch's."""
         share = self._weights.shares[microbatch]
         for name, value in losses.named().items():
             self._enter(("loss", name), _Entry(microbatch, stage, value, share))
@@ -120,12 +103,12 @@ class Tally:
         self._entries[row].append(entry)
 
     def mains(self) -> list[Tensor]:
-        """The losses of the microbatches in their order, on the rank that computed them."""
+        """The losses of the microbatches in order, on the rank that computed them."""
         found = sorted(self._entries.get(("main", ""), ()), key=lambda entry: entry.microbatch)
         return [entry.value for entry in found if isinstance(entry.value, Tensor)]
 
     def sums(self) -> Sums:
-        """All that was noted, added up."""
+        """Everything that was noted, added up."""
         rows = {row: sorted(found, key=lambda e: e[:2]) for row, found in self._entries.items()}
         values = iter(_on_cpu([entry.value for found in rows.values() for entry in found]))
         totals = {
@@ -136,12 +119,12 @@ class Tally:
 
 
 def _own(loss: Tensor) -> Tensor:
-    """A copy: the scalar that a loss function gives may lie in memory as large as the output."""
+    """A copy, since the scalar from a loss function may be a view of memory as large as the output."""
     return loss.detach().clone()
 
 
 def _on_cpu(values: Sequence[Number]) -> list[float]:
-    """Numbers as they are, and tensors brought over together from each device."""
+    """Numbers as floats; tensors are brought to the CPU in one transfer per device."""
     found: dict[int, float] = {}
     devices = {value.device for value in values if isinstance(value, Tensor)}
     for device in devices:
@@ -153,11 +136,11 @@ def _on_cpu(values: Sequence[Number]) -> list[float]:
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of one rank, in the order in which ranks add them up.
+    """The sums of one rank.
 
     Args:
-        totals: what was noted, by row.
-        metrics: the metrics' names, the same on every rank.
+        totals: the sums, by kind and name.
+        metrics: the names of the metrics, the same on every rank.
     """
 
     totals: Mapping[tuple[str, str], float]
@@ -165,29 +148,29 @@ class Sums:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the losses that stages here added."""
+        """The names of losses that stages of this rank added."""
         return frozenset(name for kind, name in self.totals if kind == "loss")
 
     def row(self, names: Iterable[str]) -> Tensor:
-        """One rank's numbers, to be added up over the ranks.
+        """This rank's numbers in a fixed order, to be added up over the ranks.
 
         Args:
-            names: of the losses that stages may add; known to every rank.
+            names: of all added losses, the same on every rank.
         """
         keys = self._keys(names)
         seen = [float(name in self.names) for name in names]
         numbers = [*(self.totals.get(key, 0.0) for key in keys), *seen]
         return torch.tensor(numbers, dtype=torch.float64)
 
-    def read(self, row: Sequence[float], names: Sequence[str], weight: float) -> Numbers:
-        """What the ranks' rows come to."""
+    def read(self, row: Sequence[float], names: Sequence[str], weight: float) -> StepResult:
+        """The numbers of the step, from the sum of all ranks' rows."""
         keys = self._keys(names)
         found = dict(zip(keys, row, strict=False))
         seen = dict(zip(names, row[len(keys) :], strict=True))
         main, added = found["main", ""], found["added", ""]
         losses = {name: found["loss", name] for name in names if seen[name]}
         metrics = {name: _ratio(found["over", name], found["under", name]) for name in self.metrics}
-        return Numbers(main + added, {MAIN: main, **losses}, metrics, weight)
+        return StepResult(main + added, {MAIN: main, **losses}, metrics, weight)
 
     def _keys(self, names: Iterable[str]) -> list[tuple[str, str]]:
         measured = [(kind, name) for name in self.metrics for kind in ("over", "under")]

@@ -1,9 +1,9 @@
-"""The seam between a rank's program and whatever carries its messages.
+"""The interface between a rank's program and whatever carries its messages.
 
-A transport is one rank's end. It can post a send, post a receive, and run four control operations in
-which all ranks take part. What is posted gives a :class:`Ticket`: is it ready, wait for it, take it.
-Messages travel on FIFO channels, one for each ordered pair of ranks and kind, so that a gradient never
-stands behind an activation.
+A transport is one rank's end. It can post a send, post a receive, and run four control operations in which
+all ranks take part. Each of these returns a :class:`Ticket`, to ask whether it is ready, to wait for it, or
+to take what it brings. Messages travel on FIFO channels, one for each ordered pair of ranks and kind of
+message, so that a gradient never waits behind an activation.
 """
 
 from __future__ import annotations
@@ -19,22 +19,18 @@ from penstock.faults import Activity, Watch
 from penstock.values import TensorSpec
 
 FORWARD = "F"
-"""The kind of the channels that activations travel on."""
+"""The kind of channel that activations travel on."""
 BACKWARD = "B"
-"""The kind of the channels that gradients travel on."""
+"""The kind of channel that gradients travel on."""
 SHARED = "S"
-"""The kind of the channels that shares of shared weights' gradients travel on."""
+"""The kind of channel for weights, and for the gradients of weights that stages share."""
 CONTROL = "C"
-"""The kind of the channels that control words travel on."""
+"""The kind of channel for a transport's own control operations."""
 KINDS = (FORWARD, BACKWARD, SHARED, CONTROL)
 
 
 class Channel(NamedTuple):
-    """An ordered pair of ranks and the kind of message.
-
-    ``F`` are activations, ``B`` gradients, ``S`` weights and what stages that share them tell each other, and
-    ``C`` what a transport sends for its control operations.
-    """
+    """An ordered pair of ranks and the kind of message: ``F``, ``B``, ``S`` or ``C``."""
 
     source: int
     target: int
@@ -45,11 +41,11 @@ class Channel(NamedTuple):
 
 
 class Ticket(ABC):
-    """Something posted that is complete later."""
+    """Something that was posted and will be complete later."""
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether :meth:`take` would return at once; false where the transport cannot tell."""
+        """Whether :meth:`take` would return at once; False if the transport cannot tell."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -61,7 +57,7 @@ class Ticket(ABC):
 
     @abstractmethod
     def take(self) -> Any:
-        """Wait, then give what arrived and let go of it: a second call is an error."""
+        """Wait, then return what arrived and drop it: a second call is an error."""
 
 
 class Transport(ABC):
@@ -69,10 +65,10 @@ class Transport(ABC):
 
     Attributes:
         rank: this end's position in the pipeline.
-        ranks: how many there are.
+        ranks: the number of ranks.
         separate: whether each rank is a process of its own.
-        activity: what this rank does, for those who watch it.
-        watch: over all ranks, where each is a process.
+        activity: what this rank is doing, for the watch.
+        watch: the watch over all ranks, if each is a process.
     """
 
     rank: int
@@ -83,16 +79,16 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, channels: Iterable[Channel]) -> None:
-        """Prepare channels before they are used; every rank names the same ones in the same order."""
+        """Prepare channels before they are used; every rank passes the same ones in the same order."""
 
     @abstractmethod
     def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> Ticket:
         """Start to send tensors over a channel from this rank.
 
         Returns:
-            A ticket that is complete when the message has left, which a large one may only do once the
-            receiver has posted its end. Until then it is kept, also where nobody keeps the ticket, and the
-            tensors must not change.
+            A ticket that is complete when the message has left. A large message may only leave once the
+                receiver has posted its end. Until then the transport keeps the tensors, even if nobody
+                keeps the ticket, and they must not change.
         """
 
     @abstractmethod
@@ -104,10 +100,10 @@ class Transport(ABC):
         Args:
             channel: which one.
             specs: shapes and types of the message's tensors, as agreed with the sender.
-            device: where the tensors shall live.
+            device: where to put the tensors.
 
         Returns:
-            A ticket for a list of tensors that need no gradient.
+            A ticket for the list of tensors, which require no grad.
         """
 
     @abstractmethod
@@ -124,28 +120,28 @@ class Transport(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Ticket:
-        """Give every rank the tensor of rank ``source``; the others pass one of the same spec."""
+        """Give every rank the tensor of rank ``source``; the others pass a tensor of the same spec."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for the sends whose tickets nobody has waited for."""
+        """Wait for all sends that nobody has waited for."""
 
-    def cut(self) -> None:  # noqa: B027 - within one process there is nothing to break
-        """Break all connections, so that a wait on them ends; safe from another thread."""
+    def cut(self) -> None:  # noqa: B027 - in one process there are no connections
+        """Break all connections, so that any wait on them ends; may be called from another thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the transport holds; idempotent."""
+        """Release what the transport holds; a second call does nothing."""
 
 
-# ---- a transport that hands everything on to another one, to build one upon that adds something
+# ---- the base of transports that add something to another one
 
 
 class Relay(Transport):
-    """Does nothing of its own.
+    """Passes everything on to another transport; a subclass adds something.
 
     Args:
-        inner: what it hands on to.
+        inner: the other transport.
     """
 
     def __init__(self, inner: Transport) -> None:

@@ -1,4 +1,4 @@
-"""All ranks of a pipeline in one process: one thread runs their programs in turn, nothing is copied."""
+"""All ranks of a pipeline in one process: one thread runs their programs in turn, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.values import TensorSpec
 
 @dataclass
 class _Box:
-    """A channel: messages that nobody has received yet, and receives that wait for one."""
+    """A channel: the messages that were not received yet, and the receives that wait for one."""
 
     letters: deque[Sequence[Tensor]] = field(default_factory=deque)
     waiting: deque[_Message] = field(default_factory=deque)
@@ -31,10 +31,10 @@ _Mail = defaultdict[Channel, _Box]
 
 
 class InProcessTransport(Transport):
-    """One rank's end; :func:`in_process` makes all ends of a pipeline, which share one post office.
+    """One rank's end; :func:`in_process` makes the ends of all ranks, which share their channels.
 
-    A ticket that is waited for before the other ranks have done their part can never be complete, since
-    the thread that waits is the one that would run them: that is a :class:`MessageError`, not a hang.
+    To wait for a ticket before the other ranks have done their part would never end, since the waiting
+    thread is the one that would run them. So it raises a :class:`MessageError`.
     """
 
     def __init__(self, rank: int, ranks: int, mail: _Mail, rounds: _Rounds) -> None:
@@ -45,7 +45,7 @@ class InProcessTransport(Transport):
         self._rounds = rounds
 
     def open(self, channels: Iterable[Channel]) -> None:
-        """Give each channel its place in the post office."""
+        """Make the channels."""
         for channel in channels:
             self._mail[channel] = self._mail[channel]
 
@@ -71,7 +71,7 @@ class InProcessTransport(Transport):
         return ticket
 
     def agree(self, value: Any) -> Ticket:
-        """Exchange JSON data, through its text as on a wire."""
+        """Exchange JSON data, by way of its text as on a wire."""
         text = json.dumps(value)
         return self._rounds.join(self.rank, text, lambda texts: [json.loads(t) for t in texts])
 
@@ -84,7 +84,7 @@ class InProcessTransport(Transport):
         return self._rounds.join(self.rank, values.clone(), list)
 
     def broadcast(self, tensor: Tensor, source: int) -> Ticket:
-        """Hand out the source's tensor."""
+        """Give every rank the source's tensor."""
         return self._rounds.join(
             self.rank, tensor, lambda tensors: tensors[source].detach().to(tensor.device)
         )
@@ -93,7 +93,7 @@ class InProcessTransport(Transport):
         """Nothing to do: what was sent stays until it is received."""
 
     def close(self) -> None:
-        """Drop what this rank did not take; what it sent is still there for the others."""
+        """Drop what this rank did not take; what it has sent stays there for the others."""
         for channel, box in self._mail.items():
             if channel.target == self.rank:
                 box.letters.clear()
@@ -137,12 +137,12 @@ class _Message(Ticket):
     def ready(self) -> bool:
         box = self._box
         while self._tensors is None and box.letters:
-            # Whoever asked first gets the first, also where another asks now.
+            # Messages go to the receives in the order in which these were posted.
             box.waiting.popleft().arrive(box.letters.popleft())
         return self._tensors is not None
 
     def arrive(self, tensors: Sequence[Tensor]) -> None:
-        """Accept the message, if it is what was agreed."""
+        """Accept a message, after a check against the agreed specs."""
         fits = len(tensors) == len(self._specs) and all(
             tensor.shape == spec.shape and tensor.dtype is spec.torch_dtype
             for tensor, spec in zip(tensors, self._specs, strict=True)
@@ -151,7 +151,7 @@ class _Message(Ticket):
             found = [(tuple(t.shape), t.dtype) for t in tensors]
             expected = [(s.shape, s.torch_dtype) for s in self._specs]
             raise SpecError(f"{self._channel}: expected {expected}, found {found}")
-        # Each its own object, whose requires_grad is nobody else's, over the same memory.
+        # New objects over the same memory, so that requires_grad can be set on them alone.
         device = self._device
         self._tensors = [
             tensor.detach() if tensor.device == device else tensor.detach().to(device)
@@ -188,7 +188,7 @@ class _Sent(Ticket):
 
 
 class _Rounds:
-    """Control operations: the n-th of every rank belong together."""
+    """Control operations: the n-th operation of each rank belongs to the n-th of all others."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -196,7 +196,7 @@ class _Rounds:
         self._open: dict[int, dict[int, Any]] = {}
 
     def join(self, rank: int, value: Any, combine: Callable[[list[Any]], Any]) -> Ticket:
-        """Bring a rank's value into its next round."""
+        """Add a rank's value to its next operation."""
         number = self._joined[rank]
         self._joined[rank] += 1
         values = self._open.setdefault(number, {})
@@ -221,7 +221,7 @@ class _Round(Ticket):
         if not self.ready():
             missing = sorted(set(range(self._ranks)) - set(self._values))
             raise MessageError(
-                f"a control operation waits for ranks {missing}, which do not run it"
+                f"a control operation waits for ranks {missing}, which do not take part in it"
             )
 
     def take(self) -> Any:

@@ -1,17 +1,18 @@
-"""How a message gets from one process to another: a few tensors of known shapes, the small ones as one.
+"""How a message, which is a few tensors of known shapes, gets from one process to another.
 
 Both ends know from the agreed specs how large a message is, and so which way it travels.
 
-*Small ones* go over sockets of the pipeline's own, between processes of one machine. Gloo hands every message
-to a thread of its own and back again. For a small one that costs many times what the message does, and tiny
-stages spend most of a step on it. Here the thread that runs the schedule writes a small message straight into
-the other process's socket and goes on: the system keeps it until it is read. What finds no room there is
-copied, and written by a helper thread. So a send never waits for the receiver, which may be waiting for
-something else, and two ranks that send to each other cannot block one another.
+*Small messages* between processes of one machine go over sockets of the pipeline's own. Gloo hands every
+message to another thread and back, which for a small message costs many times as much as the message
+itself; tiny stages would spend most of a step on it. Here, the thread that runs the schedule writes a small
+message straight into the other process's socket and goes on: the system keeps it until it is read. If the
+socket has no room, the message is copied, and a helper thread writes it. So a send never waits for the
+receiver, which may be waiting for something else, and two ranks that send to each other cannot block one
+another.
 
-*All others* go over gloo. A receive's buffers and a send's tensors are used on the stream that is current at
-the post, and the waits are on that stream too: on GPUs a wait holds up that stream, not the host, and memory
-that is given back after it is safe to use again.
+*All other messages* go over gloo or NCCL. A receive's buffers and a send's tensors are used on the stream
+that is current when they are posted, and waits are on that stream too. On GPUs a wait therefore holds up
+the stream and not the host, and memory that is freed after the wait is safe to reuse.
 """
 
 from __future__ import annotations
@@ -41,25 +42,25 @@ from penstock.values import TensorSpec, settled
 
 
 EAGER = 64 * 1024
-"""Bytes up to which a message travels here; the system has room for a few of these in each direction."""
+"""The largest message in bytes that goes over a socket, which has room for a few of them each way."""
 
 Ends: TypeAlias = tuple[int, int, str]
-"""The two ranks of a line, the lower first, and the kind of its messages."""
+"""The two ranks that a line connects, the lower one first, and the kind of its messages."""
 
 _HEADER = struct.Struct("=QQ")
-"""How many bytes a message has, and how many messages went before it in its direction."""
+"""The bytes of a message, and how many messages went before it in the same direction."""
 _HELLO = struct.Struct("=QQ")
-"""Who connects, and for which kind of messages."""
+"""The rank that connects, and the kind of messages."""
 _MEETING = 30.0
-"""Seconds that a connection that was made may take to say whose it is."""
+"""Seconds that a new connection may take to say whose it is."""
 
 
 class Line:
-    """What carries the small messages of one kind between two ranks, in both directions.
+    """Carries the small messages of one kind between two ranks, in both directions.
 
     Args:
-        connection: the two ranks' own.
-        peer: the other one.
+        connection: the socket between the two ranks.
+        peer: the other rank.
     """
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
@@ -72,7 +73,7 @@ class Line:
         self._lock = threading.Lock()
 
     def send(self, tensors: Sequence[Tensor], size: int, keep: set[Any]) -> Ticket:
-        """Write a message, or let it be written; what is still to be written is kept among others.
+        """Write a message, or have it written later; ``keep`` then holds it until it has left.
 
         Raises:
             MessageError: the other end is gone.
@@ -98,7 +99,7 @@ class Line:
                 threading.Thread(target=self._write_all, name="penstock send", daemon=True).start()
 
     def _write_all(self) -> None:
-        """In a thread of its own: write until nothing is left."""
+        """Write until nothing is left, in a helper thread."""
         while True:
             data, ticket = self._backlog[0]
             failure: MessageError | None = None
@@ -113,13 +114,13 @@ class Line:
                     return
 
     def receive(self, tensors: list[Tensor]) -> Arriving:
-        """Expect a message into these tensors, after all that is expected already."""
+        """Expect a message into these tensors, after all messages that are already expected."""
         ticket = Arriving(self, tensors)
         self._expected.append(ticket)
         return ticket
 
     def read(self, wanted: Arriving, *, block: bool) -> bool:
-        """Read until a message is there, the earlier ones before; whether it is.
+        """Read until a message is there, after the earlier ones; returns whether it is.
 
         Raises:
             MessageError: the other end is gone, or has sent something else.
@@ -143,7 +144,7 @@ class Line:
                 raise self._broken(error) from error
             if not count:
                 raise self._broken(None)
-            # What has begun to arrive is about to be there.
+            # Once a message has begun to arrive, the rest of it will come at once.
             block = True
             found += count
             parts = _behind(parts, count)
@@ -161,12 +162,12 @@ class Line:
         return MessageError(f"the connection to rank {self._peer} is closed at its end{told}")
 
     def cut(self) -> None:
-        """End all waits on it, at both ends; from whichever thread."""
+        """End all waits on this line, at both ends; may be called from any thread."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the socket back; what was sent can still be read."""
+        """Close the socket; what was sent can still be read."""
         self._connection.close()
 
 
@@ -174,13 +175,13 @@ _DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)
 
 
 class _Left(Ticket):
-    """A message that has been handed on, and whose tensors may change."""
+    """A message that was written; its tensors may change."""
 
     def ready(self) -> bool:
         return True
 
     def wait(self) -> None:
-        """Nothing is to be waited for."""
+        """There is nothing to wait for."""
 
     def take(self) -> None:
         """Nothing arrives here."""
@@ -190,7 +191,7 @@ _LEFT = _Left()
 
 
 class Leaving(Ticket):
-    """A message that found no room and is being written."""
+    """A message that found no room and is being written by a helper thread."""
 
     def __init__(self, keep: set[Any]) -> None:
         self._keep = keep
@@ -243,11 +244,11 @@ class Arriving(Ticket):
 
 
 def _memory(tensors: Iterable[Tensor]) -> list[Any]:
-    """The memory of contiguous tensors; of those that have some."""
+    """The memory of contiguous tensors that are not empty."""
     return [
         tensor.numpy()
         if tensor.dtype in _PLAIN
-        # NumPy knows no bfloat16 and none of the small floating-point types.
+        # NumPy has no bfloat16 and no smaller floating-point types.
         else tensor.view(-1).view(torch.uint8).numpy()
         for tensor in tensors
         if tensor.numel()
@@ -258,7 +259,7 @@ _PLAIN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, t
 
 
 def _behind(parts: Sequence[Any], done: int) -> list[memoryview]:
-    """What is left of a message's memory after its first bytes."""
+    """What is left of a message after its first ``done`` bytes."""
     left = []
     for part in parts:
         view = memoryview(part).cast("B")
@@ -274,18 +275,18 @@ def _behind(parts: Sequence[Any], done: int) -> list[memoryview]:
 def connect_lines(
     rank: int, wanted: Iterable[Ends], agree: Callable[[Any], list[Any]]
 ) -> tuple[dict[Ends, Line], set[Ends]]:
-    """Connect pairs of ranks, where they are processes of one machine.
+    """Connect pairs of ranks that are processes of one machine.
 
-    All ranks of a pipeline call this together, with the same pairs. Where no connection can be made, as
+    All ranks of a pipeline call this together, with the same pairs. If a connection cannot be made, as
     between containers that share no folder, there is no line.
 
     Args:
-        rank: this one.
-        wanted: of all ranks.
-        agree: gives each rank what all have passed to it.
+        rank: this rank.
+        wanted: the ends of the lines of all ranks.
+        agree: exchanges values between all ranks.
 
     Returns:
-        The lines of this rank; and the ends of those of all ranks.
+        The lines of this rank, and the ends of the lines that were made by all ranks.
     """
     wanted = sorted(wanted)
     if not wanted:
@@ -312,7 +313,7 @@ def ends_of(channel: Channel) -> Ends:
 
 
 def _listen() -> tuple[socket.socket | None, str]:
-    """A socket in a folder that only this user may enter; none where there can be none."""
+    """A socket in a folder that only this user may enter; None if it cannot be made."""
     folder = tempfile.mkdtemp(prefix="penstock-")
     listener = None
     try:
@@ -320,7 +321,7 @@ def _listen() -> tuple[socket.socket | None, str]:
         listener.bind(str(Path(folder) / "line"))
         listener.listen(socket.SOMAXCONN)
     except (OSError, AttributeError):
-        # The path may be too long for a socket, and not every system has such sockets.
+        # The path may be too long for a socket, and not every system has Unix sockets.
         if listener is not None:
             listener.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -329,7 +330,7 @@ def _listen() -> tuple[socket.socket | None, str]:
 
 
 def _called(folder: str, ends: Ends) -> Line | None:
-    """The upper rank's end of a line."""
+    """Make a line from the upper rank's end."""
     connection = None
     try:
         connection = socket.socket(socket.AF_UNIX)
@@ -343,7 +344,7 @@ def _called(folder: str, ends: Ends) -> Line | None:
 
 
 def _accepted(listener: Any, rank: int) -> tuple[Ends, Line]:
-    """The lower rank's end of a line that the upper one has made."""
+    """Accept a line at the lower rank's end."""
     listener.settimeout(_MEETING)
     connection, _ = listener.accept()
     connection.settimeout(_MEETING)
@@ -353,30 +354,30 @@ def _accepted(listener: Any, rank: int) -> tuple[Ends, Line]:
     return (rank, peer, KINDS[kind]), Line(connection, peer)
 
 
-# ---- all others, over gloo
+# ---- all other messages, over gloo or NCCL
 
 
 NOBODY = 0x4F
 """The tag of a message that nobody sends, see :func:`break_off`."""
 SMALL = 32 * 1024
-"""Bytes up to which copying a tensor costs less than sending it by itself."""
+"""The largest tensor in bytes that is cheaper to copy into a common parcel than to send by itself."""
 
 
 def connect_all(store: Any, rank: int, ranks: int, wait: float, timeout: float) -> Any:
     """Connect the ranks of a pipeline with each other over gloo; all of them call this together.
 
-    Not by ``new_group``, which gives a part of the world the name of its last group again when that was
-    ended: its members then find the addresses of that one.
+    ``new_group`` will not do: for a part of the world it uses the name of an earlier, ended group again,
+    and its members then find the addresses of that group.
 
     Args:
-        store: one that only this meeting of theirs has.
-        rank: this process's.
-        ranks: how many there are.
-        wait: seconds that they may take.
-        timeout: seconds for each operation on what is made.
+        store: a store that only this set-up uses.
+        rank: the rank of this process.
+        ranks: the number of ranks.
+        wait: seconds that connecting may take.
+        timeout: seconds for each operation of the group.
 
     Returns:
-        A ``ProcessGroupGloo``; the stubs of torch do not tell its methods.
+        A ``ProcessGroupGloo``, whose methods torch's stubs do not declare.
 
     Raises:
         MessageError: a rank ended, or did not come in time.
@@ -393,9 +394,9 @@ def connect_all(store: Any, rank: int, ranks: int, wait: float, timeout: float) 
 
 
 def break_off(group: Any) -> None:
-    """Close the connections of a gloo group: a receive that is not served in time does that to all.
+    """Close the connections of a gloo group. A receive that times out closes all of them.
 
-    From whom does not matter, unless that one is gone: then the receive is refused, and closes nothing.
+    It may be from any peer that is not gone: from one that is, the receive is refused and closes nothing.
     """
     for peer in range(group.size()):
         if peer != group.rank():
@@ -404,16 +405,16 @@ def break_off(group: Any) -> None:
 
 
 class Wire(NamedTuple):
-    """How to reach the other end of a channel; small messages go over the line, where there is one."""
+    """How to reach the other end of a channel. Small messages go over the line, if there is one."""
 
-    # A ProcessGroup, or a ProcessGroupGloo, whose methods torch's stubs do not tell.
+    # A ProcessGroup, or a ProcessGroupGloo, whose methods torch's stubs do not declare.
     group: Any
     peer: int
     tag: int
     line: Line | None = None
 
     def send(self, tensors: Sequence[Tensor], keep: set[Any]) -> Ticket:
-        """Start to send; the ticket is kept among others until it is complete."""
+        """Start to send; ``keep`` holds the ticket until it is complete."""
         plain = [settled(tensor) for tensor in tensors]
         if self.line is not None and 0 < (size := _size(plain)) <= EAGER:
             return self.line.send(plain, size, keep)
@@ -437,7 +438,7 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 
 class GlooDeparture(Ticket):
-    """Sends under way, with what they send. Gloo tells only by a wait whether they are complete."""
+    """Sends under way, with their tensors. Gloo shows only in a wait whether they are complete."""
 
     def __init__(self, works: list[dist.Work], parcels: list[Tensor], keep: set[Any]) -> None:
         self._works = works
@@ -450,7 +451,7 @@ class GlooDeparture(Ticket):
         return not self._works
 
     def wait(self) -> None:
-        """Wait, and let go of the tensors."""
+        """Wait, and drop the tensors."""
         for work in self._works:
             work.wait()
         self._works, self._parcels = [], []
@@ -462,11 +463,11 @@ class GlooDeparture(Ticket):
 
 
 Packed = tuple[Tensor, list[Tensor]]
-"""A parcel, and the tensors it is for."""
+"""A parcel, and the tensors that it is for."""
 
 
 class GlooArrival(Ticket):
-    """Receives under way. Gloo tells only by a wait whether they are complete."""
+    """Receives under way. Gloo shows only in a wait whether they are complete."""
 
     def __init__(
         self, works: list[dist.Work], tensors: list[Tensor], packed: Packed | None
@@ -496,7 +497,7 @@ class GlooArrival(Ticket):
 
 
 def _split(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that travel together, and those that travel alone; what is empty does not travel."""
+    """The tensors that travel together in a parcel, and those that travel alone; empty ones do not travel."""
     there = [tensor for tensor in tensors if tensor.numel()]
     small = [t for t in there if t.nbytes <= SMALL] if len(there) > 1 else []
     if len(small) < 2:
@@ -515,7 +516,7 @@ def _parcel_for(tensors: list[Tensor]) -> Tensor:
 
 
 def _unpack(parcel: Tensor, tensors: list[Tensor]) -> None:
-    """Copy, so that the tensors share no memory, and with it no count of changes in place."""
+    """Copy out of a parcel, so that the tensors share neither memory nor a version counter."""
     parts: Any = parcel.split([tensor.nbytes for tensor in tensors])
     for part, tensor in zip(parts, tensors, strict=True):
         _bytes_of(tensor).copy_(part)

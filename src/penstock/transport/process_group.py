@@ -1,12 +1,12 @@
 """One process per rank, over a ``torch.distributed`` process group: gloo on CPU, NCCL on GPU.
 
-The given group only serves to meet: the connections are the pipeline's own, so that what fails in it breaks
-none of the user's, and none of another pipeline on the same group, such as the next one. On gloo all channels
-share one group and have a tag each, and small messages between processes of one machine take a shorter way
-(``penstock.transport.messages``). On NCCL every channel is a group of its own with its own communicator and
-stream, so that a receive never stands in front of a send; the communicators are made when the channels are
-opened, by all ranks in the same order, since making one waits for the other end. The NCCL side is the same
-code; two GPUs, which its test needs, were not at hand.
+The given group is only used to meet. The connections are the pipeline's own, so that a failure breaks
+neither the user's connections nor those of another pipeline on the same group, such as the next one. On
+gloo all channels share one group and have a tag each, and small messages between processes of one machine
+take a shorter way (``penstock.transport.messages``). On NCCL every channel is a group with a communicator
+and stream of its own, so that a receive never blocks a send. The communicators are made when the channels
+are opened, by all ranks in the same order, since making one waits for the other end. The NCCL side is the
+same code, but its test needs two GPUs, and has not been run yet.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ from penstock.transport.messages import (
 from penstock.values import TensorSpec, settled
 
 _TAGS = {kind: tag for tag, kind in enumerate(KINDS, start=0x50)}
-"""Tags of messages; away from 0, the default of other code on the same group."""
+"""The tag of each kind of message; other code on the same group uses 0 by default."""
 DAY = 24 * 3600.0
+"""Seconds that a wait on a peer may take; the watch finds a silent peer much earlier."""
 FEW = 16
-"""Ranks up to which each has a line to each of the others, on one machine; more go in a ring, over gloo."""
+"""Up to this many ranks of one machine, all are connected by lines; control operations of more use gloo."""
 _OPEN: weakref.WeakSet[ProcessGroupTransport] = weakref.WeakSet()
 
 
 def launched() -> bool:
-    """Whether a process group is there, or a launcher such as ``torchrun`` has prepared one."""
+    """Whether there is a process group, or a launcher such as ``torchrun`` has set the variables for one."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
-    # A rank without a world is a mistake of the launcher's, which is told when the ranks meet.
+    # RANK without WORLD_SIZE is a mistake of the launcher's, which is reported when the ranks meet.
     return os.environ.get("WORLD_SIZE", "2" if "RANK" in os.environ else "1") != "1"
 
 
@@ -61,24 +62,22 @@ def connect(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     patience: Patience | None = None,
-    timeout: float = DAY,
 ) -> ProcessGroupTransport:
     """This process's end of a pipeline over ``group``; all of its ranks call this together.
 
-    Starts the default process group from the launcher's environment where nobody has, and then ends it
-    on :meth:`ProcessGroupTransport.close`. The watch over the ranks begins as soon as they have met, before a
+    If there is no default process group, it is started from the launcher's environment, and ended by
+    :meth:`ProcessGroupTransport.close`. The watch over the ranks begins as soon as they have met, before the
     first connection is made.
 
     Args:
         device: where this rank's stages live.
         group: the ranks of the pipeline, in order; by default all.
-        patience: how long ranks may take to meet, and later make no progress.
-        timeout: seconds after which a wait on a peer is an error; a silent peer is found earlier.
+        patience: how long ranks may take to meet, and how long they may later make no progress.
 
     Raises:
-        UsageError: this process is not in the group, or its environment makes no sense.
+        UsageError: this process is not in the group, or its environment is wrong.
         AgreementError: not all ranks came in time.
-        PeerFailed: one that came has failed, or is silent.
+        PeerFailed: another rank has failed, or is silent.
     """
     patience = patience or Patience()
     owns_world = not dist.is_initialized()
@@ -92,9 +91,9 @@ def connect(
         watch.activity.make("connects with the others")
         watch.activity.wait("waits for all to connect", None)
         if owns_world:
-            meeting.start_world("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
+            meeting.start_world("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", DAY)
         rank, ranks, wait = meeting.rank, meeting.ranks, patience.meeting + SLACK
-        control = connect_all(meeting.room("gloo"), rank, ranks, wait, timeout)
+        control = connect_all(meeting.room("gloo"), rank, ranks, wait, DAY)
         watch.activity.make("has connected with the others")
     except BaseException as error:
         cause = watch.failed(error)
@@ -104,12 +103,12 @@ def connect(
         if cause is error:
             raise
         raise cause from None
-    return ProcessGroupTransport(group, device, timeout, control, watch, owns_world=owns_world)
+    return ProcessGroupTransport(group, device, control, watch, owns_world=owns_world)
 
 
 def _checked(group: dist.ProcessGroup | None) -> Any:
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        # What torch gives for a group to those that are not in it.
+        # Torch returns this as the group to processes that are not in it.
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             raise UsageError(f"process {dist.get_rank()} is not in the group that was given")
         raise UsageError(f"group={group!r}: must be a process group or a DeviceMesh")
@@ -121,10 +120,10 @@ def _checked(group: dist.ProcessGroup | None) -> Any:
 
 
 class Circle:
-    """Processes that tell each other values, outside of a pipeline's own wires.
+    """Processes that exchange values outside of a pipeline, such as its replicas.
 
     Args:
-        group: of these processes; all where it is None.
+        group: their process group; None for all processes.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -137,11 +136,11 @@ class Circle:
         self._device = torch.accelerator.current_accelerator() if backend == "nccl" else None
 
     def exchange(self, value: Any) -> list[Any]:
-        """The JSON values of all, in order of rank; all call it."""
+        """The JSON values of all, in rank order; all processes call this."""
         return [value] if self._group is None else _Agreed(value, self._gathered).take()
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of the CPU tensors of all, the same bits on each; all call it."""
+        """The sum of all CPU tensors, with the same bits on each process; all processes call this."""
         rows = [values] if self._group is None else self._gathered(values).take()
         return torch.stack(rows).sum(0)
 
@@ -161,7 +160,6 @@ class ProcessGroupTransport(Transport):
         self,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        timeout: float,
         control: Any,
         watch: Watch,
         *,
@@ -173,7 +171,6 @@ class ProcessGroupTransport(Transport):
         self.activity = watch.activity
         self.watch = watch
         self._owns_world = owns_world
-        self._timeout = timeout
         self._device = device
         self._control = control
         self._wires: dict[Channel, Wire] = {}
@@ -190,7 +187,7 @@ class ProcessGroupTransport(Transport):
         _OPEN.add(self)
 
     def open(self, channels: Iterable[Channel]) -> None:
-        """Give each channel its wire: on gloo a tag, on NCCL a group that all ranks make in turn."""
+        """Give each channel its wire: a tag on gloo, and on NCCL a group that all ranks make in turn."""
         new = [channel for channel in dict.fromkeys(channels) if channel not in self._wires]
         if self._device.type == "cpu":
             self._connect_lines(new)
@@ -198,7 +195,10 @@ class ProcessGroupTransport(Transport):
             self._wires[channel] = self._wire(channel)
 
     def _connect_lines(self, channels: Iterable[Channel]) -> None:
-        """Connect the ends of new channels; at first all ranks with each other too, where they are few."""
+        """Connect the ends of new channels.
+
+        The first time, also all ranks with each other, if they are few.
+        """
         wanted = {ends_of(channel) for channel in channels} - self._known
         if not self._known and self.ranks <= FEW:
             pairs = combinations(range(self.ranks), 2)
@@ -217,7 +217,7 @@ class ProcessGroupTransport(Transport):
             line = self._lines.get(ends_of(channel))
             return Wire(self._control, other, _TAGS[channel.kind], line)
         ends = sorted((channel.source, channel.target))
-        # Every rank makes every group, also those it is no end of, since torch counts them.
+        # Every rank makes every group, even those that it is not in, since torch counts them.
         backend = dist.get_default_backend_for_device(self._device)
         group = self._new_group([self._members[end] for end in ends], backend, self._device)
         return Wire(group, ends.index(other), 0)
@@ -225,14 +225,14 @@ class ProcessGroupTransport(Transport):
     def _new_group(
         self, members: list[int], backend: str, device: torch.device | None = None
     ) -> dist.ProcessGroup:
-        """A group that this pipeline's ranks make together; those outside it get a stand-in.
+        """A group that this pipeline's ranks make together; ranks outside of it get a placeholder.
 
-        With a device its members connect at once.
+        If a device is given, its members connect at once.
         """
         partial = len(self._members) < dist.get_world_size()
         made: dist.ProcessGroup = dist.new_group(
             members,
-            timedelta(seconds=self._timeout),
+            timedelta(seconds=DAY),
             backend,
             use_local_synchronization=partial,
             device_id=device,
@@ -240,17 +240,20 @@ class ProcessGroupTransport(Transport):
         return made
 
     def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> Ticket:
-        """Start sends that run beside the next actions; the ticket keeps the tensors until it is complete."""
+        """Start a send that runs beside the next actions.
+
+        The ticket keeps the tensors until it is complete.
+        """
         return self._wires[channel].send(tensors, self._leaving)
 
     def post_receive(
         self, channel: Channel, specs: Sequence[TensorSpec], device: torch.device
     ) -> Ticket:
-        """Start receives into new buffers."""
+        """Start a receive into new buffers."""
         return self._wires[channel].receive(specs, device)
 
     def agree(self, value: Any) -> Ticket:
-        """Exchange JSON bytes: first their lengths, then all padded to the longest."""
+        """Exchange JSON bytes: first their lengths, then the bytes, padded to the longest."""
         return _Agreed(value, self._gathered)
 
     def sum(self, values: Tensor) -> Ticket:
@@ -279,7 +282,7 @@ class ProcessGroupTransport(Transport):
         )
 
     def broadcast(self, tensor: Tensor, source: int) -> Ticket:
-        """Broadcast over the control group, on the CPU, as bytes: gloo knows only some types."""
+        """Broadcast over the control group on the CPU, as bytes, since gloo supports only some types."""
         data = settled(tensor).flatten().view(torch.uint8).cpu().clone()
         work = self._control.broadcast(data, source)
         return _After(
@@ -289,12 +292,12 @@ class ProcessGroupTransport(Transport):
         )
 
     def finish(self) -> None:
-        """Wait for the sends that nobody has waited for, and let go of their tensors."""
+        """Wait for all sends that nobody has waited for, and drop their tensors."""
         for ticket in list(self._leaving):
             ticket.wait()
 
     def cut(self) -> None:
-        """Break all connections, from whichever thread; a wait on them ends at once, also at their ends."""
+        """Break all connections, from any thread; waits on them end at once, at both ends."""
         for group in {wire.group for wire in self._wires.values()} - {self._control}:
             if group not in self._aborted:
                 self._aborted.add(group)
@@ -304,7 +307,7 @@ class ProcessGroupTransport(Transport):
         break_off(self._control)
 
     def close(self) -> None:
-        """End the connections, and the default group if it was started here."""
+        """End the connections, and the default process group if it was started here."""
         if self._closed:
             return
         self._closed = True
@@ -315,17 +318,18 @@ class ProcessGroupTransport(Transport):
         self._wires.clear()
         for line in self._lines.values():
             line.close()
-        # What still waits on them, after an error, would keep the group from ending.
+        # After an error, operations that still wait would keep the group from ending.
         break_off(self._control)
         del self._control
         if self._owns_world:
             dist.destroy_process_group()
 
     def abandon(self) -> None:
-        """In a process that was forked from the rank's: never touch what is the rank's.
+        """In a process forked from the rank's: leave the rank's groups alone, and close its sockets.
 
-        To end a group there waits for threads that only the rank has, and takes its connections out of the
-        rank's own loop. The sockets are closed: an end that stays open here would hide the rank's death.
+        To end a group there would wait for threads that only the rank has, and remove its connections from
+        the rank's event loop. The sockets must be closed: an end that stayed open here would hide the
+        rank's death.
         """
         if not self._closed:
             for line in self._lines.values():
@@ -344,12 +348,12 @@ if hasattr(os, "register_at_fork"):
 
 
 class _After(Ticket):
-    """What comes of something under way once that is over.
+    """A ticket for the result of an operation under way.
 
     Args:
-        ready: whether it is over.
-        wait: returns when it is.
-        result: what comes of it.
+        ready: whether the operation is complete.
+        wait: waits until it is.
+        result: gives the result.
     """
 
     def __init__(
@@ -375,7 +379,7 @@ def _gathered_by(work: dist.Work, rows: list[Tensor]) -> Ticket:
 
 
 class _Agreed(Ticket):
-    """JSON bytes of every rank, in two rounds: the second can only begin when the first is over."""
+    """JSON bytes of every rank, in two rounds: the second one begins when the lengths are known."""
 
     def __init__(self, value: Any, gather: Callable[[Tensor], Ticket]) -> None:
         text = bytearray(json.dumps(value).encode())
@@ -404,16 +408,16 @@ class Groups:
     """The processes of a machine that share a file, and groups of the first few of them; for tests.
 
     Args:
-        rank: this process's.
-        size: how many processes there are.
-        store: a file that all of them can reach and none has used before.
+        rank: the rank of this process.
+        size: the number of processes.
+        store: a new file that all of them can reach.
     """
 
     def __init__(self, rank: int, size: int, store: str) -> None:
         dist.init_process_group(
             "gloo", init_method=Path(store).absolute().as_uri(), rank=rank, world_size=size
         )
-        # All at the start, by all: torch counts the groups that a process has made.
+        # All groups are made at the start by all processes, since torch counts the groups of each process.
         self._groups = [dist.new_group(list(range(count))) for count in range(1, size + 1)]
 
     def first(self, count: int) -> Any:

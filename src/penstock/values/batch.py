@@ -1,4 +1,4 @@
-"""A batch in parts: by which rules it is split, how, and how outputs are put together again."""
+"""Split batches into microbatches by rules, and merge their outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.errors import MicrobatchError
 from penstock.values.structure import Opened, opened, tensors_of
 
-# ---- what a batch is once it is split
+# ---- a batch that is split
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,11 @@ class Microbatch:
 
     Args:
         args: positional arguments of the model.
-        kwargs: arguments by name.
-        samples: how many samples of the batch it holds; 0 where no argument is split.
-        kind: parts of one batch and kind are alike in all but data; ``None`` says nothing.
-        aside: arguments by name that stay in this process, whatever they are: no other is told of them.
+        kwargs: keyword arguments of the model.
+        samples: the number of samples that it holds; 0 if no argument is split.
+        kind: parts of a batch that have the same kind differ only in their data; ``None`` if that is
+            unknown.
+        aside: keyword arguments of any type that stay in this process and are not described to others.
     """
 
     args: tuple[Any, ...]
@@ -41,11 +42,11 @@ class Batch:
     """What a process brings to a call of the pipeline.
 
     Args:
-        parts: the microbatches; ``None`` where this process was given no argument.
-        targets: for each microbatch, what the loss compares with; ``None`` where none was given.
-        samples: how many samples each microbatch holds; ``None`` where that is not known here.
-        count: how many microbatches there are; ``None`` where that is not known here.
-        ready: whether the user split it: its outputs are not put together either.
+        parts: the microbatches; ``None`` if this process was given no arguments.
+        targets: for each microbatch, what the loss compares with; ``None`` if no target was given.
+        samples: the number of samples of each microbatch; ``None`` if that is not known here.
+        count: the number of microbatches; ``None`` if that is not known here.
+        ready: whether the user has split the batch; its outputs are then not merged either.
     """
 
     parts: Sequence[Microbatch] | None = None
@@ -56,31 +57,31 @@ class Batch:
 
 
 class _Missing:
-    """Nothing was given; ``None`` is something."""
+    """The type of :data:`MISSING`."""
 
     def __repr__(self) -> str:
         return "nothing"
 
 
 MISSING: Any = _Missing()
-"""Stands for an argument that was not given, where ``None`` is a value."""
+"""Stands for an argument that was not given, since ``None`` is a value that may be given."""
 
 
 class Microbatches:
-    """A batch that is split already, also into microbatches of different lengths.
+    """A batch that is already split, possibly into microbatches of different lengths.
 
-    It stands where the arguments of the model would: ``pipe.step(Microbatches(calls), target=targets)``
-    with a list of one target for each. To a rank that needs no arguments, the targets alone are given as
+    It takes the place of the model's arguments: ``pipe.step(Microbatches(calls), target=targets)``, where
+    ``targets`` is a list with one target for each. A rank that needs only the targets is given
     ``target=Microbatches(targets)``.
 
     Args:
-        calls: the arguments of each microbatch: a tuple of them, a dict of them by name, or the only one.
-        targets: what the loss compares with in each microbatch; may be given as ``target=`` instead.
-        samples: how many samples each holds, which is its weight in a mean; by default what its first
-            tensor has in dimension 0.
+        calls: the arguments of each microbatch: a tuple, a dict by name, or the only argument itself.
+        targets: what the loss compares with in each microbatch; may be passed as ``target=`` instead.
+        samples: the number of samples of each, which is its weight in a mean; by default, the size of its
+            first tensor in dimension 0.
 
     Raises:
-        MicrobatchError: there are none, or lists of different lengths.
+        MicrobatchError: there are no microbatches, or the lists have different lengths.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ def _samples_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return found[0].shape[0] if found else 0
 
 
-# ---- how an argument, or a whole call, is split
+# ---- rules
 
 
 @dataclass(frozen=True)
@@ -164,24 +165,25 @@ class Replicate:
 REPLICATE = Replicate()
 """Give every microbatch the whole argument: a rule for ``Pipeline(rules=...)``."""
 Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
-"""From an argument and the number of samples of each microbatch: its part in each."""
+"""``(value, sizes)`` -> the value's part in each microbatch, from the number of samples of each."""
 Rule: TypeAlias = "Split | Replicate | Splitter | Mapping[Any, Rule]"
-"""How an argument is split; a mapping says it of its items, fields or positions one by one."""
+"""How an argument is split. A mapping gives the rules of its items, fields or positions one by one."""
 CallSplitter = Callable[[tuple[Any, ...], dict[str, Any], Any, int], Microbatches]
-"""From the arguments, those by name, the target and a number: so many microbatches, or fewer."""
+"""``(args, kwargs, target, count)`` -> that number of microbatches, or fewer."""
 Rules: TypeAlias = Mapping[int | str, Rule] | CallSplitter
-"""For an argument, by position or name, how it is split; or a function that splits the whole call.
+"""How each argument, by position or name, is split; or a function that splits the whole call.
 
-Without a rule a tensor is split along dimension 0, and one without dimensions goes to every microbatch
-whole. ``"target"`` says it of the target, and ``"output"`` along which dimension outputs are put together.
+Without a rule a tensor is split along dimension 0, and a tensor without dimensions goes to every microbatch.
+The rule for ``"target"`` splits the target, and the one for ``"output"`` says along which dimension outputs
+are merged.
 """
 
 
 def check_rules(rules: Any) -> None:
-    """Check that batches can be split so.
+    """Check that rules are valid.
 
     Raises:
-        MicrobatchError: what was given is no rule; the message names the argument it is for.
+        MicrobatchError: something is not a rule; the message names the argument that it is for.
     """
     if rules is None or callable(rules):
         return
@@ -201,9 +203,9 @@ def check_rules(rules: Any) -> None:
 
 
 TARGET = "target"
-"""The name under which rules speak of ``target=``."""
+"""The name of ``target=`` in rules."""
 OUTPUT = "output"
-"""The name under which rules say along which dimension outputs are put together."""
+"""The name in rules of the dimension along which outputs are merged."""
 
 
 # ---- split a batch into microbatches
@@ -211,7 +213,7 @@ OUTPUT = "output"
 
 _Name = int | str
 _Table: TypeAlias = "Mapping[_Name, tuple[Any, Rule | None]]"
-"""Of each argument its value and its rule, if any."""
+"""The value and the rule of each argument; the rule may be None."""
 
 
 class _Leaf(NamedTuple):
@@ -237,15 +239,16 @@ def split(
 
     Args:
         args: positional arguments. Tensors in them (also nested in tuples, lists, dicts, dataclasses) are
-            split along dimension 0 or as ``rules`` say; whatever is no tensor, and tensors without
+            split along dimension 0, or as ``rules`` say. Values that are not tensors, and tensors without
             dimensions, go to every microbatch.
-        kwargs: arguments by name, likewise.
-        count: how many microbatches.
+        kwargs: keyword arguments, likewise.
+        count: the number of microbatches.
         rules: by position or name of the argument.
 
     Raises:
-        MicrobatchError: a rule for no argument, a tensor without its dimension, tensors that disagree
-            about the batch size, fewer samples than microbatches, or no microbatch.
+        MicrobatchError: a rule is for no argument, a tensor lacks the dimension to split, tensors
+            disagree about the number of samples, there are fewer samples than microbatches, or
+            ``count`` is below 1.
     """
     found = split_batch(args, kwargs, MISSING, rules, count)
     if found.parts is None:
@@ -262,18 +265,18 @@ def split_batch(
     *,
     fewer: bool = False,
 ) -> Batch:
-    """Split the arguments of a call and its target, as far as this process was given them.
+    """Split those arguments of a call, and its target, that this process was given.
 
     Args:
         args: positional arguments; or :class:`Microbatches` as the only one.
-        kwargs: arguments by name.
-        target: what the loss compares with; :data:`MISSING` where there is none.
-        rules: also for :data:`TARGET`; or a function that splits the whole call.
-        count: how many microbatches.
-        fewer: whether there may be fewer of them, where there are fewer samples.
+        kwargs: keyword arguments.
+        target: what the loss compares with; :data:`MISSING` if there is none.
+        rules: by argument, also for :data:`TARGET`; or a function that splits the whole call.
+        count: the number of microbatches.
+        fewer: whether there may be fewer microbatches, if there are fewer samples.
 
     Raises:
-        MicrobatchError: as :func:`split`, or the target has another number of samples.
+        MicrobatchError: as for :func:`split`, or the target has another number of samples.
     """
     if any(isinstance(given, Microbatches) for given in (*args, *kwargs.values(), target)):
         return _ready(args, kwargs, target)
@@ -293,8 +296,8 @@ def _ready(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Batch
     found = args[0] if args else None
     if not isinstance(found, Microbatches) or len(args) > 1 or kwargs:
         raise MicrobatchError(
-            "Microbatches(...) hold all arguments of the model, including "
-            "those by name; give no others beside them"
+            "Microbatches(...) hold all arguments of the model, including keyword arguments; pass no "
+            "others beside them"
         )
     return found.batch(targets)
 
@@ -312,7 +315,7 @@ def _split_by(found: Any, target: Any, count: int) -> Batch:
     return found.batch(MISSING if target is MISSING else None)
 
 
-# The target stands in the table beside the arguments, which may be named so too.
+# The target's key in the table; no argument can have this name.
 _TARGET = "target="
 
 
@@ -338,7 +341,7 @@ def _split_table(positional: int, table: _Table, count: int, *, fewer: bool) -> 
     if samples == 0:
         raise MicrobatchError("the batch is empty; give it at least one sample per microbatch")
     if fewer:
-        # What is not split at all is one microbatch, unless a function of the user's may split it.
+        # If nothing is split there is one microbatch, unless a function of the user's may split something.
         count = min(count, samples or (count if _has_splitter(table) else 1))
     if samples is not None and samples < count:
         raise MicrobatchError(
@@ -370,11 +373,11 @@ def _said(name: _Name) -> str:
 
 
 def _samples(table: _Table) -> int | None:
-    """The size that all split tensors share, or ``None`` where none is split."""
+    """The size that all split tensors share, or ``None`` if none is split."""
     leaves = [
         leaf for name, (value, rule) in table.items() for leaf in _leaves(value, rule, _said(name))
     ]
-    # What the user said a rule for is right; else most tensors, and of two the first.
+    # Tensors with a rule are right; without rules, the size of most tensors, or of the first one.
     trusted = [leaf for leaf in leaves if leaf.asked] or leaves
     if not leaves:
         return None
@@ -383,15 +386,15 @@ def _samples(table: _Table) -> int | None:
     if unlike:
         example = next(leaf for leaf in trusted if leaf.size == samples)
         raise MicrobatchError(
-            f"the batch has {samples} samples ({example}), but {'; '.join(map(str, unlike))}; say with "
-            "rules= by which dimension it is split, Split(dim), that it is kept whole, REPLICATE, or give a "
+            f"the batch has {samples} samples ({example}), but {'; '.join(map(str, unlike))}; use rules= to "
+            "split it along another dimension, Split(dim), to keep it whole, REPLICATE, or to split it by a "
             "function (value, sizes) -> parts"
         )
     return samples
 
 
 def _leaves(value: Any, rule: Rule | None, path: str) -> Iterator[_Leaf]:
-    """The tensors of an argument that are split along a dimension."""
+    """The tensors in an argument that are split."""
     if isinstance(rule, Mapping):
         for where, item, own in _ruled(value, rule, path):
             yield from _leaves(item, own, where)
@@ -414,7 +417,7 @@ def _leaf(tensor: Tensor, rule: Split | None, path: str) -> _Leaf:
 def _ruled(
     value: Any, rules: Mapping[Any, Rule], path: str
 ) -> Iterator[tuple[str, Any, Rule | None]]:
-    """The items of an argument, each with where it stands and its rule."""
+    """The items of an argument, each with its path and its rule."""
     found = opened(value)
     if found is None:
         raise MicrobatchError(
@@ -428,7 +431,7 @@ def _ruled(
 
 
 def _sizes(batch: int, count: int) -> list[int]:
-    """How many samples each microbatch gets; the first ones take what is left over."""
+    """The number of samples of each microbatch; the first ones take the remainder."""
     size, rest = divmod(batch, count)
     return [size + (index < rest) for index in range(count)]
 
@@ -487,11 +490,11 @@ def _cut_tensor(value: Tensor, dim: int, sizes: list[int], path: str) -> Sequenc
     except (RuntimeError, NotImplementedError) as error:
         kind = "nested" if value.is_nested else str(value.layout).rpartition(".")[2]
         raise MicrobatchError(
-            f"{path} is a {kind} tensor, which torch does not split along dimension {dim}; say with rules= "
-            "how it is split, by a function (value, sizes) -> parts, or that it is kept whole, REPLICATE"
+            f"{path} is a {kind} tensor, which torch does not split along dimension {dim}; use rules= to "
+            "split it by a function (value, sizes) -> parts, or to keep it whole, REPLICATE"
         ) from error
-    # Views count changes in place together; what a model does to one microbatch is not done to
-    # the next one, so each counts for itself.
+    # Views share one version counter, but an in-place change to one microbatch does not change the
+    # others. Through .data each part has a counter of its own.
     return parts if value.requires_grad else [part.data for part in parts]
 
 
@@ -501,14 +504,15 @@ def _rebuilt(value: Any, columns: Sequence[Sequence[Any]]) -> list[Any]:
     return [made(items) for items in zip(*columns, strict=True)]
 
 
-# ---- put the outputs of microbatches together
+# ---- merge outputs
 
 
 def output_dim(rules: Rules | None) -> int:
-    """Along which dimension outputs are put together.
+    """The dimension along which outputs are merged.
 
     Raises:
-        MicrobatchError: arguments are split along another dimension than 0, and no rule says it of outputs.
+        MicrobatchError: an argument is split along another dimension than 0, and there is no rule for
+            outputs.
     """
     if not isinstance(rules, Mapping):
         return 0
@@ -517,23 +521,23 @@ def output_dim(rules: Rules | None) -> int:
         return given.dim
     if given is not None:
         raise MicrobatchError(
-            f"rules={{'output': {given!r}}}: outputs are put together by Split(dim)"
+            f"rules={{'output': {given!r}}}: the rule for outputs must be Split(dim)"
         )
     dims = sorted({rule.dim for rule in rules.values() if isinstance(rule, Split)} - {0})
     if dims:
         raise MicrobatchError(
-            f"arguments are split along dimension {dims[0]}; say along which one outputs are put "
-            f"together: rules={{'output': Split({dims[0]})}} or Split(0)"
+            f"arguments are split along dimension {dims[0]}; say along which dimension to merge outputs: "
+            f"rules={{'output': Split({dims[0]})}} or Split(0)"
         )
     return 0
 
 
 def merge(outputs: Sequence[Any], dim: int = 0) -> Any:
-    """Put the outputs of microbatches together.
+    """Merge the outputs of microbatches.
 
     Args:
-        outputs: one for each microbatch, all of one structure. Tensors with dimensions are concatenated
-            along ``dim``, those without are stacked; other values must be equal in all.
+        outputs: one for each microbatch, all with the same structure. Tensors are concatenated along
+            ``dim``, and tensors without dimensions are stacked; other values must be equal in all of them.
         dim: the dimension of the samples.
 
     Raises:
@@ -561,8 +565,8 @@ def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
     except (RuntimeError, IndexError) as error:
         shapes = [list(tensor.shape) for tensor in tensors]
         raise MicrobatchError(
-            f"outputs of the shapes {shapes} cannot be put together along dimension {dim}; give "
-            "Microbatches(...) instead of a batch to get them one by one"
+            f"outputs of the shapes {shapes} cannot be merged along dimension {dim}; pass Microbatches(...) "
+            "instead of a batch to get them one by one"
         ) from error
 
 

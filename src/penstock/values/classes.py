@@ -1,9 +1,9 @@
-"""The classes that values may be of, beside Python's and torch's own: how they come apart and together.
+"""Classes of values other than Python's and torch's own: how to take them apart and put them together.
 
-Between ranks a class travels as its module and name. The rank that receives one never imports by such a name,
-for that would run whatever a message asks for: it looks among the modules that its own program has imported,
-and takes only what is a dataclass, a named tuple, a mapping or an enum of exactly that name, or a class that
-was registered here. Ranks run the same program, so what one has imported the others have too.
+Between ranks a class travels as its module and name. The receiving rank never imports such a name, since
+that would run whatever a message asks for. It looks among the modules that its own program has imported,
+and accepts only a dataclass, named tuple, mapping or enum of exactly that name, or a class that was
+registered here. Ranks run the same program, so what one rank has imported, the others have too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Fields = Iterable[tuple[str, Any]]
 
 
 class Record(NamedTuple):
-    """How the values of a class come apart into named parts, and together again."""
+    """How to take the values of a class apart into named parts, and put them together again."""
 
     name: str
     take: Callable[[Any], Fields]
@@ -35,7 +35,7 @@ class Record(NamedTuple):
 _KNOWN: WeakKeyDictionary[type, Record] = WeakKeyDictionary()
 _REGISTERED: dict[str, type] = {}
 SPREAD: set[type] = set()
-"""The registered classes of tensors, which come apart too."""
+"""Registered subclasses of Tensor, which are taken apart too."""
 
 
 def register_type(
@@ -43,18 +43,18 @@ def register_type(
     take_apart: Callable[[Any], Any] | None = None,
     put_together: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Let values of a class travel between stages; every rank registers it.
+    """Let values of a class travel between stages; every rank must register it.
 
     Dataclasses, named tuples and enums at the top level of a module need no registration.
 
     Args:
         kind: the class.
-        take_apart: gives, for a value of the class, one that can travel: tensors and plain values in tuples,
-            lists, dicts. Only a dataclass, named tuple or enum does without.
-        put_together: makes a value of the class of that.
+        take_apart: turns a value of the class into one that can travel: tensors and plain values in tuples,
+            lists and dicts. A dataclass, named tuple or enum needs none.
+        put_together: makes a value of the class from that.
 
     Raises:
-        UsageError: it is no class, or the functions are missing.
+        UsageError: it is not a class, or the functions are missing.
     """
     if not isinstance(kind, type):
         raise UsageError(f"register_type takes a class, not {kind!r}")
@@ -64,8 +64,8 @@ def register_type(
         _KNOWN[kind] = _custom(kind, take_apart, put_together)
     elif not issubclass(kind, Enum) and _own_record(kind) is None:
         raise UsageError(
-            f"register_type({kind.__name__}): give take_apart and put_together; only dataclasses, named "
-            "tuples, mappings and enums do without"
+            f"register_type({kind.__name__}): pass take_apart and put_together; only dataclasses, named "
+            "tuples, mappings and enums need none"
         )
     _REGISTERED[_full_name(kind)] = kind
     if issubclass(kind, Tensor):
@@ -86,7 +86,7 @@ def _custom(
 
 
 def record_of(kind: type) -> Record | None:
-    """How values of a class come apart; ``None`` where that is not known.
+    """How to take values of a class apart; ``None`` if that is not known.
 
     Raises:
         SpecError: it is known, but other ranks could not find the class.
@@ -101,10 +101,10 @@ def record_of(kind: type) -> Record | None:
 
 
 def record_named(name: str) -> Record:
-    """The same for a name that came from another rank.
+    """The record of a class whose name came from another rank.
 
     Raises:
-        SpecError: this program has no such class, or it is none of those that may travel.
+        SpecError: this program has no such class, or the class may not travel.
     """
     kind = _find(name)
     found = None if kind is None else record_of(kind)
@@ -114,7 +114,7 @@ def record_named(name: str) -> Record:
 
 
 def enum_named(name: str) -> type[Enum]:
-    """The enum of a name that came from another rank.
+    """The enum whose name came from another rank.
 
     Raises:
         SpecError: this program has no such enum.
@@ -129,7 +129,7 @@ def name_of(kind: type) -> str:
     """The name by which every rank finds a class.
 
     Raises:
-        SpecError: it would not be found.
+        SpecError: other ranks would not find it.
     """
     name = _full_name(kind)
     if _find(name) is not kind:
@@ -145,7 +145,7 @@ def _full_name(kind: type) -> str:
 
 
 def _find(name: str) -> type | None:
-    """The class of this name in what has been imported."""
+    """The class of a name, in the modules that have been imported."""
     if name in _REGISTERED:
         return _REGISTERED[name]
     module, _, path = str(name).partition(":")
@@ -158,19 +158,19 @@ def _find(name: str) -> type | None:
 
 def _not_found(name: str, what: str) -> SpecError:
     return SpecError(
-        f"this rank knows no {what} {name!r}, which another rank gave; import its module on every rank, or "
-        "call penstock.values.register_type there"
+        f"this rank knows no {what} {name!r}, which another rank has sent; import its module on every "
+        "rank, or call penstock.values.register_type there"
     )
 
 
-# ---- what classes say about themselves
+# ---- classes that need no registration
 
 
 def _own_record(kind: type) -> Record | None:
     if dataclasses.is_dataclass(kind):
         if issubclass(kind, dict):
             return _mapping_dataclass(kind)
-        # One that derives from a type with content of its own would come back without that.
+        # A subclass of a type with content of its own, such as list, would come back without that content.
         return None if issubclass(kind, _WITH_CONTENT) else _dataclass(kind)
     if issubclass(kind, tuple):
         return _named_tuple(kind)
@@ -183,7 +183,7 @@ _WITH_CONTENT = (list, tuple, set, frozenset, str, bytes, int, float, complex)
 
 
 def _dataclass(kind: type) -> Record:
-    """Without a call of ``__init__`` or ``__post_init__``: what they have set is taken along."""
+    """A dataclass. ``__init__`` and ``__post_init__`` are not called again: what they set travels too."""
     names = [field.name for field in dataclasses.fields(kind)]
 
     def take(value: Any) -> Fields:
@@ -204,12 +204,12 @@ def _state(value: Any) -> dict[str, Any]:
 
 
 def _is_more(kind: type, name: str, fields: list[str]) -> bool:
-    """Whether an attribute holds something that no field does; what was computed once can be again."""
+    """Whether an attribute is neither a field nor a cached property, which can be computed again."""
     return name not in fields and not isinstance(getattr(kind, name, None), cached_property)
 
 
 def _mapping_dataclass(kind: type) -> Record:
-    """A dict whose items are its fields, such as the outputs of transformers' models."""
+    """A dict whose items are its fields, such as the outputs of transformers models."""
     names = [field.name for field in dataclasses.fields(kind) if field.init]
 
     def take(value: Any) -> Fields:
@@ -227,7 +227,7 @@ def _mapping_dataclass(kind: type) -> Record:
 
 
 def _mapping(kind: Callable[[Any], Any]) -> Record:
-    """A mapping of a class of its own, such as a tokenizer's batch: the class makes one of a dict."""
+    """A class of mappings, such as a tokenizer's batch, that can be made from a dict."""
 
     def put_together(items: dict[Any, Any]) -> Any:
         try:
@@ -243,7 +243,7 @@ def _mapping(kind: Callable[[Any], Any]) -> Record:
 
 
 def _named_tuple(kind: type) -> Record | None:
-    """``typing.NamedTuple``, ``collections.namedtuple``, and what ``torch.max`` and others give."""
+    """``typing.NamedTuple``, ``collections.namedtuple``, and the results of ``torch.max`` and others."""
     own = kind.__module__ == "torch.return_types"
     names = getattr(kind, "__match_args__" if own else "_fields", None)
     if not isinstance(names, tuple):

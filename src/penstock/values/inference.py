@@ -1,10 +1,10 @@
-"""Find what a stage gives without running it for real: for arguments of one size, then of any.
+"""Find out what a stage returns without running it on data: for given sizes, and then for any sizes.
 
-A model that is called with ever new sequence lengths would have to be looked at for each of them. Here it is
-for the first two; for the third it runs on tensors without data whose sizes are unknowns, which notes every
-question that the code asks about them. The answers are the conditions, and what comes out has sizes that are
-terms in the unknowns. For later lengths that meet the conditions the same way through the code is certain,
-and only the terms are evaluated.
+A model that is called with ever new sequence lengths would have to be tried for each of them. Here that is
+done for the first two. For the third, it runs on tensors without data whose sizes are symbols, and every
+question that its code asks about a size is recorded. The answers are the conditions, and the sizes of the
+output are expressions in the symbols. Later lengths that meet the conditions take the same way through the
+code, so that only the expressions need to be evaluated.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from penstock.values.trial import (
 )
 from penstock.values.value import STRIDED, TensorSpec, ValueSpec, layout_of
 
-# ---- what was found for some sizes, and what follows for others
+# ---- results for some sizes, and rules for others
 
 
 T = TypeVar("T")
 log = logging.getLogger("penstock")
 
 _BEFORE = 2
-"""So many sizes are looked at one by one: a batch and its rest are two."""
+"""How many sizes are tried one by one. (A batch and a smaller last batch make two.)"""
 
 _RULES = 4
-"""So many ways through the code are followed with unknown sizes; what takes others is looked at each time."""
+"""How many ways through the code are followed with symbols; sizes that take others are tried each time."""
 
 
 class Form(NamedTuple):
@@ -63,7 +63,7 @@ class Form(NamedTuple):
         """The form of a tensor.
 
         Raises:
-            NotGeneral: it is none of a plain layout.
+            NotGeneral: it is not strided.
         """
         if tensor.layout is not torch.strided:
             raise NotGeneral(f"a tensor is {tensor.layout}")
@@ -78,15 +78,15 @@ class Form(NamedTuple):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """All but the sizes."""
+        """Everything but the sizes."""
         return len(self.shape), self.dtype, self.device, self.requires_grad
 
 
 class Found(NamedTuple):
-    """What a function gave.
+    """The result of a function.
 
     Args:
-        leaves: the forms of its tensors, numbers that may follow from sizes, and what else it gave.
+        leaves: the forms of its tensors, numbers that may depend on sizes, and other values.
         rest: what does not depend on sizes.
     """
 
@@ -95,26 +95,26 @@ class Found(NamedTuple):
 
 
 class NotGeneral(Exception):
-    """What a function gives cannot be told for unknown sizes."""
+    """The result of a function cannot be told for symbolic sizes."""
 
 
 class Unknowns(Protocol):
-    """Some tensors' sizes as unknowns."""
+    """The sizes of some tensors as symbols."""
 
     def within(self, mode: FakeTensorMode) -> AbstractContextManager[list[Tensor]]:
-        """The tensors, in a mode that works with unknowns while the context lasts; none requires grad."""
+        """A context in which a mode works with symbols; it gives the tensors, none of which requires grad."""
 
 
 class _Rule(Protocol):
     def at(self, given: Sequence[Form]) -> Found | None:
-        """What the function gives for tensors, if these meet the conditions."""
+        """The function's result for tensors that meet the conditions; None for others."""
 
 
 class Family(Generic[T]):
-    """What one function gives for calls that differ in nothing but the sizes of their tensors.
+    """The results of a function for calls that differ only in the sizes of their tensors.
 
     Args:
-        same: whether two results of it are equal.
+        same: whether two results are equal.
     """
 
     def __init__(self, same: Callable[[T, T], bool] = operator.eq) -> None:
@@ -130,13 +130,13 @@ class Family(Generic[T]):
         follow: Callable[[Unknowns], Found],
         build: Callable[[Found], T],
     ) -> T:
-        """What the function gives.
+        """The function's result for a call.
 
         Args:
             given: the tensors of the call.
-            look: works it out for these sizes.
-            follow: works it out for unknown sizes; where it raises, they cannot be.
-            build: makes the result of what was found so, for these sizes.
+            look: finds the result for these sizes.
+            follow: finds the result for symbolic sizes; it raises if that is not possible.
+            build: makes a result for these sizes from what ``follow`` found.
         """
         sizes = tuple(given)
         found = self._by_rule(sizes)
@@ -165,19 +165,21 @@ class Family(Generic[T]):
             unknowns = symbolic.Symbols(given)
             rule = symbolic.Terms(unknowns, follow(unknowns))
             if rule.at(given) is None:
-                raise NotGeneral("its conditions do not hold for the sizes that they come from")
+                raise NotGeneral(
+                    "its conditions do not hold for the sizes that they were found with"
+                )
             for sizes, seen in self._seen.items():
                 found = rule.at(sizes)
                 if found is not None and not self._same(build(found), seen):
-                    raise NotGeneral("it gives something else for sizes that were looked at")
-        except Exception as error:  # whatever a model's code raises that asks for more than sizes
-            log.debug("what a module gives is found for each size anew: %s", error)
+                    raise NotGeneral("it gives something else for sizes that were tried before")
+        except Exception as error:  # whatever a model's code raises if it needs more than sizes
+            log.debug("the output of a module is found for each size anew: %s", error)
             self._tried = _RULES
         else:
             self._rules.append(rule)
 
 
-# ---- look at a module
+# ---- try a module
 
 
 Run = Callable[..., Any]
@@ -185,12 +187,12 @@ Key = TypeVar("Key")
 
 
 class Inferred(NamedTuple):
-    """What a module gives.
+    """What is known of a module's output.
 
     Args:
         output: its spec.
-        reached: for each tensor of the output, those of the arguments that a gradient of it surely
-            flows to; ``None`` where it requires none.
+        reached: for each tensor of the output, the tensors among the arguments that its gradient certainly
+            flows to; ``None`` if it requires no gradient.
     """
 
     output: ValueSpec
@@ -198,24 +200,24 @@ class Inferred(NamedTuple):
 
 
 def new_family() -> Family[Inferred]:
-    """Nothing is known yet of what a module gives for arguments of various sizes."""
+    """A new family for the outputs of a module."""
     return Family(lambda one, other: _told(one) == _told(other))
 
 
 def _told(found: Inferred) -> tuple[str, list[list[int] | None]]:
-    # With the order of the dimensions in memory, which specs do not compare.
+    # The digest includes the order of dimensions in memory, which specs do not compare.
     return found.output.digest(), found.reached
 
 
 class Call(NamedTuple):
-    """What a module is tried out with: the spec of ``(args, kwargs)``, and arguments as they are."""
+    """What a module is tried with: the spec of ``(args, kwargs)``, and more keyword arguments as they are."""
 
     arguments: ValueSpec
     aside: Mapping[str, Any]
 
 
 def infer_output(module: nn.Module, arguments: ValueSpec, device: torch.device) -> ValueSpec:
-    """The spec of what ``module`` gives, see :func:`infer`."""
+    """The spec of a module's output, see :func:`infer`."""
     return infer(module, arguments, device).output
 
 
@@ -226,23 +228,23 @@ def infer(
     aside: Mapping[str, Any] | None = None,
     family: Family[Inferred] | None = None,
 ) -> Inferred:
-    """What ``module`` gives for arguments of a spec.
+    """Find the output of ``module`` for arguments of a spec.
 
-    A copy of it without data runs on the meta device where the module's code allows that, which computes
-    nothing; else a copy that shares its parameters runs for real, on zeros; else, where it cannot be copied,
-    the module itself, and what it does to its attributes is undone. Parameters, buffers, gradients,
-    attributes and random numbers stay as they were. Forward hooks that can change something run as copies,
-    those that only look do not.
+    If the module's code allows it, a copy without data runs on the meta device, which computes nothing.
+    Otherwise, a copy that shares its parameters runs on zeros. If the module cannot be copied, it runs
+    itself, and what it does to its attributes is undone. Parameters, buffers, gradients, attributes and
+    random numbers stay as they were. Forward hooks that may change something run as copies, and others do
+    not run.
 
     Args:
         module: a stage.
         arguments: the spec of ``(args, kwargs)``.
         device: where the stage lives.
-        aside: more arguments by name, as they are.
-        family: what it gave for other sizes, while nothing else has changed.
+        aside: more keyword arguments, as they are.
+        family: its outputs for other sizes, as long as nothing else has changed.
 
     Raises:
-        Exception: whatever the module raises when run for real.
+        Exception: whatever the module raises when it runs on zeros.
     """
     call = Call(arguments, aside or {})
     with uncompiled():
@@ -267,18 +269,18 @@ def forms_of_arguments(arguments: ValueSpec, device: torch.device) -> list[Form]
 
 
 def found_of(tensors: Sequence[Tensor], rest: Any) -> Found:
-    """What a function gave that gives tensors.
+    """The result of a function that gives tensors.
 
     Raises:
-        NotGeneral: some of them are more than their data.
+        NotGeneral: a tensor is not plain and strided.
     """
     if any(layout_of(tensor) != STRIDED for tensor in tensors):
-        raise NotGeneral("it gives tensors that are more than their data")
+        raise NotGeneral("it gives tensors that are not plain and strided")
     return Found(tuple(map(Form.of, tensors)), rest)
 
 
 def spec_of_forms(forms: Sequence[Form], structure: Structure) -> ValueSpec:
-    """The spec of a value whose tensors have these forms."""
+    """The spec of a value from the forms of its tensors."""
     return ValueSpec(tuple(TensorSpec.of(form.empty("meta")) for form in forms), structure)
 
 
@@ -309,22 +311,22 @@ def _look(module: nn.Module, call: Call, device: torch.device) -> Inferred:
             return _infer_for_real(module, call, device)
         try:
             return _inferred(copied, call, torch.device("meta"))
-        except Exception as error:  # whatever code raises that looks at data which are not there
+        except Exception as error:  # whatever code raises that needs data
             log.debug("found no shapes without data: %s", error)
-        # With other data it may take other ways.
+        # With other data it may take another way, so no gradient is certain.
         output, reached = _infer_for_real(module, call, device)
         return Inferred(output, [[] for _ in reached])
 
 
 def _shards_itself(module: nn.Module) -> bool:
-    """Whether its hooks gather and free its parameters, as FSDP2's do: they know the module, not a copy."""
+    """Whether hooks gather and free its parameters, as FSDP2's do, which know the module and not a copy."""
     return any(
         kind.__name__ == "FSDPModule" for part in module.modules() for kind in type(part).__mro__
     )
 
 
 def _free(module: nn.Module) -> None:
-    """Let go of the parameters that it has gathered: the outermost part keeps them for a backward."""
+    """Free the parameters that it has gathered, since the outermost part keeps them for a backward."""
     for part in module.modules():
         if hasattr(part, "reshard"):
             part.reshard()  # type: ignore[operator]
@@ -332,7 +334,7 @@ def _free(module: nn.Module) -> None:
 
 def _without_data(module: nn.Module) -> nn.Module | None:
     if autocast_types():
-        # Which does nothing on the meta device.
+        # Autocast does nothing on the meta device.
         return None
     try:
         return copy_without_data(module)
@@ -375,7 +377,7 @@ def _given(
     run: Run, call: Call, leaves: Sequence[Tensor], device: torch.device
 ) -> tuple[list[Tensor], Structure]:
     with device, torch.enable_grad():
-        # A module may change its input in place, which a leaf that requires grad would refuse.
+        # A module may change its inputs in place, which a leaf that requires grad does not allow.
         args, kwargs = call.arguments.fill([t * 1 if t.requires_grad else t for t in leaves])
         return flatten(run(*args, **kwargs, **call.aside))
 
@@ -388,15 +390,15 @@ def _reached(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[i
 def surely_reached(
     edges: Mapping[Key, GradientEdge], outputs: Sequence[Tensor], losses: Sequence[Tensor] = ()
 ) -> set[Key]:
-    """For which tensors a gradient comes back, whatever is made of some others.
+    """The tensors for which a gradient certainly comes back.
 
     Args:
         edges: where the gradients of the tensors arrive.
-        outputs: of which a loss uses one at least, one does not know which.
-        losses: which are added to it.
+        outputs: the loss uses at least one of these; it is not known which.
+        losses: these are added to the loss.
 
     Returns:
-        The keys of ``edges``.
+        Keys of ``edges``.
     """
     below = [_below(output) for output in outputs if output.requires_grad]
     sure = set.intersection(*below) if below else set()
@@ -409,14 +411,14 @@ def _is_own(node: Any) -> bool:
 
 
 def _below(output: Tensor) -> set[tuple[Node, int]]:
-    """Where a gradient of a tensor comes by."""
+    """The edges that the gradient of a tensor certainly passes."""
     edge = get_gradient_edge(output)
     todo = [(edge.node, edge.output_nr)]
     seen = set(todo)
     while todo:
         node, _ = todo.pop()
         if isinstance(node, BackwardCFunction) and not _is_own(node):
-            # A function of the user's, or a reentrant checkpoint, may give back None.
+            # A user's function, or a reentrant checkpoint, may return None as a gradient.
             continue
         following = {(to, place) for to, place in node.next_functions if to is not None} - seen
         seen |= following
@@ -425,7 +427,7 @@ def _below(output: Tensor) -> set[tuple[Node, int]]:
 
 
 def autocast_types() -> list[str]:
-    """The types that autocast casts to now, on this machine's devices; empty without autocast."""
+    """The types that autocast currently casts to, on this machine's devices; empty without autocast."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     return [

@@ -1,7 +1,7 @@
-"""Nested values: take them apart, and put them or others of the same kind together again.
+"""Nested values: take them apart, and put them together again.
 
-What travels is taken apart into its tensors and a description of the rest. That is plain JSON data, so that
-it can be sent and compared without pickle.
+A value that travels is taken apart into its tensors and a description of the rest. The description is plain
+JSON data, so that it can be sent and compared without pickle.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from penstock.errors import SpecError, UsageError
 from penstock.values.classes import SPREAD, Record, enum_named, name_of, record_named, record_of
 
-# ---- values without tensors, each as JSON data under the name of its kind
-#
-# Floats and complex numbers stand as text: ``1``, ``1.0`` and ``True`` differ, and not-a-number equals
-# itself.
+# ---- plain values, as JSON data under the name of their kind # Floats and complex numbers are texts, so
+# that ``1``, ``1.0`` and ``True`` differ, and ``nan`` equals itself.
 
 
 Structure = dict[str, Any]
@@ -30,7 +28,7 @@ Structure = dict[str, Any]
 
 
 def _named(kind: type) -> dict[str, Any]:
-    """Torch's own objects of a type, such as all dtypes, by name."""
+    """All of torch's objects of a type, such as all dtypes, by name."""
     found = (value for value in vars(torch).values() if isinstance(value, kind))
     return {str(value).removeprefix("torch."): value for value in found}
 
@@ -59,7 +57,7 @@ DESCRIBE: dict[type, Callable[[Any], Structure]] = {
 
 
 def describe_enum(value: Enum) -> Structure:
-    """A member of an enum by its class and name; flags put together by their number.
+    """A member of an enum, by its class and name; a combination of flags by its number.
 
     Raises:
         SpecError: other ranks could not find the class.
@@ -99,28 +97,28 @@ BUILD: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# ---- the structure of nested ones
+# ---- the structure of nested values
 
 
-# ``{"tensor": 0}``, ``{"int": 3}``, ``{"tuple": [...]}``, ``{"dict": [[key, ...]]}`` and
-# ``{"record": [class, [[field, ...]]]}``: one kind, and what it holds.
+# Each structure is a dict of one kind and its content: ``{"tensor": 0}``, ``{"int": 3}``,
+# ``{"tuple": [...]}``, ``{"dict": [[key, ...]]}``, ``{"record": [class, [[field, ...]]]}``.
 
 _TENSOR: Structure = {"tensor": 0}
 _ROWS = [{"tuple": [{"tensor": index} for index in range(length)]} for length in range(17)]
-"""The structures of short tuples of tensors."""
+"""The structures of short tuples of tensors, made once."""
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
-"""The classes of tensors with nothing around them."""
+"""The classes of plain tensors."""
 
 
 # ---- tensors that an asynchronous collective is still to fill
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """The tensor itself, or once it has arrived what torch's ``AsyncCollectiveTensor`` wraps.
+    """The tensor itself; for torch's ``AsyncCollectiveTensor``, the tensor inside it, once it has arrived.
 
-    Such a one waits by itself before its first use by torch, but sending its memory is none. The wait leads
-    gradients through and copies nothing.
+    Such a tensor waits by itself before its first use in torch, but not when its memory is sent. Gradients
+    flow through the wait, and nothing is copied.
     """
     if type(tensor) in _PLAIN or not hasattr(tensor, "trigger_wait"):
         return tensor
@@ -134,7 +132,7 @@ class _Arrive(torch.autograd.Function):
         # No gradient is not the same as zeros.
         ctx.set_materialize_grads(False)
         found: Tensor = tensor.trigger_wait()
-        # A fresh one, since others may hold what is wrapped: autograd's marks come upon it.
+        # A new object, since autograd will mark it, and others may hold the wrapped one.
         return found.detach()
 
     @staticmethod
@@ -153,11 +151,11 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
             or in tuples, lists, dicts, named tuples and dataclasses.
 
     Returns:
-        The tensors in order, :func:`arrived`, and the structure that :func:`unflatten` takes. It is shared:
-        not to be changed.
+        The tensors in order, after :func:`arrived`; and the structure for :func:`unflatten`, which must
+        not be changed, as it may be shared.
 
     Raises:
-        SpecError: something of another type; the message says where it stands.
+        SpecError: it holds something of another type; the message says where.
     """
     if type(value) in _PLAIN:
         return [value], _TENSOR
@@ -179,7 +177,7 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
 
 
 class _Refusal(Exception):
-    """What cannot travel; each level that it passes adds its step to the path."""
+    """Something cannot travel; each level that the exception passes adds its step to the path."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(what)
@@ -239,7 +237,7 @@ def _items(items: Sequence[Any], tensors: list[Tensor]) -> list[Structure]:
 def _pairs(items: Any, tensors: list[Tensor]) -> list[list[Any]]:
     found: list[list[Any]] = []
     for key, item in items:
-        # A string or an int stands for itself; a bool, which is an int too, does not.
+        # Strings and ints stand for themselves, but not bools, although they are ints too.
         named = key if type(key) in (str, int) else _key(key)
         try:
             found.append([named, _describe(item, tensors)])
@@ -280,18 +278,18 @@ def _factory(value: defaultdict[Any, Any]) -> str:
             return name
     raise _Refusal(
         f"a defaultdict of {value.default_factory}",
-        "its factory can be list, dict, tuple, str, bool, int, float, complex or None; or give a dict",
+        "its factory can be list, dict, tuple, str, bool, int, float, complex or None; or use a dict",
     )
 
 
 def _remedy(value: Any) -> str:
     if isinstance(value, set | frozenset):
-        return "a set has no order that all ranks share; give a sorted tuple or list"
+        return "a set has no order that all ranks share; use a sorted tuple or list"
     if type(value).__module__ == "numpy":
         return "make a tensor of it with torch.as_tensor, or a plain number with .item()"
     return (
-        "between stages travel tensors, None, numbers, strings, enums, slices, torch's dtypes and devices, "
-        "and tuples, lists, dicts, named tuples and dataclasses of them; teach it other types with "
+        "tensors, None, numbers, strings, enums, slices, torch's dtypes and devices can travel between "
+        "stages, and tuples, lists, dicts, named tuples and dataclasses of them; register other types with "
         "penstock.values.register_type"
     )
 
@@ -300,7 +298,7 @@ def _remedy(value: Any) -> str:
 
 
 def unflatten(structure: Structure, tensors: Sequence[Any]) -> Any:
-    """Put a value together from its structure and what stands for its tensors.
+    """Put a value together from its structure and its tensors, or what stands for them.
 
     Raises:
         SpecError: it names a class that this program does not have.
@@ -339,11 +337,11 @@ _NEST: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
 }
 
 
-# ---- what stands where
+# ---- paths
 
 
 def leaves(structure: Structure, path: str = "") -> Iterator[tuple[str, Structure]]:
-    """Each tensor and plain value with where it stands, such as ``[0]['mask']``, in order."""
+    """Each tensor and plain value with its path, such as ``[0]['mask']``, in order."""
     inner = _children(structure)
     if inner is None:
         yield path, structure
@@ -352,7 +350,7 @@ def leaves(structure: Structure, path: str = "") -> Iterator[tuple[str, Structur
 
 
 def _children(structure: Structure) -> Iterator[tuple[str, Structure]] | None:
-    """What a container holds, and by which step it is reached; ``None`` for a leaf."""
+    """The items of a container, each with its step in the path; ``None`` for a leaf."""
     ((kind, content),) = structure.items()
     if kind in ("tuple", "list", "slice"):
         return ((f"[{index}]", item) for index, item in enumerate(content))
@@ -369,16 +367,16 @@ def _shown(key: Any) -> str:
 
 
 def paths(structure: Structure) -> Iterator[str]:
-    """Where each tensor stands, in the order of the tensors."""
+    """The path of each tensor, in the order of the tensors."""
     return (path or "the tensor" for path, leaf in leaves(structure) if "tensor" in leaf)
 
 
 def check(structure: Structure, tensors: int) -> None:
-    """Check that a structure from elsewhere can be put together here, without doing it.
+    """Check that a structure from another rank can be put together here, without doing it.
 
     Raises:
         SpecError: it names a class that this program does not have.
-        LookupError, TypeError, ValueError: it is no structure, or has other tensors.
+        LookupError, TypeError, ValueError: it is not a structure, or not for this many tensors.
     """
     ((kind, content),) = structure.items()
     inner = _children(structure)
@@ -395,7 +393,7 @@ def check(structure: Structure, tensors: int) -> None:
 
 
 def difference(expected: Structure, found: Structure) -> str | None:
-    """How one structure differs from another, in words, or ``None``."""
+    """How ``found`` differs from ``expected``, in words, or ``None``."""
     if expected == found:
         return None
     ours, theirs = dict(leaves(expected)), dict(leaves(found))
@@ -413,17 +411,17 @@ def _told(leaf: Structure | None) -> str:
     return "a tensor" if kind == "tensor" else repr(BUILD[kind](content))
 
 
-# ---- values of any class, whether they can travel or not, opened level by level
+# ---- values of any class, which need not be able to travel, taken apart level by level
 
 
 class Opened(NamedTuple):
     """A nested value, taken apart by one level.
 
     Attributes:
-        keys: what its items are found under: positions, keys or the names of fields.
+        keys: the positions, keys or field names of its items.
         items: its items.
-        made: makes a value of the same kind from others.
-        named: whether the items are fields, written with a dot.
+        made: makes a value of the same kind from other items.
+        named: whether the items are fields, whose path has a dot.
     """
 
     keys: Sequence[Any]
@@ -432,12 +430,12 @@ class Opened(NamedTuple):
     named: bool = False
 
     def path(self, where: str, key: Any) -> str:
-        """How an item is written, such as ``batch['mask']``."""
+        """The path of an item, such as ``batch['mask']``."""
         return f"{where}.{key}" if self.named else f"{where}[{key!r}]"
 
 
 def opened(value: Any) -> Opened | None:
-    """Take a value apart: a tuple, list, mapping or dataclass, also of a class of the user's."""
+    """Take a tuple, list, mapping or dataclass apart, also of a user's class; None for other values."""
     if isinstance(value, Tensor):
         return None
     if isinstance(value, Mapping):
@@ -471,11 +469,10 @@ def _opened_mapping(value: Mapping[Any, Any], items: Sequence[Any]) -> Any:
             return type(value)(dict(pairs))  # type: ignore[call-arg] # a mapping's class makes one of a dict
         except Exception as error:
             raise UsageError(
-                f"a {type(value).__name__} can neither be changed nor made "
-                f"from a dict ({error}), so there is none "
-                "for each microbatch: give a dict instead"
+                f"a {type(value).__name__} can neither be changed nor made from a dict ({error}), so it "
+                "cannot be made for each microbatch: use a dict instead"
             ) from error
-    # A copy keeps what else a class such as a defaultdict or a tokenizer's batch holds.
+    # A copy keeps what else is in it, such as a defaultdict's factory or a tokenizer batch's encodings.
     made = copy.copy(value)
     for key, item in list(pairs):
         made[key] = item
@@ -483,7 +480,7 @@ def _opened_mapping(value: Mapping[Any, Any], items: Sequence[Any]) -> Any:
 
 
 def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a value, each with where it stands."""
+    """The tensors in a value, each with its path."""
     if isinstance(value, Tensor):
         yield path, value
     elif found := opened(value):
@@ -492,7 +489,7 @@ def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A value of the same kind with every tensor changed."""
+    """A copy of a value, with every tensor replaced by ``change``."""
     if isinstance(value, Tensor):
         return change(value)
     found = opened(value)

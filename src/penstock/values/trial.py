@@ -1,4 +1,4 @@
-"""Call a module as a trial that leaves no trace: no data, no hook heard, no random number drawn."""
+"""Run a module as a trial that leaves no trace: not in data, hooks, attributes or random numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.rng import generators_kept
 
-# ---- forward hooks of a module that is only tried out: what they change counts, what they note does not
+# ---- forward hooks in a trial: what they change counts, what they record does not
 
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks")
@@ -31,15 +31,15 @@ Memo = dict[int, Any]
 
 
 def isolate_hooks(module: nn.Module, memo: Memo) -> None:
-    """Part the hooks of a module from what they share with the world.
+    """Separate the hooks of a module from everything outside.
 
-    A function that can change neither arguments nor outputs is taken out: it only notes something, and
-    would note it twice. Others are replaced by copies that work on copies of what they refer to. Objects and
-    methods are left: they are copied with the module.
+    A function that can change neither arguments nor outputs is removed: it only records something, and
+    would record it twice. Other functions are replaced by copies that work on copies of what they refer to.
+    Objects and methods stay, since they are copied with the module.
 
     Args:
-        module: a copy of the user's, or his own whose hooks are put back later.
-        memo: what was copied already, as for ``copy.deepcopy``.
+        module: a copy of the user's module; or the user's module, whose hooks are restored later.
+        memo: what has been copied already, as for ``copy.deepcopy``.
     """
     for hooks in [vars(part)[kind] for part in module.modules() for kind in _KINDS]:
         own = {key: _isolated(hook, memo) for key, hook in hooks.items()}
@@ -59,12 +59,12 @@ def _isolated(hook: Any, memo: Memo) -> Callable[..., Any] | None:
         return None
     try:
         return _function(hook, memo)
-    except Exception:  # whatever cannot be copied: rather not called than twice
+    except Exception:  # what cannot be copied is not called at all, rather than twice
         return None
 
 
 def _may_change(code: types.CodeType) -> bool:
-    """Whether a function returns something, or calls what by its name works in place."""
+    """Whether a function returns something, assigns to items, or calls something with an in-place name."""
     if any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
         return True
     before = None
@@ -84,7 +84,7 @@ def _loads_none(step: dis.Instruction | None) -> bool:
 
 
 def _function(function: types.FunctionType, memo: Memo) -> Callable[..., Any]:
-    """The same code over copies of its closure and of what it names, also in functions that it calls."""
+    """A function with the same code, over copies of its closure and of the globals that it uses."""
     if id(function) in memo:
         return memo[id(function)]  # type: ignore[no-any-return]
     names = dict(function.__globals__)
@@ -93,7 +93,7 @@ def _function(function: types.FunctionType, memo: Memo) -> Callable[..., Any]:
         function.__code__, names, function.__name__, function.__defaults__, cells
     )
     made.__kwdefaults__ = function.__kwdefaults__
-    memo[id(function)] = made  # before what it names, which may name it again
+    memo[id(function)] = made  # before the globals are copied, since they may refer to it
     for name in _named(function.__code__) & set(names):
         names[name] = _own(names[name], memo)
     for cell, theirs in zip(cells, function.__closure__ or (), strict=True):
@@ -107,7 +107,7 @@ def _named(code: types.CodeType) -> set[str]:
 
 
 def _own(value: Any, memo: Memo) -> Any:
-    """A copy of what a call could change; modules, classes and the functions of libraries stay."""
+    """A copy of anything that a call could change; modules, classes and library functions stay."""
     if isinstance(value, types.FunctionType) and not _is_of_library(value):
         return _function(value, memo)
     return value if isinstance(value, types.ModuleType | type) else copy.deepcopy(value, memo)
@@ -117,16 +117,16 @@ def _is_of_library(function: types.FunctionType) -> bool:
     return function.__module__.partition(".")[0] in _LIBRARIES
 
 
-# ---- run a module to see what it gives, and leave it as it was
+# ---- copies of modules, and running a module itself
 
 
 def copy_without_data(module: nn.Module) -> nn.Module:
-    """A copy on the meta device: what forward leaves in it, such as a cache, is not left in the module."""
+    """A copy on the meta device. What forward leaves behind, such as a cache, stays in the copy."""
     return copied(module, _on_meta)
 
 
 def copy_as_fakes(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy without data whose tensors have a device, as far as a mode's tensors without data can tell."""
+    """A copy whose tensors are the mode's fake tensors: without data, but with a device."""
 
     def fake(tensor: Tensor) -> Tensor:
         with mode:
@@ -137,19 +137,19 @@ def copy_as_fakes(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def copy_with_data(module: nn.Module) -> nn.Module:
-    """A copy with the module's own parameters, which forward reads, and copies of all that it may change."""
+    """A copy that shares the parameters, which forward reads, and has copies of everything it may change."""
     return copied(module, _of_its_own)
 
 
 def copied(
     module: nn.Module, replace: Callable[[Tensor], Tensor], *, isolated: bool = True
 ) -> nn.Module:
-    """A copy with something in the place of each tensor: parameter, buffer, or plain attribute.
+    """A copy with every tensor replaced: parameters, buffers and plain attributes.
 
     Args:
-        module: what to copy.
-        replace: gives what takes a tensor's place.
-        isolated: whether its hooks do nothing to what they share with the world, see :func:`isolate_hooks`.
+        module: the module.
+        replace: returns the replacement of a tensor.
+        isolated: whether to separate its hooks from everything outside, see :func:`isolate_hooks`.
     """
     memo: dict[int, Any] = {id(tensor): replace(tensor) for tensor in _tensors(module)}
     made = copy.deepcopy(module, memo)
@@ -159,7 +159,7 @@ def copied(
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters, buffers, and tensors that are attributes; deepcopy would refuse those of a graph."""
+    """Parameters, buffers, and tensors in attributes, since deepcopy would refuse non-leaves."""
     yield from module.parameters()
     yield from module.buffers()
     for part in module.modules():
@@ -189,9 +189,9 @@ _NORMS = {_ATEN.native_layer_norm, _ATEN.native_group_norm, _ATEN.native_batch_n
 
 
 def check_types(func: Any, args: Sequence[Any]) -> None:
-    """Refuse operands of different types, which these operations take without data and not with it.
+    """Refuse operands of different types, which these operations accept on the meta device alone.
 
-    What some device takes may be refused here: whoever asks has to try it for real.
+    This may also refuse what some device accepts: then the module has to be tried with data.
 
     Raises:
         TypeError: they differ.
@@ -200,13 +200,13 @@ def check_types(func: Any, args: Sequence[Any]) -> None:
     if kind not in _PRODUCTS and kind not in _NORMS:
         return
     types = {arg.dtype for arg in args if isinstance(arg, Tensor)}
-    # Norms take halves with weights in float32.
+    # Norms accept 16-bit inputs with weights in float32.
     if len(types) > 1 and (kind in _PRODUCTS or args[0].dtype.itemsize > 2):
         raise TypeError(f"{kind} of {', '.join(sorted(map(str, types)))}")
 
 
 class TypesChecked(TorchDispatchMode):
-    """Has the types of operands checked on the meta device, where some operations do not look."""
+    """A mode that checks the types of operands on the meta device, where some operations do not."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -221,7 +221,10 @@ class TypesChecked(TorchDispatchMode):
 
 @contextmanager
 def randomness_kept(device: torch.device) -> Iterator[None]:
-    """Puts random numbers back to where they were: of torch, numpy and Python, and of generators given."""
+    """Restore random number generators afterwards.
+
+    Of torch, numpy and Python, and any passed to operations.
+    """
     state, legacy = random.getstate(), np.random.get_state()
     devices = [] if device.type in ("cpu", "meta") else [_number(device)]
     try:
@@ -238,7 +241,7 @@ def _number(device: torch.device) -> int:
 
 
 def run_itself(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module that cannot be copied, and undo what it does to its attributes."""
+    """Call a module that cannot be copied, and undo what it does to its buffers and attributes."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with attributes_kept(module):
         isolate_hooks(module, {})
@@ -246,9 +249,9 @@ def run_itself(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """A context in which what is compiled runs as it was written.
+    """A context in which compiled code runs uncompiled.
 
-    Code that `torch.compile` meets with tensors without data it gives up for good.
+    If `torch.compile` met code with tensors without data, it would give up compiling that code for good.
     """
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
@@ -257,10 +260,10 @@ def uncompiled() -> AbstractContextManager[Any]:
 
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Put a module's attributes back afterwards to what they are now."""
+    """Restore a module's attributes afterwards."""
     own = [vars(part) for part in module.modules()]
     kept = [dict(attributes) for attributes in own]
-    # The containers stay the same objects, since others may hold them too.
+    # Containers are refilled rather than replaced, since others may hold them too.
     filled = [(c, copy.copy(c)) for attributes in kept for c in _containers(attributes)]
     tensors = [(t, t.detach().clone(), t._version) for a in kept for t in _plain_tensors(a)]
     try:

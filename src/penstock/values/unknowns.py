@@ -1,6 +1,7 @@
-"""Sizes as unknowns, what is asked about them, and the terms that come out.
+"""Sizes as symbols, the conditions that code asks of them, and the expressions that result.
 
-Imported when it is first needed, since it takes a second: most models are called with one or two sizes.
+It is imported when it is first needed, since that takes a second, and most models are called with one or two
+sizes only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Documented by torch, without public names for what is needed here. Seen in torch 2.13.
+# Symbolic shapes are documented by torch, but these have no public names. Seen in torch 2.13.
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -24,15 +25,16 @@ from penstock.values.inference import Form, Found
 
 
 class Symbols:
-    """The sizes of some tensors as unknowns: torch's symbols.
+    """The sizes of some tensors as torch's symbols.
 
     Args:
-        given: an example of the tensors. Sizes of 0 and 1 are no unknowns, since they often matter.
+        given: an example of the tensors. Sizes of 0 and 1 stay numbers, since code often treats them
+            specially.
     """
 
     def __init__(self, given: Sequence[Form]) -> None:
         self.given = given
-        # Sizes that happen to agree are unknowns of their own, and what asks for numbers in tensors fails.
+        # Sizes that happen to be equal get different symbols, and code that asks for data of tensors fails.
         self._env = ShapeEnv(
             duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
         )
@@ -40,7 +42,7 @@ class Symbols:
 
     @contextmanager
     def within(self, mode: FakeTensorMode) -> Iterator[list[Tensor]]:
-        """The tensors, in a mode that works with unknowns while the context lasts; none requires grad."""
+        """A context in which a mode works with symbols; it gives the tensors, none of which requires grad."""
         before = mode.shape_env
         mode.shape_env = self._env
         try:
@@ -62,16 +64,16 @@ class Symbols:
 
     @property
     def conditions(self) -> list[Any]:
-        """What was asked about them."""
+        """The conditions that code has asked about."""
         return [guard.expr for guard in self._env.guards]
 
 
 class Terms:
-    """What holds for all sizes that meet some conditions.
+    """A function's result for all sizes that meet its conditions.
 
     Args:
         symbols: the sizes, after the function has run.
-        found: what it gave for them.
+        found: its result for them.
     """
 
     def __init__(self, symbols: Symbols, found: Found) -> None:
@@ -81,11 +83,11 @@ class Terms:
         exec(f"def evaluate(given):\n    {source}", names)
         self._evaluate: Callable[[list[int]], list[Any] | None] = names["evaluate"]
         self._kinds = [form.kind for form in symbols.given]
-        # Without what the terms are made of.
+        # Expressions are dropped here, since they would keep torch's symbolic environment alive.
         self._leaves = [_without_terms(leaf) for leaf in found.leaves]
 
     def at(self, given: Sequence[Form]) -> Found | None:
-        """What the function gives for tensors, if these meet the conditions."""
+        """The function's result for tensors that meet the conditions; None for others."""
         if [form.kind for form in given] != self._kinds:
             return None
         values = self._evaluate([n for form in given for n in (*form.shape, *form.strides)])
@@ -95,7 +97,7 @@ class Terms:
 
 
 class _Term:
-    """Stands for a number that follows from sizes."""
+    """Stands for a number that depends on sizes."""
 
 
 def _without_terms(leaf: Any) -> Any:
@@ -115,7 +117,7 @@ def _is_term(value: Any) -> bool:
 
 
 def _written(symbols: Symbols, leaves: Sequence[Any]) -> Iterator[str]:
-    """The lines of a function that takes all sizes and strides, and gives those of the leaves or None."""
+    """The lines of a function from all sizes and strides to those of the leaves, or None."""
     known: set[str] = set()
     conditions: list[str] = []
     for index, term in enumerate(symbols.terms):
@@ -145,7 +147,7 @@ def _tuple(terms: Sequence[Any]) -> str:
 def _term(term: Any, *, raw: bool = False) -> str:
     if not _is_term(term):
         return repr(term)
-    # As it was made: what it turned out to be equal to is one of the conditions.
+    # The original symbol; if it turned out to equal something else, that is one of the conditions.
     return _print(term.node._expr if raw else term.node.expr)
 
 

@@ -1,4 +1,7 @@
-"""What a value is: the shapes and types of its tensors, and the structure around them."""
+"""Specs.
+
+Values without their data, as the shapes and types of their tensors and the structure around them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from penstock.values.structure import (
     unflatten,
 )
 
-# ---- what a tensor is: its shape, its type, and how its data lie
+# ---- specs of tensors
 
 
 STRIDED = "strided"
@@ -32,7 +35,7 @@ _SPARSE = {
     for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 }
 _PLAIN = (Tensor, torch.nn.Parameter)
-# What stands for a plain tensor while a model is looked at; torch has no public name for them.
+# They stand for plain tensors while a model is tried; torch has no public names for them.
 _STAND_INS = ("FakeTensor", "FunctionalTensor")
 
 
@@ -41,15 +44,15 @@ class TensorSpec:
     """A tensor without its data.
 
     Args:
-        shape: its size in each dimension.
+        shape: its shape.
         dtype: the name of its type, such as ``float32``.
         requires_grad: whether a gradient comes back for it.
-        layout: how its data lie: ``strided``, or what cannot travel, such as ``sparse_coo`` or the name of a
-            tensor's own class.
-        order: its dimensions as they lie in memory, where that is another order than theirs. Two specs that
-            differ in nothing else are equal: whoever sends brings a tensor into the order agreed on.
-        optional: whether its gradient may be missing, also where it requires grad: what travels back then
-            tells whether there is one.
+        layout: ``strided``; or a layout that cannot travel, such as ``sparse_coo`` or the name of a
+            subclass.
+        order: the order of its dimensions in memory, if it is not their own. Specs that differ only in this
+            are equal, since the sender brings a tensor into the agreed order.
+        optional: whether its gradient may be missing, although it requires grad: the message with gradients
+            then tells whether it is there.
     """
 
     shape: tuple[int, ...]
@@ -63,7 +66,7 @@ class TensorSpec:
     def of(tensor: Tensor) -> TensorSpec:
         """The spec of a tensor."""
         layout = layout_of(tensor)
-        # A nested tensor has no shape to tell.
+        # A nested tensor has no single shape.
         shape = () if layout == "nested" else tuple(tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
         order = _order(tensor) if layout == STRIDED else None
@@ -71,29 +74,29 @@ class TensorSpec:
 
     @cached_property
     def torch_dtype(self) -> torch.dtype:
-        """The type, as torch's object."""
+        """The type as a ``torch.dtype``."""
         return DTYPES[self.dtype]
 
     @cached_property
     def packed(self) -> TensorSpec:
-        """The spec of what travels: the same data with the dimensions in the order of memory."""
+        """The spec of what is sent: the same data, with dimensions in the order of memory."""
         if self.order is None:
             return self
         shape = tuple(self.shape[dim] for dim in self.order)
         return TensorSpec(shape, self.dtype, self.requires_grad)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Make what travels of a tensor: its data in one piece, without copying where they are that."""
+        """Turn a tensor into what is sent: contiguous data, copied only if they are not."""
         return settled(tensor if self.order is None else tensor.detach().permute(self.order))
 
     def unpack(self, data: Tensor) -> Tensor:
-        """Make the tensor of what has travelled."""
+        """Turn what was received into the tensor."""
         if self.order is None:
             return data
         return data.permute([self.order.index(dim) for dim in range(len(self.order))])
 
     def empty(self, device: torch.device | str) -> Tensor:
-        """An uninitialised tensor to receive into, without ``requires_grad``."""
+        """An uninitialised tensor of this spec, without ``requires_grad``."""
         if self.layout in _SPARSE:
             layout = _SPARSE[self.layout]
             return torch.empty(self.shape, dtype=self.torch_dtype, device=device, layout=layout)
@@ -101,21 +104,21 @@ class TensorSpec:
         return self.unpack(data)
 
     def zeros(self, device: torch.device | str) -> Tensor:
-        """The same, with zeros in it."""
+        """A tensor of zeros of this spec, without ``requires_grad``."""
         return self.empty(device).zero_()
 
     def obstacle(self) -> str | None:
-        """Why such a tensor cannot travel, and what to do; ``None`` where it can."""
+        """Why such a tensor cannot travel, and what to do; ``None`` if it can."""
         if self.layout != STRIDED:
             return _OBSTACLES.get(
                 self.layout,
-                f"a tensor of the class {self.layout} cannot travel; give a plain one, such as its "
+                f"a tensor of the class {self.layout} cannot travel; return a plain one, such as its "
                 "as_subclass(torch.Tensor)",
             )
         return None
 
     def fits(self, tensor: Tensor, *, gradients: bool) -> bool:
-        """Whether a tensor is of this spec, in whatever order its data lie."""
+        """Whether a tensor has this spec, whatever the order of its dimensions in memory."""
         return (
             tensor.dtype is self.torch_dtype
             and layout_of(tensor) == self.layout
@@ -124,7 +127,7 @@ class TensorSpec:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for :meth:`from_json`; only what is out of the ordinary is told."""
+        """Plain data for :meth:`from_json`, without what has its usual value."""
         found: dict[str, Any] = {
             "shape": list(self.shape),
             "dtype": self.dtype,
@@ -138,15 +141,15 @@ class TensorSpec:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> TensorSpec:
-        """Read what :meth:`to_json` gave.
+        """Read what :meth:`to_json` has written.
 
         Raises:
-            SpecError: an unknown type, or an order that is none.
-            LookupError, TypeError, ValueError: other data.
+            SpecError: the type is unknown, or the order is not a permutation.
+            LookupError, TypeError, ValueError: the data are not a spec.
         """
         shape, dtype = tuple(map(int, data["shape"])), str(data["dtype"])
         if dtype not in DTYPES:
-            raise SpecError(f"there are no such dtypes: {[dtype]}")
+            raise SpecError(f"there is no dtype {dtype!r}")
         order = data.get("order")
         if order is not None and sorted(order) != list(range(len(shape))):
             raise SpecError(f"{order} is not an order of {len(shape)} dimensions")
@@ -160,29 +163,29 @@ class TensorSpec:
 
 
 _OBSTACLES = {
-    "quantized": "a quantized tensor cannot travel; give its dequantize()",
-    "nested": "a nested tensor cannot travel; give a padded one, or its values and offsets",
-    "NestedTensor": "a nested tensor cannot travel; give its values() and offsets()",
-    "DTensor": "a DTensor cannot travel; give its to_local(), and make it again in the next stage",
-} | {name: f"a tensor of layout {name} cannot travel; give its to_dense()" for name in _SPARSE}
+    "quantized": "a quantized tensor cannot travel; return its dequantize()",
+    "nested": "a nested tensor cannot travel; return a padded one, or its values and offsets",
+    "NestedTensor": "a nested tensor cannot travel; return its values() and offsets()",
+    "DTensor": "a DTensor cannot travel; return its to_local(), and make it again in the next stage",
+} | {name: f"a tensor of layout {name} cannot travel; return its to_dense()" for name in _SPARSE}
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; nobody counts that of one made in inference mode."""
+    """The version of a tensor, which counts its in-place changes; 0 for one made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """The tensor with its elements in order in memory, and negated or conjugated where only marked so."""
+    """The detached tensor with contiguous data, and any pending negation or conjugation carried out."""
     data = tensor.detach()
-    # Asking costs a tenth of the calls that do nothing.
+    # These checks cost a tenth of the calls, which usually do nothing.
     if data.is_neg() or data.is_conj():
         data = data.resolve_neg().resolve_conj()
     return data if data.is_contiguous() else data.contiguous()
 
 
 def layout_of(tensor: Tensor) -> str:
-    """``strided``, another layout, or the name of a class of tensors that are more than their data."""
+    """``strided``, the name of another layout, or the name of a tensor's own class."""
     kind = type(tensor)
     if kind not in _PLAIN and kind.__name__ not in _STAND_INS:
         return kind.__name__
@@ -194,7 +197,7 @@ def layout_of(tensor: Tensor) -> str:
 
 
 def _order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The order of the dimensions in memory, if all data lie in one piece in another than theirs."""
+    """The order of the dimensions in memory, if the data are contiguous in another order; else None."""
     if tensor.is_contiguous():
         return None
     strides = tensor.stride()
@@ -202,7 +205,7 @@ def _order(tensor: Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
-# ---- what a value is: the shapes and types of its tensors and the structure around them
+# ---- specs of values
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,7 @@ class ValueSpec:
 
     Args:
         tensors: the specs of its tensors, in order.
-        structure: JSON data that says how the value is nested.
+        structure: how the value is nested, as JSON data.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -233,7 +236,7 @@ class ValueSpec:
         return tuple(tensor for tensor in self.tensors if tensor.requires_grad)
 
     def marked(self, sure: Collection[int]) -> ValueSpec:
-        """The same, with a mark on the tensors whose gradient may be missing: all but the sure ones."""
+        """The same spec, in which the gradients of all tensors but the sure ones are marked as optional."""
         tensors = tuple(
             replace(tensor, optional=tensor.requires_grad and index not in sure)
             for index, tensor in enumerate(self.tensors)
@@ -241,17 +244,17 @@ class ValueSpec:
         return replace(self, tensors=tensors)
 
     def fill(self, tensors: Sequence[Any]) -> Any:
-        """The value of this structure with these tensors."""
+        """The value with this structure and the given tensors."""
         return unflatten(self.structure, tensors)
 
     def without_data(self) -> Any:
-        """A value of this spec whose tensors have no memory: they are on the meta device."""
+        """A value of this spec with tensors on the meta device."""
         return self.fill([t.empty("meta").requires_grad_(t.requires_grad) for t in self.tensors])
 
     def fits(
         self, tensors: Sequence[Tensor], structure: Structure, *, gradients: bool = True
     ) -> bool:
-        """Whether a value that was taken apart is of this spec.
+        """Whether a value that was taken apart has this spec.
 
         Args:
             tensors: from :func:`penstock.values.flatten`, like ``structure``.
@@ -260,7 +263,7 @@ class ValueSpec:
         """
         if structure is not self.structure and structure != self.structure:
             return False
-        # A loop, since it is run for every value that travels, and mostly for one tensor.
+        # A plain loop, since this runs for every value that travels, usually with one tensor.
         for tensor, spec in zip(tensors, self.tensors, strict=True):
             if not spec.fits(tensor, gradients=gradients):
                 return False
@@ -270,10 +273,10 @@ class ValueSpec:
         """Check that such a value can be sent.
 
         Args:
-            name: what it is called in the message.
+            name: the name of the value in messages.
 
         Raises:
-            SpecError: one of its tensors cannot; the message says which and what to do.
+            SpecError: one of its tensors cannot be sent; the message says which, and what to do.
         """
         for path, tensor in zip(paths(self.structure), self.tensors, strict=True):
             if obstacle := tensor.obstacle():
@@ -285,10 +288,10 @@ class ValueSpec:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> ValueSpec:
-        """Read what :meth:`to_json` gave, after a way through JSON text.
+        """Read what :meth:`to_json` has written, possibly from JSON text.
 
         Raises:
-            SpecError: the data is not a spec, or of a class that this program does not have.
+            SpecError: the data are not a spec, or name a class that this program does not have.
         """
         try:
             tensors = tuple(TensorSpec.from_json(tensor) for tensor in data["tensors"])
@@ -307,11 +310,11 @@ class ValueSpec:
             raise SpecError(f"not the spec of a value: {error}") from error
 
     def digest(self) -> str:
-        """A text that is equal for equal specs."""
+        """A text that is equal for equal specs with the same order of dimensions in memory."""
         return json.dumps(self.to_json(), separators=(",", ":"))
 
     def kind(self) -> str:
-        """A text that is equal for specs that differ in nothing but sizes."""
+        """A text that is equal for specs that differ only in sizes."""
         tensors = [
             (len(t.shape), t.dtype, t.requires_grad, t.layout, t.order) for t in self.tensors
         ]
@@ -337,17 +340,17 @@ def _as_trained(found: TensorSpec, expected: TensorSpec) -> TensorSpec:
     return TensorSpec(found.shape, found.dtype, expected.requires_grad, found.layout)
 
 
-# ---- which arguments a module takes by name
+# ---- keyword arguments of modules
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def named_arguments(module: nn.Module) -> tuple[str, ...]:
-    """The arguments that a module's forward names, in its order.
+    """The names of the arguments of a module's forward, in order.
 
-    A module that leads arguments on to others says so itself, by an attribute ``takes``; one that wraps
-    another, as ``DistributedDataParallel`` and ``torch.compile`` do, takes what that one takes.
+    A module that passes arguments on to others lists them in an attribute ``takes``. One that wraps another
+    module, as ``DistributedDataParallel`` and ``torch.compile`` do, takes what that module takes.
     """
     takes = getattr(module, "takes", None)
     if isinstance(takes, tuple):

@@ -1,4 +1,4 @@
-"""Weights: their first values, files, names, norms, and those that several stages share."""
+"""Weights: first values, files, names, norms, optimizer states, and weights that several stages share."""
 
 from __future__ import annotations
 

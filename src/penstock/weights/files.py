@@ -1,4 +1,4 @@
-"""Weights in safetensors files that together are the unsplit model's: written, read, and given to stages."""
+"""Safetensors files that together hold the unsplit model's weights: write them, read them, fill stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from penstock.errors import InputFileError, StateDictError, UsageError
 from penstock.partition.base import Partition, Shared, named_tensors
 
-# ---- write a file for each stage, and an index
+# ---- write one file per stage, and an index
 
 
 INDEX = "model.safetensors.index.json"
@@ -38,12 +38,12 @@ def save_stage(
 
     Args:
         state: the tensors by their names in the unsplit model.
-        folder: where to; it is made where it is not there.
-        stage: which one.
-        stages: how many there are.
+        folder: the folder, which is created if it does not exist.
+        stage: the index of the stage.
+        stages: the number of stages.
 
     Returns:
-        The bytes of each tensor, by the name it has in the unsplit model.
+        The size of each tensor in bytes, by its name in the unsplit model.
     """
     tensors = _apart(state)
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def save_stage(
 
 
 def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that share no memory, as the format wants."""
+    """Tensors that share no memory, as the format requires."""
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -73,8 +73,8 @@ def save_index(
 
     Args:
         folder: where the files are.
-        sizes: for each stage, what :func:`save_stage` gave.
-        tied: further names of tensors, each with the one that it is written under.
+        sizes: for each stage, what :func:`save_stage` returned.
+        tied: further names of tensors, each with the name that the tensor is written under.
     """
     stages = len(sizes)
     about: dict[str, Any] = {"total_size": sum(sum(of.values()) for of in sizes.values())}
@@ -91,9 +91,9 @@ def save_index(
     os.replace(partial, folder / INDEX)
 
 
-# ---- read tensors of a safetensors file straight into the memory where they are to live
-# The safetensors package maps files into memory, whose pages then count beside the tensors made of them.
-# Here a tensor's bytes are read once, into the tensor itself.
+# ---- read tensors from safetensors files straight into their memory
+# The safetensors package maps files into memory, and the mapped pages then count in addition to the tensors
+# that are made from them. Here a tensor's bytes are read once, into the tensor itself.
 
 
 DTYPES = {
@@ -114,9 +114,9 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""How the format calls the types."""
+"""The format's names of types."""
 _LONGEST_HEADER = 100_000_000
-"""As the format says."""
+"""The limit that the format sets."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Entry:
         path: the file.
         dtype: of the tensor.
         shape: of the tensor.
-        begin: where its bytes begin in the file.
+        begin: the offset of its bytes in the file.
     """
 
     path: Path
@@ -136,14 +136,14 @@ class Entry:
     begin: int
 
     def read(self) -> Tensor:
-        """The tensor, in memory of its own."""
+        """Read the tensor into new memory."""
         made = torch.empty(self.shape, dtype=self.dtype)
         fill(self.path, memory_of(made), self.begin)
         return made
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of the CPU."""
+    """The memory of a contiguous tensor on the CPU."""
     found: memoryview = (
         tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
     )
@@ -151,7 +151,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def fill(path: Path, memory: memoryview, begin: int) -> None:
-    """Read from a place in a file into memory.
+    """Read from an offset in a file into memory.
 
     Raises:
         InputFileError: the file is too short, or cannot be read.
@@ -173,7 +173,7 @@ def entries(path: Path) -> dict[str, Entry]:
     """The tensors of a file, by name.
 
     Raises:
-        InputFileError: it is no safetensors file, or a broken one.
+        InputFileError: it is not a safetensors file, or is damaged.
     """
     try:
         with path.open("rb") as file:
@@ -207,11 +207,11 @@ def _entry(path: Path, about: Any, start: int, size: int) -> Entry:
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of a folder by name, each read when it is asked for.
+    """The tensors of a folder by name, each of which is read when it is asked for.
 
     Args:
-        files: by the name of each tensor the file that holds it.
-        tied: further names, each with the one under which the tensor is in a file.
+        files: for each tensor by name, the file that holds it.
+        tied: further names, each with the name that the tensor has in its file.
     """
 
     def __init__(self, files: Mapping[str, Path], tied: Mapping[str, str]) -> None:
@@ -226,6 +226,10 @@ class WeightFiles(Mapping[str, Tensor]):
             self._open[path] = _opened(path)
         found: Tensor = self._open[path].get_tensor(first)
         return found
+
+    def __contains__(self, name: object) -> bool:
+        # Without this, Mapping would read the tensor to find out.
+        return name in self._files or name in self._tied
 
     def __iter__(self) -> Iterator[str]:
         yield from self._files
@@ -254,10 +258,10 @@ def read_weights(folder: str | os.PathLike[str]) -> Mapping[str, Tensor]:
 
 
 def weight_files(path: Path) -> dict[Path, set[str] | None]:
-    """The files of a folder, or the single file, each with the names wanted of it; ``None`` for all.
+    """The files of a folder, or a single file, each with the names to read from it; ``None`` stands for all.
 
     Raises:
-        InputFileError: there are none, or the index leads elsewhere.
+        InputFileError: there are no files, or the index names files elsewhere.
     """
     meant = _meant(path)
     if meant != path / INDEX:
@@ -269,18 +273,18 @@ def weight_files(path: Path) -> dict[Path, set[str] | None]:
 
 
 def _meant(path: Path) -> Path:
-    """The file itself, or of a folder the index, or its only file."""
+    """The file itself; for a folder, its index or its only file."""
     for found in (path, path / INDEX, path / "model.safetensors"):
         if found.is_file():
             return found
     raise InputFileError(
-        f"{path}: it holds neither {INDEX} nor model.safetensors; give a folder that Pipeline.save or "
+        f"{path}: it holds neither {INDEX} nor model.safetensors; pass a folder that Pipeline.save or "
         "transformers has written"
     )
 
 
 def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """The file of each tensor, and further names with the one in a file."""
+    """The file of each tensor; and further names, each with the name in the file."""
     try:
         index = json.loads((folder / INDEX).read_text())
         files = {
@@ -302,7 +306,7 @@ def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
 
 
 def _inside(folder: Path, file: str) -> Path:
-    """A path that an index names, which must stay in its folder."""
+    """A path that an index names, after a check that it stays inside the folder."""
     path = Path(file)
     if path.is_absolute() or ".." in path.parts:
         raise InputFileError(
@@ -318,7 +322,7 @@ def _opened(path: Path) -> Any:
         raise InputFileError(f"{path}: not a safetensors file ({error})") from error
 
 
-# ---- give memory to stages that were cut without any, and fill it from files: each process just its own
+# ---- fill stages from files: each process reads only its own, and stages without memory get some
 
 
 Folder = str | os.PathLike[str]
@@ -326,10 +330,10 @@ Folder = str | os.PathLike[str]
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Build models whose parameters have no memory, while their buffers have what their code computes.
+    """A context in which models are built without memory for parameters, but with computed buffers.
 
-    ``torch.device("meta")`` leaves buffers without values too, and those that are in no file, such as the
-    frequencies of rotary embeddings, are lost then.
+    ``torch.device("meta")`` would leave buffers without values too, and those that are not in files, such
+    as the frequencies of rotary embeddings, would be lost.
     """
 
     def emptied(
@@ -337,10 +341,10 @@ def parameters_on_meta() -> Iterator[None]:
     ) -> nn.Parameter | None:
         del module, name
         if parameter is None or parameter.is_meta:
-            return parameter  # one that is tied stays the same
+            return parameter  # a tied parameter stays the same object
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    hook: Any = emptied  # torch's annotation leaves out that it may give another parameter
+    hook: Any = emptied  # torch's annotation does not say that a hook may return another parameter
     handle = register_module_parameter_registration_hook(hook)
     try:
         yield
@@ -355,17 +359,17 @@ def load_stage(
     shared: Sequence[Shared] = (),
     device: torch.device | str = "cpu",
 ) -> None:
-    """Fill a stage from safetensors files, reading nothing else.
+    """Fill a stage from safetensors files, reading only its own tensors.
 
     Args:
-        module: the stage; what of it is on the meta device gets memory.
+        module: the stage; tensors on the meta device get memory.
         folder: one that :meth:`penstock.Pipeline.save` or transformers wrote, or a single file.
-        shared: the partition's table: a tied weight may be in the files under any of its names.
-        device: where what has no memory yet is to live.
+        shared: the partition's table, since a tied weight may be in the files under any of its names.
+        device: where tensors without memory go.
 
     Raises:
-        InputFileError: there are no such files, or broken ones.
-        StateDictError: they lack something, or have it in another size; nothing is changed then.
+        InputFileError: there are no such files, or they are damaged.
+        StateDictError: something is missing in them, or has another size; nothing is changed then.
     """
     load_stages([module], folder, shared=shared, device=device)
 
@@ -382,15 +386,15 @@ def load_partition(
 
     Args:
         partition: of the model.
-        stages: which of them.
+        stages: their indices.
         folder: as for :func:`load_stage`.
-        device: where what has no memory yet is to live.
-        seen: told what is being done, at every tensor.
+        device: where tensors without memory go.
+        seen: called with a text at every tensor, to report progress.
 
     Raises:
-        InputFileError: as :func:`load_stage`.
-        StateDictError: the files are not those of the model: something is missing, of another size, or of no
-            stage; nothing is changed then.
+        InputFileError: as for :func:`load_stage`.
+        StateDictError: the files are not those of the model: something is missing, has another size, or
+            belongs to no stage; nothing is changed then.
     """
     seen("looks for its weights")
     files = _found(folder)
@@ -410,7 +414,7 @@ def load_stages(
     shared: Sequence[Shared] = (),
     device: torch.device | str = "cpu",
 ) -> None:
-    """As :func:`load_stage`, for several; what they share is read once and stays one."""
+    """Like :func:`load_stage`, for several stages; what they share is read once and stays one tensor."""
     files, names = _found(folder), _names(shared)
     every = [_wanted(module, files, names) for module in modules]
     _check([*map(_problems, every)], [])
@@ -427,11 +431,11 @@ def _found(folder: Folder) -> dict[str, Entry]:
 
 
 def _names(shared: Sequence[Shared]) -> dict[str, tuple[str, ...]]:
-    """For each name of a shared weight all of them."""
+    """For each name of a shared weight, all of its names."""
     return {name: one.names for one in shared for name in one.names}
 
 
-# ---- what is wanted, and whether it is there
+# ---- which tensors are wanted, and whether the files have them
 
 _Wanted = dict[str, tuple[Tensor, Entry | None]]
 
@@ -439,7 +443,7 @@ _Wanted = dict[str, tuple[Tensor, Entry | None]]
 def _wanted(
     module: nn.Module, files: Mapping[str, Entry], names: Mapping[str, tuple[str, ...]]
 ) -> _Wanted:
-    """For each tensor that a stage saves, itself and where it is in the files."""
+    """For each tensor that a stage saves: the tensor, and its entry in the files."""
     own = dict(named_tensors(module))
     tied: dict[int, list[str]] = {}
     for name, tensor in own.items():
@@ -497,7 +501,7 @@ def _fill(
 
 
 def _check_computed(modules: Sequence[nn.Module], every: Sequence[_Wanted]) -> None:
-    """Refuse buffers that are in no file and have no values: only the model's code can compute them."""
+    """Refuse buffers that are in no file and on the meta device: only the model's code can compute them."""
     lost = [
         name
         for module, wanted in zip(modules, every, strict=True)
@@ -506,7 +510,7 @@ def _check_computed(modules: Sequence[nn.Module], every: Sequence[_Wanted]) -> N
     ]
     if lost:
         raise UsageError(
-            f"{', '.join(lost[:5])} are saved in no file, and on the meta device they have no values; build "
+            f"{', '.join(lost[:5])} are in no file, and have no values on the meta device; build "
             "the model under penstock.weights.parameters_on_meta(), which leaves buffers as computed"
         )
 
@@ -524,7 +528,7 @@ def _made(tensor: Tensor, entry: Entry, device: torch.device) -> Tensor:
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter or buffer, under the same name."""
+    """Replace a parameter or buffer."""
     path, _, last = name.rpartition(".")
     holder: Any = module.get_submodule(path)
     if isinstance(tensor, nn.Parameter):

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.rng import Generators, devices_of, seed_of, unwrapped
 
-# ---- give tensors of the meta device memory elsewhere, and find out which of them nobody filled
+# ---- give tensors on the meta device memory, and find those that no initialiser has filled
 
 
 class Blanks:
-    """The tensors that were on the meta device, filled with what no initialiser leaves there.
+    """The tensors that were on the meta device, marked with values that no initialiser leaves.
 
-    Each stays the object it was, so that ties, optimizers and whoever else holds it go on with it.
+    Each tensor stays the same object, so that ties, optimizers and anything else that holds it stay valid.
 
     Args:
-        modules: whose parameters and buffers get memory, each with where.
+        modules: modules whose parameters and buffers get memory, each with its device.
     """
 
     def __init__(self, modules: Sequence[tuple[nn.Module, torch.device]]) -> None:
@@ -35,7 +35,7 @@ class Blanks:
                     self._blanks[id(tensor)] = tensor, tensor._version
 
     def check_filled(self) -> None:
-        """Check that all have been filled.
+        """Check that all of them have been filled.
 
         Raises:
             UsageError: some have not; the message names them and their modules.
@@ -48,9 +48,9 @@ class Blanks:
         if left:
             raise UsageError(
                 f"no value was given to {', '.join(left.values())}: these were on the meta device, and "
-                "their modules have no reset_parameters() that fills them, nor has the model an "
-                "_init_weights(module) that does; give init= a function of a module that fills them, or "
-                "build these modules on a real device"
+                "neither a reset_parameters() of their modules nor an _init_weights(module) of the model "
+                "fills them; pass init= a function of a module that does, or build these modules on a real "
+                "device"
             )
 
     def _is_blank(self, tensor: Tensor) -> bool:
@@ -63,7 +63,7 @@ class Blanks:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Of each parameter and buffer the path, the module that holds it and the name there."""
+    """For each parameter and buffer: its path, the module that holds it, and its name there."""
     for path, owner in module.named_modules():
         held = [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]
         for name, _ in held:
@@ -86,11 +86,11 @@ def _mark(dtype: torch.dtype) -> float | int | bool:
     return True if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-# ---- run the initialisers of modules, each under a seed of its own
+# ---- run the initialisers of modules, each with its own seed
 
 
 Init = Callable[[nn.Module], object]
-"""Fills a module's own parameters and buffers, where it knows how."""
+"""Fills a module's own parameters and buffers, for the modules that it knows."""
 
 
 def initialise(
@@ -99,13 +99,13 @@ def initialise(
     """Give the parameters and buffers of modules their first values.
 
     Args:
-        homes: stages, or a whole model, each with where to put what is on the meta device.
+        homes: stages or whole models, each with the device for what is on the meta device.
         seed: of all values.
-        init: what to call for each module after its own initialiser; by default the model's
-            ``_init_weights``, where it has one.
+        init: called for each module after the module's own initialiser; by default the model's
+            ``_init_weights``, if it has one.
 
     Raises:
-        UsageError: what was on the meta device has been filled by nobody.
+        UsageError: nothing has filled a tensor that was on the meta device.
     """
     blanks, modules = Blanks(homes), [module for module, _ in homes]
     owners = _owners(modules)
@@ -121,7 +121,7 @@ def initialise(
 def _each_once(
     modules: Sequence[nn.Module], init: Init | None
 ) -> Iterator[tuple[nn.Module, str, _Inits]]:
-    """Every module inside, its first path, and what there is to initialise it with."""
+    """Every module once, with its first path, and the initialisers of its root."""
     done: set[nn.Module] = set()
     for root in modules:
         inits = _Inits(root, init)
@@ -132,7 +132,7 @@ def _each_once(
 
 
 def _owners(modules: Sequence[nn.Module]) -> dict[int, nn.Module]:
-    """Of each parameter and buffer the module that initialises it: that of its first name."""
+    """For each parameter and buffer, the module that initialises it: the one of its first name."""
     owners: dict[int, nn.Module] = {}
     for root in modules:
         for module in root.modules():
@@ -146,7 +146,10 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 
 def _children_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules as they are made: what a container does to its children comes after their own."""
+    """Modules in the order of construction.
+
+    A container may change its children after their own initialisers.
+    """
     depths = {module: path.count(".") + bool(path) for path, module in root.named_modules()}
     found = sorted(root.named_modules(), key=lambda item: -depths[item[1]])
     return iter(found)
@@ -154,7 +157,7 @@ def _children_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def _others_kept(module: nn.Module, owners: dict[int, nn.Module]) -> Iterator[None]:
-    """Keep tied weights that belong to another module as they are."""
+    """Keep tied weights that another module initialises as they are."""
     others = [tensor for tensor in _own(module) if owners[id(tensor)] is not module]
     before = [tensor.clone() for tensor in others]
     yield
@@ -164,7 +167,7 @@ def _others_kept(module: nn.Module, owners: dict[int, nn.Module]) -> Iterator[No
 
 @contextmanager
 def _lent(module: Any) -> Iterator[nn.Module]:
-    """The module to initialise: that for which this one stands, using what is held here."""
+    """The module to initialise; for a stand-in, the module that it stands for, with the weights held here."""
     if not hasattr(module, "stands_for"):
         yield module
         return
@@ -173,7 +176,7 @@ def _lent(module: Any) -> Iterator[nn.Module]:
 
 
 class _Inits:
-    """What there is to initialise the modules of a tree with."""
+    """The initialisers for the modules of a tree."""
 
     def __init__(self, root: nn.Module, init: Init | None) -> None:
         self._init = init
@@ -184,7 +187,7 @@ class _Inits:
                 self._of[path] = found
 
     def run(self, path: str, module: nn.Module) -> None:
-        """A module's own initialiser, and then the user's or that of the model around it."""
+        """Run a module's own initialiser, and then the user's or that of the model around it."""
         own: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if callable(own) and _takes_nothing(own):
             own()
@@ -193,7 +196,7 @@ class _Inits:
             init(module)
 
     def _around(self, path: str) -> Init | None:
-        """That of the innermost model that the path leads through."""
+        """The ``_init_weights`` of the innermost model around a path."""
         while path not in self._of:
             if not path:
                 return None
@@ -209,7 +212,7 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
     return True
 
 
-# ---- first weights of a model, of stages, or of a pipeline
+# ---- the user's function
 
 
 @runtime_checkable
@@ -233,21 +236,21 @@ def init_weights(
 ) -> None:
     """Give all weights their first values, the same bits however the model is cut.
 
-    Each module's own ``reset_parameters()`` runs, and after it, for each module, ``init`` or the
-    ``_init_weights(module)`` of the model around it, such as transformers'; both under a seed made of
-    ``seed`` and the module's path. What is on the meta device gets memory first. A tied weight is
-    initialised by the module of its first name. What no initialiser knows stays as the constructor left it.
-    Torch's generators are afterwards where they were.
+    For each module, its own ``reset_parameters()`` runs, and then ``init`` or the ``_init_weights(module)``
+    of the model around it, such as that of transformers; both with a seed made from ``seed`` and the
+    module's path. What is on the meta device gets memory first. A tied weight is initialised by the module
+    of its first name. What no initialiser fills stays as the constructor left it. Torch's generators are
+    left as they were.
 
     Args:
-        target: a model, one of its stages (as a module or a ``PipelineStage``), several of them, or a
-            ``Pipeline``, where every rank calls it.
+        target: a model, one of its stages (a module or a ``PipelineStage``), several stages, or a
+            ``Pipeline``; in the last case every rank calls this.
         seed: of all values.
         init: called with each module, children first, in place of the model's ``_init_weights``.
-        device: where to put what is on the meta device; by default the CPU, or the stage's.
+        device: where to put what is on the meta device; by default the CPU, or the stage's device.
 
     Raises:
-        UsageError: something was on the meta device and nobody filled it; the message names it.
+        UsageError: nothing has filled a tensor that was on the meta device; the message names it.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UsageError(f"seed={seed!r}: must be a whole number")

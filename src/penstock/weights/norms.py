@@ -15,11 +15,14 @@ from penstock.transport import Transport
 
 
 def gradient_norms(parameters: Sequence[Tensor], order: float = 2.0) -> Tensor:
-    """The norm of each parameter's gradient, and whether there is one: float64 on the CPU, two rows.
+    """The norm of each parameter's gradient, and 1 if it has a gradient or else 0.
 
     Args:
-        parameters: in the same order on every process of their mesh, where they are DTensors.
-        order: which norm, as for :func:`torch.linalg.vector_norm`.
+        parameters: if they are DTensors, in the same order on every process of their mesh.
+        order: as for :func:`torch.linalg.vector_norm`.
+
+    Returns:
+        Two rows, in float64 on the CPU.
     """
     found = torch.zeros(2, len(parameters), dtype=torch.float64)
     present = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
@@ -33,14 +36,14 @@ def gradient_norms(parameters: Sequence[Tensor], order: float = 2.0) -> Tensor:
 def all_norms(
     transport: Transport, counted: Mapping[int, Sequence[Tensor]], order: float
 ) -> Task[Tensor]:
-    """The norms of all gradients of the pipeline, stage by stage, as :func:`gradient_norms` gives them.
+    """The norms of all gradients of the pipeline, stage by stage, as from :func:`gradient_norms`.
 
-    How many there are is told with them: parameters come and go between steps.
+    Their numbers are exchanged too, since parameters may come and go between steps.
 
     Args:
         transport: this rank's end.
-        counted: the parameters that count, by stage of this rank.
-        order: which norm.
+        counted: for each stage of this rank, the parameters that count there.
+        order: as for :func:`torch.linalg.vector_norm`.
     """
     stages = sorted(counted)
     own = gradient_norms([parameter for stage in stages for parameter in counted[stage]], order)
@@ -56,35 +59,35 @@ def all_norms(
 def total_norm(
     norms: Tensor, order: float = 2.0, *, error_if_nonfinite: bool = False, steps: int = 0
 ) -> float:
-    """The norm of everything.
+    """The norm of all gradients together.
 
     Args:
-        norms: two rows, as :func:`gradient_norms` gives them.
+        norms: two rows, as from :func:`gradient_norms`.
         order: the same as there.
-        error_if_nonfinite: whether a norm that is infinite or no number is an error.
-        steps: how many training steps there were, for the error.
+        error_if_nonfinite: whether a norm that is infinite or ``nan`` is an error.
+        steps: the number of training steps so far, for the error.
 
     Raises:
-        NonFiniteError: it is.
+        NonFiniteError: the norm is not finite.
     """
     each = norms[0, norms[1] > 0]
     found = float(torch.linalg.vector_norm(each, order)) if each.numel() else 0.0
     if error_if_nonfinite and not torch.tensor(found).isfinite():
         raise NonFiniteError(
             f"after step {steps}: the gradients' norm of order {order} is {found}, so they cannot be "
-            "clipped; look for the first loss or gradient that is not "
-            "finite, or pass error_if_nonfinite=False"
+            "clipped; look for the first loss or gradient that is not finite, or pass "
+            "error_if_nonfinite=False"
         )
     return found
 
 
 def scale_gradients(parameters: Iterable[Tensor], norm: float, largest: float) -> None:
-    """Scale gradients so that a total norm of ``norm`` becomes at most ``largest``.
+    """Scale gradients so that their total norm, which is ``norm``, becomes at most ``largest``.
 
-    Of a norm that is no number all gradients become none, as with torch's own clipping.
+    If the norm is ``nan``, all gradients become ``nan``, as with torch's own clipping.
 
     Raises:
-        UsageError: ``largest`` is below 0, which would turn gradients round, or no number.
+        UsageError: ``largest`` is ``nan``, or below 0, which would reverse the gradients.
     """
     if not largest >= 0:
         raise UsageError(f"max_norm={largest}: must be at least 0")

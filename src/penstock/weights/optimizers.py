@@ -1,7 +1,8 @@
-"""An optimizer's states under the names that its parameters have in the unsplit model.
+"""Optimizer states, by the names that parameters have in the unsplit model.
 
-An optimizer's own state dict holds positions, which mean other parameters on each rank. It is marked with
-what its groups hold, so that one rank's states that were loaded on another are an error at the next step.
+An optimizer's own state dict identifies parameters by position, and positions mean different parameters on
+each rank. So each group of an optimizer is marked with what it holds: if one rank's state is loaded on
+another, the next step raises.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from penstock.errors import StateDictError, UsageError
 from penstock.parallel import is_sharded, replicated_like, spread, whole
 
 MARK = "penstock"
-"""The setting of a group that says what it holds."""
+"""The key in a parameter group that says what the group holds."""
 OWN = frozenset({"params", "param_names", MARK})
-"""Settings of a group that are no settings."""
+"""Keys of a group that are not settings."""
 HERE = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""How a step is computed, not what: as it is where a state is loaded."""
+"""Settings of how a step is computed, which are not loaded with a state."""
 
 
 @dataclass
 class OptimizerStates:
-    """What an optimizer, or a rank's part of one, keeps.
+    """The state of an optimizer, or of a rank's part of one.
 
     Args:
-        kind: the optimizer's class.
+        kind: the name of the optimizer's class.
         settings: of each group.
-        groups: of each group the names of its parameters.
-        states: by the name of a parameter what is kept for it.
-        rest: what is kept for none.
+        groups: for each group, the names of its parameters.
+        states: for each parameter by name, what is kept for it.
+        rest: what is kept for no parameter.
     """
 
     kind: str
@@ -48,15 +49,15 @@ class OptimizerStates:
 
 
 def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> OptimizerStates:
-    """What an optimizer keeps.
+    """Read the state of an optimizer.
 
     Args:
         optimizer: of parameters that live in this process.
-        names: of parameters, by identity.
-        called: what messages call it.
+        names: the names of parameters, by ``id``.
+        called: the name of the optimizer in messages.
 
     Raises:
-        UsageError: it has parameters without a name, or keeps its states in another form.
+        UsageError: it has parameters without a name, or keeps its state in another form.
     """
     check_kept_per_parameter(optimizer, called)
     told = optimizer.state_dict()
@@ -77,13 +78,14 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
 def write_states(
     optimizer: Optimizer, names: Mapping[int, str], held: OptimizerStates, called: str
 ) -> None:
-    """Give an optimizer what it shall keep.
+    """Give an optimizer a state.
 
     Args:
         optimizer: of parameters that live in this process.
-        names: of parameters, by identity.
-        held: the settings of its groups, and the states of its parameters: those of other parameters stay.
-        called: what messages call it.
+        names: the names of parameters, by ``id``.
+        held: the settings of its groups and the states of parameters; parameters that are not in it keep
+            their states.
+        called: the name of the optimizer in messages.
     """
     told, known = optimizer.state_dict(), _names(optimizer, names, called)
     kept = {
@@ -107,14 +109,14 @@ def write_states(
 
 
 def _keep_types(state: Any, given: Any) -> None:
-    """Undo that torch casts what is kept to the parameter's type: it is kept as it was saved."""
+    """Restore the types as saved, since torch casts states to the parameter's type when it loads them."""
     for key, value in (given or {}).items():
         if isinstance(value, Tensor) and state[key].dtype != value.dtype:
             state[key] = value.to(state[key].device)
 
 
 def _names(optimizer: Optimizer, names: Mapping[int, str], called: str) -> list[list[str]]:
-    """Of each group the names of its parameters.
+    """For each group, the names of its parameters.
 
     Raises:
         UsageError: some have none.
@@ -128,17 +130,17 @@ def _names(optimizer: Optimizer, names: Mapping[int, str], called: str) -> list[
     ]
     if lost:
         raise UsageError(
-            f"{called} has parameters that the model has not: {', '.join(lost[:5])}; make it of "
-            "pipe.parameters(), or of the model's, after they were last replaced"
+            f"{called} has parameters that are not the model's: {', '.join(lost[:5])}; make it from "
+            "pipe.parameters(), or from the model's, after they were last replaced"
         )
     return [[names[id(parameter)] for parameter in group] for group in groups]
 
 
 def check_kept_per_parameter(optimizer: Any, called: str) -> None:
-    """Check that an optimizer keeps its states for each parameter by itself.
+    """Check that an optimizer keeps a separate state for each parameter.
 
     Raises:
-        UsageError: it keeps one for all together, which cannot be cut.
+        UsageError: it keeps one state for all of them, which cannot be cut.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
@@ -154,7 +156,7 @@ def check_kept_per_parameter(optimizer: Any, called: str) -> None:
 
 
 def _as_kept(value: Any, parameter: Tensor, key: str) -> Any:
-    """A value of a state as the optimizer of a parameter keeps it, which may be sharded."""
+    """A value of a state as the optimizer keeps it: sharded if its parameter is."""
     if not isinstance(value, Tensor) or not is_sharded(parameter) or is_sharded(value):
         return value
     if key == "step" or not value.dim():
@@ -164,7 +166,7 @@ def _as_kept(value: Any, parameter: Tensor, key: str) -> Any:
     return replicated_like(parameter, value)
 
 
-# ---- groups of several ranks as those of one optimizer
+# ---- groups of all ranks' optimizers, as those of one optimizer
 
 
 @dataclass
@@ -173,8 +175,8 @@ class Groups:
 
     Args:
         settings: of each group.
-        members: of each group the names of its parameters.
-        numbers: of each rank, for each of its groups the number of the one here.
+        members: for each group, the names of its parameters.
+        numbers: for each rank and each of its groups, the index of the group here.
     """
 
     settings: list[Any]
@@ -183,13 +185,13 @@ class Groups:
 
 
 def merge_groups(told: Sequence[Sequence[tuple[Any, Sequence[str]]]]) -> Groups:
-    """Put the groups of several ranks together.
+    """Merge the groups of several ranks.
 
-    Ranks that make the same groups, each of its own parameters, have them in the same order. Where they do
-    not, as with a group for each layer, those are one group that have the same settings.
+    Usually all ranks make the same groups in the same order, each of its own parameters. If they do not, as
+    with one group per layer, groups with the same settings are merged.
 
     Args:
-        told: of each rank the settings of its groups, as JSON data, and their parameters' names.
+        told: for each rank, the settings of its groups, as JSON data, and their parameters' names.
     """
     first = [settings for settings, _ in told[0]]
     alike = all([settings for settings, _ in groups] == first for groups in told)
@@ -211,11 +213,11 @@ def merge_groups(told: Sequence[Sequence[tuple[Any, Sequence[str]]]]) -> Groups:
 def find_groups(
     own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]], settings: Sequence[Any]
 ) -> tuple[list[int | None], list[str]]:
-    """For each group here the number of the saved one that it goes on with, and what does not fit.
+    """For each group here, the index of the saved group that it continues, and what does not fit.
 
     Args:
         own: the parameters of the groups here.
-        saved: those of the saved groups.
+        saved: the parameters of the saved groups.
         settings: of the saved groups.
     """
     number_of = {name: number for number, names in enumerate(saved) for name in names}
@@ -225,7 +227,7 @@ def find_groups(
         numbers = list(dict.fromkeys(number_of[name] for name in names if name in number_of))
         if any(settings[number] != settings[numbers[0]] for number in numbers):
             problems.append(
-                f"group {place} has parameters that were saved in groups of different settings: "
+                f"group {place} has parameters that were saved in groups with different settings: "
                 + "; ".join(f"{saved[n][0]!r} with {_told(settings[n])}" for n in numbers)
             )
         by_place = place if len(own) == len(saved) else None
@@ -237,16 +239,16 @@ def _told(settings: Any) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())
 
 
-# ---- one rank's states that were loaded on another
+# ---- find states of one rank that were loaded on another
 
 _NAME = "penstock_name"
-"""The attribute of a parameter that has its name: a weak reference would forbid torch to swap tensors."""
+"""The attribute of a parameter that holds its name. (A weak reference would keep torch from swapping it.)"""
 _SEEN: WeakKeyDictionary[Optimizer, list[tuple[int, str]]] = WeakKeyDictionary()
 _hooked = False
 
 
 def remember_names(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Have the optimizers of these parameters marked with what they hold, and checked."""
+    """Mark these parameters with their names, so that their optimizers are checked at every step."""
     global _hooked
     for name, parameter in parameters:
         setattr(parameter, _NAME, name)
@@ -256,7 +258,7 @@ def remember_names(parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _check_mark(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before each step: whether the groups' marks, which come along with a state dict, are their own."""
+    """Before each step, check that the marks of the groups, which load_state_dict replaces, are their own."""
     del args, kwargs
     groups = optimizer.param_groups
     seen = _SEEN.get(optimizer, [])
@@ -264,13 +266,13 @@ def _check_mark(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     marks = [_mark(group["params"]) for group in groups]
     for number, (group, mark) in enumerate(zip(groups, marks, strict=True)):
-        # What was there before a group grew is no mark of another rank.
+        # A group that has grown since still has its own, older mark.
         grown = number < len(seen) and seen[number][0] != len(group["params"])
         if mark and not grown and group.get(MARK, mark) != mark:
             raise StateDictError(
-                f"this optimizer was given the state of another one: its group {number} holds {mark}, the "
-                f"state is of {group[MARK]}. An optimizer's own state_dict() holds positions, which mean "
-                "other parameters on each rank; save and load with penstock.Checkpoints, or with "
+                f"this optimizer was given the state of another one: its group {number} holds {mark}, but "
+                f"the state is of {group[MARK]}. An optimizer's own state_dict() holds positions, which mean "
+                "different parameters on each rank; save and load with penstock.Checkpoints, or with "
                 "pipe.optimizer_state_dict(optimizer, full=True) and pipe.load_optimizer_state_dict()"
             )
         if mark:
@@ -281,7 +283,7 @@ def _check_mark(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _mark(parameters: Sequence[Tensor]) -> str:
-    """What a group holds, in a word; empty for parameters that are no pipeline's."""
+    """A short text for what a group holds; empty if its parameters are not a pipeline's."""
     names: list[str] = [getattr(parameter, _NAME, "") for parameter in parameters]
     if not names or not all(names):
         return ""
@@ -302,7 +304,7 @@ def named_state_dict(held: OptimizerStates) -> dict[str, Any]:
 
 
 def copies(state: Any) -> Any:
-    """A state whose tensors are whole, on the CPU and its own."""
+    """A copy of a state, with whole tensors on the CPU."""
     if isinstance(state, Tensor):
         return whole(state).cpu().clone()
     if isinstance(state, dict):
@@ -316,18 +318,18 @@ def check_named(state: Mapping[str, Any]) -> None:
     """Check that a state dict's keys are names.
 
     Raises:
-        StateDictError: they are positions, as in an optimizer's own, or it is no state dict at all.
+        StateDictError: they are positions, as in an optimizer's own, or it is not a state dict at all.
     """
     if not {"state", "param_groups"} <= state.keys():
         raise StateDictError(
-            f"an optimizer's state dict has 'state' and 'param_groups', not {sorted(map(str, state))}; give "
-            "what pipe.optimizer_state_dict(optimizer) gave"
+            f"an optimizer's state dict has 'state' and 'param_groups', not {sorted(map(str, state))}; pass "
+            "what pipe.optimizer_state_dict(optimizer) returned"
         )
     members = [name for group in state["param_groups"] for name in group["params"]]
     if not all(isinstance(name, str) for name in (*members, *state["state"])):
         raise StateDictError(
-            "this optimizer's state dict holds positions, which mean other parameters on each rank; save "
-            "what pipe.optimizer_state_dict(optimizer, full=True) gives, or use penstock.Checkpoints"
+            "this optimizer's state dict holds positions, which mean different parameters on each rank; save "
+            "what pipe.optimizer_state_dict(optimizer, full=True) returns, or use penstock.Checkpoints"
         )
 
 
@@ -339,7 +341,7 @@ class NamedStates:
 
     Args:
         optimizer: of parameters that live in this process.
-        names: gives the parameters' names, by identity.
+        names: returns the parameters' names, by ``id``.
     """
 
     def __init__(self, optimizer: Optimizer, names: Callable[[], Mapping[int, str]]) -> None:
@@ -347,7 +349,7 @@ class NamedStates:
         self._names = names
 
     def state_dict(self) -> dict[str, Any]:
-        """The states, under flat keys; an optimizer that has not stepped yet makes them first."""
+        """The states under flat keys. An optimizer that has not stepped yet makes its states first."""
         _make_states(self._optimizer)
         held = read_states(self._optimizer, self._names(), "the optimizer")
         found = {
@@ -360,10 +362,10 @@ class NamedStates:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what was saved.
+        """Load what was saved.
 
         Raises:
-            StateDictError: parameters of one group had different settings.
+            StateDictError: parameters of one group were saved with different settings.
         """
         names = self._names()
         held = read_states(self._optimizer, names, "the optimizer")
@@ -391,7 +393,7 @@ def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def _make_states(optimizer: Optimizer) -> None:
-    """Have an optimizer make what it keeps, as it does in its first step; parameters stay as they are."""
+    """Let an optimizer make its states, as in its first step, without changing the parameters."""
     if optimizer.state:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,9 +1,9 @@
-"""Weights that several stages use: one tensor in a process, equal copies on several, one gradient.
+"""Weights that several stages use: one tensor within a process, equal copies across processes, one gradient.
 
-Each stage collects its share of the gradient apart, over all microbatches of a step. After the step the ranks
-that hold a copy tell each other their stages' shares; each adds them up in the order of the stages and adds
-the sum to ``.grad``. So the numbers depend neither on which rank has which stages nor on whose backward ran
-first, and an optimizer keeps the copies equal, bit by bit.
+Each stage collects its share of the gradient beside ``.grad``, over all microbatches of a step. After the
+step, the ranks that hold copies exchange the shares of their stages; each rank adds all shares up in the
+order of the stages, and adds the sum to ``.grad``. So the result depends neither on which rank has which
+stages, nor on whose backward ran first, and optimizers keep the copies equal bit by bit.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ log = logging.getLogger("penstock")
 _DIFFERED = "%r differed between the ranks that share it: ranks %s got that of rank %d"
 
 _Item = tuple[int, int]
-"""The position of a weight in the table, and a stage that uses it."""
+"""A weight, by its position in the table, and a stage that uses it."""
 
 
 class _Peer(NamedTuple):
-    """What this rank and another one tell each other."""
+    """The shares that this rank and another one exchange."""
 
     rank: int
     mine: tuple[_Item, ...]
@@ -41,11 +41,11 @@ class _Peer(NamedTuple):
 
 
 class Sharing:
-    """What is shared between stages, as far as it lives in this process.
+    """The shared weights that live in this process.
 
     Args:
         stages: those of this process.
-        table: what is shared, the same on every rank; or what the stages here share with each other alone.
+        table: what stages share, the same on every rank; or only what the stages here share with each other.
         rank_of: the rank of each stage.
 
     Raises:
@@ -68,12 +68,12 @@ class Sharing:
 
     @property
     def idle(self) -> bool:
-        """Whether stages here share nothing with others."""
+        """Whether the stages here share nothing with other stages."""
         return not any(len(self._table[index].stages) > 1 for index in self._tensors)
 
     @property
     def table(self) -> list[list[Any]]:
-        """What is shared between ranks, as JSON data."""
+        """The part of the table that concerns several ranks, as JSON data."""
         return [
             [list(one.names), [list(holder) for holder in one.holders]]
             for one in self._table
@@ -82,7 +82,7 @@ class Sharing:
 
     @property
     def channels(self) -> list[Channel]:
-        """What the shares travel on, of all ranks."""
+        """The channels that shares travel on, of all ranks."""
         pairs = {
             Channel(source, target, SHARED)
             for one in self._table
@@ -95,10 +95,13 @@ class Sharing:
     def _ranks(self, one: Shared) -> list[int]:
         return sorted({self._rank_of[stage] for stage in one.stages})
 
-    # ---- one tensor in a process
+    # ---- one tensor within a process
 
     def _tie(self) -> None:
-        """Make the stages here hold one tensor; materialising a stage by itself undoes the model's tie."""
+        """Make the stages here hold the same tensor.
+
+        Materialising each stage alone undoes the model's ties.
+        """
         for index, one in enumerate(self._table):
             names = [(self._stages[s], name) for s, name in one.holders if s in self._stages]
             if names:
@@ -107,12 +110,12 @@ class Sharing:
             stage.keep_apart([self._tensors[weight] for weight in self._trained(index)])
 
     def tie_filled(self) -> None:
-        """Tie again what has been given memory since, which is done stage by stage."""
+        """Tie again weights that have been given memory since, stage by stage."""
         if any(tensor.is_meta for tensor in self._tensors.values()) and not self._is_tied():
             self._tie()
 
     def _trained(self, stage: int) -> list[int]:
-        """The positions of the parameters that a stage here shares with others."""
+        """The positions of the parameters that a stage here shares with other stages."""
         return [
             index
             for index, tensor in self._tensors.items()
@@ -130,17 +133,17 @@ class Sharing:
             if stage in self._stages
         )
 
-    # ---- equal copies on several ranks
+    # ---- equal copies across ranks
 
     def align(self, transport: Transport, level: int = logging.WARNING) -> Task[None]:
-        """Check that the ranks' copies are equal; where they are not, all get that of the first stage.
+        """Check that the ranks' copies are equal; if not, all ranks get the copy of the first stage.
 
         Args:
             transport: of the rank.
-            level: of the log's line that says so.
+            level: the log level of the message that says so.
 
         Raises:
-            AgreementError: they differ in shape or type.
+            AgreementError: the copies differ in shape or type.
         """
         if not set(self._rank_of) - self._here or not self.channels:
             return
@@ -178,7 +181,7 @@ class Sharing:
     # ---- one gradient
 
     def prepare(self) -> None:
-        """Look before a step whether the stages still hold what they did."""
+        """Before a step, tie weights again that were replaced, and note the versions of shared buffers."""
         if not self._is_tied():
             self._tie()
         self._buffers = {
@@ -188,13 +191,13 @@ class Sharing:
         }
 
     def collect(self) -> None:
-        """Take from the stages here what a step left."""
+        """Take the shares that a step has left in the stages here."""
         for index, stage in self._stages.items():
             shares = stage.take_shares()
             self._shares |= zip(((w, index) for w in self._trained(index)), shares, strict=True)
 
     def exchange(self, transport: Transport) -> Task[None]:
-        """Bring together the shares of a step, where several processes hold some.
+        """Exchange the shares of a step with other processes.
 
         Raises:
             UsageError: the step changed a buffer that stages share.
@@ -211,13 +214,13 @@ class Sharing:
             transport.finish()
 
     def _is_changed(self, index: int) -> bool:
-        # Not every operation that changes a tensor counts its version up: batch_norm does not.
+        # Not every operation that changes a tensor increments its version: batch_norm does not.
         version, before = self._buffers[index]
         tensor = self._tensors[index]
         return tensor._version != version or not (before is None or torch.equal(tensor, before))
 
     def _find_peers(self) -> Iterator[_Peer]:
-        """The ranks of other processes that share something with the one here."""
+        """The ranks of other processes that share something with the rank here."""
         for other in sorted(set(self._rank_of) - self._here):
             common = [
                 index
@@ -237,7 +240,7 @@ class Sharing:
         )
 
     def _send(self, transport: Transport, peer: _Peer) -> None:
-        """First which shares there are, then those."""
+        """Send which shares there are, and then the shares."""
         channel = Channel(transport.rank, peer.rank, SHARED)
         found = [self._shares[item] for item in peer.mine]
         there = torch.tensor([share is not None for share in found])
@@ -278,10 +281,9 @@ class Sharing:
 def _changed(buffers: Sequence[Shared]) -> UsageError:
     listed = ", ".join(f"{one.names[0]!r} (stages {list(one.stages)})" for one in buffers)
     return UsageError(
-        f"a step changed buffers that several stages share: {listed}; "
-        "each rank would change its own copy, in another order than the unsplit model. Put these stages' "
-        "modules into one stage, or keep the buffer fixed (a BatchNorm with track_running_stats=False, or "
-        "in evaluation mode)"
+        f"a step changed buffers that several stages share: {listed}; each rank would change its own copy, "
+        "in another order than the unsplit model. Put the modules that use them into one stage, or keep the "
+        "buffer fixed (a BatchNorm with track_running_stats=False, or in evaluation mode)"
     )
 
 
@@ -290,7 +292,7 @@ def _made_one(one: Shared, holders: Sequence[tuple[PipelineStage, str]]) -> Tens
     if len(devices) > 1:
         raise UsageError(
             f"{one.names[0]!r} is shared by stages {list(one.stages)}, which live in one process on "
-            f"{sorted(map(str, devices))}; put them on one device, or start a process for each rank"
+            f"{sorted(map(str, devices))}; put them on one device, or start one process per rank"
         )
     for stage, name in holders[1:]:
         if _find(stage, name) is not _find(*holders[0]):
@@ -309,9 +311,9 @@ def _check_can_be_one(one: Shared, stages: Sequence[PipelineStage]) -> None:
         found = spreads_over_processes(stage.module)
         if found is not None and found[1] == "fully_shard":
             raise UsageError(
-                f"{one.names[0]!r} is shared by stages {list(one.stages)}, of which several live in this "
-                f"process, and {found[1]} has sharded it in each by itself; replicate these stages with "
-                "DistributedDataParallel, or take a schedule that places them on different ranks"
+                f"{one.names[0]!r} is shared by stages {list(one.stages)}, several of which live in this "
+                f"process, and {found[1]} has sharded it in each of them separately; replicate these stages "
+                "with DistributedDataParallel, or use a schedule that places them on different ranks"
             )
 
 
@@ -328,7 +330,7 @@ def _put(stage: PipelineStage, name: str, tensor: Tensor) -> None:
 
 
 def _summary(tensor: Tensor) -> tuple[str, str | None]:
-    """Shape and type, and a text of the bits where there are some."""
+    """Shape and type as a text, and a digest of the data, if there are any."""
     part = local_part(tensor)
     if part.is_meta:
         return str(TensorSpec.of(part)), None
@@ -345,7 +347,7 @@ def _check_alike(one: Shared, kinds: dict[int, str]) -> None:
 
 
 def _dense(parameter: Any, share: Tensor) -> Tensor:
-    """A share as it is told to other ranks: the part here, dense, of the gradient's type."""
+    """A share in the form that is sent: its local part, dense, in the gradient's type."""
     part = local_part(share)
     part = part.to_dense() if part.is_sparse else part
     return part.to(parameter.grad_dtype or parameter.dtype)

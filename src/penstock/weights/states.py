@@ -1,4 +1,7 @@
-"""The weights of a pipeline, under the names that they have in the unsplit model."""
+"""The weights of a pipeline by their names in the unsplit model.
+
+State dicts, saved parts, what all ranks have.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ from penstock.weights.trees import decode, decode_inline, encode, encode_inline
 
 
 class Names:
-    """Which weights have several names, and which stage counts and saves them.
+    """Which weights have several names, and which stage counts and saves each of them.
 
     Args:
-        table: what stages share.
+        table: the weights that stages share.
     """
 
     def __init__(self, table: Sequence[Shared]) -> None:
@@ -41,7 +44,7 @@ class Names:
         return self._first.get(name, name)
 
     def all(self, name: str) -> tuple[str, ...]:
-        """All names of a weight in the model's order."""
+        """All names of a weight, in the model's order."""
         return self._all.get(name, (name,))
 
     def is_shared(self, name: str) -> bool:
@@ -49,21 +52,21 @@ class Names:
         return name in self._owner
 
     def owns(self, stage: int, name: str) -> bool:
-        """Whether it is this of the stages that use a weight which counts and saves it."""
+        """Whether this stage, of all that use a weight, is the one that counts and saves it."""
         return self._owner.get(name, stage) == stage
 
     @property
     def tied(self) -> dict[str, str]:
-        """Further names of weights, each with the first."""
+        """Further names of weights, each with the first name."""
         return {name: first for name, first in self._first.items() if name != first}
 
 
 class Holds(Protocol):
-    """What weights are in: a stage, or a whole model."""
+    """Something that holds weights: a stage, or a whole model."""
 
     @property
     def index(self) -> int:
-        """Which stage."""
+        """The index of the stage."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their names in the unsplit model, each once."""
@@ -72,10 +75,10 @@ class Holds(Protocol):
         """Parameters and buffers under all their names."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What there is to save, so named."""
+        """The state dict, by the same names."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy what is there of it."""
+        """Copy what ``state`` has of it."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +138,10 @@ class Weights:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What the stages' modules have to save, under every name that it has in the model.
+        """The state dict of the stages, with each weight under all of its names in the model.
 
         Raises:
-            UsageError: stages have different things under one name.
+            UsageError: stages have different weights under one name.
         """
         found: dict[str, Any] = {}
         for stage in self._stages:
@@ -152,7 +155,7 @@ class Weights:
         return self._names.all(name) if isinstance(value, Tensor) else (name,)
 
     def files(self) -> dict[int, dict[str, Any]]:
-        """For each stage what it saves: each weight in the first stage that uses it, under its first name."""
+        """What each stage saves: each weight in the first stage that uses it, under its first name."""
         return {
             stage.index: {
                 self._names.first(name): value
@@ -163,14 +166,14 @@ class Weights:
         }
 
     def owned(self) -> list[tuple[str, Any]]:
-        """What these stages save, see :meth:`files`; by names that may be those of several stages."""
+        """What these stages save, see :meth:`files`, as pairs of name and value."""
         return [pair for held in self.files().values() for pair in held.items()]
 
     def held(self) -> dict[str, tuple[tuple[str, ...], Any]]:
-        """What lives here, each once under its first name, with all its names.
+        """The weights that live here, each once by its first name, with all of its names.
 
         Raises:
-            UsageError: stages have different things under one name.
+            UsageError: stages have different weights under one name.
         """
         found: dict[str, tuple[tuple[str, ...], Any]] = {}
         for stage in self._stages:
@@ -186,11 +189,11 @@ class Weights:
         return self._names.is_shared(name)
 
     def tensors(self) -> list[Tensor]:
-        """The parts of parameters and buffers that lie here."""
+        """The local parts of all parameters and buffers."""
         return [local_part(tensor) for stage in self._stages for _, tensor in stage.named_tensors()]
 
     def keys(self) -> list[str]:
-        """The names of what lives here, under every name that it has."""
+        """All names of the weights that live here."""
         found = (
             other
             for stage in self._stages
@@ -203,7 +206,7 @@ class Weights:
         """Check that these stages have memory to copy into.
 
         Raises:
-            UsageError: something is on the meta device.
+            UsageError: a tensor is on the meta device.
         """
         tensors = (pair for stage in self._stages for pair in stage.named_tensors())
         empty = [name for name, tensor in tensors if tensor.is_meta]
@@ -214,7 +217,7 @@ class Weights:
             )
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Copy from ``state`` what it has of these stages' weights."""
+        """Copy what ``state`` has of these stages' weights."""
         for stage in self._stages:
             own = stage.state_dict()
             picked = {name: self._pick(state, name, own[name]) for name in own}
@@ -222,7 +225,7 @@ class Weights:
             stage.load_state_dict(found)
 
     def _pick(self, state: Mapping[str, Any], name: str, own: Any) -> Any:
-        # As the unsplit model would: it copies under one name after the other.
+        # The last name wins, as in the unsplit model, which copies under one name after the other.
         given = [other for other in self._names.all(name) if other in state]
         if not given:
             return None
@@ -230,21 +233,22 @@ class Weights:
         return spread(own, value) if isinstance(own, Tensor) and is_sharded(own) else value
 
     def compare(self, state: Mapping[str, Any], *, any_name: bool) -> dict[str, list[str]]:
-        """What stands against loading ``state``: names that are missing, and sizes that differ.
+        """What keeps ``state`` from being loaded: missing names, and sizes that differ.
 
         Args:
-            state: what to load.
+            state: the state dict to load.
             any_name: whether one of a weight's names is enough.
         """
+        held = self.state_dict()
         missing, sizes = [], []
-        for name, own in self.state_dict().items():
+        for name, own in held.items():
             names = self._names.all(name) if any_name else (name,)
             given = [other for other in names if other in state]
             if not given:
                 missing.append(name)
             elif isinstance(own, Tensor) and tuple(state[given[-1]].shape) != tuple(own.shape):
                 sizes.append(_size_error(name, state[given[-1]], own))
-        return {"own": list(self.state_dict()), "missing": missing, "sizes": sizes}
+        return {"own": list(held), "missing": missing, "sizes": sizes}
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -254,9 +258,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _size_error(name: str, given: Any, own: Tensor) -> str:
-    return (
-        f"size mismatch for {name}: {list(given.shape)} was given, the model has {list(own.shape)}"
-    )
+    return f"size mismatch for {name}: {list(given.shape)} was given, but the model has {list(own.shape)}"
 
 
 # ---- what all ranks do together
@@ -266,8 +268,8 @@ class LoadResult(NamedTuple):
     """What did not fit when weights were loaded.
 
     Attributes:
-        missing_keys: weights of the model that were not given.
-        unexpected_keys: what was given and no stage has.
+        missing_keys: names of the model that were not given.
+        unexpected_keys: names that were given, but no stage has.
     """
 
     missing_keys: list[str]
@@ -277,16 +279,16 @@ class LoadResult(NamedTuple):
 def compare_state(
     rank: Rank, names: Names, state: Mapping[str, Any], *, any_name: bool = False
 ) -> Task[tuple[LoadResult, list[str]]]:
-    """What does not fit when each rank loads its part of a state dict, over all stages of all ranks.
+    """What does not fit if each rank loads its part of a state dict, over the stages of all ranks.
 
     Args:
-        rank: this one.
-        names: what is shared.
-        state: what to load.
+        rank: this rank.
+        names: the names of shared weights.
+        state: the state dict to load.
         any_name: whether one of a weight's names is enough.
 
     Returns:
-        The names that do not fit, and what is of another size.
+        The names that do not fit, and messages about sizes that differ.
     """
     mine = Weights(list(rank.stages.values()), names).compare(state, any_name=any_name)
     told = yield from rank.exchange(mine)
@@ -302,7 +304,7 @@ def check_fits(
     """Check that a state dict can be loaded.
 
     Raises:
-        StateDictError: it cannot; the message lists everything.
+        StateDictError: it cannot; the message lists every problem.
     """
     problems = list(sizes)
     if strict:
@@ -327,9 +329,9 @@ class Contents(NamedTuple):
     """What a rank has to save, as JSON data.
 
     Attributes:
-        tensors: name, shape and type of each, those that count here.
-        others: the names of what is no tensor.
-        keys: all names of what lives there.
+        tensors: the name, shape and type of each tensor that this rank saves.
+        others: the names of other values.
+        keys: all names of the weights that live on the rank.
     """
 
     tensors: list[list[Any]]
@@ -355,7 +357,7 @@ def check_contents(contents: Sequence[Contents]) -> None:
     """Check that everything can go into one state dict.
 
     Raises:
-        UsageError: stages have different weights of one name, or something is no tensor.
+        UsageError: stages have different weights of one name, or something is not a tensor.
     """
     check_apart([name for one in contents for name, *_ in one.tensors])
     others = _union(one.others for one in contents)
@@ -367,12 +369,12 @@ def check_contents(contents: Sequence[Contents]) -> None:
 
 
 def gather_state(rank: Rank, names: Names, contents: Sequence[Contents]) -> Task[dict[str, Any]]:
-    """The whole state dict on rank 0, as copies on the CPU; empty on the others.
+    """The whole state dict on rank 0, as copies on the CPU; empty on other ranks.
 
     Args:
-        rank: this one.
-        names: what is shared.
-        contents: what :func:`describe_state` gave.
+        rank: this rank.
+        names: the names of shared weights.
+        contents: what :func:`describe_state` returned.
     """
     mine = Weights(list(rank.stages.values()), names).owned()
     found = yield from _gather(rank, mine, [one.tensors for one in contents])
@@ -382,12 +384,12 @@ def gather_state(rank: Rank, names: Names, contents: Sequence[Contents]) -> Task
 
 
 def gather_states(rank: Rank, names: Names, held: OptimizerStates) -> Task[dict[str, Any]]:
-    """The states of all ranks' optimizers as one state dict on rank 0, on the CPU; empty on the others.
+    """The states of all ranks' optimizers as one state dict on rank 0, on the CPU; empty on other ranks.
 
     Args:
-        rank: this one.
-        names: what is shared.
-        held: what its optimizer keeps.
+        rank: this rank.
+        names: the names of shared weights.
+        held: the state of its optimizer.
 
     Raises:
         UsageError: stages have different weights of one name.
@@ -427,28 +429,28 @@ def gather_states(rank: Rank, names: Names, held: OptimizerStates) -> Task[dict[
 
 
 def check_apart(names: Sequence[str]) -> None:
-    """Check that no name stands there twice.
+    """Check that no name occurs twice.
 
     Raises:
-        UsageError: one does: different stages have different weights of one name.
+        UsageError: one does, so different stages have different weights of that name.
     """
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise UsageError(
-            f"several stages have weights named {', '.join(twice[:5])}; give the stages modules with the "
-            "names of the unsplit model, or save each stage's module by itself"
+            f"several stages have weights named {', '.join(twice[:5])}; use modules with the names of the "
+            "unsplit model as stages, or save each stage's module by itself"
         )
 
 
 def _gather(
     rank: Rank, given: Sequence[tuple[str, Any]], sent: Sequence[Any]
 ) -> Task[dict[str, Any]]:
-    """The tensors of all ranks on rank 0, whole, as copies on the CPU; none on the others.
+    """The tensors of all ranks on rank 0, whole, as copies on the CPU; nothing on other ranks.
 
     Args:
-        rank: this one.
-        given: those of this rank, by name.
-        sent: of each rank, the name, shape and type of each that it gives.
+        rank: this rank.
+        given: the tensors of this rank, with their names.
+        sent: for each rank, the name, shape and type of each tensor that it sends.
     """
     transport = rank.transport
     transport.open([Channel(other, 0, SHARED) for other in range(1, transport.ranks)])
@@ -464,7 +466,7 @@ def _gather(
 
 
 def _receive(rank: Rank, other: int, sent: Any, found: dict[str, Any]) -> Task[None]:
-    """Take another rank's tensors one by one."""
+    """Receive another rank's tensors one by one."""
     device = next(iter(rank.stages.values())).device
     for name, shape, dtype in sent:
         spec = TensorSpec(tuple(shape), dtype, requires_grad=False)

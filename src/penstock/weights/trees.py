@@ -1,4 +1,4 @@
-"""States as JSON and tensors, both ways: what a file can hold without pickle."""
+"""Convert states to JSON data and tensors, and back, so that files can hold them without pickle."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from penstock.errors import CheckpointError, InputFileError
 
 MARK = "$"
-"""The key of a JSON object that stands for something else than a dict."""
+"""The key that marks a JSON object as standing for something other than a dict."""
 
 Read = Callable[[str], Any]
-"""Gives the tensor of a key."""
+"""Returns the tensor of a key."""
 
 _PLAIN = (bool, int, str, type(None))
 _DICTS: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
@@ -29,19 +29,19 @@ _SEQUENCES: dict[str, type] = {
     "size": torch.Size,
 }
 _TENSORS = ("tensor", "array")
-"""What stands for a tensor, by its ``key``."""
+"""The marks of objects that stand for a tensor, by its ``key``."""
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """A state as JSON data.
+    """Encode a state as JSON data.
 
     Args:
-        value: the state: numbers, texts, bytes, dicts and sequences of them, tensors and numpy's arrays.
-        path: where it is, for messages and for the keys of its tensors.
-        tensors: gets the tensors, by key.
+        value: the state: numbers, strings, bytes, dicts and sequences of them, tensors and numpy arrays.
+        path: its path, for messages and for the keys of its tensors.
+        tensors: the tensors are added to this, by key.
 
     Raises:
-        CheckpointError: it holds something else; the message says where, and what.
+        CheckpointError: it holds something else; the message says what, and where.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -71,7 +71,7 @@ def _mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) ->
         [encode(key, f"{path}/a key", tensors), encode(one, f"{path}/{key}", tensors)]
         for key, one in value.items()
     ]
-    # What a defaultdict makes is code; the items are all that can be stored.
+    # A defaultdict's factory is code, which is not stored: it becomes a dict.
     name = "dict" if isinstance(value, defaultdict) else type(value).__name__
     return {MARK: name, "of": items}
 
@@ -91,8 +91,8 @@ def _leaf(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {**found, MARK: "array"}
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: "
-        "it holds numbers, texts, bytes, dicts, lists, tuples, sets, tensors and arrays of numbers; let its "
-        "owner's state_dict() give those"
+        "it can hold numbers, strings, bytes, dicts, lists, tuples, sets, tensors and arrays of numbers; "
+        "return those from state_dict()"
     )
 
 
@@ -109,14 +109,14 @@ def _tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, A
 
 
 def decode(value: Any, read: Read) -> Any:
-    """The state that was encoded.
+    """Decode a state that :func:`encode` has encoded.
 
     Args:
         value: JSON data.
-        read: gives the tensors.
+        read: returns the tensors.
 
     Raises:
-        InputFileError: it is nothing that :func:`encode` makes.
+        InputFileError: it is not what :func:`encode` makes.
     """
     if isinstance(value, list):
         return [decode(one, read) for one in value]
@@ -141,7 +141,7 @@ def _decoded(kind: str, value: Mapping[str, Any], read: Read) -> Any:
         return _SEQUENCES[kind](decode(value["of"], read))
     if kind in ("dict", "OrderedDict", "Counter"):
         made: Any = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind]()
-        # A Counter counts what it is given as pairs, and takes a mapping as it is.
+        # As a dict, since a Counter would count pairs instead of taking them as items.
         made.update({decode(key, read): decode(one, read) for key, one in value["of"]})
         return made
     if kind == "deque":
@@ -166,7 +166,7 @@ def _scalar(kind: str, of: Any, value: Mapping[str, Any]) -> Any:
 
 
 def keys_of(value: Any) -> Iterator[str]:
-    """The keys of the tensors in a state that was encoded."""
+    """The keys of the tensors in an encoded state."""
     if isinstance(value, list):
         for one in value:
             yield from keys_of(one)
@@ -179,7 +179,7 @@ def keys_of(value: Any) -> Iterator[str]:
 
 
 def with_keys(value: Any, change: Callable[[str], str]) -> Any:
-    """A state that was encoded, with other keys for its tensors."""
+    """An encoded state, with other keys for its tensors."""
     if isinstance(value, list):
         return [with_keys(one, change) for one in value]
     if not isinstance(value, dict):
@@ -189,11 +189,11 @@ def with_keys(value: Any, change: Callable[[str], str]) -> Any:
     return {key: with_keys(one, change) for key, one in value.items()}
 
 
-# ---- settings: a value, or a tensor of one number
+# ---- settings: plain values, or tensors of one number
 
 
 def encode_inline(value: Any, path: str) -> Any:
-    """A setting as JSON data; a tensor in it, such as a learning rate, as a number and its type."""
+    """Encode a setting; a tensor of one number, such as a learning rate, becomes the number and its type."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return {
             MARK: "setting",
@@ -204,17 +204,17 @@ def encode_inline(value: Any, path: str) -> Any:
     found = encode(value, path, tensors)
     if tensors:
         raise CheckpointError(
-            f"{path} holds tensors, which only an object with a state_dict() can keep"
+            f"{path} holds tensors, which can only be saved in an object with a state_dict()"
         )
     return found
 
 
 def decode_inline(value: Any, now: Any) -> Any:
-    """A setting that was encoded by :func:`encode_inline`.
+    """Decode a setting that :func:`encode_inline` has encoded.
 
     Args:
         value: JSON data.
-        now: what the setting is where it is loaded; a tensor stays on its device.
+        now: the current setting; if it is a tensor, the result is on the same device.
     """
     if not isinstance(value, dict) or value.get(MARK) != "setting":
         return decode(value, _no_tensor)

@@ -223,7 +223,7 @@ def test_a_loop_is_cut_by_count_between_its_calls(stages: int) -> None:
     with pipe:
         assert pipe.step(x, target=target).finite
     with pytest.raises(
-        UsageError, match="example= helps to cut a model, but stages= is a Partition"
+        UsageError, match="example= is used to cut a model, but stages= is a Partition"
     ):
         penstock.Pipeline(model, stages=cut, example=((x,), {}))
 

@@ -109,19 +109,19 @@ def recounted(group: Any, package: str, schedule: str) -> list[int]:
 
 
 def refused(group: Any, package: str) -> list[str]:
-    """The first rank alone is given a batch that cannot be split; then the next step works."""
+    """One rank alone is given something wrong; every rank hears of it, and the next step works."""
     seat = Seat(package, group, one_each(group))
     made = seat.names.Schedule1F1B(seat.stages[0], CHUNKS, loss_fn=sum_loss, scale_grads=False)
     told = []
-    for _ in range(2):
+    for samples, losses in [(CHUNKS - 1, None), (CHUNKS - 1, None), (None, ())]:
         x, y = batch()
         try:
             if seat.rank == 0:
-                made.step(x[: CHUNKS - 1])
+                made.step(x[:samples])
             else:
-                made.step(target=y)
-        except ValueError as error:
-            told.append(str(error))
+                made.step(target=y, losses=losses)
+        except (ValueError, TypeError, RuntimeError) as error:
+            told.append(f"{type(error).__name__}: {error}")
         seat.zero()
         seat.check(*seat.step(made))
     return told
