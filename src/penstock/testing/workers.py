@@ -46,7 +46,9 @@ class WorkerError(PenstockError, RuntimeError):
 class WorkerPool:
     """Worker processes that share a gloo group.
 
-    A task that fails or takes too long ends all workers; the next task starts new ones.
+    A task that fails or takes too long ends all workers; the next task starts new ones. A script that makes a
+    pool does so under ``if __name__ == "__main__":``, since each worker imports the script, as with all of
+    Python's ``multiprocessing``.
 
     Args:
         size: how many workers there are.
