@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
@@ -551,13 +551,11 @@ class FunctionUse(Use):
 
 def compiled_weights_of(node: Any) -> Sequence[int]:
     """Returns the edges that lead to weights in a compiled function's node, if that can be split too."""
-    return _places_in()(node) if type(node).__name__ == _COMPILED else ()
-
-
-@cache
-def _places_in() -> Callable[[Any], Sequence[int]]:
+    if type(node).__name__ != _COMPILED:
+        return ()
     # Imported on first use, since it takes seconds and most programs compile nothing.
-    return compiled.places_in
+    found: Sequence[int] = compiled.places_in(node)
+    return found
 
 
 _COMPILED = "CompiledFunctionBackward"

@@ -121,6 +121,8 @@ class WorkerPool:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-workers-")
         self._lines = queue.SimpleQueue()
+        # Without an effect where that process runs already, which may have imported more.
+        _CONTEXT.set_forkserver_preload([__name__])
         self._workers = [
             _Worker(rank, self.size, self._folder.name, self._lines) for rank in range(self.size)
         ]
@@ -153,8 +155,6 @@ class _Worker:
         self._rank = rank
         self._lines = lines
         self._errors = Path(folder, f"errors-{rank}")
-        # Without an effect where that process runs already, which may have imported more.
-        _CONTEXT.set_forkserver_preload([__name__])
         self._pipe, there = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(
             target=work, args=(rank, size, folder, there, _environment()), daemon=True

@@ -34,7 +34,7 @@ from penstock.values.trial import (
     run_itself,
     uncompiled,
 )
-from penstock.values.value import STRIDED, TensorSpec, ValueSpec, layout_of
+from penstock.values.value import STRIDED, TensorSpec, ValueSpec, layout_of, version_of
 
 # ---- results for some sizes, and rules for others
 
@@ -353,7 +353,7 @@ def _infer_for_real(module: nn.Module, call: Call, device: torch.device) -> Infe
 
 
 def _versions(module: nn.Module) -> list[int]:
-    return [p._version for p in module.parameters() if not p.is_inference()]
+    return [version_of(parameter) for parameter in module.parameters()]
 
 
 def _runnable(module: nn.Module) -> Run:

@@ -41,7 +41,7 @@ from penstock.partition.calls.watch import Numbering
 from penstock.partition.faces import EFFECTS, HOOKS, REQUIRES_GRAD, SET_DATA, Run, uncheckpointed
 from penstock.rng import Generators, identity
 from penstock.step.loss import add_loss
-from penstock.values import Family, Found, randomness_kept, surely_reached
+from penstock.values import Family, Found, randomness_kept, surely_reached, version_of
 
 ANSWERS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"} | {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero")
@@ -178,12 +178,12 @@ class Recorder(Numbering):
         """A function that uses no value is an event if it draws random numbers."""
         self._inference.forget()
         given = tensors_in((args, kwargs))
-        before = [None if t.is_inference() else t._version for t in given]
+        before = [version_of(t) for t in given]
         result = run(*args, **kwargs)
         if not self._draws:
             self._idle.append(what)
             return result
-        written = [t for t, v in zip(given, before, strict=True) if v not in (None, t._version)]
+        written = [t for t, v in zip(given, before, strict=True) if version_of(t) != v]
         if not written and not tensors_in(result):
             return result
         return self._note(what, list(leaves((args, kwargs))), result, targets=written)
