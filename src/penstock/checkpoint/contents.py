@@ -24,7 +24,7 @@ from penstock.parallel import local_part, region_of, whole
 from penstock.partition import find_shared
 from penstock.pipeline import Pipeline
 from penstock.rng import unwrapped
-from penstock.weights.files import memory_of
+from penstock.weights.files import raw_bytes
 from penstock.weights.optimizers import check_kept_per_parameter, merge_groups, read_states
 from penstock.weights.states import Names, Weights, WholeModel, check_apart
 from penstock.weights.trees import MARK, encode, encode_inline
@@ -246,7 +246,7 @@ def _digest(value: Any, tensors: Mapping[str, Tensor]) -> str:
     for key, tensor in tensors.items():
         here = local_part(tensor).cpu().contiguous()
         summed.update(f"{key} {here.dtype} {list(here.shape)}".encode())
-        summed.update(memory_of(here))
+        summed.update(raw_bytes(here))
     return summed.hexdigest()
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError, InputFileError, UsageError
-from penstock.weights.files import DTYPES, fill, memory_of
+from penstock.weights.files import DTYPES, fill, raw_bytes
 
 # ---- the folder: how checkpoints are found, appear and go, and who may write
 
@@ -364,7 +364,7 @@ def _name_of(tensor: Tensor, name: str) -> str:
 
 def _written(file: Any, tensor: Tensor) -> Iterator[memoryview]:
     """Write a tensor block by block, and yield each block."""
-    for block in _blocks(memory_of(tensor.detach().cpu().contiguous())):
+    for block in _blocks(raw_bytes(tensor.detach().cpu().contiguous())):
         file.write(block)
         yield block
 
@@ -404,7 +404,7 @@ class Stored:
         start, stop = self._range(region)
         first = start // BLOCK * BLOCK
         data = torch.empty(self._end_of_block(stop) - first, dtype=torch.uint8)
-        self._filled(memory_of(data), first)
+        self._filled(raw_bytes(data), first)
         rows = region[1][0] if self.shape else 1
         found = data[start - first : stop - first].view(self.dtype).reshape(rows, *self.shape[1:])
         for dim, (begin, length) in list(enumerate(zip(*region, strict=True)))[1:]:

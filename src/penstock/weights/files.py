@@ -138,11 +138,11 @@ class Entry:
     def read(self) -> Tensor:
         """Read the tensor into new memory."""
         made = torch.empty(self.shape, dtype=self.dtype)
-        fill(self.path, memory_of(made), self.begin)
+        fill(self.path, raw_bytes(made), self.begin)
         return made
 
 
-def memory_of(tensor: Tensor) -> memoryview:
+def raw_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     found: memoryview = (
         tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
