@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +13,23 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from penstock.errors import UsageError
-from penstock.rng import OwnHook, in_backward, visible
 
 BatchStatistics = Literal["microbatch", "batch"]
 """What batch norms update their running statistics for: each microbatch, or the whole batch at once."""
+
+# Stand-ins until this file goes with its withdrawn option.
+OwnHook: Any = functools.partial
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def visible(model: Any) -> dict[Any, tuple[str, ...]]:
+    """The modules with their paths."""
+    return {module: (path,) for path, module in model.named_modules()}
+
 
 
 def check_statistics(
