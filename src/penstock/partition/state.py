@@ -80,6 +80,17 @@ class Snapshot:
                     found.append(f"the buffer {name!r} of {owner}")
         return found
 
+    def has_new_tensors(self) -> bool:
+        """Whether an attribute, or what one holds, has become another tensor."""
+        for (_, module), before in zip(self._modules, self._attributes, strict=True):
+            if id(module) not in self._inside and _new_tensor(before, self._of(module)):
+                return True
+        return any(
+            isinstance(value, list | tuple | deque | dict)
+            and _new_tensor(_by_place(held), _by_place(value))
+            for value, held in self._contents.values()
+        )
+
     def _is_changed(self, value: Any, depth: int, been: set[int]) -> bool:
         if depth > 4 or id(value) in been:
             return False
@@ -120,6 +131,14 @@ class Snapshot:
             elif not _same(held, vars(value)):
                 vars(value).clear()
                 vars(value).update(held)
+
+
+def _by_place(held: Any) -> dict[Any, Any]:
+    return held if isinstance(held, dict) else dict(enumerate(held))
+
+
+def _new_tensor(before: dict[Any, Any], after: dict[Any, Any]) -> bool:
+    return any(before.get(n) is not value and isinstance(value, Tensor) for n, value in after.items())
 
 
 def _equal(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:

@@ -8,10 +8,13 @@ own numbers. The run takes ones for these, or those of an example.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +23,10 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    UnsupportedOperatorException,
 )
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from penstock.errors import PartitionError
 from penstock.partition.base import Example
@@ -33,6 +35,13 @@ from penstock.partition.seen import Door, Run, is_checkpoint, left, others_seen,
 from penstock.partition.state import Snapshot
 
 _TENSOR: Any = Tensor
+_GIVE_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad", "_grad", "grad_fn", "_base"}
+_METADATA = frozenset(
+    prop.__get__
+    for name, prop in vars(torch._C.TensorBase).items()
+    if inspect.isgetsetdescriptor(prop) and name not in _GIVE_TENSORS
+)
+"""What a tensor is, which its placeholder is too."""
 _EFFECTS = {
     _TENSOR.register_hook,
     _TENSOR.register_post_accumulate_grad_hook,
@@ -174,7 +183,7 @@ class Trace:
     slots: list[int | None] = field(default_factory=list)
     units: list[UnitCall] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
-    metadata: set[Any] = field(default_factory=set)
+    metadata: set[Any] = field(default_factory=lambda: set(_METADATA))
     direct: set[str] = field(default_factory=set)
     changed_arguments: set[int] = field(default_factory=set)
     state: list[str] = field(default_factory=list)
@@ -207,9 +216,29 @@ def record(
         call: ``(args, kwargs)``; of their tensors only shapes and types count.
         numbers: other arguments like these, whose numbers the run takes.
     """
+    snapshot = Snapshot(model, [door.module for door in doors])
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    silent, logger.disabled = logger.disabled, True
+    try:
+        trace = _recorded(model, forward, doors, call, numbers)
+        if trace.state and not snapshot.has_new_tensors():
+            # What is set once, such as a setting that is found out in the first call, may be set.
+            trace.state = _recorded(model, forward, doors, call, numbers).state
+    finally:
+        logger.disabled = silent
+        snapshot.restore()
+    return trace
+
+
+def _recorded(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    doors: Sequence[Door],
+    call: Example,
+    numbers: Example | None,
+) -> Trace:
     recorder = _Recorder(model, doors)
-    args, kwargs = recorder.arguments(call, numbers)
-    recorder.run(forward, args, kwargs)
+    recorder.run(forward, *recorder.arguments(call, numbers))
     return recorder.trace
 
 
@@ -311,7 +340,6 @@ class _Recorder(TorchFunctionMode):
             stack.enter_context(torch.random.fork_rng(devices=[], enabled=True))
             stack.enter_context(self._without_data())
             snapshot = Snapshot(self.model, [door.module for door in self.doors])
-            stack.callback(snapshot.restore)
             for door in self.doors:
                 door.open(self._unit, direct=True)
                 stack.callback(door.close)
@@ -613,14 +641,10 @@ class _MadeUp(TorchDispatchMode):
             self._note_reads(event, args, kwargs)
         try:
             output = func(*args, **kwargs)
-        except (
-            DataDependentOutputException,
-            DynamicOutputShapeException,
-            UnsupportedOperatorException,
-            NotImplementedError,
-        ):
-            event.needs_data = True
-            output = self._on_ones(func, args, kwargs)
+        except Exception as error:
+            # Whatever an operation cannot do without data; if it cannot with ones either, the first error counts.
+            event.needs_data |= isinstance(error, _NEED_DATA)
+            output = self._on_ones(func, args, kwargs, error)
         for tensor in tensors_in(output):
             if isinstance(tensor, FakeTensor) and (key := _storage(tensor)) not in recorder._given:
                 recorder._made.setdefault(key, recorder._index)
@@ -634,20 +658,29 @@ class _MadeUp(TorchDispatchMode):
                 key = _storage(tensor)
                 recorder._note_read(event, recorder._index, recorder._made.get(key), key)
 
-    def _on_ones(self, func: Any, args: Any, kwargs: Any) -> Any:
-        def real(number: int) -> Callable[[Tensor], Tensor]:
-            return lambda t: torch.full(t.shape, number, dtype=t.dtype, device=t.device)
-
+    def _on_ones(self, func: Any, args: Any, kwargs: Any, reason: Exception) -> Any:
+        output = None
         for number in (1, 0):
-            try:
-                given, named = replaced((args, kwargs), real(number))
-                output = func(*given, **named)
-                break
-            except Exception:
-                if number == 0:
-                    raise
+            with _disable_current_modes():
+                try:
+                    given, named = replaced((args, kwargs), partial(_filled, number))
+                    output = func(*given, **named)
+                    break
+                except Exception:
+                    if number == 0:
+                        raise reason from None
         mode = self._recorder.mode
         return replaced(output, lambda t: mode.from_tensor(t.detach()))
+
+
+_NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def _filled(number: int, tensor: Tensor) -> Tensor:
+    twin = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return twin.fill_(number)
 
 
 def _storage(tensor: Tensor) -> int:
