@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import PartitionError
+from penstock.partition.nested import Place
 from penstock.partition.trace import Event, Trace, Value, is_ours
 from penstock.schedule import Edge
 
@@ -26,18 +27,18 @@ class Step:
         what: the function, or the unit's path.
         owner: the stage that runs it.
         event: what was recorded.
-        swaps: the arguments, by position, in whose place the owner puts what has arrived: the edge of each.
-        sends: the arguments that it changed, by position, that travel afterwards: the edge of each.
-        follows: the arguments, by position, that are values from now on.
+        swaps: the arguments, by place, in whose place the owner puts what has arrived: the edge of each.
+        sends: the arguments that it changed, by place, that travel afterwards: the edge of each.
+        follows: the arguments, by place, that are values from now on.
         aliases: values that it changed without being given them, by the value before: the edge, if it travels.
     """
 
     what: Any
     owner: int
     event: Event
-    swaps: dict[int, str] = field(default_factory=dict)
-    sends: dict[int, str] = field(default_factory=dict)
-    follows: list[int] = field(default_factory=list)
+    swaps: dict[Place, str] = field(default_factory=dict)
+    sends: dict[Place, str] = field(default_factory=dict)
+    follows: list[Place] = field(default_factory=list)
     aliases: dict[int, tuple[int, str | None]] = field(default_factory=dict)
 
 
@@ -282,9 +283,9 @@ class _Planner:
     def _step(self, event: Event, owner: int, names: Mapping[int, str]) -> Step:
         step = Step(event.what, owner, event)
         values = self._trace.values
-        for position, number in event.inputs:
+        for place, number in event.inputs:
             if owner in self._users.get(number, ()) and not values[number].is_result:
-                step.swaps[position] = names[number]
+                step.swaps[place] = names[number]
         for change in event.changes:
             name = names.get(change.new)
             if change.argument is not None:
@@ -300,7 +301,7 @@ class _Planner:
         trace = self._trace
         reached = {number for number in trace.slots if number is not None}
         for event in reversed(trace.events):
-            results = [slot for slot in event.slots if slot >= 0]
+            results = [slot for slot in event.slots if isinstance(slot, int)]
             results += [change.new for change in event.changes]
             counts = is_ours(event.what) or any(
                 number in reached and trace.values[number].requires_grad for number in results

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError, StageError
-from penstock.partition.nested import replaced, tensors_in
+from penstock.partition.nested import Place, located, replaced, tensors_in
 from penstock.partition.plan import CallPlan, Homes, Step
 from penstock.partition.seen import (
     BETWEEN,
@@ -374,18 +374,18 @@ class _Runner(TorchFunctionMode):
     def _done(self, step: Step, run: Run, args: Any, kwargs: Any) -> Any:
         """Run an event of this stage."""
         event = step.event
-        given: list[Tensor] = []
+        given: dict[Place, Tensor] = {}
         if step.swaps or step.follows or self._instead:
-            given = tensors_in((args, kwargs))
+            given = located((args, kwargs))
             for place, name in step.swaps.items():
                 self._instead[id(given[place])] = (given[place], self._values[name])
             args, kwargs = replaced((args, kwargs), self._stand_in)
-            given = tensors_in((args, kwargs))
+            given = located((args, kwargs))
         output = run(*args, **kwargs)
-        for position in step.follows:
-            self._follow(given[position])
-        for position, name in step.sends.items():
-            self._sent[name] = given[position]
+        for place in step.follows:
+            self._follow(given[place])
+        for place, name in step.sends.items():
+            self._sent[name] = given[place]
         if step.aliases:
             self._change_aliases(step)
         results = tensors_in(output)
@@ -394,7 +394,7 @@ class _Runner(TorchFunctionMode):
                 step, f"{len(results)} tensors where the run without data gave {len(event.slots)}"
             )
         for tensor, slot in zip(results, event.slots, strict=True):
-            if slot >= 0:
+            if isinstance(slot, int):
                 self._keep(step, tensor, slot)
             elif event.inputs:
                 self._follow(tensor)
@@ -440,17 +440,18 @@ class _Runner(TorchFunctionMode):
         """What stands in place of the result of another stage's event."""
         event = step.event
         values = self._plan.trace.values
-        given: list[Tensor] = []
-        if step.follows or any(slot < 0 for slot in event.slots):
-            given = tensors_in((args, kwargs))
-            for position in step.follows:
-                self._follow(given[position])
+        given: dict[Place, Tensor] = {}
+        if step.follows or not all(isinstance(slot, int) for slot in event.slots):
+            given = located((args, kwargs))
+            for place in step.follows:
+                self._follow(given[place])
         slots = iter(event.slots)
 
-        def put(_: Tensor) -> Tensor:
+        def put(_: Tensor) -> Any:
             slot = next(slots)
-            if slot < 0:
-                return given[-1 - slot]
+            if not isinstance(slot, int):
+                # An argument that the run without data had may be missing here, such as a mask.
+                return given.get(slot)
             name = self._arrives.get(slot)
             if name is None:
                 return values[slot].tensor

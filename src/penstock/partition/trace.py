@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from penstock.errors import PartitionError
 from penstock.partition.base import Example
-from penstock.partition.nested import replaced, tensors_in
+from penstock.partition.nested import Place, located, replaced, tensors_in
 from penstock.partition.seen import Door, Run, is_checkpoint, left, others_seen, uncheckpointed
 from penstock.partition.state import Snapshot
 
@@ -94,7 +94,7 @@ class Change:
 
     old: int | None
     new: int
-    argument: int | None
+    argument: Place | None
 
 
 @dataclass(eq=False)
@@ -105,9 +105,9 @@ class Event:
         what: the function, or the unit's path.
         name: for messages.
         number: for a unit, the number of its call.
-        inputs: the positions among the tensors of its arguments, each with the value.
+        inputs: the places in ``(args, kwargs)`` of the values that it was given, each with the value.
         result: what it gave, with fake tensors.
-        slots: for each tensor of the result: the value, or the argument (as ``-1 - position``) that it is.
+        slots: for each tensor of the result: the value, or the place of the argument that it is.
         changes: the tensors that it changed.
         reads: the events whose tensors it used without being given them.
         needs_data: whether the result depends on the numbers of a tensor.
@@ -118,9 +118,9 @@ class Event:
     name: str
     where: str
     number: int = 0
-    inputs: list[tuple[int, int]] = field(default_factory=list)
+    inputs: list[tuple[Place, int]] = field(default_factory=list)
     result: Any = None
-    slots: list[int] = field(default_factory=list)
+    slots: list[int | Place] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     reads: set[int] = field(default_factory=set)
     needs_data: bool = False
@@ -455,11 +455,12 @@ class _Recorder(TorchFunctionMode):
 
     def _event(self, event: Event, label: str, run: Run, args: Any, kwargs: Any) -> Any:
         index = len(self.trace.events)
-        originals = tensors_in((args, kwargs))
-        for position, tensor in enumerate(originals):
+        placed = located((args, kwargs))
+        originals = list(placed.values())
+        for place, tensor in placed.items():
             number = self._numbers.get(id(tensor))
             if number is not None:
-                event.inputs.append((position, number))
+                event.inputs.append((place, number))
         twins = {id(t): t for t in originals}
         if any(not isinstance(t, FakeTensor) for t in originals):
             fakes = {id(t): self._fake_of(t) for t in originals}
@@ -472,9 +473,9 @@ class _Recorder(TorchFunctionMode):
         self._given = {_storage(t) for t in shown}
         output = self._run(event, index, run, args, kwargs)
         forced = event.what is _SET_DATA
-        for position, tensor in enumerate(shown):
-            if _looks(tensor) != before[position] or (forced and position == 0):
-                self._note_change(event, index, position, originals[position])
+        for position, (place, original) in enumerate(placed.items()):
+            if _looks(shown[position]) != before[position] or (forced and position == 0):
+                self._note_change(event, index, place, original)
         mine = {id(t) for t in originals}
         for (tensor, _), look in zip(aliases, alias_looks, strict=True):
             if id(tensor) not in mine and _looks(self._fake_of(tensor)) != look:
@@ -489,7 +490,7 @@ class _Recorder(TorchFunctionMode):
                 self.trace.metadata.add(event.what)
                 return output
         output = replaced(output, lambda t: twins.get(id(t), t))
-        self._note_results(event, index, label, output, originals)
+        self._note_results(event, index, label, output, placed)
         self.trace.events.append(event)
         return output
 
@@ -502,7 +503,7 @@ class _Recorder(TorchFunctionMode):
                     found[id(tensor)] = (tensor, number)
         return list(found.values())
 
-    def _note_change(self, event: Event, index: int, position: int, tensor: Tensor) -> None:
+    def _note_change(self, event: Event, index: int, place: Place, tensor: Tensor) -> None:
         old = self._numbers.get(id(tensor))
         if any(change.argument is not None and change.old == old for change in event.changes):
             if old is not None:
@@ -513,16 +514,16 @@ class _Recorder(TorchFunctionMode):
             if id(tensor) in self._arguments:
                 self.trace.changed_arguments.add(self._arguments[id(tensor)])
         new = self._new_value(tensor, f"{name}!", index)
-        event.changes.append(Change(old, new, position))
+        event.changes.append(Change(old, new, place))
 
     def _note_results(
-        self, event: Event, index: int, label: str, output: Any, originals: Sequence[Tensor]
+        self, event: Event, index: int, label: str, output: Any, placed: dict[Place, Tensor]
     ) -> None:
-        positions = {id(t): -1 - i for i, t in reversed(list(enumerate(originals)))}
+        arguments = {id(t): place for place, t in reversed(placed.items())}
         results = tensors_in(output)
         for place, tensor in enumerate(results):
-            if id(tensor) in positions:
-                event.slots.append(positions[id(tensor)])
+            if id(tensor) in arguments:
+                event.slots.append(arguments[id(tensor)])
                 continue
             maker = self._made.get(_storage(self._fake_of(tensor)))
             self._note_read(event, index, maker, _storage(self._fake_of(tensor)))
