@@ -29,7 +29,7 @@ class Step:
         event: what was recorded.
         swaps: the arguments, by place, in whose place the owner puts what has arrived: the edge of each.
         sends: the arguments that it changed, by place, that travel afterwards: the edge of each.
-        follows: the arguments, by place, that are values from now on.
+        follows: the arguments, by place, that are other values from now on.
         aliases: values that it changed without being given them, by the value before: the edge, if it travels.
     """
 
@@ -38,7 +38,7 @@ class Step:
     event: Event
     swaps: dict[Place, str] = field(default_factory=dict)
     sends: dict[Place, str] = field(default_factory=dict)
-    follows: list[Place] = field(default_factory=list)
+    follows: dict[Place, int] = field(default_factory=dict)
     aliases: dict[int, tuple[int, str | None]] = field(default_factory=dict)
 
 
@@ -200,6 +200,10 @@ class _Planner:
         last = [-1] * stages
         for index, owner in enumerate(owner_of):
             last[owner] = index
+        # The last stage gives the output; and where a hook is set, it may be removed at any later place.
+        hooked = {owner_of[i] for i, event in enumerate(trace.events) if event.sets_hook}
+        for stage in (*hooked, stages - 1):
+            last[stage] = len(owner_of)
         self._find_users()
         self._check_numbers()
         names = self._names()
@@ -289,7 +293,7 @@ class _Planner:
         for change in event.changes:
             name = names.get(change.new)
             if change.argument is not None:
-                step.follows.append(change.argument)
+                step.follows[change.argument] = change.new
                 if name is not None:
                     step.sends[change.argument] = name
             elif change.old is not None:

@@ -30,7 +30,7 @@ from penstock.partition.seen import (
     recomputed,
     uncheckpointed,
 )
-from penstock.partition.trace import is_ours, where
+from penstock.partition.trace import is_ours, takes_gradient, where
 from penstock.stage_module import StageCall, StageModule
 
 _ITERATE: Any = Tensor.__iter__
@@ -239,6 +239,7 @@ class _Runner(TorchFunctionMode):
         self._sent: dict[str, Any] = {}
         self._drawn = self._region = 0
         self._recomputes: Mapping[str, Any] | None = None
+        self._region_runs = False
 
     def run(self, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         plan, author = self._plan, self._author
@@ -319,8 +320,10 @@ class _Runner(TorchFunctionMode):
             return self._answer(step, args, kwargs)
         if self._draws is not None:
             self._draws.enter(door.path, step.event.number)
-        if door.path in self._author.recomputes or self._recomputes is not None:
-            options = self._recomputes or {"use_reentrant": False}
+        recomputes = door.path in self._author.recomputes or self._recomputes is not None
+        # What is recomputed as a whole is not recomputed in parts; what changes its arguments would do so again.
+        if recomputes and not self._region_runs and not step.event.changes:
+            options = {**(self._recomputes or {}), "use_reentrant": False}
             run = checkpointed(run, door.path, step.event.number, self._draws, options)
         top = torch._C._len_torch_function_stack() - 1
         alone = top >= 0 and torch._C._get_function_stack_at(top) is self
@@ -382,8 +385,10 @@ class _Runner(TorchFunctionMode):
             args, kwargs = replaced((args, kwargs), self._stand_in)
             given = located((args, kwargs))
         output = run(*args, **kwargs)
-        for place in step.follows:
+        for place, number in step.follows.items():
             self._follow(given[place])
+            if number in self._plan.kept:
+                self._tensors[number] = given[place]
         for place, name in step.sends.items():
             self._sent[name] = given[place]
         if step.aliases:
@@ -418,7 +423,11 @@ class _Runner(TorchFunctionMode):
             self._tensors[number] = tensor
         name = self._sends.get(number)
         if name is not None:
-            self._sent[name] = tensor.clone() if number in self._plan.copies else tensor
+            if number in self._plan.copies:
+                tensor = tensor.clone()
+            elif tensor.requires_grad and not takes_gradient(tensor):
+                tensor = tensor.detach()
+            self._sent[name] = tensor
 
     def _change_aliases(self, step: Step) -> None:
         for old, (new, name) in step.aliases.items():
@@ -485,19 +494,22 @@ class _Runner(TorchFunctionMode):
             return run(*args, **kwargs, **options)
         stages = self._plan.regions[number]
         function, *rest = args
-        if stages == {self._stage}:
-            calls = Counter(s.what for s in self._plan.steps[: self._at + 1] if s.event.is_unit)
+        before = self._recomputes, self._region_runs
+        is_own = stages == {self._stage}
+        self._recomputes = options if self._stage in stages else before[0]
+        self._region_runs = is_own
+        try:
+            if not is_own:
+                with uncheckpointed(tuple(rest), options):
+                    return function(*rest, **kwargs)
+            steps = self._plan.steps[: self._at + 1]
+            calls = Counter(step.what for step in steps if step.event.is_unit)
             again = recomputed(function, self._author.doors, self._draws, calls, self._drawn)
             output = run(again, *rest, **kwargs, **options)
             self._after_checkpoint(output, number)
             return output
-        before = self._recomputes
-        self._recomputes = options if self._stage in stages else before
-        try:
-            with uncheckpointed(tuple(rest), options):
-                return function(*rest, **kwargs)
         finally:
-            self._recomputes = before
+            self._recomputes, self._region_runs = before
 
     def _after_checkpoint(self, output: Any, number: int) -> None:
         """A checkpoint may return other tensors than were made inside of it."""

@@ -126,6 +126,11 @@ class Event:
     needs_data: bool = False
 
     @property
+    def sets_hook(self) -> bool:
+        """Whether a hook is set on a tensor, or may be on its node."""
+        return self.what in _EFFECTS
+
+    @property
     def is_unit(self) -> bool:
         """Whether a unit is called."""
         return isinstance(self.what, str)
@@ -251,6 +256,7 @@ class _Recorder(TorchFunctionMode):
         self.current: Event | None = None
         self._numbers: dict[int, int] = {}
         self._held: list[Any] = []
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._by_storage: dict[int, list[tuple[Tensor, int]]] = {}
         self._made: dict[int, int] = {}
         self._claimed: set[int] = set()
@@ -353,6 +359,8 @@ class _Recorder(TorchFunctionMode):
         trace.changed_arguments.update(changed)
 
     def _output_slot(self, tensor: Tensor) -> int | None:
+        if not isinstance(tensor, FakeTensor):
+            self._is_followed(tensor)
         return self._numbers.get(id(tensor))
 
     # ---- values
@@ -368,9 +376,7 @@ class _Recorder(TorchFunctionMode):
         with torch.no_grad():
             placeholder = shown.detach()
             placeholder.requires_grad_(shown.requires_grad)
-        self.trace.values.append(
-            Value(name, event, placeholder, shown.requires_grad, parameter, is_result=False)
-        )
+        self.trace.values.append(Value(name, event, placeholder, takes_gradient(shown), parameter))
         self._numbers[id(tensor)] = number
         self._held.append(tensor)
         key = _storage(shown)
@@ -383,7 +389,8 @@ class _Recorder(TorchFunctionMode):
         if isinstance(tensor, FakeTensor):
             return tensor
         twin: Tensor = self.mode.from_tensor(tensor)
-        self._held.append((tensor, twin))
+        if id(tensor) not in self._twins:
+            self._twins[id(tensor)] = (tensor, twin)
         return twin
 
     # ---- events
@@ -482,6 +489,8 @@ class _Recorder(TorchFunctionMode):
                 old = self._numbers[id(tensor)]
                 new = self._new_value(tensor, f"{self.trace.values[old].name}!", index)
                 event.changes.append(Change(old, new, None))
+        if event.changes:
+            self._claim_hidden(shown, before)
         results = tensors_in(output)
         if not results and not event.is_unit and not event.changes and not is_ours(event.what):
             if event.needs_data:
@@ -493,6 +502,13 @@ class _Recorder(TorchFunctionMode):
         self._note_results(event, index, label, output, placed)
         self.trace.events.append(event)
         return output
+
+    def _claim_hidden(self, shown: Sequence[Tensor], before: Sequence[Any]) -> None:
+        """Note which tensors of the arguments' making share memory that an event wrote into."""
+        written = {_storage(t) for t, look in zip(shown, before, strict=True) if _looks(t) != look}
+        for tensor, twin in self._twins.values():
+            if _storage(twin) in written:
+                self._claimed.add(tensor.untyped_storage()._cdata)
 
     def _aliases(self, shown: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         """The latest values that share memory with arguments."""
@@ -682,6 +698,18 @@ def _filled(number: int, tensor: Tensor) -> Tensor:
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
     return twin.fill_(number)
+
+
+def takes_gradient(tensor: Tensor) -> bool:
+    """Whether a gradient can come back to a tensor.
+
+    A view of a weight that was made under ``no_grad`` says that it requires one, yet has no node.
+    """
+    try:
+        return tensor.requires_grad and not (tensor.grad_fn is None and tensor._is_view())
+    except RuntimeError:
+        # One of several views that were made at once has no node when what it is a view of has changed.
+        return True
 
 
 def _storage(tensor: Tensor) -> int:
