@@ -92,11 +92,17 @@ def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
     Raises:
         PartitionError: the model cannot be cut so; the message names the module and the line.
     """
-    if trace.state and stages > 1:
-        raise PartitionError(
-            f"the model's forward changes {trace.state[0]} outside of its units, in code that every stage "
-            "runs; move that into a module that is placed as a whole, with the code that changes it"
-        )
+    for changed in trace.state if stages > 1 else ():
+        if not changed.units:
+            raise PartitionError(
+                f"the model's forward changes {changed.what} outside of its units, in code that every stage "
+                "runs; move it into a module that is in one stage, with the code that changes it"
+            )
+        if len({stage for path in changed.units for stage in homes[path]}) > 1:
+            raise PartitionError(
+                f"the model's forward changes {changed.what}, which are in several stages, and each stage has "
+                "its own; return what the later one needs and pass it on, or put both into one stage"
+            )
     owners = _Owners(trace, homes)
     for event in trace.events:
         owners.add(event)

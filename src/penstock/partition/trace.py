@@ -31,8 +31,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from penstock.errors import PartitionError
 from penstock.partition.base import Example
 from penstock.partition.nested import Place, located, replaced, tensors_in
-from penstock.partition.seen import Door, Run, is_checkpoint, left, others_seen, uncheckpointed
-from penstock.partition.state import Snapshot
+from penstock.partition.seen import (
+    Door,
+    Run,
+    is_checkpoint,
+    left,
+    observers_left_out,
+    others_seen,
+    uncheckpointed,
+)
+from penstock.partition.state import Changed, Snapshot
 
 _TENSOR: Any = Tensor
 _GIVE_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad", "_grad", "grad_fn", "_base"}
@@ -191,7 +199,7 @@ class Trace:
     metadata: set[Any] = field(default_factory=lambda: set(_METADATA))
     direct: set[str] = field(default_factory=set)
     changed_arguments: set[int] = field(default_factory=set)
-    state: list[str] = field(default_factory=list)
+    state: list[Changed] = field(default_factory=list)
     has_custom: bool = False
 
     def calls(self) -> list[str]:
@@ -221,30 +229,24 @@ def record(
         call: ``(args, kwargs)``; of their tensors only shapes and types count.
         numbers: other arguments like these, whose numbers the run takes.
     """
-    snapshot = Snapshot(model, [door.module for door in doors])
+    snapshot = Snapshot(model, _units(doors))
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     silent, logger.disabled = logger.disabled, True
     try:
-        trace = _recorded(model, forward, doors, call, numbers)
-        if trace.state and not snapshot.has_new_tensors():
-            # What is set once, such as a setting that is found out in the first call, may be set.
-            trace.state = _recorded(model, forward, doors, call, numbers).state
+        recorder = _Recorder(model, doors)
+        trace = recorder.run(forward, *recorder.arguments(call, numbers))
+        if trace.state and not snapshot.has_new_tensors(recorder.depends):
+            # What is set once, as a setting that is found out or a table that is made in the first call, may be.
+            again = _Recorder(model, doors)
+            trace.state = again.run(forward, *again.arguments(call, numbers)).state
     finally:
         logger.disabled = silent
         snapshot.restore()
     return trace
 
 
-def _recorded(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    doors: Sequence[Door],
-    call: Example,
-    numbers: Example | None,
-) -> Trace:
-    recorder = _Recorder(model, doors)
-    recorder.run(forward, *recorder.arguments(call, numbers))
-    return recorder.trace
+def _units(doors: Sequence[Door]) -> dict[str, nn.Module]:
+    return {door.path: door.module for door in doors}
 
 
 class _Recorder(TorchFunctionMode):
@@ -337,15 +339,17 @@ class _Recorder(TorchFunctionMode):
             return torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
         return tensor.detach().clone()
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
         trace = self.trace
         given = tensors_in((args, kwargs))
+        self._derived = {id(t): t for t in given}
         self._arguments = {id(t): i for i, t in enumerate(given)}
         versions = [t._version for t in given]
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[], enabled=True))
             stack.enter_context(self._without_data())
-            snapshot = Snapshot(self.model, [door.module for door in self.doors])
+            snapshot = Snapshot(self.model, _units(self.doors))
+            stack.enter_context(observers_left_out([door.module for door in self.doors]))
             for door in self.doors:
                 door.open(self._unit, direct=True)
                 stack.callback(door.close)
@@ -357,6 +361,11 @@ class _Recorder(TorchFunctionMode):
         trace.slots = [self._output_slot(t) for t in tensors_in(output)]
         changed = (i for i, t in enumerate(given) if t._version != versions[i])
         trace.changed_arguments.update(changed)
+        return trace
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made of what units gave, or of the model's arguments."""
+        return isinstance(tensor, FakeTensor) or id(tensor) in self._derived
 
     def _output_slot(self, tensor: Tensor) -> int | None:
         if not isinstance(tensor, FakeTensor):
@@ -398,16 +407,11 @@ class _Recorder(TorchFunctionMode):
     def _unit(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
         if self.current is not None:
             return run(*args, **kwargs)
-        if run is not getattr(door.module, "_call_impl", None) and "forward" in str(
-            getattr(run, "__name__", "")
-        ):
+        if getattr(run, "__name__", "") == "forward":
             self.trace.direct.add(door.path)
-        elif isinstance(door.module, nn.Module) and not isinstance(
-            door.module, torch.jit.ScriptModule
-        ):
+        elif not isinstance(door.module, torch.jit.ScriptModule):
             # What was compiled runs as it was written.
-            written = getattr(door.module, "_orig_mod", door.module)
-            run = written._call_impl
+            run = getattr(door.module, "_orig_mod", door.module)._call_impl
         path, number = door.path, self._calls[door.path]
         self._calls[path] += 1
         event = Event(path, path, f"in {path}", number)
@@ -423,8 +427,11 @@ class _Recorder(TorchFunctionMode):
         if self.current is not None or func in self.trace.metadata:
             return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        if not is_ours(func) and not any(self._is_followed(t) for t in tensors):
-            return func(*args, **kwargs)
+        if not is_ours(func) and not any([self._is_followed(t) for t in tensors]):
+            output = func(*args, **kwargs)
+            if any(id(t) in self._derived for t in tensors):
+                self._derived |= {id(t): t for t in tensors_in(output)}
+            return output
         if func is _TENSOR.__iter__:
             return iter(self.__torch_function__(Tensor.unbind, types, args))
         name = getattr(func, "__name__", str(func))
@@ -468,6 +475,10 @@ class _Recorder(TorchFunctionMode):
             number = self._numbers.get(id(tensor))
             if number is not None:
                 event.inputs.append((place, number))
+                self._check_known(event, tensor, number)
+            elif isinstance(tensor, FakeTensor) and _storage(tensor) not in self._made:
+                # What units have put into a cache, say, is no input; but this was made between them.
+                self._is_followed(tensor)
         twins = {id(t): t for t in originals}
         if any(not isinstance(t, FakeTensor) for t in originals):
             fakes = {id(t): self._fake_of(t) for t in originals}
@@ -502,6 +513,15 @@ class _Recorder(TorchFunctionMode):
         self._note_results(event, index, label, output, placed)
         self.trace.events.append(event)
         return output
+
+    def _check_known(self, event: Event, tensor: Tensor, number: int) -> None:
+        value = self.trace.values[number]
+        if value.event is not None and takes_gradient(self._fake_of(tensor)) != value.requires_grad:
+            raise PartitionError(
+                f"{event.where}: something that is no function of PyTorch has acted on {value.name} between "
+                "units, such as the apply of a custom function that was given another name; call it as "
+                "Function.apply, or put it into a module that is placed as a whole"
+            )
 
     def _claim_hidden(self, shown: Sequence[Tensor], before: Sequence[Any]) -> None:
         """Note which tensors of the arguments' making share memory that an event wrote into."""
