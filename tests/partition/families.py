@@ -131,7 +131,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], Batch]] = {
     "t5": ("T5ForConditionalGeneration", "T5Config", {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 3, "num_heads": 4, "decoder_start_token_id": 0}, translated),
     "bart": ("BartForConditionalGeneration", "BartConfig", PAIR, translated),
     "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", PAIR, translated),
-    "m2m": ("M2M100ForConditionalGeneration", "M2M100Config", PAIR, translated),
+    "m2m": ("M2M100ForConditionalGeneration", "M2M100Config", {**PAIR, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}, translated),
     # images and sound
     "vit": ("ViTForImageClassification", "ViTConfig", VISION, pixels),
     "deit": ("DeiTForImageClassification", "DeiTConfig", VISION, pixels),

@@ -134,7 +134,7 @@ class _Owners:
         made = [self.stages[v.event] for v in values if v.event is not None]
         held = [min(h) for v in values if v.event is None and (h := self.holders(v))]
         latest = max([*made, *held], default=None)
-        if event.is_unit:
+        if event.what in self.homes:
             owner = self._home(event, max(made, default=0))
         elif latest is not None:
             owner = latest
@@ -322,7 +322,8 @@ class _Planner:
 
     def _buffers(self) -> list[str]:
         values = self._trace.values
-        used = {number for event in self._trace.events for _, number in event.inputs if not event.is_unit}
+        events = [event for event in self._trace.events if not event.is_unit]
+        used = {number for event in events for _, number in event.inputs}
         return [
             values[number].parameter or ""
             for number in sorted(used)

@@ -69,6 +69,43 @@ class Author:
             if id(module) not in inside and not type(module).__module__.startswith("torch.nn.")
         ]
         self.paths = {id(module): path for path, module in model.named_modules()}
+        named = dict(model.named_modules())
+        units = {id(door.module) for door in doors}
+        self._opened = {
+            path: module
+            for path, module in named.items()
+            if id(module) not in inside and any(id(part) in units for part in module.modules())
+        }
+        self._loose = {
+            path: module
+            for path, module in named.items()
+            if id(module) not in inside and path not in self._opened
+        }
+
+    def hooked(self) -> list[Door]:
+        """The modules between the units that have hooks: each call is in one stage, as a unit's."""
+        paths = [path for path, module in self._loose.items() if any(map(_has_hooks, module.modules()))]
+        outer = [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]
+        return [Door(self._loose[path], path) for path in outer]
+
+    def check_hooks(self) -> None:
+        """Refuse backward hooks of a module that is in several stages: no stage has both of its ends."""
+        for path, module in self._opened.items() if self.stages > 1 else ():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise PartitionError(
+                    f"{path or 'the model'} has backward hooks, and its parts are placed by themselves: no "
+                    "stage has its gradients on both ends. Set the hooks on its parts, or place it as a whole "
+                    "by naming it in stages="
+                )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+    )
 
 
 class CutStage(StageModule):
@@ -253,7 +290,7 @@ class _Runner(TorchFunctionMode):
         direct = plan.trace.direct
         output = None
         try:
-            for door in author.doors:
+            for door in plan.trace.doors:
                 door.open(self._unit, direct=door.path in direct)
             others = plan.trace.has_custom or plan.regions
             with self, others_seen(self) if others else contextlib.nullcontext():
@@ -263,7 +300,7 @@ class _Runner(TorchFunctionMode):
         except _Left:
             pass
         finally:
-            for door in author.doors:
+            for door in plan.trace.doors:
                 door.close()
         sent = {**self._send_parameters(), **self._sent}
         return (self._output(output) if is_last else None), sent

@@ -175,6 +175,7 @@ class Trace:
     """What happened in one run of a model without data.
 
     Attributes:
+        doors: the modules whose calls are events.
         events: in order.
         values: by number.
         output: what the model returned.
@@ -190,6 +191,7 @@ class Trace:
 
     mode: FakeTensorMode
     device: torch.device
+    doors: Sequence[Door]
     events: list[Event] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     output: Any = None
@@ -254,7 +256,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.model, self.doors = model, doors
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.trace = Trace(self.mode, home_of(model))
+        self.trace = Trace(self.mode, home_of(model), doors)
         self.current: Event | None = None
         self._numbers: dict[int, int] = {}
         self._held: list[Any] = []
@@ -455,6 +457,13 @@ class _Recorder(TorchFunctionMode):
         if id(tensor) in self._numbers:
             return True
         if isinstance(tensor, FakeTensor):
+            maker = self._made.get(_storage(tensor), _MODEL)
+            if maker != _MODEL:
+                raise PartitionError(
+                    f"{self._where()}: the model uses a tensor that {self.trace.events[maker].name} left in an "
+                    "attribute or a list, which other stages do not have; return it from there (a loss: "
+                    "penstock.add_loss)"
+                )
             raise PartitionError(
                 f"{self._where()}: a tensor was made between units by something that is no function of "
                 "PyTorch, such as a transform, compiled code or the apply of a custom function under another "
@@ -480,6 +489,7 @@ class _Recorder(TorchFunctionMode):
                 # What units have put into a cache, say, is no input; but this was made between them.
                 self._is_followed(tensor)
         twins = {id(t): t for t in originals}
+        self._written = args, kwargs
         if any(not isinstance(t, FakeTensor) for t in originals):
             fakes = {id(t): self._fake_of(t) for t in originals}
             twins = {id(fake): t for t in originals for fake in (fakes[id(t)],)}
@@ -582,15 +592,31 @@ class _Recorder(TorchFunctionMode):
             raise
         except Exception as error:
             if not event.is_unit:
-                if isinstance(error, DataDependentOutputException | RuntimeError | TypeError):
-                    raise PartitionError(
-                        f"{event.where}: {event.name} cannot be run on tensors without data, as each stage "
-                        f"has them of other stages ({error}); put it into a module that is placed as a whole"
-                    ) from error
-                raise
+                return self._function_with_data(event, run, error)
             return self._run_with_data(event, run, args, kwargs, error)
         finally:
             self.current = None
+
+    def _function_with_data(self, event: Event, run: Run, reason: Exception) -> Any:
+        """Run a function between units, which does not run without data, on ones and the arguments' numbers."""
+
+        def real(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, FakeTensor):
+                return tensor
+            return _filled(1, tensor).requires_grad_(tensor.requires_grad)
+
+        args, kwargs = replaced(self._written, real)
+        try:
+            return replaced(run(*args, **kwargs), self._without_numbers)
+        except Exception:
+            raise PartitionError(
+                f"{event.where}: {event.name} cannot be run on tensors without data, as each stage has them "
+                f"of other stages ({str(reason).splitlines()[0]}); put it into a module that is placed as a whole"
+            ) from reason
+
+    def _without_numbers(self, tensor: Tensor) -> Tensor:
+        twin: Tensor = self.mode.from_tensor(tensor.detach())
+        return twin.requires_grad_(tensor.requires_grad)
 
     def _run_with_data(
         self, event: Event, run: Run, args: Any, kwargs: Any, reason: Exception
@@ -627,11 +653,7 @@ class _Recorder(TorchFunctionMode):
             for table, name, tensor in before:
                 table[name] = tensor
 
-        def fake(tensor: Tensor) -> Tensor:
-            twin: Tensor = self.mode.from_tensor(tensor.detach())
-            return twin.requires_grad_(tensor.requires_grad)
-
-        return replaced(output, fake)
+        return replaced(output, self._without_numbers)
 
     # ---- custom functions and checkpoints
 
