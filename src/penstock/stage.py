@@ -11,7 +11,7 @@ import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,9 @@ class PipelineStage:
     Raises:
         UsageError: the index is not below the count.
     """
+
+    spread: ClassVar[tuple[type, ...]] = (tuple,)
+    """The types whose items become several arguments, where the stage before returned such a value."""
 
     def __init__(
         self,
