@@ -1,4 +1,4 @@
-"""A fault on one rank becomes a named error on all: heartbeats, a place to report failures, and a watch.
+"""A fault on one rank becomes a named error on all: heartbeats in the store, a monitor, and reports.
 
 Names are imported on first use, so that the command line can handle signals without importing torch.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
+    from penstock.faults.activity import RENDEZVOUS, Activity, Patience, Timeout, add_probe
     from penstock.faults.failure import (
         Failure,
         failing_module,
@@ -17,32 +18,25 @@ if TYPE_CHECKING:
         versions,
         without_own_frames,
     )
+    from penstock.faults.meeting import Meeting, end_waits, meet
     from penstock.faults.processes import this_host
-    from penstock.faults.progress import (
-        FIRST_STEP,
-        PATIENCE,
-        Activity,
-        Patience,
-        Timeout,
-        add_probe,
-        has_probes,
-    )
-    from penstock.faults.rendezvous import SLACK, Rendezvous
+    from penstock.faults.silence import Place, find_silent
     from penstock.faults.watch import Watch
 
 __all__ = [
-    "FIRST_STEP",
-    "PATIENCE",
-    "SLACK",
+    "RENDEZVOUS",
     "Activity",
     "Failure",
+    "Meeting",
     "Patience",
-    "Rendezvous",
+    "Place",
     "Timeout",
     "Watch",
     "add_probe",
+    "end_waits",
     "failing_module",
-    "has_probes",
+    "find_silent",
+    "meet",
     "status_of",
     "this_host",
     "versions",
@@ -52,10 +46,11 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
+        "activity": "RENDEZVOUS Activity Patience Timeout add_probe",
         "failure": "Failure failing_module status_of versions without_own_frames",
+        "meeting": "Meeting end_waits meet",
         "processes": "this_host",
-        "progress": "FIRST_STEP PATIENCE Activity Patience Timeout add_probe has_probes",
-        "rendezvous": "SLACK Rendezvous",
+        "silence": "Place find_silent",
         "watch": "Watch",
     },
 )
