@@ -12,7 +12,7 @@ from penstock.runtime.bind import BoundProgram, Wanted
 from penstock.runtime.driver import Task, Wait, drive
 from penstock.runtime.explain import explain, table
 from penstock.runtime.instrumentation import ActionEvent, ActionHook, HookHandle, Hooks, Which
-from penstock.runtime.program import RankProgram, channels, engine_for
+from penstock.runtime.program import RankProgram, channels
 from penstock.runtime.rank import Rank, check_stages
 from penstock.runtime.work import StepData
 
@@ -37,7 +37,6 @@ __all__ = [
     "check_stages",
     "describe_stages",
     "drive",
-    "engine_for",
     "explain",
     "reports_of",
     "table",

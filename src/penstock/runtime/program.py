@@ -191,17 +191,3 @@ def channels(schedule: Schedule) -> list[Channel]:
     for rank in range(schedule.ranks):
         found |= dict.fromkeys(wire.channel for wire in RankProgram(schedule, rank).wires.values())
     return sorted(found)
-
-
-def engine_for(schedule: Schedule, stage: int) -> str:
-    """The backward engine that suits what a schedule does with a stage.
-
-    If backward never comes in halves, a plain pass is fastest. If microbatches go backward out of order, all
-    weight gradients must wait for the weights' half, so that they can be added in order.
-    """
-    actions = schedule.actions(schedule.placement.rank_of[stage])
-    backwards = [a for a in actions if a.stage == stage and a.op in (Op.I, Op.B)]
-    order = [action.microbatch or 0 for action in backwards]
-    if order != sorted(order):
-        return "graph"
-    return "none" if all(action.op is Op.B for action in backwards) else "deferred"

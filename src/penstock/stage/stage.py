@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import compiled, parallel
-from penstock.backward import ENGINES, Apart, BackwardEngine, backward_from
+from penstock.backward import SharedGradients, SplitBackward
 from penstock.errors import UsageError
 from penstock.stage.entrance import Entrance
 from penstock.values import arrived, flatten
@@ -23,7 +23,6 @@ from penstock.values import arrived, flatten
 T = TypeVar("T")
 log = logging.getLogger("penstock")
 Compilation: TypeAlias = bool | Mapping[str, Any] | None
-DEFAULT_ENGINE = "deferred"
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -47,13 +46,8 @@ class PipelineStage:
         index: which stage of the pipeline it is, from 0.
         count: how many stages the pipeline has.
         device: where it lives; by default where its first parameter is, or the CPU if it has none.
-        engine: how backward is cut in two. ``"deferred"`` leaves the gradients of heavy weights to the
-            weights' half, ``"graph"`` those of all weights, and ``"none"`` leaves nothing to it.
-            docs/backward.md compares them. By default what the schedule needs.
         compile: whether to compile the module, or options of ``torch.compile`` to compile it with; see
             docs/compile.md. A module that cannot run compiled runs as it is.
-        options: of the deferred engine: ``fused`` and ``joined``, two faster ways to add up weight
-            gradients that change bits. docs/backward.md says what else they change.
 
     Attributes:
         own: the slice itself, without wrappers; names of parameters begin there.
@@ -62,7 +56,7 @@ class PipelineStage:
             position as in the gradients that backward returns.
 
     Raises:
-        UsageError: the index is not below the count, or there is no such engine or option.
+        UsageError: the index is not below the count, or an option was withdrawn.
     """
 
     spread: ClassVar[tuple[type, ...]] = (tuple,)
@@ -75,14 +69,16 @@ class PipelineStage:
         count: int,
         device: torch.device | str | None = None,
         *,
-        engine: str | None = None,
         compile: Compilation = None,
-        **options: Any,
+        **withdrawn: Any,
     ) -> None:
         if not 0 <= index < count:
             raise UsageError(f"stage {index} of {count}: stages count from 0")
-        if engine is not None and engine not in ENGINES:
-            raise UsageError(f"no backward engine {engine!r}; there are {', '.join(ENGINES)}")
+        if withdrawn:
+            raise UsageError(
+                f"a stage has no option {', '.join(sorted(withdrawn))}: there is one way to split a backward "
+                "pass, which docs/backward.md describes; leave the option out"
+            )
         self.index = index
         self.count = count
         self.device = home_of(module) if device is None else torch.device(device)
@@ -92,13 +88,10 @@ class PipelineStage:
         self.changed: Sequence[int] = ()
         self._entrance = Entrance(index)
         self._forwards: dict[int, _Forward] = {}
-        self._halves: dict[int, tuple[BackwardEngine, Any]] = {}
+        self._halves: dict[int, tuple[SplitBackward, Any]] = {}
         self._settings = compilation_of(compile)
         self._compile()
-        self._chosen = engine or ""
-        self._options = options
-        self._reduced_later, self._apart = False, Apart()
-        self._name = engine or DEFAULT_ENGINE
+        self._reduced_later, self._apart = False, SharedGradients()
         self._engine = self._new_engine()
 
     @property
@@ -162,23 +155,14 @@ class PipelineStage:
         except AttributeError:
             return next(part.module for part in self.parts() if part.name == path)
 
-    def prefer_engine(self, engine: str) -> None:
-        """Use a backward engine, unless one was chosen when the stage was made."""
-        if not self._chosen and engine != self._name:
-            self._name = engine
-            self._engine = self._new_engine()
-
     def reduce_later(self) -> None:
         """Expect that sharded gradients are reduced only when the weights' half is done."""
         if not self._reduced_later:
             self._reduced_later = True
             self._engine = self._new_engine()
 
-    def _new_engine(self) -> BackwardEngine:
-        if unknown := self._options.keys() - {"fused", "joined"}:
-            raise UsageError(f"a stage has no option {', '.join(sorted(unknown))}")
-        options = {**self._options, "reduced_later": self._reduced_later}
-        return ENGINES[self._name](self.module, **options if self._name == "deferred" else {})
+    def _new_engine(self) -> SplitBackward:
+        return SplitBackward(self.module, reduced_later=self._reduced_later)
 
     @property
     def compiles(self) -> bool:
@@ -190,7 +174,7 @@ class PipelineStage:
 
         This is for weights that other stages use too: ``weights/sharing.py`` adds up all stages' shares.
         """
-        self._apart = Apart(parameters)
+        self._apart = SharedGradients(parameters)
 
     @property
     def apart(self) -> AbstractContextManager[None]:
@@ -315,10 +299,7 @@ class PipelineStage:
         """
         done = self._taken(self._forwards, microbatch, "forward")
         with self._apart:
-            if self._engine.is_plain:
-                return _arrived(backward_from(done.roots, output_grads, done.leaves))
             found = self._engine.full(done.roots, output_grads, done.leaves)
-            self._finish(self._engine)
         return _arrived(found)
 
     def backward_input(
@@ -336,12 +317,6 @@ class PipelineStage:
         engine, state = self._taken(self._halves, microbatch, "backward_input")
         with self._apart:
             engine.weight_half(state)
-            self._finish(engine)
-
-    def _finish(self, engine: BackwardEngine) -> None:
-        """Let an engine do what it has put off, once no microbatch is under way."""
-        if not self.in_flight:
-            engine.flush()
 
     def _taken(self, left: dict[int, T], microbatch: int, by: str) -> T:
         self._left(left, microbatch, by)
