@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.backward import DeferredBackward, stage_backward_input, stage_backward_weight
+from penstock.backward import SplitBackward, stage_backward_input, stage_backward_weight
 from tests.backward.making import linear, x
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -84,11 +84,11 @@ def test_compiled_parts_wait_and_are_right(make: Callable[[], nn.Module], waitin
     model, leaf = make(), x()
     model(leaf).square().sum().backward()
     expected = {name: weight.grad for name, weight in model.named_parameters()}
-    split = DeferredBackward(model)
+    split = SplitBackward(model)
     for _ in range(3):
         model.zero_grad()
-        _, store = split.input_half(model(leaf).square().sum(), None, [leaf])
-        assert sum(len(use.edges) for use in store.uses) == waiting
-        split.weight_half(store)
+        _, pending = split.input_half(model(leaf).square().sum(), None, [leaf])
+        assert sum(len(use.edges) for use in pending.uses) == waiting
+        split.weight_half(pending)
         actual = {name: weight.grad for name, weight in model.named_parameters()}
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

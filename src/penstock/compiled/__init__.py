@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.compiled.halves import places_in
+    from penstock.compiled.halves import leave_weights, places_in
     from penstock.compiled.names import graphs_kept, has_compiler
     from penstock.compiled.stages import CompiledModule, RefusedError, settings_of
 
@@ -19,6 +19,7 @@ __all__ = [
     "RefusedError",
     "graphs_kept",
     "has_compiler",
+    "leave_weights",
     "places_in",
     "settings_of",
 ]
@@ -26,7 +27,7 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "halves": "places_in",
+        "halves": "leave_weights places_in",
         "names": "graphs_kept has_compiler",
         "stages": "CompiledModule RefusedError settings_of",
     },

@@ -113,7 +113,6 @@ class Pipeline(WeightMethods):
             returns the wrapped module, as in ``lambda module, stage: fully_shard(module,
             mesh=mesh["dp"])``, or changes it in place. Names stay those of the unsplit model. See
             docs/meshes.md.
-        engine: how backward is cut in two, see :class:`PipelineStage`; by default what the schedule needs.
         compile: whether to compile each stage, or options of ``torch.compile`` to compile it with; see
             docs/compile.md. By default the stages are compiled if the model is, and parts of the model that
             are compiled stay compiled.
@@ -157,7 +156,6 @@ class Pipeline(WeightMethods):
         group: Any = None,
         mesh: Any = None,
         wrap: Wrap | None = None,
-        engine: str | None = None,
         compile: Compilation = None,
         seed: Seed = None,
         timeout: Timeout = None,
@@ -202,7 +200,7 @@ class Pipeline(WeightMethods):
             now("makes its stages")
             kinds = [FrugalStage if again[i] else PipelineStage for i in held]
             made = [
-                kind(parts[i], i, own.stages, home, engine=engine, compile=compile)
+                kind(parts[i], i, own.stages, home, compile=compile)
                 for kind, i in zip(kinds, held, strict=True)
             ]
             for stage in made:

@@ -22,7 +22,6 @@ from penstock.runtime import (
     agree_plan,
     channels,
     drive,
-    engine_for,
     explain,
     reports_of,
     table,
@@ -78,13 +77,11 @@ class LocalRanks:
         return tuple(held[index] for index in sorted(held))
 
     def assemble(self, schedule: Schedule) -> None:
-        """Choose the stages' engines, check that all ranks have the same plan, and open the channels.
+        """Check that all ranks have the same plan, and open the channels.
 
         Raises:
             AgreementError: the ranks have different plans.
         """
-        for stage in self.stages:
-            stage.prefer_engine(engine_for(schedule, stage.index))
         self.run([agree_plan(rank.transport, schedule, self._told) for rank in self.ranks])
         for rank in self.ranks:
             rank.transport.open(channels(schedule))

@@ -275,8 +275,8 @@ class Bench:
 
     def run(self, subject: Subject, laps: Laps, meter: Meter | None = None) -> None:
         """Run a unit once in halves and once whole."""
-        for engine in ("deferred", "none"):
-            stage = PipelineStage(subject.module, 0, 2, engine=engine)
+        for in_halves in True, False:
+            stage = PipelineStage(subject.module, 0, 2)
             laps_of = _Peaks(meter)
             args, kwargs, given = subject.fresh(leaf=True)
             laps_of.beyond()
@@ -286,7 +286,7 @@ class Bench:
             gradients = _gradients(subject, output)
             del output, args, kwargs, given
             laps.needed("forward", laps_of.beyond())
-            if engine == "deferred":
+            if in_halves:
                 self._halves(stage, gradients, laps, laps_of)
             else:
                 start = self._clock()

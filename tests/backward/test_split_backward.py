@@ -1,12 +1,11 @@
-"""What the deferred engine does beyond giving the right gradients."""
+"""What `SplitBackward` does beyond giving the right gradients."""
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ from torch.nn import functional
 from torch.utils import checkpoint
 
 from penstock.backward import (
-    DeferredBackward,
-    SplitFunction,
-    WeightGradStore,
+    PendingGradients,
+    SplitBackward,
     stage_backward,
 )
 from penstock.errors import StageError
@@ -29,8 +27,8 @@ from tests.backward.probes import OperationCounter, no_garbage_collection
 
 
 def halves(
-    split: DeferredBackward, run: Callable[[], Any], inputs: list[Tensor]
-) -> tuple[Any, WeightGradStore]:
+    split: SplitBackward, run: Callable[[], Any], inputs: list[Tensor]
+) -> tuple[Any, PendingGradients]:
     """Runs forward and the inputs' half."""
     output = run()
     return split.input_half(output, torch.ones_like(output), inputs)
@@ -52,12 +50,12 @@ def plain(model: nn.Module, run: Callable[[], Tensor]) -> dict[str, Tensor | Non
 def check_model(model: nn.Module, *inputs: Any, tolerance: float = 1e-12) -> int:
     """Compares two microbatches with plain backward; returns the uses that waited."""
     expected = plain(model, lambda: model(*inputs))
-    split = DeferredBackward(model)
+    split = SplitBackward(model)
     for _ in range(2):
         model.zero_grad()
-        _, store = halves(split, lambda: model(*inputs), [])
-        waited = len(store.uses)
-        split.weight_half(store)
+        _, pending = halves(split, lambda: model(*inputs), [])
+        waited = len(pending)
+        split.weight_half(pending)
         assert grads_of(model).keys() == expected.keys()
         for name, grad in grads_of(model).items():
             torch.testing.assert_close(
@@ -217,10 +215,10 @@ def test_grouped_matmul_waits() -> None:
 
     model = Lambda(run, experts=torch.randn(2, 16, 16, dtype=torch.bfloat16))
     value = torch.randn(8, 16, dtype=torch.bfloat16, requires_grad=True)
-    split = DeferredBackward(model)
-    _, store = halves(split, lambda: model(value), [value])
-    assert len(store.uses) == 1
-    split.weight_half(store)
+    split = SplitBackward(model)
+    _, pending = halves(split, lambda: model(value), [value])
+    assert len(pending) == 1
+    split.weight_half(pending)
     expected = [
         value[:3].float().t().sum(1, keepdim=True),
         value[3:].float().t().sum(1, keepdim=True),
@@ -246,19 +244,19 @@ def test_weights_under_checkpointed_functions_wait() -> None:
 def test_a_loss_with_weights_waits() -> None:
     model, head = linear(), nn.Parameter(weight())
     value = x()
-    split = DeferredBackward(model)
+    split = SplitBackward(model)
     for _ in range(2):
-        _, store = halves(split, lambda: (model(value) @ head).sum(), [value])
-        assert len(store.uses) == 2
-        split.weight_half(store)
+        _, pending = halves(split, lambda: (model(value) @ head).sum(), [value])
+        assert len(pending) == 2
+        split.weight_half(pending)
     assert head.grad is not None
 
 
 def test_frozen_weights_leave_nothing() -> None:
     model = nn.Sequential(linear(), linear()).requires_grad_(False)
     value = x()
-    _, store = halves(DeferredBackward(model), lambda: model(value), [value])
-    assert not store.uses
+    _, pending = halves(SplitBackward(model), lambda: model(value), [value])
+    assert len(pending) == 0
 
 
 def test_low_rank_updates_wait_and_their_base_does_not() -> None:
@@ -285,12 +283,12 @@ def test_autocast_gives_the_bits_of_autograd(rerun_block: bool) -> None:
 
     value = torch.randn(2, 5, 8)
     expected = plain(block, lambda: run(value))
-    split = DeferredBackward(block)
+    split = SplitBackward(block)
     for _ in range(2):
         block.zero_grad()
-        _, store = halves(split, lambda: run(value), [])
-        assert len(store.uses) == 4
-        split.weight_half(store)
+        _, pending = halves(split, lambda: run(value), [])
+        assert len(pending) == 4
+        split.weight_half(pending)
         torch.testing.assert_close(grads_of(block), expected, rtol=0, atol=0)
 
 
@@ -329,12 +327,12 @@ def test_bfloat16_gives_the_bits_of_autograd() -> None:
 
 def test_moving_the_model_between_steps_is_noticed() -> None:
     model = linear()
-    split = DeferredBackward(model)
+    split = SplitBackward(model)
     for dtype in torch.float64, torch.float32:
         model.to(dtype).zero_grad()
         value = x(dtype=dtype)
-        _, store = halves(split, lambda value=value: model(value), [value])  # type: ignore[misc]
-        split.weight_half(store)
+        _, pending = halves(split, lambda value=value: model(value), [value])  # type: ignore[misc]
+        split.weight_half(pending)
         assert model.weight.grad is not None
         assert model.weight.grad.dtype == dtype
 
@@ -347,9 +345,9 @@ def test_module_hooks_run() -> None:
     model.register_forward_hook(lambda *_: calls.append("forward"))
     model.register_full_backward_hook(lambda *_: calls.append("backward"))
     value = x()
-    _, store = halves(DeferredBackward(model), lambda: model(value), [value])
+    _, pending = halves(SplitBackward(model), lambda: model(value), [value])
     assert calls == ["forward", "backward"]
-    assert store.uses
+    assert len(pending) > 0
 
 
 # ---- hooks
@@ -376,7 +374,7 @@ HOOKED: dict[str, Callable[[], Stage]] = {
 @pytest.mark.parametrize("name", HOOKED)
 def test_hooks_run_once_and_see_the_whole_gradient(name: str) -> None:
     stage = HOOKED[name]()
-    split, value = DeferredBackward(stage.model), x()
+    split, value = SplitBackward(stage.model), x()
     calls: list[str] = []
     before: dict[str, Tensor] = {}
 
@@ -391,9 +389,9 @@ def test_hooks_run_once_and_see_the_whole_gradient(name: str) -> None:
     for _ in range(2):
         stage.model.zero_grad()
         calls.clear()
-        _, store = halves(split, lambda: stage.model(value), [value])
+        _, pending = halves(split, lambda: stage.model(value), [value])
         assert calls == (["tensor", "post"] if name == "also at once" else [])
-        split.weight_half(store)
+        split.weight_half(pending)
         assert calls == ["tensor", "post"]
         (wanted,) = (expected[n] for n, p in stage.model.named_parameters() if p is matrix)
         torch.testing.assert_close(
@@ -417,118 +415,16 @@ def test_a_gradient_inside_some_of_the_forwards() -> None:
         check_model(model, x(), penalised, tolerance=0)
 
 
-# ---- functions of one's own
-
-
-class Affine(SplitFunction):
-    """A scale and a shift; counts the calls of its halves."""
-
-    weights = (1, 2)
-    calls: ClassVar[list[str]] = []
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        value, scale, shift, factor = args
-        ctx.save_for_backward(value, scale)
-        ctx.factor = factor
-        result: Tensor = value * scale * factor + shift
-        return result
-
-    @staticmethod
-    def backward_input(ctx: Any, *grads: Any) -> list[Tensor | None]:
-        Affine.calls.append("input")
-        return [grads[0] * ctx.saved_tensors[1] * ctx.factor, None, None, None]
-
-    @staticmethod
-    def backward_weight(ctx: Any, *grads: Any) -> list[Tensor]:
-        Affine.calls.append("weight")
-        return [(grads[0] * ctx.saved_tensors[0]).sum(0) * ctx.factor, grads[0].sum(0)]
-
-
-def affine(m: Any, v: Tensor) -> Any:
-    return looped(lambda u: Affine.apply(u, m.scale, m.shift, 0.5), v, times=2)
-
-
-@pytest.mark.parametrize("frozen", ["", "scale", "scale shift"])
-@pytest.mark.parametrize("rerun_all", [False, True])
-def test_a_function_that_offers_its_halves_waits(frozen: str, rerun_all: bool) -> None:
-    def run(m: Any, v: Tensor) -> Any:
-        return rerun(affine, m, v) if rerun_all else affine(m, v)
-
-    model = Lambda(run, scale=weight(6), shift=weight(6))
-    for name in frozen.split():
-        model.get_parameter(name).requires_grad_(False)
-    assert check_model(model, x()) == (0 if "shift" in frozen else 2)
-
-
-def test_the_halves_of_a_function_run_in_the_halves_of_backward() -> None:
-    model, value = Lambda(affine, scale=weight(6), shift=weight(6)), x()
-    Affine.calls.clear()
-    split = DeferredBackward(model)
-    _, store = halves(split, lambda: model(value), [value])
-    assert Affine.calls == ["input", "input"]
-    split.weight_half(store)
-    assert Affine.calls == ["input", "input", "weight", "weight"]
-    assert torch.autograd.gradcheck(partial(affine, model), (value,))
-
-
-class Cubic(SplitFunction):
-    """A polynomial, all of whose weights' gradients come at once."""
-
-    weights = (1, 2, 3)
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        value, *factors = args
-        ctx.save_for_backward(value, *factors)
-        result: Tensor = sum(f * value**power for power, f in enumerate(factors))
-        return result
-
-    @staticmethod
-    def backward_input(ctx: Any, *grads: Any) -> list[Tensor | None]:
-        value, _, first, second = ctx.saved_tensors
-        return [grads[0] * (first + 2 * second * value), None, None, None]
-
-    @staticmethod
-    def backward_weight(ctx: Any, *grads: Any) -> list[Tensor]:
-        value = ctx.saved_tensors[0]
-        return [(grads[0] * value**power).sum(0) for power in range(3)]
-
-
-def test_many_weights_of_a_function_get_their_gradients_in_one_pass_that_is_kept_for_a_step() -> (
-    None
-):
-    model = Lambda(
-        lambda m, v: Cubic.apply(v, m.a, m.b, m.c), a=weight(6), b=weight(6), c=weight(6)
-    )
-    assert check_model(model, x()) == 1
-    split, made, seen = DeferredBackward(model), list[Any](), list[Tensor]()
-    model.b.register_hook(seen.append)  # type: ignore[operator]
-    for microbatch in range(3):
-        value = x()
-        _, store = halves(split, partial(model, value), [value])
-        (use,) = store.uses
-        made.append(use.below)
-        split.weight_half(store)
-        assert len(seen) == microbatch + 1
-    assert made[0] == made[1] == made[2]
-    del store, use, made
-    split.flush()
-    kept = weakref.ref(model.a)
-    del model.a
-    assert kept() is None
-
-
 # ---- faults
 
 
 def test_an_input_that_changes_between_the_halves_is_an_error() -> None:
     model, value = linear(), x(grad=False)
-    split = DeferredBackward(model)
-    _, store = halves(split, lambda: model(value), [])
+    split = SplitBackward(model)
+    _, pending = halves(split, lambda: model(value), [])
     value.add_(1)
     with pytest.raises(StageError, match="changed in place"):
-        split.weight_half(store)
+        split.weight_half(pending)
 
 
 def test_with_a_reentrant_checkpoint_nothing_waits(caplog: pytest.LogCaptureFixture) -> None:
@@ -552,12 +448,12 @@ def test_saved_tensors_with_hooks_are_read_by_their_node_alone() -> None:
 
 def test_the_peak_does_not_grow_from_step_to_step() -> None:
     model, value = nn.Sequential(linear(), nn.Tanh(), linear()), x()
-    split = DeferredBackward(model)
+    split = SplitBackward(model)
     with no_garbage_collection(), OperationCounter():
         for _ in range(3):
-            _, store = halves(split, lambda: model(value), [value])
-            split.weight_half(store)
-            assert not store.uses
+            _, pending = halves(split, lambda: model(value), [value])
+            split.weight_half(pending)
+            assert len(pending) == 0
 
 
 def test_the_halves_equal_the_full_pass_bit_by_bit() -> None:
@@ -568,8 +464,8 @@ def test_the_halves_equal_the_full_pass_bit_by_bit() -> None:
     (expected,) = stage_backward(expected_output, seed, [value])
     grads = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
-    split = DeferredBackward(model)
-    (found,), store = halves(split, lambda: model(value), [value])
-    split.weight_half(store)
+    split = SplitBackward(model)
+    (found,), pending = halves(split, lambda: model(value), [value])
+    split.weight_half(pending)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(grads_of(model), grads, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Gradients beside ``.grad``."""
+"""Gradients collected beside ``.grad``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PipelineStage
-from penstock.backward import ENGINES, Apart
+from penstock.backward import SharedGradients
 
 
 def parameter() -> nn.Parameter:
@@ -19,7 +19,7 @@ def parameter() -> nn.Parameter:
 def test_what_is_collected_does_not_touch_grad() -> None:
     one = parameter()
     before = one.grad
-    apart = Apart([one])
+    apart = SharedGradients([one])
     for _ in range(2):
         with apart:
             (2 * one).sum().backward()
@@ -35,18 +35,17 @@ def test_what_is_collected_does_not_touch_grad() -> None:
 def test_an_error_leaves_grad_as_it_was() -> None:
     one = parameter()
     before = one.grad
-    with pytest.raises(RuntimeError, match="oops"), Apart([one]):
+    with pytest.raises(RuntimeError, match="oops"), SharedGradients([one]):
         raise RuntimeError("oops")
     assert one.grad is before
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
 @pytest.mark.parametrize("halves", [False, True])
-def test_two_stages_with_one_weight(engine: str, halves: bool) -> None:
-    """Each has the share that it would have as the only user, in every engine."""
+def test_two_stages_with_one_weight(halves: bool) -> None:
+    """Each has the share that it would have as the only user."""
     shared = nn.Linear(3, 3).double()
     x = torch.randn(2, 3, dtype=torch.float64)
-    stages = [PipelineStage(shared, i, 2, engine=engine) for i in range(2)]
+    stages = [PipelineStage(shared, i, 2) for i in range(2)]
     for scale, stage in enumerate(stages, start=1):
         stage.keep_apart([shared.weight])
         for microbatch in range(2):
