@@ -11,6 +11,7 @@ import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -233,6 +234,11 @@ class PipelineStage:
     def shared_gradients(self) -> SharedGradients | None:
         """Where those gradients are collected; None where no weight is shared."""
         return self._shared
+
+    @property
+    def shared_context(self) -> AbstractContextManager[Any]:
+        """A context in which those collected gradients are the parameters' ``.grad``."""
+        return nullcontext() if self._shared is None else self._shared
 
     # ---- one microbatch
 
