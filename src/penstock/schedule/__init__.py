@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.schedule.drawing import draw_svg, draw_text
     from penstock.schedule.files import Limits, from_csv, from_json, load, save, to_csv, to_json
     from penstock.schedule.library import build, names, register
+    from penstock.schedule.order import merged
     from penstock.schedule.passes import (
         Pass,
         add_communication,
@@ -68,6 +69,7 @@ __all__ = [
     "lower_bound",
     "matching",
     "merge_backward",
+    "merged",
     "names",
     "parse_action",
     "prefetch",
@@ -94,6 +96,7 @@ __getattr__ = lazily(
         "drawing": "draw_svg draw_text",
         "files": "Limits from_csv from_json load save to_csv to_json",
         "library": "build names register",
+        "order": "merged",
         "passes": "Pass add_communication add_wait_sends compose compute_only delay_receives merge_backward "
         "prefetch reduce_gradients release_sends remove_wait_sends",
         "searching": "lower_bound search",
