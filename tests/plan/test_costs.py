@@ -25,7 +25,6 @@ from penstock.plan import (
 from penstock.plan.answer import held
 from penstock.plan.devices import Meter
 from penstock.schedule import build, looped, v_shaped
-from penstock.schedule.packed import Packed
 from tests.plan.models import SLOW, Skips, Tower, profile
 
 mse = nn.functional.mse_loss
@@ -158,7 +157,7 @@ def test_messages_and_gradients_that_wait_are_held() -> None:
 def test_a_step_holds_messages_only_while_there_are_more() -> None:
     stages = skipping().stages((0, 1), looped(2), states=0.0)
     made = build("GPipe", ranks=2, microbatches=4).with_edges(stages.edges)
-    first, second = held(Packed(made), stages)
+    first, second = held(made, stages)
     # F: what it keeps. B: the gradient of its value, and two more on their way while there are more.
     assert first.tolist() == [110, 220, 330, 440, *(440 + 300, 330 + 300, 220 + 200, 110 + 100)]
     # F: values of the next ones. B: gradients that its units give each other, and what is not sent yet.

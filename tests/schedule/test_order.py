@@ -4,6 +4,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule import (
+    Action,
     Dependencies,
     Placement,
     Schedule,
@@ -23,7 +24,7 @@ def test_every_action_comes_once_and_after_what_it_needs(name: str) -> None:
     schedule = reduce_gradients(prefetch(build(name, ranks=4, microbatches=9)))
     order = merged(schedule)
     rule = Dependencies(schedule)
-    done = set()
+    done: set[Action] = set()
     for action in order:
         assert done.issuperset(rule.before(action)), action
         done.add(action)
@@ -43,16 +44,23 @@ def test_messages_are_left_out_and_pairs_stay_together() -> None:
 
 def rows(*programs: str) -> Schedule:
     entries = tuple(tuple(map(parse_action, program.split())) for program in programs)
-    return Schedule("mine", Placement((0, 1)), 1, entries)
+    return Schedule("mine", Placement((0, 1)), 2, entries)
 
 
 @pytest.mark.parametrize(
     ("programs", "gist"),
     [
-        (("0B0 0F0", "1F0 1B0"), "deadlock.*rank 0 at 0B0 waits for 0F0 of rank 0.*rank 1 at 1F0"),
-        (("0F0 0B0", "1F0"), "rank 0 at 0B0 waits for 1B0, which no rank runs"),
+        (("0B0 0F0", "1F0 1B0"), "rank 0, position 0, 0B0: needs 0F0, which stands later"),
+        (("0F0 0B0", "1F0"), "0B0: needs 1B0, which is in no program"),
+        (("0F0 0B0 1F0", "1B0"), "1F0: stage 1 is on rank 1"),
+        (
+            ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
+            "deadlock: rank 0 at 0B0 waits for 1B0 of rank 1 -> rank 1 at 1F1 waits for 0F1 of",
+        ),
     ],
 )
-def test_a_deadlock_names_who_waits_for_whom(programs: tuple[str, ...], gist: str) -> None:
+def test_what_does_not_complete_is_refused_and_a_deadlock_names_who_waits_for_whom(
+    programs: tuple[str, ...], gist: str
+) -> None:
     with pytest.raises(ScheduleError, match=gist):
         merged(rows(*programs))

@@ -22,7 +22,6 @@ from penstock.schedule import (
     build,
     compute_only,
     load,
-    release_sends,
     validate,
 )
 from penstock.schedule.base import Edges, whole_number
@@ -204,7 +203,7 @@ def _built(builder: Builder, ranks: int, microbatches: int) -> Schedule:
 
 
 def prove(schedule: Schedule) -> Schedule:
-    """Add the messages of a schedule, prove that it cannot hang, and add the releases of sends.
+    """Add the messages of a schedule and prove that it cannot hang.
 
     Raises:
         ScheduleError: it lists every problem that was found.
@@ -213,7 +212,7 @@ def prove(schedule: Schedule) -> Schedule:
     report = validate(lowered)
     if not report.ok:
         raise ScheduleError(f"the schedule {schedule.name!r} cannot run:\n{report}")
-    return release_sends(lowered)
+    return lowered
 
 
 def make_plan(

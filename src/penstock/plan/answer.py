@@ -32,13 +32,9 @@ from penstock.schedule import (
     add_communication,
     build,
     from_json,
-    release_sends,
     simulate,
     to_json,
 )
-from penstock.schedule.action import COMPUTE_OPS
-from penstock.schedule.packed import CODE, Packed
-from penstock.schedule.simulation import changes
 
 FORMAT, VERSION = "penstock-plan", 1
 
@@ -266,46 +262,50 @@ def scheduled(shape: Shape) -> Schedule:
 
 def with_messages(schedule: Schedule) -> Schedule:
     """A schedule as the runtime runs it."""
-    return release_sends(add_communication(schedule, ahead=AHEAD))
+    return add_communication(schedule, ahead=AHEAD)
 
 
 # ---- memory
 
 
-def held(packed: Packed, stage_costs: StageCosts) -> list[np.ndarray[Any, Any]]:
+def held(schedule: Schedule, stage_costs: StageCosts) -> list[np.ndarray[Any, Any]]:
     """For each rank the most bytes that it holds during each of its actions, in their order."""
-    stages = packed.schedule.stages
-    of = stage_costs.costs
-    changed = changes(packed, of.per_stage("activation", stages), of.per_stage("stash", stages))
-    extra = np.zeros((len(CODE), stages))
-    for op in COMPUTE_OPS:
-        extra[CODE[op]] = stage_costs.extra[op.value]
-    backward = (packed.op == CODE[Op.I]) | (packed.op == CODE[Op.B])
-    changed += backward * np.array(stage_costs.left)[packed.stage]
-    found = []
-    for rank in range(packed.schedule.ranks):
-        mine = slice(packed.starts[rank], packed.starts[rank + 1])
-        after = np.cumsum(changed[mine])
-        found.append(
-            static_of(packed.schedule.placement, stage_costs, rank)
-            + np.maximum(after, after - changed[mine])
-            + extra[packed.op[mine], packed.stage[mine]]
-            + _under_way(packed, rank, stage_costs)
+    of, stages = stage_costs.costs, schedule.stages
+    activation, stash = of.per_stage("activation", stages), of.per_stage("stash", stages)
+    zero = [0.0] * stages
+    grows = {
+        Op.F: activation,
+        Op.I: list(np.subtract(stash, activation) + stage_costs.left),
+        Op.B: list(np.subtract(stage_costs.left, activation)),
+        Op.W: list(np.negative(stash)),
+    }
+    most = []
+    for rank in range(schedule.ranks):
+        actions = list(schedule.actions(rank))
+        grown = np.array([grows.get(a.op, zero)[a.stage] for a in actions])
+        extra = [stage_costs.extra[a.op.value][a.stage] if a.op in grows else 0 for a in actions]
+        after = np.cumsum(grown)
+        most.append(
+            static_of(schedule.placement, stage_costs, rank)
+            + np.maximum(after, after - grown)
+            + np.array(extra)
+            + _under_way(schedule, rank, stage_costs)
         )
-    return found
+    return most
 
 
-def _under_way(packed: Packed, rank: int, stage_costs: StageCosts) -> Any:
+def _under_way(schedule: Schedule, rank: int, stage_costs: StageCosts) -> Any:
     """The bytes of messages on a rank during each of its actions.
 
     There is memory for the next messages of a kind from when the first is used. A rank knows that a message
     of its own has left only when later ones have arrived, and frees it before its next backward.
     """
-    mine = slice(packed.starts[rank], packed.starts[rank + 1])
-    op, on, count = packed.op[mine], packed.stage[mine], packed.schedule.microbatches
-    forward, backward = op == CODE[Op.F], (op == CODE[Op.I]) | (op == CODE[Op.B])
-    found = np.zeros(len(op))
-    for stage in packed.schedule.placement.stages_on(rank):
+    actions, count = list(schedule.actions(rank)), schedule.microbatches
+    on = np.array([action.stage for action in actions])
+    forward = np.array([action.op is Op.F for action in actions])
+    backward = np.array([action.op in (Op.I, Op.B) for action in actions])
+    found = np.zeros(len(actions))
+    for stage in schedule.placement.stages_on(rank):
         own = on == stage
         now = own & backward
         backwards = now.cumsum()
@@ -327,7 +327,7 @@ def static_of(placement: Placement, stage_costs: StageCosts, rank: int) -> float
 
 def peak_memory(schedule: Schedule, stage_costs: StageCosts) -> tuple[float, ...]:
     """The most that each rank holds in a step."""
-    return tuple(float(rank.max(initial=0.0)) for rank in held(Packed(schedule), stage_costs))
+    return tuple(float(rank.max(initial=0.0)) for rank in held(schedule, stage_costs))
 
 
 # ---- several plans, and how they compare

@@ -21,15 +21,11 @@ if TYPE_CHECKING:
     from penstock.schedule.passes import (
         Pass,
         add_communication,
-        add_wait_sends,
         compose,
         compute_only,
-        delay_receives,
         merge_backward,
         prefetch,
         reduce_gradients,
-        release_sends,
-        remove_wait_sends,
     )
     from penstock.schedule.searching import lower_bound, search
     from penstock.schedule.simulation import Gap, Simulation, Span, Timeline, replay, simulate
@@ -54,12 +50,10 @@ __all__ = [
     "Span",
     "Timeline",
     "add_communication",
-    "add_wait_sends",
     "build",
     "chain",
     "compose",
     "compute_only",
-    "delay_receives",
     "draw_svg",
     "draw_text",
     "from_csv",
@@ -75,8 +69,6 @@ __all__ = [
     "prefetch",
     "reduce_gradients",
     "register",
-    "release_sends",
-    "remove_wait_sends",
     "replay",
     "save",
     "search",
@@ -97,8 +89,7 @@ __getattr__ = lazily(
         "files": "Limits from_csv from_json load save to_csv to_json",
         "library": "build names register",
         "order": "merged",
-        "passes": "Pass add_communication add_wait_sends compose compute_only delay_receives merge_backward "
-        "prefetch reduce_gradients release_sends remove_wait_sends",
+        "passes": "Pass add_communication compose compute_only merge_backward prefetch reduce_gradients",
         "searching": "lower_bound search",
         "clock": "Costs",
         "simulation": "Gap Simulation Span Timeline replay simulate",
