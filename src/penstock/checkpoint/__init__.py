@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.checkpoints import Checkpoints, Saved, describe, export
+    from penstock.checkpoint.checkpoints import Checkpoints, Saved
+    from penstock.checkpoint.report import describe, export
 
 __all__ = ["Checkpoints", "Saved", "describe", "export"]
 
 __getattr__ = lazily(
     __name__,
     {
-        "checkpoints": "Checkpoints Saved describe export",
+        "checkpoints": "Checkpoints Saved",
+        "report": "describe export",
     },
 )

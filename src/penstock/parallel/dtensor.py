@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -24,10 +23,6 @@ from penstock.errors import MicrobatchError, SpecError
 from penstock.values import register_type
 
 # ---- local parts, whole tensors, and norms
-
-
-_Sharding = tuple[DeviceMesh, tuple[bool, ...]]
-"""A mesh, and for each of its dimensions whether a tensor is sharded along it."""
 
 
 def with_local(like: DTensor, part: Tensor) -> DTensor:
@@ -120,46 +115,10 @@ def _is_partial(placement: object) -> bool:
     return isinstance(placement, Partial)
 
 
-def of_wholes(norms: Tensor, tensors: Sequence[Tensor], order: float) -> Tensor:
-    """The norms of whole tensors from the norms of their local parts.
-
-    They are combined over just those dimensions of the mesh along which a tensor is sharded, in one
-    reduction for all tensors that are sharded alike.
-    """
-    cut: dict[_Sharding, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor):
-            cut.setdefault(_sharding(tensor), []).append(index)
-    for sharding, indices in cut.items():
-        if any(sharding[1]):
-            norms[indices] = _combined(norms[indices], sharding, order)
-    return norms
-
-
-def _sharding(tensor: DTensor) -> _Sharding:
-    # Sums are carried out before, so whatever is not replicated is sharded in some way.
-    cut = (not isinstance(placement, Replicate) for placement in tensor.placements)
-    return tensor.device_mesh, tuple(cut)
-
-
-def _combined(norms: Tensor, sharding: _Sharding, order: float) -> Tensor:
-    if math.isinf(order):
-        return _reduced(norms, sharding, "max" if order > 0 else "min")
-    if order == 0:
-        return _reduced(norms, sharding, "sum")
-    largest = _reduced(norms, sharding, "max")
-    # Relative to the largest, so that powers neither overflow nor underflow.
-    scale = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-    powers = _reduced((norms / scale).pow(order), sharding, "sum")
-    return powers.pow(1.0 / order) * scale
-
-
-def _reduced(values: Tensor, sharding: _Sharding, operation: str) -> Tensor:
-    mesh, cut = sharding
-    placements = [Partial(operation) if here else Replicate() for here in cut]
-    moved = values.to(mesh.device_type)
-    spread = DTensor.from_local(moved, mesh, placements, run_check=False)
-    return spread.redistribute(placements=[Replicate()] * len(cut)).to_local().cpu()
+def largest(like: DTensor, value: Tensor, operation: str) -> Tensor:
+    """The ``"max"`` or ``"min"`` of a number over the processes among which ``like`` is cut."""
+    placements = [p if isinstance(p, Replicate) else Partial(operation) for p in like.placements]
+    return DTensor.from_local(value, like.device_mesh, placements, run_check=False).full_tensor()
 
 
 # ---- DTensors that travel between stages: each process sends its local part to its counterpart # A mesh

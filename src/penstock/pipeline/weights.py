@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from penstock.errors import AgreementError, UsageError
+from penstock.errors import UsageError
 from penstock.parallel import whole
 from penstock.partition import Shared, Watched
 from penstock.pipeline.ranks import LocalRanks
-from penstock.runtime import Rank, Task
-from penstock.values import version_of
+from penstock.runtime import Rank, Task, Wait
+from penstock.transport import SHARED, Channel
+from penstock.values import TensorSpec, version_of
 from penstock.weights import (
     Init,
     initialise,
@@ -29,31 +29,74 @@ from penstock.weights import (
     scale_gradients,
     total_norm,
 )
+from penstock.weights.exchange import exchange
 from penstock.weights.norms import all_norms
 from penstock.weights.optimizers import (
-    OWN,
     NamedStates,
-    check_named,
-    copies,
-    find_groups,
+    find_states,
     named_state_dict,
     read_states,
     remember_names,
     write_states,
 )
-from penstock.weights.sharing import Sharing
+from penstock.weights.sharing import SharedWeights
 from penstock.weights.states import (
-    Contents,
     LoadResult,
     Names,
     Weights,
     check_contents,
     check_fits,
-    compare_state,
-    describe_state,
+    gather_optimizer,
     gather_state,
-    gather_states,
+    load_state,
 )
+
+
+class RanksHere:
+    """How weights reach the other ranks: their ``Ranks``, see ``penstock.weights.exchange``.
+
+    Args:
+        local: the ranks that live in this process.
+    """
+
+    def __init__(self, local: LocalRanks) -> None:
+        self._local = local
+
+    @property
+    def rank(self) -> int:
+        """The rank that this process is; the first of them if it is all."""
+        return self._local.ranks[0].number
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all processes, by rank."""
+        if len(self._local.ranks) > 1:
+            return [value]
+        values: list[Any] = self._local.each(lambda rank: rank.exchange(value))
+        return values
+
+    def open(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Prepare :meth:`swap` from one rank to another, for some pairs."""
+        for rank in self._local.ranks if len(self._local.ranks) == 1 else ():
+            rank.transport.open([Channel(*pair, SHARED) for pair in pairs])
+
+    def swap(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
+    ) -> None:
+        """Send tensors to ranks, and fill others with what these send."""
+
+        def task(rank: Rank) -> Task[None]:
+            for other, tensors in sends.items():
+                rank.transport.post_send(Channel(rank.number, other, SHARED), list(tensors))
+            for other, tensors in receives.items():
+                specs = [TensorSpec.of(one.detach()) for one in tensors]
+                channel = Channel(other, rank.number, SHARED)
+                ticket = rank.transport.post_receive(channel, specs, tensors[0].device)
+                yield Wait(ticket, rank.number, f"waits on the {channel} for weights")
+                for tensor, value in zip(tensors, ticket.take(), strict=True):
+                    tensor.copy_(value)
+            rank.transport.finish()
+
+        self._local.run([task(self._local.ranks[0])])
 
 
 class LeftBehind:
@@ -132,6 +175,7 @@ class HeldWeights:
         parts: Sequence[nn.Module] = (),
     ) -> None:
         self.local = local
+        self.ranks = RanksHere(local)
         self._rank_of = rank_of
         self.stage_count = len(rank_of)
         self._share(shared)
@@ -139,17 +183,13 @@ class HeldWeights:
         self._watched = Watched(model, parts or list(here.values()), here)
         self._by_identity = self._watched.table()
         self._left = None if model is None else LeftBehind(model, list(here.values()))
-        # Before channels are opened for it, which ranks do together.
-        self._introduce()
-        for rank in local.ranks:
-            rank.transport.open(self._sharing.channels)
         self.align()
         remember_names(self.weights.named_parameters())
 
     def _share(self, shared: Sequence[Shared]) -> None:
         self._shared = tuple(shared)
         self.names = Names(shared)
-        self._sharing = Sharing(self.local.stages, shared, self._rank_of)
+        self._sharing = SharedWeights(self.local.stages, shared, self._rank_of, self.ranks)
 
     def prepare(self) -> None:
         """Take over what the user has changed in the model before a call, and refuse outdated weights.
@@ -177,22 +217,12 @@ class HeldWeights:
         self._sharing.tie_filled()
         before, self._by_identity = self._by_identity, self._watched.table()
         if self._by_identity != before:
-            told = [one for one in self._shared if one not in before]
-            self._share([*self._by_identity, *told])
-            self._introduce()
-
-    def _introduce(self) -> None:
-        """Check that all ranks have the same table of shared weights."""
-        told = self.local.each(lambda rank: rank.exchange(self._sharing.table))
-        if any(table != told[0] for table in told):
-            raise AgreementError(
-                f"ranks were given different tables of shared weights, by rank: {told}; "
-                "give all of them the same shared="
-            )
+            kept = [one for one in self._shared if one not in before]
+            self._share([*self._by_identity, *kept])
 
     def align(self, level: int = logging.WARNING) -> None:
         """Make copies of weights that ranks share equal, and log where they differed."""
-        self.local.run([self._sharing.align(rank.transport, level) for rank in self.local.ranks])
+        self._sharing.align(level)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -201,16 +231,12 @@ class HeldWeights:
         before = self._watched.foreign_gradients()
         yield
         self._check_foreign(before)
-        if self._sharing.idle:
-            return
-        self._sharing.collect()
-        self.local.run([self._sharing.exchange(rank.transport) for rank in self.local.ranks])
-        self._sharing.add_up()
+        self._sharing.sum_gradients()
 
     def _check_foreign(self, before: Mapping[nn.Parameter, Tensor]) -> None:
         """Check that a step added no gradient to weights whose stages are in other processes."""
-        found = self._watched.foreign_gradients()
-        names = self._watched.names_of([p for p, g in found.items() if g is not before.get(p)])
+        after = self._watched.foreign_gradients()
+        names = self._watched.names_of([p for p, g in after.items() if g is not before.get(p)])
         if names:
             raise UsageError(
                 f"the loss uses {', '.join(map(repr, names[:5]))}, whose stages are in other processes: the "
@@ -228,28 +254,11 @@ class HeldWeights:
         """The name of each parameter that lives in this process, by its ``id``."""
         return {id(parameter): name for name, parameter in self.weights.named_parameters()}
 
-    def norms(self, order: float) -> Tensor:
-        """The norms of the gradients of all ranks' parameters, each counted once."""
-        return self.local.each(lambda rank: self._norms(rank, order))
-
-    def _norms(self, rank: Rank, order: float) -> Task[Tensor]:
-        counted = Weights(list(rank.stages.values()), self.names).counted()
-        return all_norms(rank.transport, counted, order)
-
-    def contents(self) -> list[Contents]:
-        """What each stage has to save, after a check that no two weights have the same name."""
-        contents = self.local.each(lambda rank: describe_state(rank, self.names))
-        check_contents(contents)
-        return contents
-
     def load(self, state: Mapping[str, Any], *, strict: bool, any_name: bool) -> LoadResult:
         """Load values by name; with ``any_name``, one of a weight's names is enough."""
-        self.weights.check_filled()
-        result, sizes = self.local.each(
-            lambda rank: compare_state(rank, self.names, state, any_name=any_name)
+        result = load_state(
+            self.ranks, self.weights, self.names, state, strict=strict, any_name=any_name
         )
-        check_fits(result, sizes, strict=strict)
-        self.weights.load(state)
         self.align()
         return result
 
@@ -292,7 +301,7 @@ class WeightMethods:
             NonFiniteError: the norm is not finite.
         """
         order = float(norm_type)
-        norms = self._held.norms(order)
+        norms = all_norms(self._held.ranks, self._held.weights.counted(), order)
         return total_norm(
             norms, order, error_if_nonfinite=error_if_nonfinite, steps=self._held.local.steps
         )
@@ -334,8 +343,7 @@ class WeightMethods:
         """
         if not full:
             return self._held.weights.state_dict()
-        contents = self._held.contents()
-        return self._held.local.each(lambda rank: gather_state(rank, self._held.names, contents))
+        return gather_state(self._held.ranks, self._held.weights, self._held.names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Load the unsplit model's weights: each process picks those of its stages.
@@ -375,11 +383,7 @@ class WeightMethods:
         held = read_states(optimizer, self._held.names_by_identity(), "the optimizer")
         if not full:
             return named_state_dict(held)
-        if len(self._held.local.ranks) > 1:
-            return named_state_dict(
-                replace(held, states=copies(held.states), rest=copies(held.rest))
-            )
-        return self._held.local.each(lambda rank: gather_states(rank, self._held.names, held))
+        return gather_optimizer(self._held.ranks, self._held.names, held)
 
     def load_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True
@@ -400,31 +404,11 @@ class WeightMethods:
         Raises:
             StateDictError: it does not fit, or holds positions; nothing is changed then.
         """
-        check_named(state_dict)
         names = self._held.names_by_identity()
-        own = read_states(optimizer, names, "the optimizer")
-        members = [list(group["params"]) for group in state_dict["param_groups"]]
-        settings = [
-            {key: value for key, value in group.items() if key not in OWN}
-            for group in state_dict["param_groups"]
-        ]
-        numbers, problems = find_groups(own.groups, members, settings)
-        known, here = {n for of in members for n in of}, {n for of in own.groups for n in of}
-        mine = [sorted(here - known), sorted(here), problems]
-        told = self._held.local.each(lambda rank: rank.exchange(mine))
-        missing = sorted({name for one in told for name in one[0]})
-        unexpected = sorted(known.difference(*(one[1] for one in told)))
-        result = LoadResult(missing, unexpected)
-        check_fits(
-            result,
-            [text for one in told for text in one[2]],
-            strict=strict,
-            what="optimizer's states",
-        )
-        own.settings = [{} if number is None else settings[number] for number in numbers]
-        given = state_dict["state"]
-        own.states = {n: copies(given[n]) for of in own.groups for n in of if n in given}
-        write_states(optimizer, names, own, "the optimizer")
+        states, fits, problems = find_states(self._held.ranks, optimizer, names, state_dict)
+        result = LoadResult(*fits)
+        check_fits(result, problems, strict=strict, what="optimizer's states")
+        write_states(optimizer, names, states, "the optimizer")
         return result
 
     def optimizer_state(self, optimizer: Optimizer) -> NamedStates:
@@ -451,21 +435,17 @@ class WeightMethods:
         A weight that has several names or stages is written once. :func:`penstock.read_weights` gives it
         under all its names, so that the unsplit model loads it.
         """
-        self._held.contents()
-        path, count = Path(folder), self._held.stage_count
-
-        def write(rank: Rank) -> list[Any]:
-            files = Weights(list(rank.stages.values()), self._held.names).files()
-            whole_ones = {i: {n: whole(t) for n, t in held.items()} for i, held in files.items()}
-            if not self._held.local.siblings.first:
-                return []
-            return [[i, save_stage(held, path, i, count)] for i, held in whole_ones.items()]
-
+        check_contents(self._held.ranks, self._held.weights)
+        path, count, sizes = Path(folder), self._held.stage_count, list[Any]()
         with self._held.local.patient():
-            gathered: list[Any] = self._held.local.each(lambda rank: rank.exchange(write(rank)))
-        sizes = {index: found for of in gathered for index, found in of}
+            for index, held in self._held.weights.files().items():
+                state = {name: whole(tensor) for name, tensor in held.items()}
+                if self._held.local.siblings.first:
+                    sizes.append([index, save_stage(state, path, index, count)])
+            of_ranks = exchange(self._held.ranks, sizes)
         if self._held.local.leads:
-            save_index(path, sizes, self._held.names.tied)
+            of_stages = {index: size for of_rank in of_ranks for index, size in of_rank}
+            save_index(path, of_stages, self._held.names.tied)
         with self._held.local.patient():
             self._held.local.siblings.wait()
 
