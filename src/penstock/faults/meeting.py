@@ -49,6 +49,7 @@ class Meeting:
         group: their process group.
         store: a part of the group's store, under a random name that only these ranks were told.
         created: whether :func:`meet` has started the default process group, and ``close`` ends it.
+        hosts: whether the store ends with this process.
         processes: the process of each rank.
         host: the address and port of the store, where they are known.
     """
@@ -59,6 +60,7 @@ class Meeting:
     group: Any
     store: Any
     created: bool
+    hosts: bool
     processes: tuple[Process, ...]
     host: tuple[str, int] | None = None
 
@@ -104,7 +106,9 @@ def meet(
             seconds, rank, place, lambda: _gather(reach(), rank, len(members), seconds, place)
         )
         room = PrefixStore(name, store)
-        return Meeting(rank, len(members), members, chosen, room, False, processes, host)
+        return Meeting(
+            rank, len(members), members, chosen, room, False, _may_host(), processes, host
+        )
     if group is not None or mesh is not None:
         raise UsageError("group= or mesh= was given, but torch.distributed is not initialized")
     call = read_environment()
@@ -141,7 +145,7 @@ def meet(
     world.set_timeout(DAY)
     members = tuple(range(call.ranks))
     host = (call.address, call.port)
-    return Meeting(call.rank, call.ranks, members, world, room, True, processes, host)
+    return Meeting(call.rank, call.ranks, members, world, room, True, _may_host(), processes, host)
 
 
 def end_waits(group: Any) -> None:
@@ -305,6 +309,10 @@ def _await_port(call: LauncherCall, seconds: float) -> None:
                     "rank 0 started, and can this machine reach it?"
                 ) from error
             time.sleep(0.05)
+
+
+def _may_host() -> bool:
+    return dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _store_host() -> tuple[str, int] | None:

@@ -85,12 +85,13 @@ class Place:
             return f"{self._doing} for {self.idle:.1f} s"
         why = {
             "stopped": "its process is stopped by a signal",
-            "ended": "its process has ended",
             "runs": "its interpreter is held by code that does not let other threads run",
         }.get(
             self.condition,
             "its process is stopped, its machine is down, or the network to it is cut",
         )
+        if self.condition == "ended":
+            return f"{self._doing} by its last heartbeat, {self.stale:.1f} s ago"
         return f"{self._doing} by its last heartbeat, {self.stale:.1f} s ago; {why}"
 
     @property
@@ -183,7 +184,7 @@ def find_silent(places: Mapping[int, Place], start: int) -> Verdict | None:
         order += [peer for peer in awaited(places, rank) if peer not in order]
     chain = tuple(str(places[rank]) for rank in order)
     idle = [places[rank] for rank in order if places[rank].waits is None or places[rank].is_mute]
-    late = [place for place in idle if place.idle >= place.limit]
+    late = [p for p in idle if (p.idle if p.is_mute else p.age) >= p.limit]
     if late:
         return Verdict((max(late, key=lambda place: place.idle).rank,), chain)
     # In a circle, what a rank says must be as old as its wait: it may have gone on since its heartbeat.

@@ -127,6 +127,7 @@ class Watch:
         """The pipeline is set up; from now on the limits for steps apply."""
         self.activity.setup = None
         self.activity.rest()
+        self._heartbeats.now()
 
     def keep_in(self, folder: Path | None) -> None:
         """Write reports of failures to this folder."""
@@ -203,8 +204,10 @@ class Watch:
     def _may_be_broken_wait(self, error: BaseException) -> bool:
         if isinstance(error, MessageError | dist.DistError | ConnectionError | TimeoutError):
             return True
-        # Gloo's errors are of no class of their own.
-        return type(error) is RuntimeError and self.activity.waits is not None
+        # Gloo's errors are of no class of their own; the second is what ``end_waits`` makes of a wait.
+        return type(error) is RuntimeError and (
+            "/gloo/" in str(error) or "pair closure" in str(error)
+        )
 
     def _find_cause(self, error: BaseException) -> Failure:
         """Why a wait broke: the failure of another rank, which may be known a little later."""
@@ -246,6 +249,9 @@ class Watch:
         if failure.rank != rank:
             if failure.is_raised:
                 self._heartbeats.wait_for(lambda: self._has_left(failure.rank), BOW)
+            if self._meeting.hosts:
+                # The store ends with this process.
+                self._heartbeats.wait_for(lambda: all(map(self._has_stopped, self._others)), LINGER)
             text = f"rank {rank} stopped because {text}"
         return PeerFailed(text, (failure,), failure.status)
 
@@ -389,8 +395,9 @@ class Watch:
                 if is_behind or self._broken is not None:
                     return of_leaving(place, rank)
             elif place.condition == "ended":
-                making = f" while it made its pipeline ({place.setup})" if place.setup else ""
-                return at_place(place, "died", f"its process ended without a word{making}", by=rank)
+                return at_place(
+                    place, "died", f"its process ended without a word; it {place.words}", by=rank
+                )
             elif place.condition == "unknown" and (what := self._find_cut(place)):
                 return at_place(place, "died" if self._broken else "lost", what, by=rank)
         return None
