@@ -223,6 +223,10 @@ class PendingGradients:
     def __len__(self) -> int:
         return sum(map(len, self._batches.values()))
 
+    def counts(self) -> list[int]:
+        """Returns how many weights each use that waits has."""
+        return [len(use.edges) for uses in self._batches.values() for use in uses]
+
     def watch(self, uses: Iterable[_Use]) -> None:
         """Notes what arrives at the nodes of some uses in the next backward pass."""
         arrive = self._arrived.setdefault
