@@ -155,11 +155,11 @@ class SplitBackward:
         uses = None if plan is None else plan.uses_in(graph.nodes)
         if plan is None or uses is None:
             # A graph of the same shape may still differ in what its nodes have saved.
-            plan = _Search(graph).plan()
+            search = _Search(graph)
+            plan = search.plan()
             uses = plan.uses_in(graph.nodes)
-            if len(self._plans) >= MOST_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[graph.shape] = plan
+            if not search.met_hooks:
+                self._remember(graph, plan)
             self._log(plan.refusal)
         if not uses:
             return []
@@ -167,6 +167,11 @@ class SplitBackward:
         if plan.keeps_outputs:
             pending.owners = [get_gradient_edge(output) for output, _ in pairs]
         return list(map(GradientEdge, map(graph.nodes.__getitem__, plan.ends), repeat(0)))
+
+    def _remember(self, graph: _Graph, plan: _Plan) -> None:
+        if len(self._plans) >= MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
+        self._plans[graph.shape] = plan
 
     def _log(self, reason: str | None) -> None:
         if reason is not None and reason != self._logged:
@@ -217,6 +222,10 @@ class PendingGradients:
 
     def __len__(self) -> int:
         return sum(map(len, self._batches.values()))
+
+    def counts(self) -> list[int]:
+        """Returns how many weights each use that waits has."""
+        return [len(use.edges) for uses in self._batches.values() for use in uses]
 
     def watch(self, uses: Iterable[_Use]) -> None:
         """Notes what arrives at the nodes of some uses in the next backward pass."""
@@ -273,19 +282,16 @@ class _Use:
         compute: For a compiled function: computes the gradients.
     """
 
-    __slots__ = (
-        "arguments", "batch", "can_wait", "compute", "edges", "grad", "node", "operation", "value", "version",
-    )  # fmt: skip
+    can_wait = True
+    grad: Tensor | None = None
+    value: Tensor | None = None
+    compute: Any = None
 
     def __init__(self, node: Any, place: _Place) -> None:
         _, operation, positions, self.batch = place
+        self.node, self.operation = node, operation
         edges = node.next_functions
         self.edges = list(starmap(GradientEdge, map(edges.__getitem__, positions)))
-        self.node, self.operation = node, operation
-        self.grad: Tensor | None = None
-        self.value: Tensor | None = None
-        self.compute: Any = None
-        self.can_wait = True
         if operation is None:
             return
         raw = getattr(node, operation.raw)
@@ -297,18 +303,17 @@ class _Use:
         else:
             value = getattr(node, operation.value)
             self.can_wait = type(value) in _PLAIN and value.layout is torch.strided
-            self._keep(value, tuple(map(getattr, repeat(node), operation.rest)))
+            self.value = value.detach()
+            self.version = value._version
+            self.arguments = tuple(map(getattr, repeat(node), operation.rest))
+            if operation.form is not None:
+                self._keep_form(operation)
 
-    def _keep(self, value: Tensor, arguments: tuple[Any, ...]) -> None:
-        self.value = value = value.detach()
-        self.version = value._version
-        operation = cast("Operation", self.operation)
-        if operation.form is not None:
-            before = len(operation.others)
-            like = arguments[before]
-            form = like.shape, like.stride()
-            arguments = (*arguments[:before], form, *arguments[before + 1 :])
-        self.arguments = arguments
+    def _keep_form(self, operation: Operation) -> None:
+        before = len(operation.others)
+        like = self.arguments[before]
+        form = like.shape, like.stride()
+        self.arguments = (*self.arguments[:before], form, *self.arguments[before + 1 :])
 
     def read(self, grads: Gradients) -> None:
         """Reads what a checkpoint recomputes; autograd calls it just before it runs the node."""
@@ -319,7 +324,10 @@ class _Use:
                 read_early(node, name) if name in tensors else getattr(node, name)
                 for name in operation.rest
             ]
-            self._keep(read_early(node, operation.value), tuple(arguments))
+            self.value = value = read_early(node, operation.value).detach()
+            self.version, self.arguments = value._version, tuple(arguments)
+            if operation.form is not None:
+                self._keep_form(operation)
 
     def gradients(self) -> Sequence[Tensor | None]:
         """Computes a gradient or None for each edge, and drops what it was computed from.
@@ -404,26 +412,30 @@ class _Graph:
     """
 
     def __init__(self, pairs: Iterable[Pair], inputs: Iterable[Any]) -> None:
-        positions: dict[Any, int] = {}
+        # Edges that lead nowhere have None for a node.
+        positions: dict[Any, int] = {None: -1}
+        nodes: list[Any] = []
         for output, _ in pairs:
-            # Outputs in a list of roots are seldom leaves, whose accumulators take long to find.
             node = output.grad_fn or _get_grad_fn_or_grad_acc(output)
-            positions.setdefault(node, len(positions))
-        self.nodes = nodes = list(positions)
-        self.roots = len(nodes)
+            if positions.setdefault(node, len(nodes)) == len(nodes):
+                nodes.append(node)
+        self.nodes, self.positions = nodes, positions
+        self.roots = count = len(nodes)
+        # This loop is most of what a small stage's halves cost beyond a full backward pass.
         shape: list[Any] = []
-        note = shape.append
+        note, place, add = shape.append, positions.setdefault, nodes.append
         for node in nodes:
             kind = type(node)
-            note(type(node.variable) if kind is LEAF else kind)
+            if kind is LEAF:
+                note(type(node.variable))
+                continue
+            note(kind)
             for successor, _ in node.next_functions:
-                if successor is None:
-                    note(None)
-                    continue
-                position = positions.setdefault(successor, len(nodes))
-                if position == len(nodes):
-                    nodes.append(successor)
+                position = place(successor, count)
                 note(position)
+                if position == count:
+                    count += 1
+                    add(successor)
         self.others: list[int | None] = []
         for value in inputs:
             # A plain leaf is no weight.
@@ -431,7 +443,6 @@ class _Graph:
                 node = value.grad_fn or _get_grad_fn_or_grad_acc(value)
                 self.others.append(positions.get(node))
         self.shape = (self.roots, *self.others, *shape)
-        self.positions = positions
 
 
 class _Place(NamedTuple):
@@ -488,7 +499,12 @@ _Candidate: TypeAlias = tuple[Node, Operation | None, tuple[int, ...]]
 
 
 class _Search:
-    """A walk over the nodes that the inputs' half will run. It continues below edges found not to wait."""
+    """A walk over the nodes that the inputs' half will run. It continues below edges found not to wait.
+
+    Attributes:
+        met_hooks: Whether something does not wait because of what nodes have saved, such as hooks. Then the
+            plan does not hold for other graphs of this shape.
+    """
 
     def __init__(self, graph: _Graph) -> None:
         self._graph = graph
@@ -500,6 +516,7 @@ class _Search:
         others = [graph.nodes[position] for position in graph.others if position is not None]
         self._weights: dict[Node, Sequence[Node]] = dict.fromkeys(others, ())
         self._left = MOST_NODES
+        self.met_hooks = False
 
     def plan(self) -> _Plan:
         """Walks until all is found."""
@@ -546,9 +563,12 @@ class _Search:
             _, operation, positions = candidate
             edges = node.next_functions
             below = self._all_below([edges[position][0] for position in positions])
-            if below and _Use(node, _Place(0, operation, positions)).can_wait:
+            if not below:
+                continue
+            if _Use(node, _Place(0, operation, positions)).can_wait:
                 self._below[candidate] = below
                 return {*positions}
+            self.met_hooks = True
         return ()
 
     # ---- weights
@@ -578,6 +598,7 @@ class _Search:
         if kind is LEAF:
             return (node,) if type(node.variable) is nn.Parameter else ()
         self._left -= 1
+        self.met_hooks |= has_hooks(node)
         if self._left < 0 or has_hooks(node):
             return ()
         edges = node.next_functions
