@@ -230,10 +230,9 @@ class PipelineStage:
         """From now on collect the gradients of weights that other stages use too beside ``.grad``."""
         self._shared = SharedGradients(parameters) if parameters else None
 
-    @property
-    def shared_gradients(self) -> SharedGradients | None:
-        """Where those gradients are collected; None where no weight is shared."""
-        return self._shared
+    def take_shares(self) -> Gradients:
+        """The gradients that were so collected since the last call, in the order of the parameters."""
+        return [] if self._shared is None else self._shared.take()
 
     @property
     def shared_context(self) -> AbstractContextManager[Any]:

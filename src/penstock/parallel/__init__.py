@@ -25,11 +25,14 @@ if TYPE_CHECKING:
         let_cross,
         local_part,
         merge_sharded,
+        put_together,
         region_of,
         replicated,
         replicated_like,
+        settled,
         split_sharded,
         spread,
+        take_apart,
         whole,
         with_local,
     )
@@ -66,15 +69,18 @@ __all__ = [
     "names_without_wrappers",
     "over_replicas",
     "parts_of",
+    "put_together",
     "region_of",
     "replicated",
     "replicated_like",
     "replicated_mesh",
     "seat",
+    "settled",
     "siblings_of",
     "split_sharded",
     "spread",
     "spreads_over_processes",
+    "take_apart",
     "unwrapped",
     "whole",
     "with_local",
@@ -84,7 +90,7 @@ __getattr__ = lazily(
     __name__,
     {
         "groups": "Siblings group_across group_of replicated_mesh seat siblings_of",
-        "tensors": "gathered global_norms is_sharded let_cross local_part merge_sharded region_of "
+        "tensors": "gathered global_norms is_sharded let_cross local_part merge_sharded put_together region_of settled take_apart "
         "replicated replicated_like split_sharded spread whole with_local",
         "wrapping": "Adapter Part adapter_of alone named_buffers named_parameters names_without_wrappers "
         "over_replicas parts_of spreads_over_processes unwrapped",

@@ -31,7 +31,7 @@ from penstock.plan.probing import (
     kind_of,
     work_of,
 )
-from penstock.stage import home_of
+from penstock.stage import device_of
 from penstock.values import MISSING, Rules, ValueSpec, flatten, unflatten
 
 REPEATS = 5
@@ -82,7 +82,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
             "penstock.plan.predict(model, ..., device='h100')"
         )
     work = work_of(model, args, kwargs, target, loss_fn, rules, stages)
-    home = home_of(model)
+    home = device_of(model)
     fine = partition(model, [[path] for path in work.units], example=(work.args, work.kwargs))
     found = Profile(
         "cpu" if home.type == "cpu" else torch.cuda.get_device_name(home),

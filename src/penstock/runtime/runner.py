@@ -28,11 +28,13 @@ from penstock.stage import PipelineStage
 from penstock.transport import Transport
 from penstock.values import Batch, Layout, TensorLayout, check_plain, flatten, layout_of, unflatten
 
-Schedules: TypeAlias = Callable[[int, tuple[Edge, ...] | None, bool], Schedule]
+Schedules: TypeAlias = Callable[..., Schedule]
 """Gives the proven schedule for a number of microbatches, the edges if they depend on the call, and whether
 it trains."""
 PlanCall: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """Plans a call of the model with these arguments; what it returns has ``edges``."""
+_WEIGHTS, _WEIGHTS_TAG = 2, 8
+"""The direction and the tag of messages that carry weights."""
 _REMEMBERED = 1024
 """How many calls are remembered; the oldest are forgotten first, the same ones on every rank."""
 
@@ -98,7 +100,7 @@ class Runner:
         self._failure: BaseException | None = None
         self._steps = 0
         named = {i: _argument_names(s) for i, s in self.stages.items()}
-        rows = self.exchange([[index, names] for index, names in named.items()])
+        rows = self.gather([[index, names] for index, names in named.items()])
         self._takes = Takes({index: names for row in rows for index, names in row})
         self._interpreter = Interpreter(self.stages, transport, self._takes)
         self._devices = list({stage.device for stage in stages})
@@ -108,9 +110,46 @@ class Runner:
         """This rank's position; 0 where all ranks share this process."""
         return 0 if self.transport is None else self.transport.rank
 
-    def exchange(self, value: Any) -> list[Any]:
-        """The JSON values of all processes, by rank."""
-        return [value] if self.transport is None else self.transport.exchange(value)
+    @property
+    def steps(self) -> int:
+        """How many training steps have begun."""
+        return self._steps
+
+    # ---- what weights need of the ranks, see penstock.weights.exchange
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all processes, by rank; all of them call this."""
+        if self.transport is None:
+            return [value]
+        self.check_usable()
+        try:
+            return self.transport.exchange(value)
+        except BaseException as error:
+            raise self.fail(error) from None
+
+    def open(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Prepare :meth:`swap` from one rank to another, for some pairs; all processes call this."""
+        if self.transport is not None:
+            self.transport.open([(source, target, _WEIGHTS) for source, target in pairs])
+
+    def swap(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
+    ) -> None:
+        """Send tensors to ranks and fill others with what these send; they call this with the same shapes."""
+        transport = self.transport
+        assert transport is not None
+        try:
+            for peer, tensors in sends.items():
+                transport.send(peer, _WEIGHTS_TAG, tensors, _WEIGHTS)
+            for peer, tensors in receives.items():
+                layouts = [layout_of(tensor.detach()) for tensor in tensors]
+                transport.activity.wait("weights", peer)
+                arrived = transport.post(peer, _WEIGHTS_TAG, layouts, _WEIGHTS).take()
+                for tensor, value in zip(tensors, arrived, strict=True):
+                    tensor.detach().copy_(value)
+            transport.settle()
+        except BaseException as error:
+            raise self.fail(error) from None
 
     # ---- a call
 
@@ -138,6 +177,11 @@ class Runner:
         finally:
             if self.transport is not None:
                 self.transport.activity.rest()
+
+    @property
+    def usable(self) -> bool:
+        """Whether no call has failed in the middle, between processes."""
+        return self._failure is None
 
     def check_usable(self) -> None:
         """Check that no earlier call has failed in the middle.
@@ -183,7 +227,7 @@ class Runner:
         result = self._numbers.share(data.tally, loss, weights, finite=finite)
         return Report(
             schedule,
-            result if call.finite else result,
+            result,
             self._share_outputs(agreement, data) if call.outputs else [],
             data.recorder.spans if data.recorder is not None else [],
             agreement.model_call.presplit,
@@ -216,7 +260,7 @@ class Runner:
                 raise_refusals(self.transport, offer.refusal)
             agreement = self._agreements.get(words)
             if agreement is None:
-                agreement = self._make_agreement(call, merge_offers(self.exchange(offer.describe())))
+                agreement = self._make_agreement(call, merge_offers(self.gather(offer.describe())))
                 self._agreements[words] = agreement
                 if len(self._agreements) > _REMEMBERED:
                     del self._agreements[next(iter(self._agreements))]
@@ -237,7 +281,7 @@ class Runner:
     def _make_agreement(self, call: Call, model_call: ModelCall) -> Agreement:
         plans = [self._plan(model_call, microbatch) for microbatch in range(model_call.count)]
         edges = _check_edges(plans) if self._plan_call is not None else None
-        schedule = self.schedules(model_call.count, edges, call.trains)
+        schedule = self.schedules(model_call.count, edges, trains=call.trains)
         if self._by_rank:
             passed = [{key for key in keys if isinstance(key, str)} for keys in model_call.passed]
             rank_of = schedule.placement.rank_of
@@ -250,7 +294,7 @@ class Runner:
             program = self._programs[id(schedule)] = Program(schedule, rank)
             if self.transport is not None:
                 self.transport.open(program.channels)
-        traits = " ".join(self.exchange(self._traits()))
+        traits = " ".join(self.gather(self._traits()))
         kinds = []
         for text in model_call.descriptions:
             key = f"{traits} {schedule.stages} {text}"

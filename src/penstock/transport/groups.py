@@ -9,11 +9,11 @@ GPUs each ordered pair of ranks and direction has an NCCL communicator of its ow
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import reduce
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -21,16 +21,67 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import MessageError
-from penstock.faults import Activity, Meeting, Watch
+from penstock.faults import Activity, Meeting, Watch, end_waits
 from penstock.transport.sockets import SMALL, Line, connect_lines
 from penstock.values import TensorLayout
 
 DAY = 24 * 3600.0
 """Seconds that a wait on a peer may take; the watch notices a silent peer much earlier."""
-_CONTROL, _HEADER, _NOBODY = 1, 2, 3
-"""Tags: of operations of all ranks, of descriptions, and of a message that nobody sends."""
+_CONTROL = 1
+"""The tag of operations of all ranks."""
+_DESCRIPTIONS = 1 << 29
+"""Added to the tag of a message for that of its description."""
 FIRST_TAG = 16
 """Tags of messages begin here."""
+
+
+def launched() -> bool:
+    """Whether there is a process group, or a launcher such as ``torchrun`` has set the variables for one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    # RANK without WORLD_SIZE is a mistake of the launcher's, which is reported when the ranks meet.
+    return os.environ.get("WORLD_SIZE", "2" if "RANK" in os.environ else "1") != "1"
+
+
+class Circle:
+    """Processes that exchange values outside of a pipeline, such as its replicas.
+
+    Args:
+        group: their process group; None for all processes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        alone = group is None and not (dist.is_available() and dist.is_initialized())
+        self._group: Any = None if alone else group or dist.group.WORLD
+        self.rank = 0 if alone else self._group.rank()
+        self.size = 1 if alone else self._group.size()
+        backend = dist.get_backend(self._group) if dist.is_initialized() else "gloo"
+        self._device = torch.accelerator.current_accelerator() if backend == "nccl" else None
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The JSON values of all, in rank order; all processes call this."""
+        return [value] if self._group is None else exchange_json(value, self._gather)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of all CPU tensors, with the same bits on each process; all processes call this."""
+        rows = [values] if self._group is None else self._gather(values)
+        return torch.stack(rows).sum(0)
+
+    def _gather(self, values: Tensor) -> list[Tensor]:
+        mine = values.to(self._device) if self._device else values
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        self._group.allgather([rows], [mine]).wait()
+        return [row.cpu() for row in rows]
+
+
+def exchange_json(value: Any, gather: Callable[[Tensor], list[Tensor]]) -> list[Any]:
+    """The JSON values of all processes, by a function that gathers tensors: first lengths, then bytes."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [int(length) for length in gather(torch.tensor([text.numel()]))]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: text.numel()] = text
+    rows = zip(gather(padded), lengths, strict=True)
+    return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
 
 
 class Transport:
@@ -129,20 +180,20 @@ class Transport:
         """Send what the first message of a kind looks like, as JSON."""
         text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
         if peer in self._lines and text.numel() <= SMALL:
-            self._lines[peer].send(_HEADER, [text.numpy()], text.numel())
+            self._lines[peer].send(_DESCRIPTIONS + tag, [text.numpy()], text.numel())
             return
         length = torch.tensor([text.numel()])
-        works = [self._gloo.send([part], peer, _HEADER) for part in (length, text)]
+        works = [self._gloo.send([part], peer, _DESCRIPTIONS + tag) for part in (length, text)]
         self._sent.append((works, (length, text)))
 
     def described(self, peer: int, tag: int) -> Any:
         """Receive what :meth:`describe` sent; waits for it."""
         if peer in self._lines:
-            return json.loads(bytes(self._lines[peer].receive(_HEADER)))
+            return json.loads(bytes(self._lines[peer].receive(_DESCRIPTIONS + tag)))
         length = torch.zeros(1, dtype=torch.int64)
-        self._gloo.recv([length], peer, _HEADER).wait()
+        self._gloo.recv([length], peer, _DESCRIPTIONS + tag).wait()
         text = torch.empty(int(length), dtype=torch.uint8)
-        self._gloo.recv([text], peer, _HEADER).wait()
+        self._gloo.recv([text], peer, _DESCRIPTIONS + tag).wait()
         return json.loads(text.numpy().tobytes())
 
     def settle(self) -> None:
@@ -177,12 +228,7 @@ class Transport:
 
     def exchange(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, by rank."""
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [int(length) for length in self.gather(torch.tensor([text.numel()]))]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: text.numel()] = text
-        rows = zip(self.gather(padded), lengths, strict=True)
-        return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
+        return exchange_json(value, self.gather)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank ``source``; the others pass one of the same shape, type and device."""
@@ -200,7 +246,7 @@ class Transport:
                 group.abort()
         for line in list(self._lines.values()):
             line.abort()
-        _break(self._gloo)
+        end_waits(self._gloo)
 
     def close(self) -> None:
         """End the connections, and the process group if this pipeline started it."""
@@ -212,7 +258,7 @@ class Transport:
         for line in self._lines.values():
             line.close()
         # After an error, operations that still wait would keep the group from ending.
-        _break(self._gloo)
+        end_waits(self._gloo)
         del self._gloo
         self._meeting.close()
 
@@ -279,21 +325,3 @@ def _unpack(data: Tensor, tensors: list[Tensor]) -> None:
         size = tensor.nbytes
         tensor.reshape(-1).view(torch.uint8).copy_(data[start : start + size])
         start += size
-
-
-def _break(group: Any) -> None:
-    """Close the connections of a gloo group: a receive that times out closes all of them.
-
-    It may be from any peer that is not gone: from one that is, the receive is refused and closes nothing.
-    """
-    for peer in range(group.size()):
-        if peer != group.rank():
-            with suppress(RuntimeError):
-                group.recv([torch.zeros(1)], peer, _NOBODY).wait(timedelta(milliseconds=1))
-
-
-def all_channels(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """The channels of pairs of ranks, in both directions, in an order that is the same on all ranks."""
-    return sorted((source, target, direction) for source, target in pairs for direction in (0, 1))
-
-
