@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint import Checkpoints
     from penstock.partition import Partition
     from penstock.pipeline import Pipeline, StepEvent, TensorBoard
-    from penstock.rng import randomness
+    from penstock.partition import randomness
     from penstock.runtime import ActionEvent
     from penstock.stage import PipelineStage
     from penstock.step import LossScaler, Replicas, StepResult
@@ -63,7 +63,7 @@ _HOMES = {
     "add_loss": "penstock.step.loss",
     "collect_losses": "penstock.step.loss",
     "init_weights": "penstock.weights",
-    "randomness": "penstock.rng",
+    "randomness": "penstock.partition",
     "read_weights": "penstock.weights",
 }
 

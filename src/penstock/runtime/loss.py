@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, SupportsFloat, TypedDict, cast, get
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from penstock.errors import UsageError
 from penstock.parallel import gathered
@@ -118,6 +119,10 @@ def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
         UsageError: the value is not a scalar tensor, or gradients are disabled, so that it would train
             nothing.
     """
+    if isinstance(value, Tensor) and has_torch_function_unary(value):
+        # Between the units of a model, only the stage that has the value adds it.
+        handle_torch_function(add_loss, (value,), name, value, weight)
+        return
     losses = _collected.get()
     if losses is None:
         return
