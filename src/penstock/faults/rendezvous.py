@@ -90,7 +90,7 @@ def read_call(environment: Any = os.environ) -> Call:
     if problems:
         raise UsageError(
             f"the launcher's environment is incomplete or wrong: {'; '.join(problems)}; start with "
-            "torchrun or penstock run, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            "torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     address = environment["MASTER_ADDR"]
     return Call(

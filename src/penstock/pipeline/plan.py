@@ -273,7 +273,7 @@ def _ranks_for(schedule: str | Builder, stages: int | None) -> int:
     if stages is None or not isinstance(schedule, str):
         raise UsageError(
             "the number of ranks is not known: give ranks= or stages=, or start one process per rank "
-            "with torchrun or penstock run"
+            "with torchrun"
         )
     each = build(schedule, ranks=1, microbatches=2).stages
     return max(1, stages // each)
