@@ -122,58 +122,47 @@ class TrainConfig(BaseModel):
     log_every: Count = _setting(10, "Text and output", "Steps between printed lines.")
     out: Text | None = _setting(None, "Text and output", "Run folder. Default: runs/<date-time>.")
 
-    # ---- what contradicts each other; causes come before their consequences
-
     @model_validator(mode="after")
-    def _check_replicas(self) -> Self:
-        if self.shard and self.replicas == 1:
-            raise ConfigError(
-                "shard=True without replicas: weights are sharded over replicas; set replicas to at least 2"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_plan(self) -> Self:
-        if self.plan is not None and self.replicas > 1:
-            raise ConfigError(
-                f"plan={self.plan!r} with replicas={self.replicas}: a plan is for one pipeline; leave one out"
-            )
-        if self.plan is not None and self.checkpoint is not None:
-            raise ConfigError(
+    def _check_together(self) -> Self:
+        """Refuse settings that contradict each other; causes come before their consequences."""
+        replicas, microbatches, batch = self.replicas, self.microbatches, self.batch
+        samples = batch // replicas
+        over = f" over replicas={replicas}" if replicas > 1 else ""
+        for wrong, text in (
+            (
+                self.shard and replicas == 1,
+                "shard=True without replicas: weights are sharded over replicas; set replicas to at least 2",
+            ),
+            (
+                self.plan is not None and replicas > 1,
+                f"plan={self.plan!r} with replicas={replicas}: a plan is for one pipeline; leave one out",
+            ),
+            (
+                self.plan is not None and self.checkpoint is not None,
                 f"plan={self.plan!r} with checkpoint={self.checkpoint!r}: the plan decides what is computed "
-                "again; leave one out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_batch(self) -> Self:
-        samples = self.batch // self.replicas
-        if self.microbatches > samples:
-            over = f" over replicas={self.replicas}" if self.replicas > 1 else ""
-            raise ConfigError(
-                f"microbatches={self.microbatches} of batch={self.batch}{over}: a microbatch needs a sample; "
-                f"ask for at most {samples} microbatches or a batch of {self.microbatches * self.replicas} "
-                "or more"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_model(self) -> Self:
-        if self.width % (2 * self.heads):
-            raise ConfigError(
+                "again; leave one out",
+            ),
+            (
+                microbatches > samples,
+                f"microbatches={microbatches} of batch={batch}{over}: a microbatch needs a sample; ask for "
+                f"at most {samples} microbatches or a batch of {microbatches * replicas} or more",
+            ),
+            (
+                self.width % (2 * self.heads) != 0,
                 f"width={self.width} with heads={self.heads}: each head needs an even number of features; "
-                f"choose a width that {2 * self.heads} divides"
-            )
+                f"choose a width that {2 * self.heads} divides",
+            ),
+            (
+                self.resume == AUTO and self.out is None,
+                "resume='auto' continues in the run folder; name it with out=",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(text)
+        self._check_schedule()
         return self
 
-    @model_validator(mode="after")
-    def _check_folder(self) -> Self:
-        if self.resume == AUTO and self.out is None:
-            raise ConfigError("resume='auto' continues in the run folder; name it with out=")
-        return self
-
-    @model_validator(mode="after")
-    def _check_schedule(self) -> Self:
+    def _check_schedule(self) -> None:
         # Before a schedule is built: building one of a billion actions would take the machine.
         stages = ranks_of(self) * (self.stages_per_rank or 1)
         self._check_stages(stages)
@@ -186,7 +175,6 @@ class TrainConfig(BaseModel):
         if not schedule.trains:
             raise ConfigError(f"schedule={self.schedule!r} has no backward; choose one that trains")
         self._check_stages(schedule.stages)
-        return self
 
     def _check_stages(self, stages: int) -> None:
         if stages > self.layers:

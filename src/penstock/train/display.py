@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,53 +15,23 @@ from rich.text import Text
 
 from penstock.plan import DEVICES
 
+Metrics = Mapping[str, Any]
+"""The numbers of a step as the run folder keeps them, by name; see docs/watching.md."""
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """The numbers of one step.
 
-    Args:
-        step: counted from 1.
-        time: when it ended, in seconds since 1970.
-        rank: the rank that measured it.
-        loss: mean training loss in nats per byte.
-        gradient_norm: the norm of the gradients before clipping.
-        learning_rate: the learning rate of the step.
-        seconds: wall time of the step.
-        tokens_per_second: bytes of text per second.
-        memory: peak bytes of the process that holds most.
-        mfu: the share of the devices' peak arithmetic that the model's own operations use; None if the peak
-            is not known.
-        bubble: idle share of the ranks' time, 0 to 1; on a GPU, where recording slows a step down, only for
-            the steps that are shown.
-        clocks: how the bubble was found: ``"measured"`` on the clocks of the ranks, or ``"replayed"`` from
-            measured durations where the ranks of one process took turns.
-    """
-
-    step: int
-    time: float
-    rank: int
-    loss: float
-    gradient_norm: float
-    learning_rate: float
-    seconds: float
-    tokens_per_second: float
-    memory: int
-    mfu: float | None = None
-    bubble: float | None = None
-    clocks: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The numbers that were measured, by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    def __str__(self) -> str:
-        bubble = "" if self.bubble is None else f"  bubble {self.bubble:.1%} {self.clocks}"
-        mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
-        return (
-            f"loss {self.loss:.6f}  {self.tokens_per_second:,.0f} tokens/s  "
-            f"gradient norm {self.gradient_norm:.3f}  memory {self.memory / 1e6:,.0f} MB{bubble}{mfu}"
-        )
+def summary(metrics: Metrics) -> str:
+    """The numbers that a person wants to see of a step, in a line."""
+    words = [
+        f"loss {metrics['loss']:.6f}",
+        f"{metrics['tokens_per_second']:,.0f} tokens/s",
+        f"gradient norm {metrics['gradient_norm']:.3f}",
+        f"memory {metrics['memory'] / 1e6:,.0f} MB",
+    ]
+    if metrics.get("bubble") is not None:
+        words.append(f"bubble {metrics['bubble']:.1%} {metrics['clocks']}")
+    if metrics.get("mfu") is not None:
+        words.append(f"MFU {metrics['mfu']:.1%}")
+    return "  ".join(words)
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -113,13 +83,14 @@ class Display:
         """Whether a step has a line of its own: now and then, and at the end."""
         return step % self._every == 0 or step == self._steps
 
-    def step(self, metrics: StepMetrics) -> None:
+    def step(self, metrics: Metrics) -> None:
         """Show the numbers of one step."""
-        self._latest = str(metrics)
-        self._bar.update(self._task, completed=metrics.step)
-        if not self._console.is_terminal and self.shows(metrics.step):
-            width = len(str(self._steps))
-            say(self._console, f"step {metrics.step:>{width}}/{self._steps}  {metrics}")
+        step, self._latest = metrics["step"], summary(metrics)
+        self._bar.update(self._task, completed=step)
+        if not self._console.is_terminal and self.shows(step):
+            say(
+                self._console, f"step {step:>{len(str(self._steps))}}/{self._steps}  {self._latest}"
+            )
 
 
 def say(console: Console, text: str) -> None:

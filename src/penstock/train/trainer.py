@@ -25,7 +25,7 @@ from penstock.plan.report import report_of
 from penstock.schedule import Timeline, draw_svg
 from penstock.train.config import TrainConfig, ranks_of, schedule_of, to_toml, world_size
 from penstock.train.corpus import Batch, Corpus, load
-from penstock.train.display import Display, StepMetrics, peak_flops, say
+from penstock.train.display import Display, peak_flops, say
 from penstock.train.model import (
     GPT,
     VOCABULARY,
@@ -89,23 +89,17 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
     mesh = mesh_of(config)
     torch.set_num_threads(config.threads)
     corpus = load(config.data, config.sequence)
-    model = make_model(config)
-    with make_pipeline(config, model, corpus, device, mesh) as pipe:
+    with make_pipeline(config, corpus, device, mesh) as pipe:
         out = (console or Console()) if pipe.leads else Console(quiet=True)
         folder, checkpoints = _claim_folder(pipe, config)
         pipe.report_failures_to(folder.path)
-        say(out, _introduction(config, model, corpus, pipe))
-        stop = Stop(config.time_limit, lambda text: say(out, text))
-        with checkpoints, stop:
-            run = Run(config, pipe, corpus, folder, checkpoints, out, model.flops)
-            losses = run.train(run.resume(), stop)
-            if not run.stopped:
-                outcome = Outcome(losses, run.measure_held_out(), run.sample(), folder.path)
-                run.save_results()
-    # The pipeline was closed first, so that no rank takes the end of another for a failure.
+        with checkpoints, Stop(config.time_limit, lambda text: say(out, text)) as stop:
+            run = Run(config, pipe, corpus, folder, checkpoints, out)
+            outcome = run.complete(stop)
+    # Only now, so that no rank takes the end of another for a failure.
     if run.stopped in signal.Signals.__members__:
         signal.raise_signal(signal.Signals[run.stopped])
-    return Outcome(losses, None, b"", folder.path) if run.stopped else outcome
+    return outcome
 
 
 # ---- from the settings to a pipeline
@@ -139,15 +133,18 @@ def mesh_of(config: TrainConfig) -> Any:
     return replicated_mesh(torch.device(config.device).type, config.replicas, ranks_of(config))
 
 
-def make_model(config: TrainConfig) -> GPT:
+def make_model(config: TrainConfig, device: torch.device | str = "cpu") -> GPT:
     """The model of a run."""
-    return GPT(config.layers, config.width, config.heads, config.sequence, config.seed)
+    with torch.device("meta" if device == "meta" else "cpu"):
+        model = GPT(config.layers, config.width, config.heads, config.sequence, config.seed)
+    return model.to(device)
 
 
 def make_pipeline(
-    config: TrainConfig, model: GPT, corpus: Corpus, device: torch.device, mesh: Any = None
+    config: TrainConfig, corpus: Corpus, device: torch.device, mesh: Any = None
 ) -> Pipeline:
     """The pipeline of a run, or this process's one of its replicas."""
+    model = make_model(config, device if config.plan == AUTO else "cpu")
     options: dict[str, Any] = {"loss_fn": next_byte_loss, "device": device, "seed": config.seed}
     if mesh is not None:
 
@@ -160,10 +157,8 @@ def make_pipeline(
         options["checkpoint"] = config.checkpoint == "all" or config.checkpoint.split(",")
     if config.plan == AUTO:
         samples = config.batch // config.microbatches
-        tokens, target = (
-            part[:samples].to(device) for part in _training_batch(config, corpus, step=1)
-        )
-        model.to(device)
+        batch = _training_batch(config, corpus, step=1)
+        tokens, target = (part[:samples].to(device) for part in batch)
         options |= {"schedule": "auto", "ranks": ranks_of(config)}
         options |= {"microbatches": config.microbatches, "example": ((tokens,), {}, target)}
     elif config.plan is not None:
@@ -220,13 +215,10 @@ def profile_of(
     tokens = torch.zeros(config.batch, config.sequence, dtype=torch.long)
     about: dict[str, Any] = {"target": tokens, "loss_fn": next_byte_loss, "tokens": config.sequence}
     if device is not None:
-        with torch.device("meta"):
-            model = make_model(config)
-        return planning.predict(model, tokens, device=device, **about)
+        return planning.predict(make_model(config, "meta"), tokens, device=device, **about)
     torch.set_num_threads(config.threads)
-    return planning.measure(
-        make_model(config).to(device_of(config)), tokens, repeats=repeats, **about
-    )
+    model = make_model(config, device_of(config))
+    return planning.measure(model, tokens, repeats=repeats, **about)
 
 
 def exchange(pipe: Pipeline, value: Any) -> list[Any]:
@@ -256,24 +248,10 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
     return folder, Checkpoints(folder.path / CHECKPOINTS, config.keep, asynchronous=True)
 
 
-def _introduction(config: TrainConfig, model: GPT, corpus: Corpus, pipe: Pipeline) -> str:
-    """What is trained, how and on which text, in three lines."""
-    schedule = pipe.schedule
-    sharded = ", weights sharded over them" if config.shard else ""
-    replicas = f", {config.replicas} replicas{sharded}" if config.replicas > 1 else ""
-    return (
-        f"model: {model.parameter_count:,} parameters, {config.layers} layers in {schedule.stages} stages on "
-        f"{schedule.ranks} ranks{replicas}\n"
-        f"schedule: {schedule.name}, {schedule.microbatches} microbatches; {config.device}, "
-        f"threads per process: {config.threads}\n"
-        f"text: {corpus.name}, {corpus.files:,} files, {len(corpus.training) / 1e6:.2f} MB to train on, "
-        f"{len(corpus.held_out) / 1e6:.2f} MB held out"
-    )
-
-
 # ---- the run
 
 
+@dataclass
 class Run:
     """The steps of a run, and what comes after them.
 
@@ -284,204 +262,216 @@ class Run:
         folder: the run folder, for the results.
         checkpoints: the states from which to resume.
         console: where to print.
-        flops: floating-point operations per byte of text.
 
     Attributes:
         stopped: why the run was stopped, if it was: the name of a signal, or ``"time limit"``.
     """
 
-    def __init__(  # noqa: PLR0913 - what a run has, by name
-        self,
-        config: TrainConfig,
-        pipe: Pipeline,
-        corpus: Corpus,
-        folder: RunFolder,
-        checkpoints: Checkpoints,
-        console: Console,
-        flops: int,
-    ) -> None:
-        self._config = config
-        self._pipe = pipe
-        self._corpus = corpus
-        self._folder = folder
-        self._checkpoints = checkpoints
-        self._console = console
-        self._flops = flops
-        self._device = device_of(config)
-        self._display = Display(console, config.steps, config.log_every)
-        self._optimizer = make_optimizer(pipe.named_parameters(), config)
-        self._timeline: tuple[int, Timeline, str] | None = None
-        self.stopped = ""
+    config: TrainConfig
+    pipe: Pipeline
+    corpus: Corpus
+    folder: RunFolder
+    checkpoints: Checkpoints
+    console: Console
+    stopped: str = ""
+    _timeline: tuple[int, Timeline, str] | None = None
 
-    # ---- resume and stop
+    def __post_init__(self) -> None:
+        self._device = device_of(self.config)
+        self._sizes = make_model(self.config, "meta")
+        self._display = Display(self.console, self.config.steps, self.config.log_every)
+        self._optimizer = make_optimizer(self.pipe.named_parameters(), self.config)
 
-    def resume(self) -> int:
+    def complete(self, stop: Stop) -> Outcome:
+        """Train, then measure, save and sample.
+
+        Args:
+            stop: tells when to stop early.
+        """
+        say(self.console, self._introduction())
+        first = self._resume()
+        self.folder.write("config.toml", to_toml(self.config))
+        losses = self._train(first, stop)
+        if self.stopped:
+            self.checkpoints.wait()
+            say(self.console, f"{self.stopped}: {self.checkpoints.last}")
+            say(self.console, f"resume with: {command_to_resume(self.folder.path)}")
+            return Outcome(losses, None, b"", self.folder.path)
+        held_out_loss = self._measure_held_out()
+        sample = self._sample()
+        self.pipe.save(self.folder.path / "weights")
+        if self._timeline is not None and self.pipe.leads:
+            self._report(*self._timeline)
+        say(self.console, f"run folder: {self.folder.path}")
+        return Outcome(losses, held_out_loss, sample, self.folder.path)
+
+    def _introduction(self) -> str:
+        """What is trained, how and on which text, in three lines."""
+        config, corpus, schedule = self.config, self.corpus, self.pipe.schedule
+        sharded = ", weights sharded over them" if config.shard else ""
+        replicas = f", {config.replicas} replicas{sharded}" if config.replicas > 1 else ""
+        return (
+            f"model: {self._sizes.parameter_count:,} parameters, {config.layers} layers in "
+            f"{schedule.stages} stages on {schedule.ranks} ranks{replicas}\n"
+            f"schedule: {schedule.name}, {schedule.microbatches} microbatches; {config.device}, "
+            f"threads per process: {config.threads}\n"
+            f"text: {corpus.name}, {corpus.files:,} files, {len(corpus.training) / 1e6:.2f} MB to train on, "
+            f"{len(corpus.held_out) / 1e6:.2f} MB held out"
+        )
+
+    # ---- resume and save
+
+    def _resume(self) -> int:
         """Load a checkpoint, if the settings ask for it; returns its step."""
-        step = 0
-        if self._config.resume is not None:
-            source = source_of(self._config.resume, self._folder.path)
-            same = source == self._checkpoints.folder
-            reader = self._checkpoints if same else Checkpoints(source)
-            loaded = reader.load(pipe=self._pipe, optimizer=self._optimizer)
-            if loaded is None and self._config.resume != AUTO:
-                raise UsageError(
-                    f"resume={self._config.resume!r}: there is no checkpoint in {source}"
-                )
-            step = loaded or 0
-            self._folder.rewind(step)
-            if loaded is not None:
-                say(self._console, f"resumed from step {step} of {source}")
-                self._warn(reader.extra)
-        self._folder.write("config.toml", to_toml(self._config))
-        return step
+        resume = self.config.resume
+        if resume is None:
+            return 0
+        source = source_of(resume, self.folder.path)
+        ours = source == self.checkpoints.folder
+        reader = self.checkpoints if ours else Checkpoints(source)
+        step = reader.load(pipe=self.pipe, optimizer=self._optimizer)
+        if step is None and resume != AUTO:
+            raise UsageError(f"resume={resume!r}: there is no checkpoint in {source}")
+        self.folder.rewind(step or 0)
+        if step is not None:
+            say(self.console, f"resumed from step {step} of {source}")
+            self._warn(reader.extra)
+        return step or 0
 
     def _warn(self, before: dict[str, Any]) -> None:
         for name, value in self._origin().items():
             if before.get(name) != value:
                 changed = f"{name} was {before.get(name)} and is {value}"
-                say(self._console, f"{changed}: the text is not that of a run without a stop")
+                say(self.console, f"{changed}: the text is not that of a run without a stop")
 
     def _origin(self) -> dict[str, Any]:
         """What determines the text on which a step trains."""
-        config = self._config
+        config = self.config
         numbers = {"seed": config.seed, "batch": config.batch, "sequence": config.sequence}
-        return {**numbers, "text": len(self._corpus.training)}
+        return {**numbers, "text": len(self.corpus.training)}
 
     def _save(self, step: int) -> None:
-        saved = self._checkpoints.save(
-            step, pipe=self._pipe, optimizer=self._optimizer, extra=self._origin()
+        saved = self.checkpoints.save(
+            step, pipe=self.pipe, optimizer=self._optimizer, extra=self._origin()
         )
-        self._folder.log({"step": step, "checkpoint": True, "stall": saved.stall})
+        self.folder.log({"step": step, "checkpoint": True, "stall": saved.stall})
 
     # ---- the steps
 
-    def train(self, first: int, stop: Stop) -> tuple[float, ...]:
-        """Train from the step after ``first``.
-
-        Returns:
-            The losses of the steps.
-        """
-        losses, every = [], self._config.save_every
+    def _train(self, first: int, stop: Stop) -> tuple[float, ...]:
+        """Train from the step after ``first``; returns the losses of the steps."""
+        losses, every = [], self.config.save_every
         with self._display.running():
-            for step in range(first + 1, self._config.steps + 1):
+            for step in range(first + 1, self.config.steps + 1):
                 losses.append(self._step(step, stop))
-                due = every is not None and (step % every == 0 or step == self._config.steps)
+                due = every is not None and (step % every == 0 or step == self.config.steps)
                 if due or self.stopped:
                     self._save(step)
                 if self.stopped:
                     break
-        if self.stopped:
-            self._checkpoints.wait()
-            say(self._console, f"{self.stopped}: {self._checkpoints.last}")
-            say(self._console, f"resume with: {command_to_resume(self._folder.path)}")
         return tuple(losses)
 
     def _step(self, step: int, stop: Stop) -> float:
         started = perf_counter()
         # On a GPU, recording when each action runs slows a step down.
         record = self._device.type == "cpu" or self._display.shows(step)
-        tokens, target = _training_batch(self._config, self._corpus, step)
+        tokens, target = _training_batch(self.config, self.corpus, step)
         try:
-            result = self._pipe.step(self._share(tokens), target=self._share(target), record=record)
+            result = self.pipe.step(self._share(tokens), target=self._share(target), record=record)
         except NonFiniteError as error:
             raise NonFiniteError(
-                f"learning_rate={self._config.learning_rate:g}: {error}; use a lower learning rate"
+                f"learning_rate={self.config.learning_rate:g}: {error}; use a lower learning rate"
             ) from None
-        norm = self._pipe.clip_grad_norm_(self._config.clip)
-        rate = learning_rate(step, self._config)
+        norm = self.pipe.clip_grad_norm_(self.config.clip)
+        rate = learning_rate(step, self.config)
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
-        self._pipe.zero_grad()
+        self.pipe.zero_grad()
         seconds = perf_counter() - started
         memory, reasons = zip(
-            *exchange(self._pipe, [peak_memory(self._device), stop.reason]), strict=True
+            *exchange(self.pipe, [peak_memory(self._device), stop.reason]), strict=True
         )
         # A signal comes before the time limit: it decides the exit status.
         self.stopped = min(filter(None, reasons), default="")
         if result.timeline is not None:
             self._timeline = (step, result.timeline, str(result.timeline_kind))
-        metrics = StepMetrics(
-            step=step,
-            time=time(),
-            rank=self._pipe.ranks[0],
-            loss=result.loss,
-            gradient_norm=norm,
-            learning_rate=rate,
-            seconds=seconds,
-            tokens_per_second=tokens.numel() / seconds,
-            memory=max(memory),
-            mfu=self._mfu(tokens.numel() / seconds),
-            bubble=result.bubble,
-            clocks=result.timeline_kind,
-        )
-        self._folder.log(metrics.as_json())
+        metrics = {
+            "step": step,
+            "time": time(),
+            "rank": self.pipe.ranks[0],
+            "loss": result.loss,
+            "gradient_norm": norm,
+            "learning_rate": rate,
+            "seconds": seconds,
+            "tokens_per_second": tokens.numel() / seconds,
+            "memory": max(memory),
+            "mfu": self._mfu(tokens.numel() / seconds),
+            "bubble": result.bubble,
+            "clocks": result.timeline_kind,
+        }
+        self.folder.log({name: value for name, value in metrics.items() if value is not None})
         self._display.step(metrics)
-        return metrics.loss
+        return result.loss
 
     def _share(self, batch: Tensor) -> Tensor:
         """The samples of this replica."""
-        return batch.tensor_split(self._config.replicas)[self._pipe.replicas.index]
+        return batch.tensor_split(self.config.replicas)[self.pipe.replicas.index]
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         """The share of the devices' peak that the model's own operations use, if the peak is known."""
         peak = peak_flops(self._device)
         if peak is None:
             return None
-        devices = self._config.replicas * (
-            self._pipe.schedule.ranks if len(self._pipe.ranks) == 1 else 1
+        devices = self.config.replicas * (
+            self.pipe.schedule.ranks if len(self.pipe.ranks) == 1 else 1
         )
-        return self._flops * tokens_per_second / (peak * devices)
+        return self._sizes.flops * tokens_per_second / (peak * devices)
 
     # ---- what comes after them
 
-    def measure_held_out(self) -> float:
+    def _measure_held_out(self) -> float:
         """The loss on held-out text, in nats per byte."""
-        config = self._config
-        batches = self._corpus.held_out_batches(
+        config = self.config
+        batches = self.corpus.held_out_batches(
             config.held_out_batches, batch=config.batch, sequence=config.sequence
         )
-        losses = [self._pipe.eval(self._share(x), target=self._share(y)).loss for x, y in batches]
+        losses = [self.pipe.eval(self._share(x), target=self._share(y)).loss for x, y in batches]
         loss, measured = fmean(losses), len(losses) * config.batch * config.sequence
-        self._folder.log({"held_out_loss": loss, "held_out_bytes": measured})
+        self.folder.log({"held_out_loss": loss, "held_out_bytes": measured})
         say(
-            self._console,
+            self.console,
             f"held-out loss {loss:.4f} nats/byte on {measured:,} bytes "
             f"(a uniform guess: {math.log(VOCABULARY):.4f})",
         )
         return loss
 
-    def sample(self) -> bytes:
+    def _sample(self) -> bytes:
         """Text that the model generates."""
-        prompt = self._config.prompt.encode()
-        text = generate(self._pipe.predict, prompt, self._config)
+        prompt = self.config.prompt.encode()
+        text = generate(self.pipe.predict, prompt, self.config)
         if text:
             shown = Text(readable(prompt), style="dim").append(readable(text), style="not dim")
-            self._console.rule("sample", align="left")
-            self._console.print(shown, soft_wrap=True)
-            self._console.rule()
+            self.console.rule("sample", align="left")
+            self.console.print(shown, soft_wrap=True)
+            self.console.rule()
         return text
 
-    def save_results(self) -> None:
-        """Keep the weights, and of the last step that was recorded a trace, a drawing and a report."""
-        self._pipe.save(self._folder.path / "weights")
-        if self._timeline is not None:
-            step, timeline, clocks = self._timeline
-            schedule, kind = self._pipe.schedule, CLOCKS[clocks]
-            size = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
-            title = f"{schedule.name}: step {step}, {size}"
-            self._folder.write("timeline.json", timeline.to_chrome_trace())
-            self._folder.write("timeline.svg", draw_svg(timeline, title=title, note=kind))
-            if self._pipe.leads:
-                report = report_of([self._plan()], title=title, measured=timeline)
-                self._folder.write("report.html", report)
-            say(self._console, f"timeline of step {step}: bubble {timeline.bubble:.1%}, {kind}")
-        say(self._console, f"run folder: {self._folder.path}")
+    def _report(self, step: int, timeline: Timeline, clocks: str) -> None:
+        """Keep a trace, a drawing and a report of a step that was recorded."""
+        schedule, kind = self.pipe.schedule, CLOCKS[clocks]
+        size = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
+        title = f"{schedule.name}: step {step}, {size}"
+        report = report_of([self._plan()], title=title, measured=timeline)
+        self.folder.write("timeline.json", timeline.to_chrome_trace())
+        self.folder.write("timeline.svg", draw_svg(timeline, title=title, note=kind))
+        self.folder.write("report.html", report)
+        say(self.console, f"timeline of step {step}: bubble {timeline.bubble:.1%}, {kind}")
 
     def _plan(self) -> Plan:
         """The plan of the run, to be shown beside a measured step; without one, what its settings cost."""
-        if self._pipe.plan is not None:
-            return self._pipe.plan
-        config, schedule = self._config, self._pipe.schedule
+        if self.pipe.plan is not None:
+            return self.pipe.plan
+        config, schedule = self.config, self.pipe.schedule
         return planning.plan_for(
             profile_of(config, repeats=2),
             schedule,
