@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError, InputFileError
-from penstock.train import TrainConfig, resolve
-from penstock.train.config import group_of
-from penstock.train.settings import LARGEST_CONFIG, to_toml
+from penstock.train import TrainConfig, ranks_of, resolve
+from penstock.train.config import LARGEST_CONFIG, group_of, to_toml
 
 
 def write(folder: Path, text: str) -> Path:
@@ -63,10 +62,20 @@ def test_every_setting_has_a_group_and_a_description() -> None:
         ({"data": ""}, "data='' must not be empty"),
         ({"schedule": 7}, "schedule=7 must be text"),
         ({"steps": True}, "steps=True must be a whole number"),
+        ({"seed": 2**63}, f"seed={2**63} must be less than {2**63}"),
+        ({"steps": 10**10}, "steps=10000000000 must be at most 1000000000"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_it_must_be(flags: dict[str, Any], text: str) -> None:
     assert refusal(flags) == text
+
+
+def test_a_number_that_python_does_not_write_out_is_named_by_its_size() -> None:
+    giant = 1 << 20_000
+    assert refusal({"steps": giant}) == (
+        "steps=<a number of 20001 bits> must be at most 1000000000"
+    )
+    assert "batch=<a number of 20001 bits>" in refusal({"batch": -giant})
 
 
 def test_all_wrong_values_are_told_at_once() -> None:
@@ -84,8 +93,16 @@ def test_all_wrong_values_are_told_at_once() -> None:
         ({"schedule": "1F2B"}, ("'1F2B'", "did you mean '1F1B'")),
         ({"schedule": "forward-only"}, ("'forward-only'", "no backward", "choose one that trains")),
         ({"width": 30}, ("width=30", "heads=4", "8 divides")),
-        ({"device": "tpu9"}, ("device='tpu9'", "no such device", "use cpu")),
-        ({"device": "cpu:1"}, ("device='cpu:1'", "no such device")),
+        (
+            {"microbatches": 10**9, "batch": 10**9},
+            ("microbatches=1000000000 in 4 stages", "fewer microbatches"),
+        ),
+        ({"ranks": 10**9, "layers": 10**9}, ("in 1000000000 stages",)),
+        ({"batch": 4}, ("microbatches=8 of batch=4", "at most 4 microbatches")),
+        ({"shard": True}, ("shard=True without replicas", "at least 2")),
+        ({"replicas": 2, "plan": "auto"}, ("plan='auto' with replicas=2", "one pipeline")),
+        ({"checkpoint": "all", "plan": "auto"}, ("checkpoint='all'", "the plan decides")),
+        ({"resume": "auto"}, ("resume='auto'", "name it with out=")),
     ],
 )
 def test_settings_that_contradict_each_other(flags: dict[str, Any], parts: tuple[str, ...]) -> None:
@@ -107,6 +124,8 @@ def test_a_missing_config_is_a_wrong_call(tmp_path: Path) -> None:
         ("ranks = 9", ("run.toml: 9 stages for layers=4",)),
         ('steps = "3"', ("steps='3' must be a whole number",)),
         ("#" * LARGEST_CONFIG + "#", ("larger than",)),
+        ("steps = 0x" + "f" * 20_000, ("steps=<a number of 80000 bits> must be at most",)),
+        ("steps = " + "9" * 20_000, ("not TOML",)),
     ],
 )
 def test_a_wrong_file(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:
@@ -121,7 +140,20 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_a_flag_that_contradicts_the_file_is_the_flag_s_mistake(tmp_path: Path) -> None:
-    assert "batch=4" in refusal({"microbatches": 8}, write(tmp_path, "batch = 4"))
+    file = write(tmp_path, "batch = 4\nmicrobatches = 4")
+    assert "batch=4" in refusal({"microbatches": 8}, file)
+
+
+@pytest.mark.parametrize("world", ["many", "0", "", "9" * 5000])
+def test_a_world_size_that_is_no_number(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    assert "must be a number of processes; start with torchrun" in refusal({})
+
+
+def test_the_ranks_follow_from_the_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [ranks_of(TrainConfig()), ranks_of(TrainConfig(ranks=2))] == [4, 2]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert ranks_of(TrainConfig(replicas=2)) == 2
 
 
 def test_a_flag_heals_what_the_file_says(tmp_path: Path) -> None:
@@ -130,10 +162,11 @@ def test_a_flag_heals_what_the_file_says(tmp_path: Path) -> None:
 
 
 def test_a_wrong_flag_is_told_before_a_wrong_file(tmp_path: Path) -> None:
-    assert refusal({"steps": 0}, write(tmp_path, "batch = 0")) == "steps=0 must be at least 1"
+    assert "steps=0 must be at least 1" in refusal({"steps": 0}, write(tmp_path, "batch = 0"))
 
 
 def test_a_config_survives_its_file(tmp_path: Path) -> None:
-    config = TrainConfig(prompt='say "\\ö\n', learning_rate=1e-5, ranks=2, out="somewhere")
+    prompt = 'say "\\ö\n\x7f\x1b😀'
+    config = TrainConfig(prompt=prompt, learning_rate=1e-5, ranks=2, out="somewhere")
     again = resolve({}, write(tmp_path, to_toml(config)))
     assert again == config.model_copy(update={"out": None})
