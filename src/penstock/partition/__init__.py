@@ -12,7 +12,7 @@ from penstock.partition.base import (
     find_shared_between,
     named_tensors,
 )
-from penstock.partition.costs import StageCost, Table, stage_costs, table, untouched
+from penstock.partition.costs import Table, table
 from penstock.partition.entry import cut_chain, cut_sequential, partition, unit_paths
 from penstock.partition.traced import cut_into, cut_traced, weigh_blocks
 
@@ -22,7 +22,6 @@ __all__ = [
     "Example",
     "Partition",
     "Shared",
-    "StageCost",
     "Table",
     "Watched",
     "choose_cuts",
@@ -34,9 +33,7 @@ __all__ = [
     "find_shared_between",
     "named_tensors",
     "partition",
-    "stage_costs",
     "table",
     "unit_paths",
-    "untouched",
     "weigh_blocks",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -149,7 +148,7 @@ def _traced(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
         raise PartitionError("how='traced' traces a call: give example=(args, kwargs)")
     args, kwargs = asked.example
     if isinstance(stages, int):
-        balance: Any = "flops" if asked.balance is None else asked.balance
+        balance: Any = "parameters" if asked.balance is None else asked.balance
         placement = asked.placement
         return cut_into(model, stages, args, kwargs, balance=balance, placement=placement).partition
     points = tuple(Point(path) for path in cut_points(model, stages))
@@ -286,8 +285,7 @@ def cut_sequential(
         )
     weights = [1.0] * len(names)
     if balance is not None:
-        fine = partial(_cut, model, [[name] for name in names], spread=False)
-        weights = weigh_units(model, names, balance, example, fine)
+        weights = weigh_units(model, names, balance, example)
     starts = choose_cuts(weights, stages, placement)
     if balance is None and placement is None:
         # Of several cuts that are equally even, the one whose first stages are the larger ones.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 import torch
 from torch import nn
 
+from penstock import plan as planning
 from penstock.faults import PATIENCE, Patience, Timeout
 from penstock.parallel import Siblings, siblings_of
 from penstock.partition import Example, Shared, find_shared_between
@@ -47,7 +48,6 @@ from penstock.pipeline.setup import (
 )
 from penstock.pipeline.watching import StepEvent, StepHook, Watchers
 from penstock.pipeline.weights import HeldWeights, WeightMethods
-from penstock.plan import answer as planning
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
 from penstock.schedule import Schedule

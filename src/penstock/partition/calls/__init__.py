@@ -137,9 +137,7 @@ def _balanced(
     example: Example | None,
     placement: Placement | None,
 ) -> list[list[str]]:
-    weights = weigh_units(
-        model, units, balance, example, lambda: _assembled(model, [[u] for u in units], example)
-    )
+    weights = weigh_units(model, units, balance, example)
     if balance in (None, "parameters"):
         # A module weighs once, however often it is called.
         calls = Counter(units)

@@ -18,7 +18,6 @@ from torch import fx, nn
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.balance import choose_cuts
 from penstock.partition.base import count_parameters
-from penstock.partition.costs import REPEATS, Measure, check_measure, stage_costs
 from penstock.partition.traced.export import Exported, Skeleton, export
 from penstock.partition.traced.marks import (
     Layout,
@@ -48,8 +47,8 @@ __all__ = [
     "weigh_blocks",
 ]
 
-Balance = Measure | Sequence[float]
-"""What is to be balanced: something that is measured, or a weight for each block."""
+Balance = str | Sequence[float]
+"""What blocks weigh by: ``"parameters"``, or a number for each."""
 
 
 def cut_into(
@@ -58,7 +57,7 @@ def cut_into(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    balance: Balance = "flops",
+    balance: Balance = "parameters",
     placement: Placement | None = None,
 ) -> TracedCut:
     """Cut a model between its blocks so that the heaviest rank is as light as can be.
@@ -68,8 +67,7 @@ def cut_into(
         stages: how many stages to make.
         args: the positional arguments of a call with one microbatch; only ``"time"`` uses their numbers.
         kwargs: its arguments by name.
-        balance: ``"flops"``, ``"parameters"``, ``"memory"`` or ``"time"``, or a weight for each block. Times
-            differ from machine to machine: measure once and give the weights where several processes cut.
+        balance: ``"parameters"``, or a weight for each block.
         placement: which rank holds which stage; by default each rank holds one.
 
     Raises:
@@ -105,7 +103,7 @@ def weigh_blocks(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    balance: Measure = "flops",
+    balance: Balance = "parameters",
 ) -> list[Block]:
     """The blocks that :func:`cut_into` shares out, with their costs.
 
@@ -157,20 +155,12 @@ class _Fine:
         """
         if not isinstance(balance, str):
             return self._given(balance)
-        check_measure(balance)
-        if balance == "time":
-            costs = stage_costs(
-                self.cut(self.points).partition, self._args, self._kwargs, repeats=REPEATS
+        if balance != "parameters":
+            raise UsageError(
+                f"balance={balance!r}: the blocks of a trace weigh by parameters, or by a number for each"
             )
-        else:
-            costs = self._without_data()
-        return [cost.by(balance) for cost in costs]
-
-    def _without_data(self) -> Any:
         parts = assemble(self._skeleton.model, self._traces(self.points)).partition
-        args, kwargs = self._call.fill([self._skeleton.empty(spec) for spec in self._call.tensors])
-        with self._skeleton.mode:
-            return stage_costs(parts, args, kwargs)
+        return [float(count_parameters(module)) for module in parts.modules]
 
     def _given(self, weights: Sequence[float]) -> list[float]:
         if len(weights) != self.count:
