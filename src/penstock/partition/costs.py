@@ -571,7 +571,7 @@ class _Recorder(TorchFunctionMode):
         for key, users in self._users.items():
             tensor = self._seen[key]
             groups[self._owner[key], tuple(sorted(users)), tensor.requires_grad].append(tensor)
-        values = []
+        values: list[ValueCost] = []
         for (source, targets, gradient), tensors in sorted(
             groups.items(), key=lambda each: each[0]
         ):

@@ -1,4 +1,4 @@
-"""Profiles, which know what units cost by the size of microbatches; and what the stages of a cut cost by them."""
+"""Profiles, which know what units cost by the size of microbatches; and what stages cost by them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Find the fastest plans that fit: try the candidates, best bound first, and improve the best of them.
 
-A candidate is a schedule, numbers of ranks, replicas, stages and microbatches, and how much is computed again.
+A candidate is a schedule, numbers of ranks, replicas, stages and microbatches, and how much to compute again.
 It is cut so that the ranks of its placement have about equal work. It is simulated twice: first without its
 messages spelled out, which never takes longer than with them, and then with them. A candidate that is proven
 to be slower than a known one is not simulated:
