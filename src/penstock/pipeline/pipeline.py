@@ -47,7 +47,7 @@ from penstock.pipeline.setup import (
 )
 from penstock.pipeline.watching import StepEvent, StepHook, Watchers
 from penstock.pipeline.weights import HeldWeights, WeightMethods
-from penstock.plan import answer as planning
+from penstock import plan as planning
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import (
     ActionHook,

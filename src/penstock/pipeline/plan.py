@@ -14,7 +14,7 @@ from torch import nn
 from penstock.errors import PartitionError, ScheduleError, UsageError
 from penstock.parallel import spreads_over_processes
 from penstock.partition import Example, Partition, find_shared, partition
-from penstock.plan import answer as planning
+from penstock import plan as planning
 from penstock.plan import measure, search
 from penstock.schedule import (
     Schedule,
