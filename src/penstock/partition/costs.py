@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 # torch has no public name for its pytrees. As of torch 2.13.
 from torch.utils._pytree import tree_leaves, tree_map
 
-from penstock.backward import DeferredBackward
+from penstock.backward import SplitBackward
 from penstock.errors import InternalError, PartitionError, UsageError
 from penstock.partition.meter import FusedAttention, Meter, Rate
 
@@ -773,7 +773,7 @@ def _run_input_half(
     """Runs I of a unit, and returns its W."""
     if not outputs:
         return lambda: None
-    split = DeferredBackward(module)
+    split = SplitBackward(module)
     _, store = split.input_half(outputs, gradients, leaves)
     return partial(split.weight_half, store)
 

@@ -245,7 +245,7 @@ class Pipeline(WeightMethods):
         mesh: Any = None,
         seed: Seed = None,
         timeout: Timeout = None,
-        rendezvous_timeout: float = PATIENCE,
+        rendezvous_timeout: float = RENDEZVOUS,
         **loss: Unpack[LossOptions],
     ) -> Pipeline:
         """A pipeline of stages placed by hand.
@@ -526,7 +526,7 @@ class Pipeline(WeightMethods):
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Evaluation mode, with each module's own mode restored afterwards."""
-        modes = [(m, m.training) for stage in self._stages for m in stage.module.modules()]
+        modes = [(m, m.training) for stage in self._stages for m in stage.called_modules()]
         for stage in self._stages:
             stage.module.eval()
         try:
