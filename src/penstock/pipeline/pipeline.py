@@ -732,6 +732,10 @@ class Pipeline(WeightMethods):
         values = self._runner.gather(value)
         return values * self._schedules.ranks if self._transport is None else values
 
+    def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
+        """Put something between this rank and its transport, such as a counter; nothing in one process."""
+        self._runner.wrap_transport(wrap)
+
     def patient(self, seconds: float) -> AbstractContextManager[None]:
         """Let this rank take longer than ``timeout`` allows between two steps, such as to save.
 
