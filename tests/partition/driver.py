@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.partition import CallPlan, Partition
 from penstock.rng import LOSS, Draws
-from penstock.stage_module import StageCall
+from penstock.stage import StageCall
 
 Score = Callable[[Any], Tensor]
 
