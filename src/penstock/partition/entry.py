@@ -301,10 +301,9 @@ def _assembled(
     forward = _chain(model, sum(placed, [])) if not has_forward(model) else model
     recomputes = _recomputed(model, [door.path for door in doors], checkpoint)
     author = Author(model, doors, forward, recomputes, len(placed))
-    modules = tuple(CutStage(author, index, homes) for index in range(len(placed)))
-    made = Partition(
-        modules, find_shared(model, modules), _Cut(author, homes, example)
-    )
+    cut = _Cut(author, homes, example)
+    modules = tuple(CutStage(author, index, homes, cut) for index in range(len(placed)))
+    made = Partition(modules, find_shared(model, modules), cut)
     made.check_covers(model)
     return made
 

@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError, StageError
+from penstock.partition.base import Planner
 from penstock.partition.nested import Place, located, replaced, tensors_in
 from penstock.partition.plan import CallPlan, Homes, Step
 from penstock.partition.seen import (
@@ -116,15 +117,22 @@ class CutStage(StageModule):
         author: the model.
         index: which stage.
         homes: the stages of each unit by path, and of each parameter outside of them by name.
+        planner: finds what all stages do in a call.
     """
 
-    def __init__(self, author: Author, index: int, homes: Homes) -> None:
+    def __init__(self, author: Author, index: int, homes: Homes, planner: Planner) -> None:
         super().__init__()
         # Not as a submodule: its parameters are not this stage's.
         self.__dict__["_author"] = author
+        self.__dict__["_planner"] = planner
         self.index = index
         self.training = author.model.training
         self.__dict__["_loose"] = _fill(self, author, index, homes)
+
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
+        """What all stages do in a call, see :meth:`Partition.plan`."""
+        plan: CallPlan = self.__dict__["_planner"].plan(args, kwargs)
+        return plan
 
     @property
     def units(self) -> list[nn.Module]:
