@@ -164,6 +164,56 @@ def test_a_crash_is_a_failure_unless_the_plain_loop_crashes_too(pool: DeadPool, 
     assert (outcome.kind, outcome.reason) == (kind, "crash: worker 0 died: Segmentation fault")
 
 
+HOOKED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock
+
+seen = []
+
+
+def make():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, output: seen.append(("all", [output.sum()])))
+    return model
+
+
+def batch(step):
+    return (torch.ones(2, 4),), {}, torch.ones(2, 4)
+
+
+def change(model, step):
+    pass
+
+
+def pipeline(model, group=None):
+    return penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=F.mse_loss, group=group, ranks=2)
+
+
+loss_fn = F.mse_loss
+RUN = dict(steps=1, microbatches=2, reduction="mean", dtype="float64", optimizer="SGD", clip=None,
+    outputs=True, evaluate=True, load=False, accumulate=1, seed=None, loss_weight=False,
+    autocast=False, half=True)
+"""
+
+
+@pytest.mark.slow
+def test_what_ranks_report_is_put_together(workers: WorkerPool) -> None:
+    assert (
+        judge(HOOKED)
+        == judge_in(workers, HOOKED, 1)
+        == judge_in(workers, HOOKED, 2)
+        == Outcome("same")
+    )
+    lost = HOOKED.replace("return penstock", "model[1]._forward_hooks.clear()\n    return penstock")
+    for outcome in (judge(lost), judge_in(workers, lost, 2)):
+        assert (outcome.kind, "hook called" in outcome.reason) == ("failed", True)
+
+
 def test_a_plain_loop_that_fails_or_gives_no_numbers_is_void() -> None:
     names: list[str] = []
 
