@@ -290,7 +290,7 @@ def outcome_of(error: Exception) -> Outcome:
     reason = f"{type(root).__name__}: {message}"
     if refuses and isinstance(root, PeerFailed):
         return Outcome("failed", reason, detail)
-    if refuses and (fault := fault_of(str(root), isinstance(root, PartitionError))):
+    if refuses and (fault := fault_of(str(error), isinstance(root, PartitionError))):
         return Outcome("failed", f"message {fault}: {reason}", detail)
     return Outcome("refused" if refuses else "failed", reason, detail)
 
@@ -355,7 +355,10 @@ def judge(source: str) -> Outcome:
 
 
 def judge_in(pool: WorkerPool, source: str, processes: int) -> Outcome:
-    """Judge a program in workers, where a crash or a hang is a failure of the program."""
+    """Judge a program in workers, where a crash or a hang is a failure of the program.
+
+    A pool for programs of one process has one worker: others would count as ranks that are missing.
+    """
     try:
         answers = pool.run(f"{__name__}:work", processes, source=source)
     except WorkerError as error:
