@@ -290,7 +290,7 @@ def outcome_of(error: Exception) -> Outcome:
     reason = f"{type(root).__name__}: {message}"
     if refuses and isinstance(root, PeerFailed):
         return Outcome("failed", reason, detail)
-    if refuses and (fault := fault_of(str(error), isinstance(root, PartitionError))):
+    if refuses and (fault := fault_of(f"{error}: {root}", isinstance(root, PartitionError))):
         return Outcome("failed", f"message {fault}: {reason}", detail)
     return Outcome("refused" if refuses else "failed", reason, detail)
 
