@@ -1,4 +1,4 @@
-"""A whole run, small, in one process."""
+"""A complete run, small, in one process."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def records(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def weights(outcome: Outcome) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for path in sorted((outcome.folder / "weights").glob("*.safetensors")):
         with safe_open(str(path), "pt") as file:
-            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    return found
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return tensors
 
 
 def plain_losses(

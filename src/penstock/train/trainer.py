@@ -86,9 +86,9 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
         InputFileError: the text is too short, or the file of a plan is wrong.
     """
     device = device_of(config)
+    corpus = load(config.data, config.sequence)
     mesh = mesh_of(config)
     torch.set_num_threads(config.threads)
-    corpus = load(config.data, config.sequence)
     with make_pipeline(config, corpus, device, mesh) as pipe:
         out = (console or Console()) if pipe.leads else Console(quiet=True)
         folder, checkpoints = _claim_folder(pipe, config)
@@ -233,6 +233,8 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
     path = problem = ""
     if pipe.leads:
         try:
+            if config.resume not in (None, AUTO):
+                source_of(config.resume, Path())
             resumed = run_folder_of(config.resume) if config.resume else None
             out = config.out or (None if resumed is None else str(resumed))
             same = config.resume == AUTO or (resumed is not None and out == str(resumed))
