@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from penstock import runtime as runtime
     from penstock import schedule as schedule
     from penstock import stage as stage
-    from penstock import step as step
     from penstock import testing as testing
     from penstock import train as train
     from penstock import transport as transport
@@ -36,14 +35,14 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepEvent as StepEvent
     from penstock.pipeline import TensorBoard as TensorBoard
-    from penstock.rng import randomness as randomness
+    from penstock.partition import randomness as randomness
     from penstock.runtime import ActionEvent as ActionEvent
+    from penstock.runtime import LossScaler as LossScaler
+    from penstock.runtime import Replicas as Replicas
+    from penstock.runtime import StepResult as StepResult
+    from penstock.runtime import add_loss as add_loss
+    from penstock.runtime import collect_losses as collect_losses
     from penstock.stage import PipelineStage as PipelineStage
-    from penstock.step import LossScaler as LossScaler
-    from penstock.step import Replicas as Replicas
-    from penstock.step import StepResult as StepResult
-    from penstock.step.loss import add_loss as add_loss
-    from penstock.step.loss import collect_losses as collect_losses
     from penstock.values import REPLICATE as REPLICATE
     from penstock.values import Microbatches as Microbatches
     from penstock.values import Split as Split

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
+    from penstock.compiled.halves import leave_weights as leave_weights
     from penstock.compiled.halves import places_in as places_in
     from penstock.compiled.names import graphs_kept as graphs_kept
     from penstock.compiled.names import has_compiler as has_compiler

@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from penstock.parallel.tensors import let_cross as let_cross
     from penstock.parallel.tensors import local_part as local_part
     from penstock.parallel.tensors import merge_sharded as merge_sharded
+    from penstock.parallel.tensors import put_together as put_together
     from penstock.parallel.tensors import region_of as region_of
     from penstock.parallel.tensors import replicated as replicated
     from penstock.parallel.tensors import replicated_like as replicated_like
+    from penstock.parallel.tensors import settled as settled
     from penstock.parallel.tensors import split_sharded as split_sharded
     from penstock.parallel.tensors import spread as spread
+    from penstock.parallel.tensors import take_apart as take_apart
     from penstock.parallel.tensors import whole as whole
     from penstock.parallel.tensors import with_local as with_local
     from penstock.parallel.wrapping import Adapter as Adapter
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from penstock.parallel.wrapping import names_without_wrappers as names_without_wrappers
     from penstock.parallel.wrapping import over_replicas as over_replicas
     from penstock.parallel.wrapping import parts_of as parts_of
+    from penstock.parallel.wrapping import path_without_wrappers as path_without_wrappers
     from penstock.parallel.wrapping import spreads_over_processes as spreads_over_processes
     from penstock.parallel.wrapping import unwrapped as unwrapped
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.plan.answer import Plan as Plan
-    from penstock.plan.answer import Plans as Plans
-    from penstock.plan.answer import Shape as Shape
+    from penstock.plan.choice import Order as Order
+    from penstock.plan.choice import Plan as Plan
+    from penstock.plan.choice import PlanShape as PlanShape
+    from penstock.plan.choice import with_messages as with_messages
     from penstock.plan.costs import MeasuredStages as MeasuredStages
     from penstock.plan.costs import Profile as Profile
     from penstock.plan.costs import StageCosts as StageCosts
@@ -29,10 +30,13 @@ if TYPE_CHECKING:
     from penstock.plan.costs import cut_of as cut_of
     from penstock.plan.devices import DEVICES as DEVICES
     from penstock.plan.devices import Device as Device
+    from penstock.plan.devices import device_called as device_called
     from penstock.plan.devices import device_named as device_named
     from penstock.plan.measuring import measure as measure
-    from penstock.plan.predicting import predict as predict
-    from penstock.plan.predicting import predict_hf as predict_hf
+    from penstock.plan.measuring import predict as predict
+    from penstock.plan.measuring import predict_hf as predict_hf
+    from penstock.plan.report import report_of as report_of
+    from penstock.plan.searching import Plans as Plans
     from penstock.plan.searching import plan_for as plan_for
     from penstock.plan.searching import search as search
 

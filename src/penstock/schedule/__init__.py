@@ -35,17 +35,14 @@ if TYPE_CHECKING:
     from penstock.schedule.library import build as build
     from penstock.schedule.library import names as names
     from penstock.schedule.library import register as register
+    from penstock.schedule.order import merged as merged
     from penstock.schedule.passes import Pass as Pass
     from penstock.schedule.passes import add_communication as add_communication
-    from penstock.schedule.passes import add_wait_sends as add_wait_sends
     from penstock.schedule.passes import compose as compose
     from penstock.schedule.passes import compute_only as compute_only
-    from penstock.schedule.passes import delay_receives as delay_receives
     from penstock.schedule.passes import merge_backward as merge_backward
     from penstock.schedule.passes import prefetch as prefetch
     from penstock.schedule.passes import reduce_gradients as reduce_gradients
-    from penstock.schedule.passes import release_sends as release_sends
-    from penstock.schedule.passes import remove_wait_sends as remove_wait_sends
     from penstock.schedule.searching import lower_bound as lower_bound
     from penstock.schedule.searching import search as search
     from penstock.schedule.simulation import Gap as Gap
