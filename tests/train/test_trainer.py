@@ -171,7 +171,7 @@ def test_the_schedule_does_not_change_a_bit(
     assert outcome.held_out_loss == finished[0].held_out_loss
 
 
-@pytest.mark.parametrize("checkpoint", ["all", "blocks.0,blocks.1.attention"])
+@pytest.mark.parametrize("checkpoint", ["all", "blocks.0,blocks.1"])
 def test_what_is_computed_again_does_not_change_a_bit(
     checkpoint: str, finished: tuple[Outcome, str], text: Path, tmp_path: Path
 ) -> None:
@@ -185,7 +185,7 @@ def test_what_is_computed_again_does_not_change_a_bit(
     [
         ({"device": "tpu9"}, "device='tpu9': there is no such device here; use cpu"),
         ({"device": "cpu:1"}, "device='cpu:1': there is no such device"),
-        ({"checkpoint": "nix"}, "no module 'nix'"),
+        ({"checkpoint": "nix"}, "checkpoint='nix'"),
         ({"plan": "nowhere.json"}, "plan='nowhere.json': there is no such file"),
         ({"replicas": 2}, "need 4 processes, not 1: torchrun --standalone --nproc-per-node 4"),
     ],

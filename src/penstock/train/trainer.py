@@ -21,7 +21,6 @@ from penstock.errors import CheckpointError, ConfigError, InputFileError, NonFin
 from penstock.parallel import over_replicas, replicated_mesh
 from penstock.pipeline import Pipeline, peak_memory
 from penstock.plan import Plan, Profile
-from penstock.plan.report import report_of
 from penstock.schedule import Timeline, draw_svg
 from penstock.train.config import TrainConfig, ranks_of, schedule_of, to_toml, world_size
 from penstock.train.corpus import Batch, Corpus, load
@@ -463,7 +462,7 @@ class Run:
         schedule, kind = self.pipe.schedule, CLOCKS[clocks]
         size = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
         title = f"{schedule.name}: step {step}, {size}"
-        report = report_of([self._plan()], title=title, measured=timeline)
+        report = planning.report_of([self._plan()], title=title, measured=timeline)
         self.folder.write("timeline.json", timeline.to_chrome_trace())
         self.folder.write("timeline.svg", draw_svg(timeline, title=title, note=kind))
         self.folder.write("report.html", report)
