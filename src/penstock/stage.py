@@ -60,7 +60,12 @@ class StageModule(nn.Module):
 
     @abstractmethod
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What all stages of the model do in a call with arguments like these; it has ``edges``."""
+        """What all stages of the model do in a call with arguments like these.
+
+        Returns:
+            Something with ``edges``, the values that travel, and ``with_output(function)``, which calls a
+            function with the model's output without data.
+        """
 
     @property
     @abstractmethod

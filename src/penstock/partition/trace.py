@@ -567,15 +567,21 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         arguments = {id(t): place for place, t in reversed(placed.items())}
         results = tensors_in(output)
+        numbers: dict[int, int] = {}
         for place, tensor in enumerate(results):
             if id(tensor) in arguments:
                 event.slots.append(arguments[id(tensor)])
+                continue
+            if id(tensor) in numbers:
+                # One tensor at several places of a result is one value.
+                event.slots.append(numbers[id(tensor)])
                 continue
             maker = self._made.get(_storage(self._fake_of(tensor)))
             self._note_read(event, index, maker, _storage(self._fake_of(tensor)))
             name = label if len(results) == 1 else f"{label}[{place}]"
             number = self._new_value(tensor, name, index)
             self.trace.values[number].is_result = True
+            numbers[id(tensor)] = number
             event.slots.append(number)
         event.result = output
 
@@ -609,6 +615,8 @@ class _Recorder(TorchFunctionMode):
         try:
             return replaced(run(*args, **kwargs), self._without_numbers)
         except Exception:
+            if not (event.needs_data or isinstance(reason, _NEED_DATA)):
+                raise
             raise PartitionError(
                 f"{event.where}: {event.name} cannot be run on tensors without data, as each stage has them "
                 f"of other stages ({str(reason).splitlines()[0]}); put it into a module that is placed as a whole"
@@ -644,10 +652,13 @@ class _Recorder(TorchFunctionMode):
             args, kwargs = replaced((args, kwargs), ones)
             output = run(*args, **kwargs)
         except Exception as error:
+            if not (event.needs_data or isinstance(reason, _NEED_DATA)):
+                raise
+            kind = type(module).__name__
             raise PartitionError(
-                f"{event.what} can be run neither without data ({reason}) nor on made-up numbers ({error}), "
-                "but that is how the values between stages are found; give example=(args, kwargs), or name a "
-                "larger module in stages="
+                f"module {event.what!r} ({kind}) fails on arguments of these shapes: {error}. If it needs certain "
+                f"numbers in them (it was run without data, and then on ones: {reason}), give "
+                "example=(args, kwargs), or name a larger module in stages="
             ) from reason
         finally:
             for table, name, tensor in before:

@@ -418,7 +418,7 @@ class Interpreter:
             if self._data.keeps_outputs:
                 self._data.outputs[microbatch] = map_tensors(output, Tensor.detach)
             roots += self._loss_of(index, microbatch, output)
-        elif len(self._added):
+        elif len(self._added) and self._data.loss is not None:
             roots += self._added_loss(index, microbatch)
         return roots
 
@@ -426,12 +426,18 @@ class Interpreter:
         """The loss of a microbatch, scaled by its weight when its backward starts."""
         data = self._data
         if data.loss is None:
+            self._added.clear()
             return []
         if data.weights.shares[microbatch]:
             if data.seed is not None:
                 Draws(*data.seed, microbatch, self.stages[stage].device).enter(LOSS, 0)
             target = _saveable(data.targets[microbatch])
-            loss = replicated(data.loss.of_microbatch(output, target))
+            try:
+                loss = replicated(data.loss.of_microbatch(output, target))
+            except Exception as error:
+                if target is None:
+                    error.add_note("loss_fn was called without a target; pass target= to the step")
+                raise
             if data.loss.metrics:
                 data.tally.measure(microbatch, stage, output, target)
         else:

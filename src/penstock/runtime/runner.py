@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError, PoisonedError, SpecError, StageError, UsageError
-from penstock.faults import failing_module
+from penstock.faults import failing_module, without_own_frames
 from penstock.parallel import Adapter, adapter_of, let_cross, unwrapped
 from penstock.rng import generators_kept
 from penstock.runtime.calls import REFUSED, Agreement, Call, ModelCall, Offer, merge_offers, raise_refusals
@@ -328,10 +328,10 @@ class Runner:
                 raise
             except Exception as error:
                 module = failing_module(error)
-                where = f", module {module}" if module else ""
-                raise StageError(
-                    f"the model, called without data{where}: {type(error).__name__}: {error}"
-                ) from error
+                where = f"module {module}, before" if module else "before"
+                what = f"{type(error).__name__}: {error}"
+                cause = error.with_traceback(without_own_frames(error))
+                raise StageError(f"{where} the first microbatch: {what}") from cause
         return self._plans[key]
 
     def _check_passed(self, model_call: ModelCall, schedule: Schedule) -> None:
@@ -368,14 +368,13 @@ class Runner:
             UsageError: it has none, and the loss function, called with a fake output, fails without one.
         """
         rank = schedule.placement.rank_of[-1] if self.transport is not None else 0
-        if call.loss is None or model_call.targets[rank]:
+        loss = call.loss
+        if loss is None or model_call.targets[rank]:
             return
-        output = getattr(plan, "output", None)
-        if output is None:
+        if plan is None:
             return
         try:
-            with output.mode():
-                call.loss.function(output.value, None)
+            plan.with_output(lambda output: loss.of_microbatch(output, None))
         except Exception as error:
             positions, names = model_call.names
             near = get_close_matches("target", names, n=1)
@@ -383,8 +382,8 @@ class Runner:
             if not near and len(positions) > 1:
                 hint = f" (all {len(positions)} arguments by position went to the model)"
             raise UsageError(
-                f"rank {rank}, which has the last stage, was given no target{hint}, and loss_fn fails without "
-                f"one ({type(error).__name__}: {error}); pass target="
+                f"no target was given{hint}, and loss_fn fails without one ({type(error).__name__}: {error}); "
+                f"pass target=, at least on rank {rank}, which has the last stage"
             ) from error
 
     def _weigh(
