@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -105,23 +104,20 @@ def eager() -> Trained:
 # ---- stages that a pipeline compiles
 
 
-def test_equal_stages_are_compiled_once_and_never_again(
+def test_stages_are_compiled_once_and_never_again(
     eager: Trained, waiting: list[int], told: pytest.LogCaptureFixture
 ) -> None:
     torch.compiler.reset()
-    before = tally.compiled
     found = trained(sequence(), steps=1, ranks=4, compile=PLAIN)
-    # The first stage's input needs no gradient.
-    assert tally.compiled - before == 2
-    assert "stage 1: 1 graphs, 1 of them compiled now" in told.text
-    assert "stage 2: 1 graphs, 0 of them compiled now" in told.text
+    for stage in range(4):
+        assert f"stage {stage}: 1 graphs, 1 of them compiled now" in told.text
     # The norm's wait in the first stage only, which has nothing to do in the inputs' half.
     assert sorted(waiting) == [4] * 12 + [6] * 4
     check_alike(found, eager)
-    frames = dict(torch._dynamo.utils.counters["frames"])
+    compiled, frames = tally.compiled, dict(torch._dynamo.utils.counters["frames"])
     for _ in range(2):
         found.pipe.step(batch()[0], target=batch()[1])
-    assert tally.compiled - before == 2
+    assert tally.compiled == compiled
     assert dict(torch._dynamo.utils.counters["frames"]) == frames
 
 
@@ -135,34 +131,6 @@ def test_evaluation_is_compiled_too(eager: Trained) -> None:
     value, target = batch()
     assert found.eval(value, target=target).loss == eager.pipe.eval(value, target=target).loss
     torch.testing.assert_close(found.predict(value), eager.pipe.predict(value), rtol=0, atol=0)
-
-
-def test_a_plain_stage_takes_fewer_steps_of_python() -> None:
-    counts = []
-    for compiled in (PLAIN, None):
-        stage = PipelineStage(sequence(8), 0, 1, compile=compiled)
-        # One stays under way, as in a pipeline.
-        stage.forward(3, [batch()[0].requires_grad_()])
-        counts.append([_python_calls(stage, microbatch) for microbatch in range(3)][-1])
-    assert counts[0] < 0.9 * counts[1]
-
-
-def _python_calls(stage: PipelineStage, microbatch: int) -> int:
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    value = batch()[0].requires_grad_()
-    sys.setprofile(count)
-    try:
-        output = stage.forward(microbatch, [value])
-        stage.backward_input(microbatch, [torch.ones_like(output)])
-        stage.backward_weight(microbatch)
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def test_shapes_may_change_and_are_compiled_twice_at_most(waiting: list[int]) -> None:
@@ -612,27 +580,19 @@ def broken(*_: Any) -> Any:
     raise ArithmeticError("out of order")
 
 
-@pytest.mark.parametrize(
-    ("backend_name", "broken_way", "weights"),
-    [("inductor", "compile_with_inductor", {4, 6}), ("plain", "compile_plainly", {1})],
-)
+@pytest.mark.parametrize("backend", ["inductor", "plain"])
 def test_a_compiler_that_fails_is_done_without(
-    backend_name: str,
-    broken_way: str,
-    weights: set[int],
-    monkeypatch: pytest.MonkeyPatch,
-    waiting: list[int],
-    told: pytest.LogCaptureFixture,
+    backend: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
 ) -> None:
     torch.compiler.reset()
     expected = trained(sequence(2))
-    waiting.clear()
-    monkeypatch.setattr(names, broken_way, broken)
-    found = trained(sequence(2), compile={"backend": backend_name})
+    monkeypatch.setattr(names, "compile_with_inductor", broken)
+    monkeypatch.setattr(names, "compile_plainly", broken)
+    found = trained(sequence(2), compile={"backend": backend})
     torch.compiler.reset()
-    check_alike(found, expected, 1e-12)
+    check_alike(found, expected)
     assert "ArithmeticError: out of order" in told.text
-    assert set(waiting) == weights
+    assert "it runs without compilation" in told.text
 
 
 def test_what_cannot_be_cut_does_all_at_once(

@@ -11,8 +11,8 @@ from penstock.lazily import lazily
 
 if TYPE_CHECKING:
     from penstock.compiled.halves import leave_weights, places_in
-    from penstock.compiled.names import graphs_kept, has_compiler
-    from penstock.compiled.stages import CompiledModule, RefusedError, settings_of
+    from penstock.compiled.names import graphs_kept, has_compiler, settings_of
+    from penstock.compiled.stages import CompiledModule, RefusedError
 
 __all__ = [
     "CompiledModule",
@@ -28,7 +28,7 @@ __getattr__ = lazily(
     __name__,
     {
         "halves": "leave_weights places_in",
-        "names": "graphs_kept has_compiler",
-        "stages": "CompiledModule RefusedError settings_of",
+        "names": "graphs_kept has_compiler settings_of",
+        "stages": "CompiledModule RefusedError",
     },
 )
