@@ -635,14 +635,6 @@ def test_without_a_compiler_graphs_run_as_they_are(
     assert "there is no compiler for cpu here" in told.text
 
 
-def test_batch_statistics_of_a_whole_batch_are_refused() -> None:
-    model = nn.Sequential(linear(), nn.BatchNorm1d(WIDTH, dtype=torch.float64))
-    with pytest.raises(UsageError, match="cannot follow what is compiled: 1"):
-        Pipeline(
-            model, schedule="1F1B", ranks=2, loss_fn=loss_fn, batch_statistics="batch", compile=True
-        )
-
-
 def test_what_is_not_finite_is_found_inside_a_compiled_stage() -> None:
     class Infinite(Block):
         def forward(self, value: Tensor) -> Any:

@@ -355,23 +355,28 @@ _PLAIN = {Tensor, nn.Parameter}
 
 def _deliver(uses: Iterable[_Use]) -> None:
     """Runs one backward pass for some uses."""
+    sums = _summed(uses)
+    first: list[Any] = []
+    for edge in cast("dict[Any, Tensor]", sums):
+        if type(edge[0]) is LEAF and edge[0].variable.grad is None:
+            first += (edge,)
+    if first:
+        weights = [edge.node.variable for edge in first]
+        gradients = [sums.pop(edge) for edge in first]
+        with torch.enable_grad():
+            root = cast("Any", _Handover).apply(gradients, *weights)
+        sums[get_gradient_edge(root)] = root.detach()
+    run_backward(list(sums.items()))
+
+
+def _summed(uses: Iterable[_Use]) -> dict[GradientEdge, Tensor]:
+    """Returns the gradient at each edge, summed in the order of the uses. Nothing else may refer to them."""
     sums: dict[GradientEdge, Tensor] = {}
     for use in uses:
         for edge, gradient in zip(use.edges, use.gradients(), strict=True):
             if gradient is not None:
                 sums[edge] = _plus(sums.pop(edge), gradient) if edge in sums else gradient
-    first = [
-        edge
-        for edge in sums
-        if type(edge[0]) is LEAF and cast("Any", edge[0]).variable.grad is None
-    ]
-    if first:
-        weights = [edge.node.variable for edge in first]
-        firsts = [sums.pop(edge) for edge in first]
-        with torch.enable_grad():
-            root = cast("Any", _Handover).apply(firsts, *weights)
-        sums[get_gradient_edge(root)] = root.detach()
-    run_backward(list(sums.items()))
+    return sums
 
 
 def _plus(before: Tensor, gradient: Tensor) -> Tensor:
