@@ -169,7 +169,7 @@ def run_command(block: Block, command: list[str]) -> None:
     if command[:2] == ["penstock", "schedule"] or command == ["penstock", "--version"]:
         assert main(arguments) == 0, f"{block.page.name}:{block.line}"
         return
-    if command[:3] == ["penstock", "run", "--processes"]:
+    if command[:3] == ["torchrun", "--standalone", "--nproc-per-node"]:
         ran = run_script(*command[4:], processes=int(command[3]))
     else:
         started = {"penstock": ["-m", "penstock"], "python": []}
