@@ -146,7 +146,7 @@ class PipelineStage:
         if self._settings is not None:
             name = f"stage {self.index}"
             self._compiled = compiled.CompiledModule(
-                self._module, self._settings, name, pieces_of=self.code
+                self._module, self._settings, name, units_of=self.code
             )
             self._call = self._compiled
         self._compiles = self._compiled is not None or any(map(is_compiled, self._module.modules()))

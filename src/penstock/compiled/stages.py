@@ -104,14 +104,14 @@ class RefusedError(PenstockError):
 class CompiledModule:
     """A stage's module, called through what it is compiled to.
 
-    If the module has ``pieces``, the modules that run in it as wholes, these are compiled one by one, in
+    If the module has ``units``, the modules that run in it as wholes, these are compiled one by one, in
     place, as by their own ``compile()``, except for those that are compiled already.
 
     Args:
         module: The module.
         settings: Options of `torch.compile`, and ``checkpoints``.
         name: The name for messages.
-        pieces_of: The module with the pieces, if ``module`` is wrapped around it.
+        units_of: The module with the units, if ``module`` is wrapped around it.
 
     Raises:
         UsageError: There is no such option.
@@ -122,25 +122,25 @@ class CompiledModule:
         module: nn.Module,
         settings: Mapping[str, Any],
         name: str,
-        pieces_of: nn.Module | None = None,
+        units_of: nn.Module | None = None,
     ) -> None:
         self._module, self._name = module, name
         self._backend = _backend(module, settings)
         self._strict = bool(settings.get("fullgraph"))
         self._passed: set[tuple[bool, bool]] = set()
         options = {key: value for key, value in settings.items() if key in _OF_TORCH}
-        pieces = getattr(module if pieces_of is None else pieces_of, "pieces", None)
+        units = getattr(module if units_of is None else units_of, "units", None)
         self._call: Callable[..., Any] = module
-        if pieces is None:
+        if units is None:
             self._call = _compiled(module, self._backend, options)
-        self._pieces = [piece for piece in pieces or () if _is_worth_it(piece)]
-        for piece in self._pieces:
-            piece._compiled_call_impl = _compiled(piece, self._backend, options)
+        self._units = [unit for unit in units or () if _is_worth_it(unit)]
+        for unit in self._units:
+            unit._compiled_call_impl = _compiled(unit, self._backend, options)
 
     def undo(self) -> None:
-        """Undoes the compilation of pieces in place."""
-        for piece in self._pieces:
-            piece._compiled_call_impl = None
+        """Undoes the compilation of units in place."""
+        for unit in self._units:
+            unit._compiled_call_impl = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; the first call of each kind is undone if it fails.
@@ -182,10 +182,10 @@ class CompiledModule:
         )
 
 
-def _is_worth_it(piece: nn.Module) -> bool:
-    """Says whether to compile a piece: not a single operation, nor one that is compiled already."""
-    is_single = type(piece).__module__.startswith("torch.nn.") and not any(piece.children())
-    return piece._compiled_call_impl is None and not is_single
+def _is_worth_it(unit: nn.Module) -> bool:
+    """Says whether to compile a unit: not a single operation, nor one that is compiled already."""
+    is_single = type(unit).__module__.startswith("torch.nn.") and not any(unit.children())
+    return unit._compiled_call_impl is None and not is_single
 
 
 def _backend(module: nn.Module, settings: Mapping[str, Any]) -> Any:
