@@ -312,7 +312,9 @@ class PipelineStage:
         try:
             with compiled.graphs_kept(), warnings.catch_warnings():
                 # Dynamo reads .grad of every argument, also of non-leaves.
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+                warnings.filterwarnings(
+                    "ignore", "The .grad attribute of a Tensor that is not a leaf"
+                )
                 return self._call(*args, **kwargs)
         except compiled.RefusedError as error:
             if self._compiled is None:
@@ -434,8 +436,13 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` is around a module, or was applied to it in place."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    """Whether ``torch.compile`` is around a module, or was applied to it or to a function of it."""
+    functions = (type(module).forward, *vars(module).values())
+    return (
+        hasattr(module, "_orig_mod")
+        or module._compiled_call_impl is not None
+        or any(callable(f) and hasattr(f, "_torchdynamo_orig_callable") for f in functions)
+    )
 
 
 def without_compilation(model: nn.Module, asked: Compilation) -> tuple[nn.Module, Compilation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.backward import SharedGradients, SplitBackward
 
@@ -39,6 +39,17 @@ def test_an_error_leaves_grad_as_it_was() -> None:
     assert one.grad is before
 
 
+def run(split: SplitBackward, shared: SharedGradients, loss: Tensor, *, halves: bool) -> None:
+    if not halves:
+        with shared:
+            split.full([loss], None, [])
+        return
+    with shared:
+        _, pending = split.input_half([loss], None, [])
+    with shared:
+        split.weight_half(pending)
+
+
 @pytest.mark.parametrize("halves", [False, True])
 def test_two_stages_with_one_weight(halves: bool) -> None:
     """Each has the share that it would have as the only user."""
@@ -47,15 +58,7 @@ def test_two_stages_with_one_weight(halves: bool) -> None:
     stages = [(SplitBackward(layer), SharedGradients([layer.weight])) for _ in range(2)]
     for scale, (split, shared) in enumerate(stages, start=1):
         for _ in range(2):
-            loss = layer(x * scale).sum()
-            with shared:
-                if halves:
-                    _, pending = split.input_half([loss], None, [])
-                else:
-                    split.full([loss], None, [])
-            if halves:
-                with shared:
-                    split.weight_half(pending)
+            run(split, shared, layer(x * scale).sum(), halves=halves)
     assert layer.weight.grad is None
     assert layer.bias.grad is not None
     alone = 2 * x.sum(0).expand(3, 3)
