@@ -15,8 +15,8 @@ from penstock import Pipeline
 from penstock.compiled import CompiledModule, RefusedError, graphs_kept
 from tests.backward.oracle import SplitEngine, Stage, check
 from tests.backward.zoo import ZOO
-from tests.partition.calls.authors import made
-from tests.partition.calls.driving import square_mean
+from tests.partition.authors import made
+from tests.partition.driver import square_mean
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
