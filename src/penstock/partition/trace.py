@@ -251,6 +251,17 @@ def _units(doors: Sequence[Door]) -> dict[str, nn.Module]:
     return {door.path: door.module for door in doors}
 
 
+def _as_written() -> contextlib.AbstractContextManager[Any]:
+    """A context in which compiled functions run uncompiled.
+
+    Dynamo cannot compile on fake tensors, and would not try again on real ones.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, doors: Sequence[Door]) -> None:
         super().__init__()
@@ -418,7 +429,7 @@ class _Recorder(TorchFunctionMode):
         self._calls[path] += 1
         event = Event(path, path, f"in {path}", number)
         # Not as a function between units: the mode is left for as long as the unit runs.
-        with left(self):
+        with left(self), _as_written():
             output = self._event(event, path, run, args, kwargs)
         self._latest = path
         self.trace.units.append(UnitCall(path, tuple(args), dict(kwargs), output))
