@@ -367,7 +367,7 @@ def compare(
 
     Times are those of a rank's whole share of the model, and memory counts such shares.
     """
-    chosen = names or [name for name in ps.names() if name != "forward-only"]
+    chosen = names or [name for name, recipe in RECIPES.items() if recipe.trains]
     rows = [_row(name, shape, costs) for name in chosen]
     for line in _columns_of(rows, _columns(width)):
         typer.echo(line)

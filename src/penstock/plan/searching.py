@@ -149,7 +149,7 @@ def _names(given: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def _trains(name: str) -> bool:
-    return find(name)[0] != "forward-only"
+    return find(name)[1].trains
 
 
 def _policies(given: str | Iterable[str] | None) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.schedule.dependencies import Dependencies
     from penstock.schedule.drawing import draw_svg, draw_text
     from penstock.schedule.files import Limits, from_csv, from_json, load, save, to_csv, to_json
-    from penstock.schedule.library import build, names, register
+    from penstock.schedule.library import build, names, register, unregister
     from penstock.schedule.order import merged
     from penstock.schedule.passes import (
         Pass,
@@ -75,6 +75,7 @@ __all__ = [
     "simulate",
     "to_csv",
     "to_json",
+    "unregister",
     "v_shaped",
     "validate",
 ]
@@ -87,7 +88,7 @@ __getattr__ = lazily(
         "dependencies": "Dependencies",
         "drawing": "draw_svg draw_text",
         "files": "Limits from_csv from_json load save to_csv to_json",
-        "library": "build names register",
+        "library": "build names register unregister",
         "order": "merged",
         "passes": "Pass add_communication compose compute_only merge_backward prefetch reduce_gradients",
         "searching": "lower_bound search",
