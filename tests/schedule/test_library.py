@@ -201,7 +201,9 @@ def three_in_laps(ranks: int, microbatches: int) -> Schedule:
 
 
 @pytest.mark.usefixtures("own_registry")
-def test_a_schedule_is_added_by_a_function_and_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_is_added_by_a_function_and_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing else: how many stages it has is read off what it builds."""
     monkeypatch.setenv("COLUMNS", "160")
     register("three in laps", three_in_laps)
