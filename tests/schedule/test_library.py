@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -197,7 +198,8 @@ def three_in_laps(ranks: int, microbatches: int) -> Schedule:
     """Three stages on each rank, in laps."""
     if ranks == 1:
         raise ScheduleError("ranks=1: nothing to overlap")
-    return build("LoopedBFS", ranks=ranks, microbatches=microbatches, stages_per_rank=3)
+    laps = build("LoopedBFS", ranks=ranks, microbatches=microbatches, stages_per_rank=3)
+    return replace(laps, name="three in laps")
 
 
 @pytest.mark.usefixtures("own_registry")
