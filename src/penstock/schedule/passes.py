@@ -224,15 +224,15 @@ def _prefetch(program: Program, bound: int) -> Iterator[Entry]:
 
 def _coming(program: Program, bound: int) -> list[list[int]]:
     """For each entry the next distinct stages that are used from there on, nearest first."""
-    found: list[list[int]] = []
+    coming: list[list[int]] = []
     order: list[int] = []
     for entry in reversed(program):
         if _computes(entry):
             stages = [action.stage for action in flat((entry,))]
             if stages != order[: len(stages)]:
                 order = stages + [stage for stage in order if stage not in stages]
-        found.append(order[:bound])
-    return found[::-1]
+        coming.append(order[:bound])
+    return coming[::-1]
 
 
 # ---- when a stage's gradients are summed over data-parallel replicas

@@ -159,8 +159,8 @@ class _RankBound:
         turn = np.arange(m)
         earlier, not_later = turn[:, None] < turn, turn[:, None] <= turn
         needed = reach[np.ix_(held, held)][:, None, :, None]
-        own = np.eye(len(held), dtype=bool)[:, None, :, None]
-        always = (needed & not_later[:, None, :]) | (own & earlier[:, None, :])
+        same = np.eye(len(held), dtype=bool)[:, None, :, None]
+        always = (needed & not_later[:, None, :]) | (same & earlier[:, None, :])
         self.always: Mask = always.reshape(len(self._long), -1)
         self._limit = task.limit[rank]
         stages = [lane // 3 for lane in held[::3]]
@@ -224,8 +224,8 @@ class _RankBound:
         most = m - before[at].reshape(len(at), -1, m).sum(axis=2).T
         stages = range(len(self._activation))
         for stage in stages:
-            own = slice(stage * m, (stage + 1) * m)
-            least[3 * stage, own] = most[3 * stage, own] = self._turn + 1
+            forwards = slice(stage * m, (stage + 1) * m)
+            least[3 * stage, forwards] = most[3 * stage, forwards] = self._turn + 1
         held = [self._holds(stage, least[3 * stage], most) for stage in stages]
         spare = self._limit - np.sum(held, axis=0)
         if (spare < 0).any():

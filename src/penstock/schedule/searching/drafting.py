@@ -84,7 +84,7 @@ class Dispatcher:
         self._clock = [0.0] * task.ranks
         self._held = [0.0] * task.ranks
         self._one = [task.held_by_one(rank) for rank in range(task.ranks)]
-        self._shares = [len(found) > 3 for found in task.lanes]
+        self._shares = [len(held) > 3 for held in task.lanes]
         self._done = [0] * lanes
         self._end: list[list[float]] = [[] for _ in range(lanes)]
         self._ready = [0.0 if not needs else NEVER for needs in task.needs]
