@@ -14,13 +14,13 @@ from penstock.schedule import (
     Placement,
     Schedule,
     add_communication,
-    add_wait_sends,
     build,
     parse_action,
 )
 from penstock.schedule.action import MESSAGE_OPS
 from penstock.transport import BACKWARD, FORWARD, Channel
 from tests.runtime.graphs import schedule_of
+from tests.schedule.executor import wait_for_sends
 
 SKIP = (Edge("a", 0, (1, 2, 3)), Edge("b", 1, (2,)), Edge("m", 1, (3,), False), Edge("c", 2, (3,)))
 
@@ -58,7 +58,7 @@ def test_actions_wait_for_their_receives() -> None:
 
 
 def test_a_wait_for_a_send_waits_for_it() -> None:
-    found = RankProgram(add_wait_sends(chained()), 0).instructions[-1]
+    found = RankProgram(wait_for_sends(chained()), 0).instructions[-1]
     assert [str(found.action), *map(str, found.messages)] == ["0WAIT_SEND_F1", "0SEND_F1"]
 
 
