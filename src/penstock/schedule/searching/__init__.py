@@ -110,7 +110,7 @@ def search(  # noqa: PLR0913 - the whole task, by name
         if not bound.excludes(known * (1 - PRECISION)):
             climber.run(EFFORT * effort / len(climbers), bound.least)
     draft = min((climber.best[0] for climber in climbers), key=attrgetter("makespan"))
-    return draft.schedule if best is None or draft.makespan < shortest * (1 - SLACK) else best
+    return draft.schedule() if best is None or draft.makespan < shortest * (1 - SLACK) else best
 
 
 def lower_bound(

@@ -50,12 +50,18 @@ class Draft(NamedTuple):
     Attributes:
         makespan: when the last action ends.
         rule: what it was made by.
-        schedule: the schedule.
+        task: what it is for.
+        programs: for each rank its actions.
     """
 
     makespan: float
     rule: Rule
-    schedule: Schedule
+    task: Task
+    programs: list[list[Action]]
+
+    def schedule(self) -> Schedule:
+        """The draft as a schedule."""
+        return self.task.empty.with_programs(self.programs)
 
 
 class Dispatcher:
@@ -100,7 +106,7 @@ class Dispatcher:
             stale = self._start(lane, start)
             for rank in stale:
                 chosen[rank] = self._choose(rank)
-        return Draft(max(self._clock), self._rule, task.empty.with_programs(self._programs))
+        return Draft(max(self._clock), self._rule, task, self._programs)
 
     def _choose(self, rank: int) -> tuple[float, float, int]:
         """What a rank would start next: when, with which priority, and of which lane."""
