@@ -5,14 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import defaultdict
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.pipelining import schedules as peer
 from torch.distributed.pipelining.stage import PipelineStage
 
+from penstock import Pipeline
 from penstock.schedule import (
     Action,
     add_communication,
@@ -56,6 +60,22 @@ def test_torchs_files_load_and_are_proven(name: str, form: str, ranks: int, tmp_
     validate(read).raise_if_bad()
     validate(add_communication(read)).raise_if_bad()
     assert simulate(read).makespan > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pipeline_runs_torchs_files(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "torch.csv"
+    peer_schedule(name, 2, 8)._dump_csv(path, "compute_comms")
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)])
+    batch, target = torch.randn(8, 3), torch.randn(8, 3)
+    expected = nn.functional.mse_loss(model(batch), target)
+    expected.backward()
+    pipe = Pipeline(deepcopy(model), schedule=path, microbatches=8, loss_fn=nn.functional.mse_loss)
+    pipe.zero_grad()
+    torch.testing.assert_close(pipe.step(batch, target=target).loss, expected.item())
+    for got, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad)
 
 
 @pytest.mark.parametrize("name", NAMES)
