@@ -24,8 +24,6 @@ from benchmarks import (
     mesh,
     plan,
     predictions,
-    schedules,
-    search,
     steps,
 )
 
@@ -36,8 +34,6 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "plan": plan.compare,
     "buffers": buffers.compare,
     "checks": checks.compare,
-    "schedules": schedules.compare,
-    "search": search.compare,
     "backward": backward.compare,
     "loading": loading.compare,
     "cutting": cutting.compare,

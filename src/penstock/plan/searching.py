@@ -41,7 +41,7 @@ from penstock.plan.choice import (
 )
 from penstock.plan.costs import Cut, Profile, StageCosts, UnitCosts, cut_of, runs_of
 from penstock.plan.report import report_of
-from penstock.schedule import Op, Placement, Schedule, build, compute_only, names, simulate
+from penstock.schedule import Op, Placement, Schedule, compute_only, names, simulate
 from penstock.schedule import search as search_schedule
 from penstock.schedule.library import find
 
@@ -270,12 +270,8 @@ def _schedules(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
     )
 
 
-@lru_cache
 def _trains(name: str) -> bool:
-    try:
-        return build(name, ranks=2, microbatches=4).trains
-    except ScheduleError:
-        return True  # it refuses these numbers, and is asked again with others
+    return find(name)[1].trains
 
 
 def _policies(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
