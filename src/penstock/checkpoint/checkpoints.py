@@ -239,7 +239,8 @@ class Checkpoints:
             try:
                 loading = Loading(Table(path), targets, team, strict=strict)
             except InputFileError as error:
-                return [str(error), None]
+                text = str(error)
+                return [text if str(path) in text else f"{path}: {text}", None]
             return [loading.damage(), loading.report()]
 
         replies = team.together("load", match)

@@ -113,13 +113,12 @@ class Targets:
         """All labels."""
         return [*self.weights, *self.optimizers, *self.states]
 
-    def optimizer_of(self, label: str) -> str:
-        """The label of the optimizer that a scheduler drives; empty if it is no scheduler."""
+    def optimizer_of(self, label: str) -> str | None:
+        """The label of the optimizer that a scheduler drives, empty if that is not here; None for others."""
         value = self.states[label]
-        # ReduceLROnPlateau was not always an LRScheduler.
-        is_scheduler = isinstance(value, LRScheduler) or hasattr(value, "min_lrs")
-        driven = getattr(value, "optimizer", None) if is_scheduler else None
-        return next((name for name, one in self.optimizers.items() if one is driven), "")
+        if not isinstance(value, LRScheduler):
+            return None
+        return next((name for name, one in self.optimizers.items() if one is value.optimizer), "")
 
 
 Description = list[Any]

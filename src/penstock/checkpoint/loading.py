@@ -14,10 +14,10 @@ from penstock.checkpoint.contents import MODEL, RANDOMNESS, Targets, join_groups
 from penstock.checkpoint.planning import Box
 from penstock.checkpoint.table import Table
 from penstock.checkpoint.team import Team
-from penstock.errors import InputFileError, PenstockError, StateDictError
+from penstock.errors import InputFileError, PenstockError, StateDictError, printable
 from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
 from penstock.rng import unwrapped
-from penstock.weights.files import quoted
+from penstock.weights.files import shortened
 from penstock.weights.optimizers import OptimizerStates, find_groups, read_states, write_states
 from penstock.weights.states import Weights, check_apart
 from penstock.weights.trees import decode, decode_inline, keys_of
@@ -101,7 +101,9 @@ class Loading:
             return [None] * len(own.groups)
         others = self._problems["others"]
         if saved.kind != own.kind:
-            others.append(f"{label}= is of the class {own.kind}, {quoted([saved.kind])} was saved")
+            others.append(
+                f"{label}= is of the class {own.kind}, {printable(saved.kind, '')} was saved"
+            )
         members = [group.parameters for group in saved.groups]
         numbers, problems = find_groups(
             own.groups, members, [group.settings for group in saved.groups]
@@ -251,6 +253,14 @@ class Loading:
         Raises:
             InputFileError: something of the table cannot be read.
         """
+        try:
+            self._read()
+        except InputFileError as error:
+            raise InputFileError(
+                f"{self._table.path} is damaged, and nothing was loaded: {error}"
+            ) from error
+
+    def _read(self) -> None:
         for label, tree in self._trees.items():
             if tree is not None:
                 state = decode(self._joined(label, tree), self._table.read)
@@ -267,6 +277,8 @@ class Loading:
     def _joined(self, label: str, tree: Any) -> Any:
         """A state; if it is a scheduler's, then with values for the groups that its optimizer has here."""
         optimizer = self._targets.optimizer_of(label)
+        if optimizer is None:
+            return tree
 
         def values(path: str, now: Any) -> list[Any]:
             if optimizer:
@@ -376,5 +388,5 @@ class Loading:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:20])
+    shown = ", ".join(map(shortened, names[:20]))
     return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"

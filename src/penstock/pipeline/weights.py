@@ -231,7 +231,14 @@ class HeldWeights:
         before = self._watched.foreign_gradients()
         yield
         self._check_foreign(before)
-        self._sharing.sum_gradients()
+        if not self._sharing.idle:
+            # As a task, so that its error ends the other ranks too.
+            self.local.run([self._check_buffers()])
+            self._sharing.sum_gradients()
+
+    def _check_buffers(self) -> Task[None]:
+        self._sharing.check_buffers()
+        yield from ()
 
     def _check_foreign(self, before: Mapping[nn.Parameter, Tensor]) -> None:
         """Check that a step added no gradient to weights whose stages are in other processes."""

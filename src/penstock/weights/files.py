@@ -1,8 +1,8 @@
 """Safetensors files that together hold the unsplit model's weights: one writer, one reader, stages filled.
 
 The safetensors package maps files into memory, where the mapped pages count in addition to the tensors made
-of them, and a file that is cut short while it is mapped ends the process. So a tensor's bytes are read straight
-into the tensor, and written block by block with their checksum. The files are the format's own.
+of them, and a file that is cut short while it is mapped ends the process. So a tensor's bytes are read
+straight into the tensor, and written block by block with their checksum. The files are the format's own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
+from penstock.errors import (
+    CheckpointError,
+    InputFileError,
+    StateDictError,
+    UsageError,
+    printable,
+)
 from penstock.partition.base import Partition, Shared, named_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -53,10 +59,16 @@ DEEPEST_JSON = 100
 _BLOCK = 4 << 20
 
 
+def shortened(text: str, most: int = 120) -> str:
+    """A name from a file, for a message: escaped, and not too long."""
+    text = printable(text, "")
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def quoted(names: Iterable[str], most: int = 20) -> str:
-    """Names from a file or a model, for a message: in quotes, escaped, and neither too long nor too many."""
+    """Names for a message: each in quotes, and not too many."""
     listed = list(names)
-    shown = ", ".join(json.dumps(n if len(n) <= 120 else f"{n[:117]}...") for n in listed[:most])
+    shown = ", ".join(f'"{shortened(name)}"' for name in listed[:most])
     return shown if len(listed) <= most else f"{shown} and {len(listed) - most} more"
 
 
@@ -438,7 +450,7 @@ def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
     lacking = sorted(file for file in set(files.values()) if not _is_there(folder / file))
     if lacking:
         raise InputFileError(
-            f"{folder}: the index names {quoted(lacking)}, which are missing; copy the whole folder"
+            f"{folder}: the index names {', '.join(map(shortened, lacking[:20]))}, which are missing; copy the whole folder"
         )
     return {name: folder / file for name, file in files.items()}, tied
 

@@ -1,9 +1,9 @@
 """Weights that several stages use: one tensor in a process, equal copies across processes, one gradient.
 
-Each stage collects its share of the gradient beside ``.grad``, over all microbatches of a step. After the step,
-the ranks that hold copies exchange the shares of their stages; each adds all shares up in the order of the
-stages, and adds the sum to ``.grad``. So the result depends neither on which rank has which stages, nor on whose
-backward ran first, and optimizers keep the copies equal bit by bit.
+Each stage collects its share of the gradient beside ``.grad``, over all microbatches of a step. After the
+step, the ranks that hold copies exchange the shares of their stages; each adds all shares up in the order of
+the stages, and adds the sum to ``.grad``. So the result depends neither on which rank has which stages, nor on
+whose backward ran first, and optimizers keep the copies equal bit by bit.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class SharedWeights:
         self._shared = [one for one in table if self._stages.keys() & {*one.stages}]
         self._ranks_of = [sorted({rank_of[stage] for stage in one.stages}) for one in self._shared]
         self._rank_of = rank_of
+        self._is_first_step = True
         self._buffers: list[tuple[Shared, Tensor, int, Tensor | None]] = []
         self.tie()
         wide = [one for one in table if len({rank_of[stage] for stage in one.stages}) > 1]
@@ -61,6 +62,11 @@ class SharedWeights:
         check_same(ranks, text, "tables of shared weights; give all of them the same shared=")
         homes = [sorted({rank_of[stage] for stage in one.stages}) for one in wide]
         ranks.open(sorted({(a, b) for of in homes for a in of for b in of if a != b}))
+
+    @property
+    def idle(self) -> bool:
+        """Whether the stages here share nothing with other stages."""
+        return all(len(one.stages) == 1 for one in self._shared)
 
     # ---- one tensor in a process
 
@@ -157,25 +163,39 @@ class SharedWeights:
         """Before a step: tie weights again that were replaced, and note the shared buffers."""
         if not self._is_tied():
             self.tie()
-        is_first = not self._buffers
         # Not every operation that changes a tensor increments its version: batch_norm does not.
         self._buffers = [
-            (one, tensor, tensor._version, tensor.clone() if is_first else None)
+            (one, tensor, tensor._version, tensor.clone() if self._is_first_step else None)
             for one, tensor in zip(self._shared, self._tensors, strict=True)
             if not isinstance(tensor, nn.Parameter) and len(one.stages) > 1
         ]
 
-    def sum_gradients(self) -> None:
-        """After a step: add the sum of all stages' shares to the ``.grad`` of each weight.
+    def check_buffers(self) -> None:
+        """After a step: check that it left shared buffers as they were.
 
         Raises:
-            UsageError: the step changed a buffer that stages share.
+            UsageError: it changed one.
         """
+        changed = [
+            f"{one.names[0]!r} (stages {list(one.stages)})"
+            for one, tensor, version, before in self._buffers
+            if tensor._version != version or not (before is None or torch.equal(tensor, before))
+        ]
+        if changed:
+            raise UsageError(
+                f"a step changed buffers that several stages share: {', '.join(changed)}; each rank would "
+                "change its own copy, in another order than the unsplit model. Put the modules that use them "
+                "into one stage, or keep the buffer fixed (a BatchNorm with track_running_stats=False, or in "
+                "evaluation mode)"
+            )
+        self._is_first_step = False
+
+    def sum_gradients(self) -> None:
+        """After a step: add the sum of all stages' shares to the ``.grad`` of each weight."""
         shares: dict[tuple[int, int], Tensor | None] = {}
         for index, stage in self._stages.items():
             keys = [(i, index) for i in self._trained_by(index)]
             shares |= zip(keys, stage.take_shares(), strict=True)
-        self._check_buffers()
         shares = {key: self._dense(key[0], one) for key, one in shares.items()}
         if self._is_wide:
             self._exchange(shares)
@@ -226,20 +246,6 @@ class SharedWeights:
         part = part.to_dense() if part.is_sparse else part
         weight: Any = self._tensors[i]
         return part.to(weight.grad_dtype or weight.dtype).contiguous()
-
-    def _check_buffers(self) -> None:
-        changed = [
-            f"{one.names[0]!r} (stages {list(one.stages)})"
-            for one, tensor, version, before in self._buffers
-            if tensor._version != version or not (before is None or torch.equal(tensor, before))
-        ]
-        if changed:
-            raise UsageError(
-                f"a step changed buffers that several stages share: {', '.join(changed)}; each rank would "
-                "change its own copy, in another order than the unsplit model. Put the modules that use them "
-                "into one stage, or keep the buffer fixed (a BatchNorm with track_running_stats=False, or in "
-                "evaluation mode)"
-            )
 
 
 def _find(stage: PipelineStage, name: str) -> Tensor:
