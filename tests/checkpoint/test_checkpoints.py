@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import signal
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any

@@ -43,7 +43,7 @@ from penstock.weights.sharing import SharedWeights
 from penstock.weights.states import (
     LoadResult,
     Names,
-    Weights,
+    StageWeights,
     check_contents,
     check_fits,
     gather_optimizer,
@@ -210,7 +210,7 @@ class HeldWeights:
         self._watched.check_modules()
         if not self._watched.is_changed():
             return
-        remember_names(Weights(self.local.stages, self.names).named_parameters())
+        remember_names(StageWeights(self.local.stages, self.names).named_parameters())
         if len(self.local.stages) < self.stage_count:
             self._watched.check_ties(self._shared)
             return
@@ -252,10 +252,10 @@ class HeldWeights:
             )
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> StageWeights:
         """The parameters and buffers that live in this process."""
         self.follow()
-        return Weights(self.local.stages, self.names)
+        return StageWeights(self.local.stages, self.names)
 
     def names_by_identity(self) -> dict[int, str]:
         """The name of each parameter that lives in this process, by its ``id``."""
@@ -276,7 +276,7 @@ class WeightMethods:
     _held: HeldWeights
 
     @property
-    def held_weights(self) -> Weights:
+    def held_weights(self) -> StageWeights:
         """The parameters and buffers that live in this process."""
         return self._held.weights
 

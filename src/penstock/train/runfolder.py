@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.team import Team
+from penstock.checkpoint.team import ProcessTeam
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
 from penstock.schedule import Timeline, draw_svg
@@ -145,7 +145,7 @@ class Stop:
     def agreed(self, pipe: Pipeline) -> int:
         """The signal that some rank got, or that the time is up; 0 to go on. All ranks must call it."""
         late = self._end is not None and time.monotonic() >= self._end
-        told: list[int] = Team(pipe, None).agree(self._heard or (_TIME if late else 0))
+        told: list[int] = ProcessTeam(pipe, None).agree(self._heard or (_TIME if late else 0))
         return max(told) or min(told)
 
     def __enter__(self) -> Stop:

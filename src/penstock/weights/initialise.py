@@ -54,12 +54,12 @@ class Blanks:
             )
 
     def _is_blank(self, tensor: Tensor) -> bool:
-        found = self._blanks.get(id(tensor))
-        if found is None or not tensor.numel():
+        blank = self._blanks.get(id(tensor))
+        if blank is None or not tensor.numel():
             return False
         if tensor.is_floating_point() or tensor.is_complex():
             return bool(tensor.isnan().any())
-        return tensor._version == found[1] and bool((tensor == _mark(tensor.dtype)).all())
+        return tensor._version == blank[1] and bool((tensor == _mark(tensor.dtype)).all())
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -72,12 +72,12 @@ def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 @torch.no_grad()
 def _give_memory(tensor: Tensor, device: torch.device) -> None:
-    made = torch.empty_like(tensor, device=device, requires_grad=False)
-    made.fill_(_mark(tensor.dtype))
+    filled = torch.empty_like(tensor, device=device, requires_grad=False)
+    filled.fill_(_mark(tensor.dtype))
     if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, made)
+        filled = nn.Parameter(filled, tensor.requires_grad)
+    filled.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, filled)
 
 
 def _mark(dtype: torch.dtype) -> float | int | bool:
@@ -151,8 +151,7 @@ def _children_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     A container may change its children after their own initialisers.
     """
     depths = {module: path.count(".") + bool(path) for path, module in root.named_modules()}
-    found = sorted(root.named_modules(), key=lambda item: -depths[item[1]])
-    return iter(found)
+    return iter(sorted(root.named_modules(), key=lambda item: -depths[item[1]]))
 
 
 @contextmanager
@@ -183,14 +182,14 @@ class _Inits:
         self._of: dict[str, Init] = dict(getattr(root, "initialisers", {}))
         for path, module in root.named_modules():
             called = getattr(module, "stands_for", module)
-            if callable(found := getattr(called, "_init_weights", None)):
-                self._of[path] = found
+            if callable(init := getattr(called, "_init_weights", None)):
+                self._of[path] = init
 
     def run(self, path: str, module: nn.Module) -> None:
         """Run a module's own initialiser, and then the user's or that of the model around it."""
-        own: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        if callable(own) and _takes_nothing(own):
-            own()
+        reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        if callable(reset) and _takes_nothing(reset):
+            reset()
         init = self._init or self._around(path)
         if init is not None:
             init(module)

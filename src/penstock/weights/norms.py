@@ -34,8 +34,10 @@ def all_norms(ranks: Ranks, counted: Mapping[int, Sequence[Tensor]], order: floa
         counted: for each stage here, the parameters that count there.
         order: as for :func:`torch.linalg.vector_norm`.
     """
-    own = [[stage, gradient_norms(counted[stage], order).tolist()] for stage in sorted(counted)]
-    stages = sorted(pair for of_rank in exchange(ranks, own) for pair in of_rank)
+    by_stage = [
+        [stage, gradient_norms(counted[stage], order).tolist()] for stage in sorted(counted)
+    ]
+    stages = sorted(pair for of_rank in exchange(ranks, by_stage) for pair in of_rank)
     return torch.tensor([norm for _, norms in stages for norm in norms], dtype=torch.float64)
 
 

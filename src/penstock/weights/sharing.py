@@ -2,8 +2,8 @@
 
 Each stage collects its share of the gradient beside ``.grad``, over all microbatches of a step. After the
 step, the ranks that hold copies exchange the shares of their stages; each adds all shares up in the order of
-the stages, and adds the sum to ``.grad``. So the result depends neither on which rank has which stages, nor on
-whose backward ran first, and optimizers keep the copies equal bit by bit.
+the stages, and adds the sum to ``.grad``. So the result depends neither on which rank has which stages, nor
+on whose backward ran first, and optimizers keep the copies equal bit by bit.
 """
 
 from __future__ import annotations
@@ -131,22 +131,22 @@ class SharedWeights:
         """
         if not self._is_wide:
             return
-        own = {
+        digests = {
             one.names[0]: [str(list(tensor.shape)), str(tensor.dtype), _digest(local_part(tensor))]
             for one, tensor in zip(self._shared, self._tensors, strict=True)
         }
-        copies = exchange(self._ranks, own)
+        copies = exchange(self._ranks, digests)
         for one, tensor, ranks in zip(self._shared, self._tensors, self._ranks_of, strict=True):
-            told = {rank: copies[rank][one.names[0]] for rank in ranks}
-            kinds = {rank: " ".join(copy[:2]) for rank, copy in told.items()}
+            of_ranks = {rank: copies[rank][one.names[0]] for rank in ranks}
+            kinds = {rank: " ".join(copy[:2]) for rank, copy in of_ranks.items()}
             if len({*kinds.values()}) > 1:
                 raise AgreementError(
                     f"ranks share {one.names[0]!r}, but it differs between them: {kinds}; "
                     "give every rank the same model"
                 )
             source = self._rank_of[one.stages[0]]
-            others = [r for r in ranks if "" not in (told[r][2], told[source][2])]
-            others = [r for r in others if told[r][2] != told[source][2]]
+            others = [r for r in ranks if "" not in (of_ranks[r][2], of_ranks[source][2])]
+            others = [r for r in others if of_ranks[r][2] != of_ranks[source][2]]
             part = local_part(tensor)
             if others and self._ranks.rank == source:
                 text = "%r differed between the ranks that share it: ranks %s got that of rank %d"
@@ -213,8 +213,8 @@ class SharedWeights:
                 if rank not in self._here:
                     of_rank = [(i, stage) for stage in one.stages if self._rank_of[stage] == rank]
                     theirs.setdefault(rank, []).extend(of_rank)
-                    own = [(i, stage) for stage in one.stages if (i, stage) in shares]
-                    mine.setdefault(rank, []).extend(own)
+                    items = [(i, stage) for stage in one.stages if (i, stage) in shares]
+                    mine.setdefault(rank, []).extend(items)
         device = next(iter(self._stages.values())).device
         flags = {rank: torch.zeros(len(keys), device=device) for rank, keys in theirs.items()}
         there = {
