@@ -15,6 +15,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from torch import nn
 
 from penstock import Checkpoints, Pipeline
 from penstock.checkpoint import describe
-from penstock.errors import CheckpointError, InputFileError, PenstockError, StateDictError
+from penstock.errors import CheckpointError, InputFileError, StateDictError
 from penstock.faults.processes import die_with_parent
 
 RANKS = 2
@@ -339,6 +340,24 @@ def mutate(table: Any, chance: random.Random) -> Any:
     return table
 
 
+def load_crafted(checkpoints: Checkpoints) -> tuple[str, str]:
+    """Load into a fresh run: what comes of it, and what is wrong with that."""
+    job = Job()
+    before = {name: tensor.clone() for name, tensor in job.pipe.state_dict().items()}
+    try:
+        checkpoints.load(**job.states)
+    except (InputFileError, StateDictError) as error:
+        kind = type(error).__name__
+        lines = str(error).split("\n\t") if kind == "StateDictError" else [str(error)]
+        if any("\n" in line or "\x1b" in line or len(line) > 2000 for line in lines):
+            return kind, f"the message is {str(error)[:300]!r}"
+        same = all(torch.equal(before[n], one) for n, one in job.pipe.state_dict().items())
+        return kind, "" if same else "the model was changed"
+    except Exception as error:
+        return type(error).__name__, f"{type(error).__name__}: {str(error)[:300]}"
+    return "loaded", ""
+
+
 def tables(count: int, seed: int = 0) -> dict[str, Any]:
     """Load crafted tables: each is an error of ours, and nothing is changed, or it is loaded."""
     chance, job = random.Random(seed), Job()
@@ -351,33 +370,26 @@ def tables(count: int, seed: int = 0) -> dict[str, Any]:
         original = (path / "checkpoint.json").read_bytes()
         for number in range(count):
             rewrite_table(path, lambda table: mutate(table, chance))
-            fresh = Job()
-            before = {name: tensor.clone() for name, tensor in fresh.pipe.state_dict().items()}
-            try:
-                checkpoints.load(**fresh.states)
-                kind = "loaded"
-            except (InputFileError, StateDictError) as error:
-                kind = type(error).__name__
-                lines = str(error).split("\n\t") if kind == "StateDictError" else [str(error)]
-                if any("\n" in line or "\x1b" in line or len(line) > 2000 for line in lines):
-                    problems.append(f"{number}: {str(error)[:300]!r}")
-            except Exception as error:
-                kind = f"{type(error).__name__} ({isinstance(error, PenstockError)})"
-                problems.append(f"{number}: {kind}: {str(error)[:300]}")
-            after = fresh.pipe.state_dict()
-            if kind != "loaded" and not all(torch.equal(before[n], after[n]) for n in before):
-                problems.append(f"{number}: the model was changed")
+            kind, problem = load_crafted(checkpoints)
             kinds[kind] = kinds.get(kind, 0) + 1
+            problems += [f"{number}: {problem}"] if problem else []
             (path / "checkpoint.json").write_bytes(original)
     return {"tables": count, "outcomes": kinds, "problems": problems}
 
 
+PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "kills": kills,
+    "disk": disk,
+    "flips": flips,
+    "tables": tables,
+}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["kills", "disk", "flips", "tables"])
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--count", type=int, default=20)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable()
-    parts = {"kills": kills, "disk": disk, "flips": flips, "tables": tables}
-    print(json.dumps(parts[arguments.part](arguments.count), indent=2))
+    sys.stdout.write(json.dumps(PARTS[arguments.part](arguments.count), indent=2) + "\n")

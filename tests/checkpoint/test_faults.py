@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -175,8 +176,6 @@ def test_a_failure_beside_the_training_is_raised_by_the_next_call(
 PROGRAM = """
 import os, sys, time, torch
 from penstock import Checkpoints
-class Team:
-    rank, leads, size = 0, True, 2
 checkpoints = Checkpoints(sys.argv[1], asynchronous=True)
 model = torch.nn.Linear({width}, {width})
 fsync = os.fsync
@@ -189,7 +188,7 @@ checkpoints.save(1, model=model)
 
 
 def run_to_end(folder: Path, fault: str, end: str = "", width: int = 3) -> tuple[int, str, float]:
-    """Run a program that saves beside its training and ends: its status, what it says, and its last seconds."""
+    """Run a program that saves beside its training and ends: its status, its words, and its last seconds."""
     program = PROGRAM.format(fault=fault, end=f"print(time.time(), flush=True)\n{end}", width=width)
     done = subprocess.run(
         [sys.executable, "-c", program, str(folder)],
@@ -258,8 +257,6 @@ def deep(path: Path) -> None:
 def deeper_than_json(path: Path) -> None:
     rewrite_table(path.parent, lambda table: table | {"extra": "DEEP"})
     content = path.read_bytes().replace(b'"DEEP"', b"[" * 100_000 + b"]" * 100_000)
-    from zlib import crc32
-
     start = content.index(b'"format": ') + len(b'"format": ')
     path.write_bytes(b'{"crc32": %d, "format": ' % crc32(content[start:]) + content[start:])
 
