@@ -301,6 +301,7 @@ class Background:
         self.job = job
         self._team = team
         self._writer = writer
+        self.process = os.getpid()
         self._problem: Exception | None = None
         self._file_done = threading.Event()
         self._given_up = threading.Event()
@@ -359,7 +360,8 @@ class Background:
         except BaseException:
             self._given_up.set()
             if self._team.leads:
-                self._thread.join()
+                # If even that hangs, its folder is removed by the next run.
+                self._thread.join(_AT_EXIT)
                 shutil.rmtree(self.job.folder, ignore_errors=True)
             raise
 
@@ -392,19 +394,15 @@ class Background:
 
 
 _UNFINISHED: set[Background] = set()
-_PROCESS = os.getpid()
-log = logging.getLogger("penstock")
 
 
 def finish_all() -> None:
     """At the end of the process, complete what is being written, or say that it was lost."""
-    if os.getpid() != _PROCESS:
-        return
     # A process that dies of an exception does not wait for long; its status says already that it failed.
     fails = getattr(sys, "last_value", None) is not None
     until = time.monotonic() + _AT_EXIT if fails else math.inf
     problems = []
-    for background in list(_UNFINISHED):
+    for background in [one for one in _UNFINISHED if one.process == os.getpid()]:
         if problem := background.finish(until):
             problems.append(f"the checkpoint of step {background.job.step} was lost: {problem}")
     sys.stderr.writelines(f"penstock: {text}\n" for text in problems)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.rng import Generators, devices_of, seed_of, unwrapped
+from penstock.stage import PipelineStage
 
 # ---- give tensors on the meta device memory, and find those that no initialiser has filled
 
@@ -214,10 +215,8 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
 # ---- the user's function
 
 
-@runtime_checkable
-class _Pipeline(Protocol):
-    def init_weights(self, seed: int, init: Init | None = None) -> None:
-        """As below."""
+def init_weights(self, seed: int, init: Init | None = None) -> None:
+    """As below."""
 
 
 @runtime_checkable
@@ -253,11 +252,12 @@ def init_weights(
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UsageError(f"seed={seed!r}: must be a whole number")
-    if isinstance(target, nn.Module | _Stage):
+    if isinstance(target, nn.Module | PipelineStage):
         initialise([_home(target, device)], seed, init)
-    elif isinstance(target, _Pipeline):
-        _check_no_device(device)
-        target.init_weights(seed, init)
+    elif callable(of_pipeline := getattr(target, "init_weights", None)):
+        if device is not None:
+            raise UsageError("a Pipeline knows where its stages live; leave out device=")
+        of_pipeline(seed, init)
     elif isinstance(target, Iterable):
         initialise([_home(stage, device) for stage in target], seed, init)
     else:
@@ -266,16 +266,11 @@ def init_weights(
         )
 
 
-def _check_no_device(device: Any) -> None:
-    if device is not None:
-        raise UsageError("a Pipeline knows where its stages live; leave out device=")
-
-
 def _home(stage: Any, device: torch.device | str | None) -> tuple[nn.Module, torch.device]:
+    if isinstance(stage, PipelineStage):
+        return stage.own, torch.device(device or stage.device)
     if isinstance(stage, nn.Module):
         return stage, torch.device(device or "cpu")
-    if isinstance(stage, _Stage):
-        return stage.own, torch.device(device or stage.device)
     raise UsageError(
         f"{type(stage).__name__} is neither a module nor a stage; give modules, PipelineStages or a Pipeline"
     )
