@@ -215,16 +215,6 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
 # ---- the user's function
 
 
-def init_weights(self, seed: int, init: Init | None = None) -> None:
-    """As below."""
-
-
-@runtime_checkable
-class _Stage(Protocol):
-    own: nn.Module
-    device: torch.device
-
-
 def init_weights(
     target: Any,
     seed: int,
