@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from penstock import Pipeline, PipelineStage
 from penstock.errors import UsageError
-from penstock.partition.traced import Cuts, Point, cut_traced
 from penstock.testing import WorkerPool
 from tests.pipeline.noisy import WIDTH, model, piped, plain
 
@@ -48,10 +47,9 @@ def test_in_process(schedule: str, ranks: int, stages: int, recompute: str) -> N
     same(found, expected(recompute))
 
 
-@pytest.mark.parametrize("engine", ["deferred", "graph", "none"])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_every_engine_of_backward(engine: str, recompute: str) -> None:
-    found = piped(schedule="ZB-H1", ranks=2, recompute=recompute, engine=engine)
+def test_backward_in_halves(recompute: str) -> None:
+    found = piped(schedule="ZB-H1", ranks=2, recompute=recompute)
     same(found, expected(recompute))
 
 
@@ -63,14 +61,6 @@ def test_on_gloo(workers: WorkerPool, schedule: str, stages: int, recompute: str
     )
     together = {name: text for answer in answers for name, text in answer["gradients"].items()}
     same(answers[0] | {"gradients": together}, expected(recompute))
-
-
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZB-V"])
-def test_a_traced_model(schedule: str) -> None:
-    net, points = model(), [Point(path) for path in ("2", "4", "5.last")]
-    cut = cut_traced(net, (torch.zeros(2, WIDTH),), cuts=Cuts(tuple(points)))
-    found = piped(schedule=schedule, recompute="", ranks=2, stages=cut.partition, net=net)
-    same(found, expected(""))
 
 
 def test_recomputation_gives_the_same_gradients() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -20,7 +19,6 @@ from torch.distributed.tensor import (
 )
 
 from penstock.errors import MicrobatchError, SpecError
-from penstock.values import register_type
 
 # ---- local parts, whole tensors, and norms
 
@@ -133,19 +131,13 @@ _MODULES: WeakSet[nn.Module] = WeakSet()
 
 
 def prepare(modules: Iterable[nn.Module], get_mesh: Callable[..., Any] | None) -> None:
-    """Register DTensor as a type that travels in parts, and remember modules whose parameters have meshes."""
-    _register()
+    """Remember modules whose parameters have meshes."""
     if get_mesh is not None and get_mesh not in _CALLBACKS:
         _CALLBACKS.append(get_mesh)
     new = [module for module in modules if module not in _MODULES]
     _MODULES.update(new)
     # Noted again for every new module, since a later mesh may have the names of an earlier one.
     _note_meshes_of(new)
-
-
-@cache
-def _register() -> None:
-    register_type(DTensor, _take_apart, _put_together)
 
 
 def _note(mesh: DeviceMesh) -> _Names:
@@ -159,26 +151,28 @@ def _note(mesh: DeviceMesh) -> _Names:
     return names
 
 
-def _take_apart(tensor: DTensor) -> dict[str, Any]:
-    return {
-        "share": tensor.to_local(),
+def take_apart(tensor: DTensor) -> tuple[Tensor, dict[str, Any]]:
+    """The local part of a DTensor, and how it is placed, in JSON."""
+    sharding = {
         "mesh": list(_note(tensor.device_mesh)),
-        "placements": [_told(placement) for placement in tensor.placements],
+        "placements": [_described(placement) for placement in tensor.placements],
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
     }
+    return tensor.detach().to_local(), sharding
 
 
-def _put_together(parts: dict[str, Any]) -> DTensor:
-    found: DTensor = DTensor.from_local(
-        parts["share"],
-        _mesh(tuple(parts["mesh"])),
-        [_read(text) for text in parts["placements"]],
+def put_together(part: Tensor, sharding: dict[str, Any]) -> DTensor:
+    """The DTensor with this local part."""
+    tensor: DTensor = DTensor.from_local(
+        part,
+        _mesh(tuple(sharding["mesh"])),
+        [_read(text) for text in sharding["placements"]],
         run_check=False,
-        shape=torch.Size(parts["shape"]),
-        stride=tuple(parts["stride"]),
+        shape=torch.Size(sharding["shape"]),
+        stride=tuple(sharding["stride"]),
     )
-    return found
+    return tensor
 
 
 def _mesh(names: _Names) -> DeviceMesh:
@@ -206,7 +200,7 @@ def _note_meshes_of(modules: Iterable[nn.Module]) -> None:
             _note(parameter.device_mesh)
 
 
-def _told(placement: Placement) -> list[Any]:
+def _described(placement: Placement) -> list[Any]:
     """A placement as JSON data."""
     if isinstance(placement, Shard) and type(placement) is Shard:
         return ["shard", placement.dim]
@@ -220,8 +214,8 @@ def _told(placement: Placement) -> list[Any]:
     )
 
 
-def _read(told: list[Any]) -> Placement:
-    kind, *rest = told
+def _read(text: list[Any]) -> Placement:
+    kind, *rest = text
     if kind == "shard":
         return Shard(int(rest[0]))
     return Partial(str(rest[0])) if kind == "partial" else Replicate()

@@ -164,3 +164,18 @@ def let_cross(modules: Iterable[nn.Module], get_mesh: GetMesh | None = None) -> 
     # Importing DTensor takes half a second; as long as nobody has imported it, there are none.
     if _TORCH_PART in sys.modules or get_mesh is not None:
         _dtensor().prepare(modules, get_mesh)
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor with pending (Partial) sums carried out."""
+    return _dtensor().settled(tensor) if is_sharded(tensor) else tensor
+
+
+def take_apart(tensor: Tensor) -> tuple[Tensor, Any]:
+    """The local part of a DTensor, and how it is placed, in JSON; of another tensor, itself and None."""
+    return _dtensor().take_apart(tensor) if is_sharded(tensor) else (tensor, None)
+
+
+def put_together(part: Tensor, sharding: Any) -> Tensor:
+    """The DTensor with this local part, placed as :func:`take_apart` told."""
+    return _dtensor().put_together(part, sharding)

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 from penstock.errors import UsageError
 from penstock.faults import Activity, add_probe
 from penstock.schedule import Action, Op, matching
-from penstock.values.structure import mapped
+from penstock.values import map_tensors
 
 How = Literal[
     "exception",
@@ -28,6 +28,7 @@ How = Literal[
     "SIGSTOP",
     "SIGTERM",
     "SIGINT",
+    "SIGSEGV",
     "exit",
     "sleep",
     "hold the GIL",
@@ -72,7 +73,7 @@ def fail_at(
             the rank's first action of the step. ``"between"``: in your own code before the step, where
             ``fault.over(batches)`` gives its batch.
         how: ``"exception"``, ``"out of memory"``: raise. ``"SIGKILL"``, ``"SIGSTOP"``, ``"SIGTERM"``,
-            ``"SIGINT"``: send this process that signal. ``"exit"``: end it silently, with status 0.
+            ``"SIGINT"``, ``"SIGSEGV"``: send this process that signal. ``"exit"``: end it silently, with status 0.
             ``"sleep"``: make no progress. ``"hold the GIL"``: likewise, and let no other thread run.
             ``"dtype"``, ``"shape"``, ``"layout"``, ``"detach"``, ``"nan"``: change the tensors that a stage
             returns from a forward. ``"short iterator"``: ``fault.over(batches)`` ends before the step.
@@ -191,6 +192,7 @@ _FAULTS: dict[str, Callable[[], None]] = {
     "SIGSTOP": _send(signal.SIGSTOP),
     "SIGTERM": _send(signal.SIGTERM),
     "SIGINT": _send(signal.SIGINT),
+    "SIGSEGV": _send(signal.SIGSEGV),
     "exit": lambda: os._exit(0),
     "sleep": lambda: time.sleep(LONG),
     "hold the GIL": _hold_the_gil,
@@ -220,6 +222,6 @@ def _change_output(change: Callable[[Tensor], Tensor]) -> None:
             return None
         for handle in handles:
             handle.remove()
-        return mapped(output, lambda t: change(t) if t.is_floating_point() else t)
+        return map_tensors(output, lambda t: change(t) if t.is_floating_point() else t)
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]

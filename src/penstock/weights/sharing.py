@@ -81,7 +81,7 @@ class SharedWeights:
             for one, tensor in zip(self._shared, self._tensors, strict=True)
         ]
         for index, stage in self._stages.items():
-            stage.keep_apart([self._tensors[i] for i in self._trained_by(index)])
+            stage.share_gradients([self._tensors[i] for i in self._trained_by(index)])
 
     def tie_filled(self) -> None:
         """Tie again weights that have been given memory since, stage by stage."""
