@@ -24,14 +24,14 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_norms_and_whether_there_is_a_gradient(dtype: torch.dtype) -> None:
+def test_norms_of_the_gradients_that_are_there(dtype: torch.dtype) -> None:
     found = gradient_norms(parameters(dtype))
-    assert found.tolist() == [[3.0, 4.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
+    assert found.tolist() == [3.0, 4.0, 0.0]
     assert found.dtype is torch.float64
 
 
 def test_no_parameters_have_no_norms() -> None:
-    assert gradient_norms([]).shape == (2, 0)
+    assert gradient_norms([]).tolist() == []
     assert total_norm(gradient_norms([])) == 0.0
 
 

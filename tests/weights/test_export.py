@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.partition import cut_chain, cut_sequential
 from penstock.weights import WeightFiles, read_weights, save_index, save_stage
-from penstock.weights.files import INDEX, stage_file
+from penstock.weights.folders import INDEX, stage_file
 
 
 def save(model: nn.Sequential, folder: Path, stages: int) -> None:

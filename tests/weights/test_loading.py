@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -18,7 +19,14 @@ from penstock import Pipeline
 from penstock.errors import InputFileError, StateDictError, UsageError
 from penstock.partition import cut_chain, cut_traced, partition
 from penstock.partition.traced import Cuts, Point, TracedCut
-from penstock.weights import load_partition, load_stage, parameters_on_meta, save_index, save_stage
+from penstock.weights import (
+    load_partition,
+    load_stage,
+    parameters_on_meta,
+    read_weights,
+    save_index,
+    save_stage,
+)
 from penstock.weights.files import entries
 from tests.partition.traced.models import EXAMPLES, Words, word_loss
 
@@ -212,3 +220,43 @@ def test_a_rank_needs_the_memory_of_its_share() -> None:
         check=True,
     )
     assert json.loads(done.stdout)["peak_over_share"] < 1.1
+
+
+def deep(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+INDICES = {
+    "no JSON": "{",
+    "another JSON": "[]",
+    "no map": "{}",
+    "no files": json.dumps({"weight_map": {"weight": 1}}),
+    "odd metadata": json.dumps({"weight_map": {}, "metadata": []}),
+    "odd ties": json.dumps({"weight_map": {}, "metadata": {"tied": {"a": []}}}),
+    "deep": '{"weight_map": ' + deep(200) + "}",
+    "very deep": '{"weight_map": ' + deep(100_000) + "}",
+    "a long name": json.dumps({"weight_map": {"weight": "x" * 5000}}),
+    "escapes": json.dumps({"weight_map": {"weight": "\x1b[2J\nx"}}),
+    "not in the file": json.dumps({"weight_map": {"we\n\x1b[1m" + "x" * 5000: "a.safetensors"}}),
+}
+
+
+@pytest.mark.parametrize("what", INDICES)
+def test_an_odd_index_is_an_error_of_one_line(tmp_path: Path, what: str) -> None:
+    save_file({"other": torch.ones(1)}, tmp_path / "a.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(INDICES[what])
+    with pytest.raises(InputFileError) as caught:
+        dict(read_weights(tmp_path))
+    text = str(caught.value)
+    assert str(tmp_path) in text
+    assert "\n" not in text
+    assert "\x1b" not in text
+    assert len(text) < 600
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_or_a_device_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    for path in (tmp_path, Path("/dev/zero")):
+        with pytest.raises(InputFileError, match="not a regular file"):
+            read_weights(path)
