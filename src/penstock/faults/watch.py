@@ -381,7 +381,7 @@ class Watch:
         failure = self._find_gone() or self._find_lost_store(overdue)
         if failure is not None:
             self._accuse(failure)
-        elif overdue:
+        elif overdue and self._broken is None:
             self._find_silent()
 
     def _find_gone(self) -> Failure | None:
@@ -404,8 +404,7 @@ class Watch:
 
     def _find_cut(self, place: Place) -> str:
         """Why a rank of another machine is out of reach; empty if that is not known."""
-        heard = self._heartbeats.heard[place.rank]
-        if self._broken is not None and heard < self._broken and monotonic() - self._broken > CAUSE:
+        if self._broken is not None and min(place.stale, monotonic() - self._broken) > CAUSE:
             return (
                 "its process ended without a word, its machine is down, or the network to it is cut"
             )
