@@ -171,6 +171,7 @@ def work(rank: int, folder: Path, case: dict[str, Any]) -> int:
     # Where it hangs, if it does.
     faulthandler.dump_traceback_later(LIMIT - 10.0)
     torch.set_num_threads(1)
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
     fired = folder / "fired"
     error: BaseException | None = None
     with fail_at(**case["fault"], before=lambda: fired.write_text(str(time.monotonic()))) as fault:

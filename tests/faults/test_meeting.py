@@ -48,7 +48,9 @@ def test_a_wrong_environment_is_refused(change: dict[str, str], says: str) -> No
 # ---- how they meet at a store
 
 
-def come(store: Any, *ranks: int, sizes: tuple[int, ...] = (3, 3, 3), seconds: float = 5.0) -> list[Any]:
+def come(
+    store: Any, *ranks: int, sizes: tuple[int, ...] = (3, 3, 3), seconds: float = 5.0
+) -> list[Any]:
     """What becomes of the ranks that come: the name that they are told, or their error as text."""
     results: list[Any] = [None] * len(ranks)
 

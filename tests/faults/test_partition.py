@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import SILENT, SLACK, run_job
+from tests.faults.jobs import SLACK, run_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -72,15 +72,13 @@ def test_all_sides_of_a_cut_network_stop(
         tmp_path,
         fault={"rank": 9, "step": 1, "how": "sleep"},
         steps=10**9,
+        timeout=60.0,
         spaces=[spaces[0], spaces[1], spaces[1]],
-        cut=cut,
+        meddle=cut,
     )
     assert [ended.error for ended in job.ranks] == ["PeerFailed"] * 3, job.ranks[0].output
     assert [ended.status for ended in job.ranks] == [75] * 3
     assert "or the network to it is cut" in job.ranks[0].text
     for ended in job.ranks[1:]:
-        assert (
-            "the control store, through which ranks leave word, is lost: it has not" in ended.text
-        )
-    assert job.heard() < SILENT + 3.0 * SLACK
-    assert job.gone - job.fired < SILENT + 5.0 * SLACK
+        assert "the control store, through which the ranks leave word, is lost" in ended.text
+    assert job.heard() < 3.0 * SLACK

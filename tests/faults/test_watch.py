@@ -67,7 +67,7 @@ def test_an_exception_is_told_once_and_named_everywhere(
     culprit = job.ranks[injected["rank"]]
     assert culprit.status == status
     assert culprit.error in ("InjectedError", "OutOfMemoryError", "KeyboardInterrupt")
-    assert "in _raise" in job.report["failures"][0]["trace"] or status == 130
+    assert "tests/faults/jobs.py" in job.report["failures"][0]["trace"]
     told = [json.loads((tmp_path / f"torchrun-{rank}").read_text()) for rank in range(RANKS)]
     times = [int(one["message"]["extraInfo"]["timestamp"]) for one in told]
     assert times.index(min(times)) == injected["rank"], "torchrun names the earliest"
