@@ -245,6 +245,7 @@ class Ring:
             dist.recv(torch.zeros(4), source)
         self.activity.act(Action(self.rank, op, microbatch))
         if 0 <= target <= self.last:
+            self.activity.wait(f"{self.rank}SEND_{op}{microbatch}", target)
             dist.send(torch.zeros(4), target)
 
 

@@ -35,7 +35,7 @@ from penstock.faults.failure import (
 )
 from penstock.faults.heartbeats import Heartbeats
 from penstock.faults.meeting import Meeting
-from penstock.faults.silence import STALE, Place, Stragglers, find_silent
+from penstock.faults.silence import STALE, Place, Stragglers, Verdict, find_silent
 
 TICK = 0.1
 """Seconds between two looks of the monitor."""
@@ -101,6 +101,7 @@ class Watch:
         self._aborted = 0.0
         self._reachable: dict[str, bool] = {}
         self._stragglers = Stragglers()
+        self._reporting = threading.Lock()
         self._ending = threading.Event()
         self._closed = False
         self._heartbeats = Heartbeats(meeting, lambda: activity.place(self._status))
@@ -244,7 +245,8 @@ class Watch:
         rank = self.activity.rank
         tell_torchrun(failure, own=False)
         if failure.by == rank:
-            write_report(self._folder, failure, self._places().values(), self._heartbeats.stacks)
+            with self._reporting:
+                write_report(self._folder, failure, self._places().values())
         text = str(failure)
         if failure.rank != rank:
             if failure.is_raised:
@@ -305,10 +307,12 @@ class Watch:
         for rank in self._others:
             # First its time, as the other thread may replace both.
             stale = now - self._heartbeats.heard[rank]
+            condition = self._meeting.processes[rank].condition()
+            if condition != "stopped":
+                # While the store does not answer, nobody is heard.
+                stale -= self._heartbeats.unanswered
             places[rank] = replace(
-                self._heartbeats.places[rank],
-                stale=max(0.0, stale),
-                condition=self._meeting.processes[rank].condition(),
+                self._heartbeats.places[rank], stale=max(0.0, stale), condition=condition
             )
         return {
             rank: replace(places[rank], limit=max(limit, places[rank].slack))
@@ -378,11 +382,12 @@ class Watch:
         )
         if ticks % LOOK and not overdue and self._broken is None:
             return
-        failure = self._find_gone() or self._find_lost_store(overdue)
+        failure = self._find_gone()
+        if failure is None and overdue and self._broken is None and self._find_silent():
+            return
+        failure = failure or self._find_lost_store(overdue)
         if failure is not None:
             self._accuse(failure)
-        elif overdue and self._broken is None:
-            self._find_silent()
 
     def _find_gone(self) -> Failure | None:
         """The failure of a rank that has left, ended, or is out of reach."""
@@ -440,12 +445,17 @@ class Watch:
         )
         return Failure("lost", 0, what=what, by=place.rank)
 
-    def _find_silent(self) -> None:
+    def _find_silent(self) -> bool:
+        """Report who holds this rank up, if that can be known; returns whether it can."""
         places = self._places()
         verdict = find_silent(places, self.activity.rank)
         if verdict is None:
-            return
-        failure = of_silence(verdict, places, self.activity.rank)
+            return False
+        with self._reporting:
+            self._report_silence(of_silence(verdict, places, self.activity.rank), verdict, places)
+        return True
+
+    def _report_silence(self, failure: Failure, verdict: Verdict, places: dict[int, Place]) -> None:
         self._accuse(failure)
         if self._failure is None or self._failure.by != self.activity.rank:
             return
