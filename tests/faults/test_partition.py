@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def test_all_sides_of_a_cut_network_stop(
     (near, here), (far, there) = spaces
 
     def cut() -> None:
+        time.sleep(2.0)  # the machines have seen each other
         if ways == "link":
             assert ip("-n", near, "link", "set", here, "down")
         if ways in ("both", "to the far side"):

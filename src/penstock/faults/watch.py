@@ -51,6 +51,8 @@ BOW = 0.5
 """Seconds that the others wait, so that the failed rank is the first to end."""
 LAST = 4.0
 """Seconds after waits were ended until a rank that still waits ends itself."""
+DOUBT = 1.5
+"""Seconds without a word from a machine after which it is asked whether it can be reached."""
 PROBE = 1.0
 """Seconds in which a machine that can be reached answers."""
 
@@ -233,7 +235,7 @@ class Watch:
         self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
         if not failure.everywhere:
             self._end_waits()
-        self._heartbeats.wait_for(lambda: all(map(self._has_stopped, self._others)), LINGER)
+        self._await_others()
         first = self._heartbeats.failure or failure
         if first.rank == self.activity.rank:
             write_report(self._folder, first, self._places().values())
@@ -253,7 +255,7 @@ class Watch:
                 self._heartbeats.wait_for(lambda: self._has_left(failure.rank), BOW)
             if self._meeting.hosts:
                 # The store ends with this process.
-                self._heartbeats.wait_for(lambda: all(map(self._has_stopped, self._others)), LINGER)
+                self._await_others()
             text = f"rank {rank} stopped because {text}"
         return PeerFailed(text, (failure,), failure.status)
 
@@ -294,6 +296,17 @@ class Watch:
     def _has_stopped(self, rank: int) -> bool:
         return self._heartbeats.places[rank].status == "stops" or self._has_left(rank)
 
+    def _await_others(self) -> None:
+        """Wait a moment until all others that can have heard of the failure."""
+
+        def have_heard() -> bool:
+            places = self._places().values()
+            return all(
+                self._has_stopped(p.rank) or p.is_mute for p in places if p.rank in self._others
+            )
+
+        self._heartbeats.wait_for(have_heard, LINGER)
+
     @property
     def _limit(self) -> float:
         if self.activity.setup is not None:
@@ -322,7 +335,8 @@ class Watch:
     def _accuse(self, failure: Failure) -> None:
         """Report the failure of another rank, unless one is known already."""
         self._heartbeats.report(failure)
-        self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
+        if self._heartbeats.unanswered < DOUBT:
+            self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
         self._learn(self._heartbeats.failure or failure)
 
     def _learn(self, failure: Failure) -> None:
@@ -333,6 +347,9 @@ class Watch:
 
     def _run(self) -> None:
         ticks = 0
+        for process in self._meeting.processes:
+            if process.condition() == "unknown" and process.address:
+                self._can_be_reached(process.address)
         while not self._ending.wait(TICK):
             ticks += 1
             if self._launcher is not None and os.getppid() != self._launcher:
@@ -416,13 +433,16 @@ class Watch:
         address = self._meeting.processes[place.rank].address
         if not address or self._heartbeats.lost:
             return ""
-        port = self._meeting.host[1] if self._meeting.host else 9
-        if address not in self._reachable:
-            # What never answers, as behind a firewall, says nothing later.
-            self._reachable[address] = _answers(address, port)
-        if place.stale < STALE or not self._reachable[address] or _answers(address, port):
+        if place.stale < DOUBT or self._can_be_reached(address):
             return ""
         return f"not heard of for {place.stale:.1f} s: its machine is down, or the network to it is cut"
+
+    def _can_be_reached(self, address: str) -> bool:
+        """Whether a machine answers; one that never did, as behind a firewall, may all the same."""
+        port = self._meeting.host[1] if self._meeting.host else 9
+        if address not in self._reachable:
+            self._reachable[address] = _answers(address, port)
+        return not self._reachable[address] or _answers(address, port)
 
     def _find_lost_store(self, overdue: bool) -> Failure | None:
         """The failure to reach the store, if that is one."""
@@ -431,10 +451,9 @@ class Watch:
         if why and any(place.status == "left" for place in self._heartbeats.places.values()):
             # Its host is done, and so may this rank be.
             return None
-        if not why and silent > STALE:
-            is_far = host is not None and self._reachable.setdefault(host[0], _answers(*host))
-            if overdue or (is_far and host is not None and not _answers(*host)):
-                why = f"it has not answered for {silent:.1f} s"
+        is_cut = silent > DOUBT and host is not None and not self._can_be_reached(host[0])
+        if not why and (is_cut or (overdue and silent > STALE)):
+            why = f"it has not answered for {silent:.1f} s"
         if not why:
             return None
         place = self.activity.place()
@@ -449,6 +468,10 @@ class Watch:
         """Report who holds this rank up, if that can be known; returns whether it can."""
         places = self._places()
         verdict = find_silent(places, self.activity.rank)
+        if verdict is None and self._heartbeats.unanswered > STALE:
+            # The host of the store may be stopped, and nobody is heard of since then.
+            stopped = [p for p in places.values() if p.condition == "stopped" and p.idle >= p.limit]
+            verdict = Verdict((stopped[0].rank,), tuple(map(str, stopped))) if stopped else None
         if verdict is None:
             return False
         with self._reporting:
