@@ -19,7 +19,7 @@ from benchmarks.live import LiveBytes
 from benchmarks.work import RANKS, Work, gpt, ours, placement
 from penstock import Pipeline, PipelineStage
 from penstock.runtime import engine_for
-from penstock.schedule import Costs, Schedule, add_communication, build, release_sends, simulate
+from penstock.schedule import Costs, Schedule, add_communication, build, simulate
 from penstock.testing import WorkerPool
 from penstock.transport import FORWARD, Channel, connect
 from penstock.values import TensorSpec
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 def schedule_of(name: str, work: Work) -> Schedule:
     """What a pipeline of this work runs."""
     made = build(name, ranks=RANKS, microbatches=work.microbatches)
-    return release_sends(add_communication(made))
+    return add_communication(made)
 
 
 # ---- time: tasks of workers

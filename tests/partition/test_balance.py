@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError, UsageError
@@ -18,42 +17,30 @@ COSTS = st.lists(
 )
 
 
-def brute_force(costs: Sequence[float], stages: int, placement: Placement | None) -> float:
-    cuts = ((0, *rest) for rest in combinations(range(1, len(costs)), stages - 1))
-    return min(max(loads(costs, cut, placement)) for cut in cuts)
-
-
-def check(costs: list[float], stages: int, placement: Placement | None) -> None:
-    cut = choose_cuts(costs, stages, placement)
-    assert cut[0] == 0
-    assert list(cut) == sorted(set(cut))
-    assert len(cut) == stages
-    assert cut[-1] < len(costs)
-    best = brute_force(costs, stages, placement)
-    assert max(loads(costs, cut, placement)) == pytest.approx(best, rel=1e-9, abs=1e-12)
-
-
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(COSTS, st.data())
 def test_no_cut_is_better_with_one_stage_a_rank(costs: list[float], data: st.DataObject) -> None:
-    check(costs, data.draw(st.integers(1, len(costs))), None)
+    stages = data.draw(st.integers(1, len(costs)))
+    cut = choose_cuts(costs, stages)
+    assert cut[0] == 0
+    assert list(cut) == sorted(set(cut))
+    cuts = ((0, *rest) for rest in combinations(range(1, len(costs)), stages - 1))
+    assert len(cut) == stages
+    best = min(max(loads(costs, other)) for other in cuts)
+    assert max(loads(costs, cut)) == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
-@settings(deadline=None, max_examples=150)
-@given(COSTS, st.integers(1, 4))
-@example([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0], 3)
-def test_no_cut_is_better_where_stages_go_down_and_up(costs: list[float], ranks: int) -> None:
-    if 2 * ranks <= len(costs):
-        check(costs, 2 * ranks, v_shaped(ranks))
-
-
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(COSTS, st.data())
-def test_no_cut_is_better_for_other_placements(costs: list[float], data: st.DataObject) -> None:
+def test_ranks_get_at_least_as_even_as_stages(costs: list[float], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
     ranks = data.draw(st.integers(1, stages))
     order = data.draw(st.permutations([*range(ranks), *(s % ranks for s in range(stages - ranks))]))
-    check(costs, stages, Placement(tuple(order)))
+    placement = Placement(tuple(order))
+    cut = choose_cuts(costs, stages, placement)
+    assert len(set(cut)) == stages
+    even = max(loads(costs, choose_cuts(costs, stages), placement))
+    assert max(loads(costs, cut, placement)) <= even * (1 + 1e-9)
 
 
 MODEL = [5.0, *[3.0] * 48, 11.0]

@@ -1,20 +1,21 @@
-"""What stages cost, whichever way they were cut, and stages that are equal by it."""
+"""What units and stages cost, and stages that are equal by it."""
 
 from __future__ import annotations
 
 import random
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError, UsageError
-from penstock.partition import cut_chain, partition, stage_costs
-from tests.partition.traced.models import EXAMPLES, Words
+from penstock.partition import partition, table
+from penstock.partition.costs import measure_units, weigh_units
 
 LAYERS = [4, 8, 8, 2]
+PATHS = ["0", "1", "2"]
 
 
 def layers() -> nn.Sequential:
@@ -22,55 +23,95 @@ def layers() -> nn.Sequential:
 
 
 def test_costs_of_a_chain_are_those_one_can_count() -> None:
-    model = layers()
-    costs = stage_costs(cut_chain(model, [["0"], ["1"], ["2"]]), (torch.ones(3, 4),))
+    units, values = measure_units(layers(), PATHS, (torch.ones(3, 4),))
     sizes = [4 * 8, 8 * 8, 8 * 2]
-    assert [cost.parameters for cost in costs] == sizes
-    assert [cost.flops for cost in costs] == [2 * 3 * size for size in sizes]
-    assert [cost.by("memory") for cost in costs] == [
-        4 * 4 * s + cost.saved for s, cost in zip(sizes, costs, strict=True)
+    assert [unit.by("parameters") for unit in units] == sizes
+    assert [unit.by("flops") for unit in units] == [2 * 3 * size for size in sizes]
+    assert [unit.by("memory") for unit in units] == [4 * 4 * size for size in sizes]
+    assert [unit.by("time") for unit in units] == [0, 0, 0]
+    assert [(v.source, v.targets, v.bytes, v.kept) for v in values] == [
+        (0, (1,), 3 * 8 * 4, (1,)),
+        (1, (2,), 3 * 8 * 4, (2,)),
     ]
-    assert [cost.saved for cost in costs][1:] == [3 * 8 * 4, 3 * 8 * 4]
-    assert all(cost.seconds == 0 for cost in costs)
 
 
 def test_times_are_taken_of_forward_and_of_both_halves_of_backward() -> None:
-    costs = stage_costs(cut_chain(layers(), [["0", "1"], ["2"]]), (torch.ones(3, 4),), repeats=2)
-    assert all(cost.forward > 0 for cost in costs)
-    assert costs[1].backward_input > 0
-    with pytest.raises(UsageError, match="cannot measure a model on the meta device"):
-        stage_costs(
-            cut_chain(layers().to("meta"), [["0", "1"], ["2"]]), (torch.ones(3, 4),), repeats=1
-        )
+    units, _ = measure_units(layers(), PATHS, (torch.ones(3, 4),), repeats=2)
+    assert all(min(unit.forward, unit.input, unit.weight, unit.backward) > 0 for unit in units)
+    with pytest.raises(UsageError, match="model on the meta device cannot be measured"):
+        measure_units(layers().to("meta"), PATHS, (torch.ones(3, 4),), repeats=1)
 
 
-@pytest.mark.parametrize("how", ["calls", "traced"])
-@pytest.mark.parametrize("balance", ["parameters", "flops", "memory", "time"])
-def test_both_ways_cut_by_what_is_measured(how: str, balance: Any) -> None:
-    example = EXAMPLES["words"]
-    model = example.model()
-    args, kwargs = example.microbatch()
-    made = partition(model, 2, how=how, example=(args, kwargs), balance=balance)
-    found = [cost.by(balance) for cost in stage_costs(made, args, kwargs, repeats=2)]
-    assert len(found) == 2
-    assert balance == "time" or max(found) < 0.7 * sum(found)
+class Between(nn.Module):
+    """Code of the author between the units: a residual, a product in place, a skip to the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+        first = self.first(x)
+        hidden = first + 1
+        hidden *= scale
+        hidden = self.second(hidden) + hidden
+        return {"y": self.third(hidden) @ first.t(), "norm": hidden.norm()}
 
 
-def test_a_measure_needs_an_example_and_a_name() -> None:
-    with pytest.raises(
-        PartitionError, match=r"balance='flops' needs a call of the model to measure: give example="
-    ):
-        partition(Words(), 2, how="calls", balance="flops")
+@pytest.mark.parametrize("repeats", [0, 1])
+def test_code_between_units_counts_for_the_unit_before_it(repeats: int) -> None:
+    units, values = measure_units(
+        Between(), ["first", "second", "third"], (torch.ones(3, 4),), {"scale": 0.5}, repeats=repeats
+    )
+    product = 2 * 3 * 4 * 4
+    # The last product is with what the first unit gives; the loss is the last unit's too.
+    assert [unit.flops for unit in units] == [product, product, product + 2 * 3 * 4 * 3]
+    assert [(v.source, v.targets) for v in values] == [(0, (1,)), (0, (2,)), (1, (2,))]
+
+
+def test_a_table_shows_each_stage() -> None:
+    text = str(table(layers(), [["0", "1"], ["2"]], (torch.ones(3, 4),)))
+    head, first, second = text.splitlines()
+    assert head.split() == ["stage", "modules", "parameters", "held", "flops", "saved", "sent"]
+    assert first.split() == ["0", "0-1", "96", "384", "576", "0", "96"]
+    assert second.split()[:3] == ["1", "2", "16"]
+    assert "ms" in str(table(layers(), [["0", "1"], ["2"]], (torch.ones(3, 4),), repeats=1))
+
+
+@pytest.mark.parametrize("balance", ["parameters", "flops", "memory", "time", [1.0, 1.0, 2.0]])
+def test_stages_are_equal_by_what_is_measured(balance: Any) -> None:
+    example = (torch.ones(3, 4),), {}
+    parts = partition(layers(), 2, example=example, balance=balance)
+    assert len(parts.modules) == 2
+    if not isinstance(balance, str):
+        assert [name for name, _ in parts.modules[1].named_parameters()] == ["2.weight"]
+
+
+def test_without_data_all_but_times_are_measured() -> None:
+    model, example = layers().to("meta"), ((torch.ones(3, 4),), {})
+    assert weigh_units(model, PATHS, "flops", example) == [192, 384, 96]
+    with pytest.raises(UsageError, match="meta device"):
+        weigh_units(model, PATHS, "time", example)
+
+
+def test_what_cannot_be_weighed_is_refused() -> None:
+    with pytest.raises(PartitionError, match=r"balance='flops' needs a call .* give example="):
+        weigh_units(layers(), PATHS, "flops")
     with pytest.raises(UsageError, match=r"balance='speed': must be one of time, flops"):
-        partition(Words(), 2, how="calls", balance="speed")
+        weigh_units(layers(), PATHS, "speed", ((torch.ones(3, 4),), {}))
+    with pytest.raises(PartitionError, match="2 weights for 3 modules"):
+        weigh_units(layers(), PATHS, [1.0, 2.0])
+    with pytest.raises(UsageError, match="does not call these modules.*idle"):
+        measure_units(Idle(), ["used", "idle"], (torch.ones(1, 4),))
 
 
-def test_without_data_only_traces_are_measured() -> None:
-    model = Words().to("meta")
-    args, kwargs = EXAMPLES["words"].microbatch()
-    with pytest.raises(PartitionError, match=r"runs the model, which has no data: .* how=.traced."):
-        partition(model, 2, how="calls", example=(args, kwargs), balance="flops")
-    assert len(partition(model, 2, how="calls", example=(args, kwargs)).modules) == 2
+class Idle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        used: Tensor = self.used(x)
+        return used
 
 
 class Counts(nn.Linear):
@@ -89,20 +130,21 @@ class Counts(nn.Linear):
         return super().forward(x) * random.random()
 
 
-@pytest.mark.parametrize("how", ["calls", "chain"])
-def test_measuring_leaves_no_trace(how: Literal["calls", "chain"]) -> None:
+@pytest.mark.parametrize("balance", ["time", "flops"])
+def test_measuring_leaves_no_trace(balance: str) -> None:
     counts, heard = [Counts(), Counts()], list[Any]()
     model = nn.Sequential(*counts)
     for hooked in (model[0].register_forward_hook, model[1].register_full_backward_hook):
         hooked(lambda module, args, output: heard.append(args))
-    model[1].register_forward_hook(lambda module, args, output: heard.extend([args]))
-    state = random.getstate()
-    partition(model, 2, how=how, example=((torch.ones(3, 4),), {}), balance="time")
+    state = random.getstate(), torch.get_rng_state()
+    weigh_units(model, ["0", "1"], balance, ((torch.ones(3, 4),), {}))
     assert [(m.calls, m.sizes, float(m.steps)) for m in counts] == [(0, list[int](), 0.0)] * 2
     assert heard == []
-    assert random.getstate() == state
+    assert random.getstate() == state[0]
+    assert torch.equal(torch.get_rng_state(), state[1])
+    assert all(parameter.grad is None for parameter in model.parameters())
     model(torch.ones(3, 4)).sum().backward()
-    assert len(heard) == 3
+    assert len(heard) == 2
 
 
 class Slope(nn.Module):
@@ -113,13 +155,12 @@ class Slope(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = torch.func.grad(lambda row: (row * self.weight).tanh().sum())(x)
-        return found
+        slope: Tensor = torch.func.grad(lambda row: (row * self.weight).tanh().sum())(x)
+        return slope
 
 
-@pytest.mark.parametrize("how", ["chain", "calls"])
-def test_a_stage_that_differentiates_inside_is_measured(how: Any) -> None:
+@pytest.mark.parametrize("repeats", [0, 1])
+def test_a_unit_that_differentiates_inside_is_measured(repeats: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Slope(), nn.Linear(4, 4))
-    parts = partition(model, 2, how=how, example=((torch.ones(2, 4),), {}), balance="memory")
-    assert len(parts.modules) == 2
-    assert torch.equal(model(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    units, _ = measure_units(model, PATHS, (torch.ones(2, 4),), repeats=repeats)
+    assert units[1].held > 0

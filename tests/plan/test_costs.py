@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +10,10 @@ from torch import nn
 
 from penstock import Pipeline
 from penstock.errors import InputFileError, UsageError
+from penstock.partition.meter import Meter
 from penstock.plan import (
     DEVICES,
+    Order,
     Profile,
     UnitCost,
     UnitCosts,
@@ -22,10 +23,7 @@ from penstock.plan import (
     measure,
     predict,
 )
-from penstock.plan.answer import held
-from penstock.plan.devices import Meter
 from penstock.schedule import build, looped, v_shaped
-from penstock.schedule.packed import Packed
 from tests.plan.models import SLOW, Skips, Tower, profile
 
 mse = nn.functional.mse_loss
@@ -120,22 +118,42 @@ def test_a_large_model_takes_no_memory() -> None:
 def test_stages_add_up_their_units() -> None:
     costs = profile([1.0, 2.0, 3.0]).at(1)
     stages = costs.stages((0, 2), looped(2), latency=0.5, bandwidth=10.0)
-    assert stages.costs.forward == [3.0, 3.0]
-    assert stages.costs.backward == [6.0, 6.0]
+    assert stages.costs.forward == (
+        3.0,
+        3.0,
+    )
+    assert stages.costs.backward == (
+        6.0,
+        6.0,
+    )
     # Both ends of what travels hold it; what stays inside is nobody's, as no graph keeps it.
-    assert stages.costs.activation == [10 + 10 + 1, 10 + 1]
+    assert stages.costs.activation == (
+        10 + 10 + 1,
+        10 + 1,
+    )
     assert [(e.value, e.source, e.targets) for e in stages.edges] == [("unit1", 0, (1,))]
     assert stages.static == (2 * 8 * 4, 8 * 4)
     again = costs.stages((0, 2), looped(2), checkpoint=[0])
-    assert again.costs.input == [4.0, 3.0]
-    assert again.costs.activation == [10 + 1, 10 + 1]
+    assert again.costs.input == (
+        4.0,
+        3.0,
+    )
+    assert again.costs.activation == (
+        10 + 1,
+        10 + 1,
+    )
 
 
 def test_between_stages_of_a_rank_a_value_is_held_once() -> None:
     costs = profile([1.0] * 4).at(1)
     stages = costs.stages((0, 1, 2, 3), v_shaped(2))
     # Stages 1 and 2 are on one rank: what goes from one to the other lies there once.
-    assert stages.costs.activation == [11.0, 12.0, 11.0, 11.0]
+    assert stages.costs.activation == (
+        11.0,
+        12.0,
+        11.0,
+        11.0,
+    )
 
 
 def skipping(gradient: float = 100.0) -> UnitCosts:
@@ -158,7 +176,7 @@ def test_messages_and_gradients_that_wait_are_held() -> None:
 def test_a_step_holds_messages_only_while_there_are_more() -> None:
     stages = skipping().stages((0, 1), looped(2), states=0.0)
     made = build("GPipe", ranks=2, microbatches=4).with_edges(stages.edges)
-    first, second = held(Packed(made), stages)
+    first, second = Order(made).held(stages)
     # F: what it keeps. B: the gradient of its value, and two more on their way while there are more.
     assert first.tolist() == [110, 220, 330, 440, *(440 + 300, 330 + 300, 220 + 200, 110 + 100)]
     # F: values of the next ones. B: gradients that its units give each other, and what is not sent yet.
@@ -170,22 +188,29 @@ def test_a_step_holds_messages_only_while_there_are_more() -> None:
 def test_while_a_stage_works_gradients_of_its_later_units_are_there() -> None:
     """In B they take the place of what those units held; in I that may be there still."""
     stages = skipping(gradient=25.0).stages((0,), looped(1), states=0.0)
-    assert stages.extra["B"] == [25 - 10]
-    assert stages.extra["I"] == [25]
-    assert stages.extra["F"] == stages.extra["W"] == [0]
+    assert stages.extra["B"] == (25 - 10,)
+    assert stages.extra["I"] == (25,)
+    assert stages.extra["F"] == stages.extra["W"] == (0,)
 
 
 def test_a_rank_is_busy_with_its_messages() -> None:
     stages = skipping().stages((0, 2), looped(2), handling=0.25)
-    assert stages.costs.forward == [2.25, 2.25]
-    assert stages.costs.input == [2.25, 2.25]
-    assert stages.costs.weight == [2.0, 2.0]
-    assert stages.costs.backward == [4.25, 4.25]
-
-
-def test_what_is_computed_again_enters_no_stage() -> None:
-    costs = replace(profile([1.0, 2.0]).at(1), between=(0.5, 0.0))
-    assert costs.stages((0,), looped(1), checkpoint=[0, 1]).costs.backward == [6 + 0.5 + 1.5]
+    assert stages.costs.forward == (
+        2.25,
+        2.25,
+    )
+    assert stages.costs.input == (
+        2.25,
+        2.25,
+    )
+    assert stages.costs.weight == (
+        2.0,
+        2.0,
+    )
+    assert stages.costs.backward == (
+        4.25,
+        4.25,
+    )
 
 
 class Pooled(nn.Module):
@@ -206,7 +231,7 @@ def test_what_lies_around_a_module_is_not_computed_again() -> None:
     indices = 4 * 2 * 4 * 8
     assert indices <= first.around < first.held
     stages = UnitCosts(4, (first,), ()).stages((0,), looped(1), checkpoint=[0])
-    assert stages.costs.activation == [first.around]
+    assert stages.costs.activation == (first.around,)
 
 
 def test_a_recorded_step_corrects_costs() -> None:
@@ -270,7 +295,7 @@ def test_every_number_of_the_table_has_a_source() -> None:
 
 
 def test_a_meter_counts_what_is_alive() -> None:
-    with Meter(SLOW) as meter:
+    with Meter(SLOW.seconds) as meter:
         first = torch.zeros(100)
         second = first.view(10, 10) @ torch.ones(10, 10)
         assert meter.live == 800

@@ -16,52 +16,28 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.plan.answer import Plan, Plans, Shape
-    from penstock.plan.costs import (
-        MeasuredStages,
-        Profile,
-        StageCosts,
-        UnitCost,
-        UnitCosts,
-        ValueCost,
-        costs_from,
-        cut_of,
-    )
-    from penstock.plan.devices import DEVICES, Device, device_named
-    from penstock.plan.measuring import measure
-    from penstock.plan.predicting import predict, predict_hf
-    from penstock.plan.searching import plan_for, search
+    from penstock.plan.choice import Order as Order
+    from penstock.plan.choice import Plan as Plan
+    from penstock.plan.choice import PlanShape as PlanShape
+    from penstock.plan.choice import with_messages as with_messages
+    from penstock.plan.costs import MeasuredStages as MeasuredStages
+    from penstock.plan.costs import Profile as Profile
+    from penstock.plan.costs import StageCosts as StageCosts
+    from penstock.plan.costs import UnitCost as UnitCost
+    from penstock.plan.costs import UnitCosts as UnitCosts
+    from penstock.plan.costs import ValueCost as ValueCost
+    from penstock.plan.costs import costs_from as costs_from
+    from penstock.plan.costs import cut_of as cut_of
+    from penstock.plan.devices import DEVICES as DEVICES
+    from penstock.plan.devices import Device as Device
+    from penstock.plan.devices import device_called as device_called
+    from penstock.plan.devices import device_named as device_named
+    from penstock.plan.measuring import measure as measure
+    from penstock.plan.measuring import predict as predict
+    from penstock.plan.measuring import predict_hf as predict_hf
+    from penstock.plan.report import report_of as report_of
+    from penstock.plan.searching import Plans as Plans
+    from penstock.plan.searching import plan_for as plan_for
+    from penstock.plan.searching import search as search
 
-__all__ = [
-    "DEVICES",
-    "Device",
-    "MeasuredStages",
-    "Plan",
-    "Plans",
-    "Profile",
-    "Shape",
-    "StageCosts",
-    "UnitCost",
-    "UnitCosts",
-    "ValueCost",
-    "costs_from",
-    "cut_of",
-    "device_named",
-    "measure",
-    "plan_for",
-    "predict",
-    "predict_hf",
-    "search",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "answer": "Plan Plans Shape",
-        "costs": "MeasuredStages Profile StageCosts UnitCost UnitCosts ValueCost costs_from cut_of",
-        "devices": "DEVICES Device device_named",
-        "measuring": "measure",
-        "predicting": "predict predict_hf",
-        "searching": "plan_for search",
-    },
-)
+__all__, __getattr__, __dir__ = lazily(__name__)

@@ -1,23 +1,31 @@
-"""What the units of a model cost for a microbatch, and from that what the stages of a cut cost."""
+"""Profiles, which know what units cost by the size of microbatches; and what stages cost by them."""
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from penstock.errors import InputFileError, UsageError
+from penstock.partition.costs import UnitCost, ValueCost
 from penstock.schedule import Costs, Edge, Op, Placement, Timeline
 
 Cut = tuple[int, ...]
 """The units that stages start with, beginning with unit 0."""
-Message = tuple[int, int]
-"""The stages that a message goes from and to."""
-_KIND = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
+KINDS = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
+AHEAD = 2
+"""How many messages per channel a rank has memory ready for before they arrive, as in the runtime."""
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Numbers = tuple[Number, ...]
+Rate = Annotated[float, Field(gt=0)]
+FILE = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+"""How pydantic reads and writes dataclasses in files: JSON has no infinity."""
 
 
 def runs_of(cut: Cut, units: int) -> list[range]:
@@ -25,104 +33,95 @@ def runs_of(cut: Cut, units: int) -> list[range]:
     return [range(a, b) for a, b in pairwise((*cut, units))]
 
 
-AHEAD = 2
-"""How many messages per channel a rank has memory ready for before they arrive, as in the runtime."""
+def cut_of(units: Sequence[str], stages: Sequence[Sequence[str]]) -> Cut:
+    """The units that the stages of a partition start with.
 
-
-@dataclass(frozen=True)
-class UnitCost:
-    """What one unit costs for one microbatch, in seconds and bytes.
-
-    Args:
-        path: the path of its module.
-        forward: the time of F.
-        input: the time of I, which computes the gradients of its inputs.
-        weight: the time of W, which computes the gradients of its weights.
-        backward: the time of B, which computes both.
-        spread: half of the range between the quartiles of its times, as a share of these; 0 if predicted.
-        held: what F leaves until I or B, apart from the values that units hand on.
-        around: the part of this that operations around its module leave, which are not computed again.
-        stash: what I leaves until W.
-        forward_extra: what F needs while it runs, beyond what is held before or after it.
-        input_extra: the same for I.
-        weight_extra: the same for W.
-        backward_extra: the same for B.
-        parameters: the bytes of its weights and buffers.
-        trained: how many of these bytes get gradients.
-        numbers: how many numbers its weights hold.
-        flops: the floating-point operations of its forward.
+    Raises:
+        UsageError: The stages do not hold the units in their order.
     """
-
-    path: str
-    forward: float
-    input: float
-    weight: float
-    backward: float
-    spread: float = 0.0
-    held: float = 0.0
-    around: float = 0.0
-    stash: float = 0.0
-    forward_extra: float = 0.0
-    input_extra: float = 0.0
-    weight_extra: float = 0.0
-    backward_extra: float = 0.0
-    parameters: int = 0
-    trained: int = 0
-    numbers: int = 0
-    flops: float = 0.0
+    if [path for paths in stages for path in paths] != list(units):
+        raise UsageError("these stages do not hold the units of the costs, in their order")
+    starts, at = [], 0
+    for paths in stages:
+        starts.append(at)
+        at += len(paths)
+    return tuple(starts)
 
 
-@dataclass(frozen=True)
-class ValueCost:
-    """A value that units hand on.
-
-    Args:
-        name: its name, unique among the values.
-        source: the unit that makes it.
-        targets: the units that use it, in ascending order.
-        bytes: its size.
-        gradient: whether a gradient comes back.
-        kept: the units whose graphs keep it until backward.
-    """
-
-    name: str
-    source: int
-    targets: tuple[int, ...]
-    bytes: float
-    gradient: bool = True
-    kept: tuple[int, ...] = ()
+# ---- stages
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What the stages of a cut cost, including what the simulator does not know.
+    """What the stages of a cut cost for a microbatch, in seconds and bytes; one number for each stage.
 
     Args:
-        costs: the costs of actions and messages, for the simulator.
-        edges: the values that travel between stages.
-        extra: for each op and each stage what an action needs while it runs.
-        static: for each stage the bytes of weights, gradients and optimizer states.
-        kinds: for each stage the same bytes by kind.
-        taken: for each stage the bytes of the values that arrive from other ranks for a microbatch.
-        returned: for each stage the bytes of the gradients that arrive from other ranks.
-        sent: for each stage the bytes of the gradients that it sends to other ranks.
-        left: for each stage the bytes of the gradients that its backward leaves on its rank for other stages
-            there, less those that it uses up.
+        forward: The time of F.
+        input: The time of I.
+        weight: The time of W.
+        backward: The time of B.
+        activation: What F leaves until I or B.
+        stash: What I leaves until W.
+        extra: For each op what an action needs while it runs.
+        kinds: The bytes of weights, gradients and optimizer states, by these names.
+        taken: The bytes of the values that arrive from other ranks.
+        returned: The bytes of the gradients that arrive from other ranks.
+        sent: The bytes of the gradients that it sends to other ranks.
+        left: The bytes of the gradients that its backward leaves on its rank for other stages there, less
+            those that it uses up.
+        edges: The values that travel between stages.
+        message: The bytes of each of these.
+        latency: The latency of a message.
+        bandwidth: The bytes per second of a channel.
     """
 
-    costs: Costs
-    edges: tuple[Edge, ...]
-    extra: Mapping[str, Sequence[float]]
-    static: tuple[float, ...]
-    kinds: tuple[Mapping[str, float], ...]
-    taken: tuple[float, ...]
-    returned: tuple[float, ...]
-    sent: tuple[float, ...]
+    forward: Numbers
+    input: Numbers
+    weight: Numbers
+    backward: Numbers
+    activation: Numbers
+    stash: Numbers
+    extra: Mapping[str, Numbers]
+    kinds: tuple[Mapping[str, Number], ...]
+    taken: Numbers
+    returned: Numbers
+    sent: Numbers
     left: tuple[float, ...]
+    edges: tuple[Edge, ...]
+    message: Mapping[str, Number]
+    latency: Number = 0.0
+    bandwidth: Rate = math.inf
+
+    __pydantic_config__ = FILE
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The costs for the simulator."""
+        return Costs(
+            forward=self.forward,
+            input=self.input,
+            weight=self.weight,
+            backward=self.backward,
+            latency=self.latency,
+            bandwidth=self.bandwidth,
+            message=self.message,
+            activation=self.activation,
+            stash=self.stash,
+            unit="s",
+        )
+
+    @cached_property
+    def static(self) -> tuple[float, ...]:
+        """For each stage the bytes that it always holds."""
+        return tuple(sum(kinds.values()) for kinds in self.kinds)
 
     def messages(self, stage: int) -> float:
         """The most bytes that a stage's messages take while they wait to be used or sent."""
         return AHEAD * (self.taken[stage] + self.returned[stage] + self.sent[stage])
+
+    def static_on(self, placement: Placement, rank: int) -> float:
+        """What a rank always holds: weights, gradients and optimizer states."""
+        return sum(self.static[stage] for stage in placement.stages_on(rank))
 
 
 @dataclass(frozen=True)
@@ -130,31 +129,16 @@ class UnitCosts:
     """The units of a model, in order, and the values between them, for microbatches of one size.
 
     Args:
-        samples: the samples of a microbatch.
-        units: what each unit costs.
-        values: the values that they hand on.
-        between: the seconds that each further unit of a stage saves, in F and in B, since a stage is entered
-            only once.
+        samples: The samples of a microbatch.
+        units: What each unit costs.
+        values: The values that they hand on.
     """
 
-    samples: int
+    samples: Annotated[int, Field(ge=1)]
     units: tuple[UnitCost, ...]
     values: tuple[ValueCost, ...]
-    between: tuple[float, float] = (0.0, 0.0)
 
-    @cached_property
-    def weights(self) -> tuple[float, ...]:
-        """The seconds of each unit, forward and backward: what a cut makes equal."""
-        return tuple(unit.forward + max(unit.backward, unit.input) for unit in self.units)
-
-    def again(self, unit: int) -> float:
-        """The seconds of computing a unit again, for which no stage is entered."""
-        return max(self.units[unit].forward - self.between[0], 0.0)
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of forward and backward of a microbatch on one device."""
-        return sum(self.weights)
+    __pydantic_config__ = FILE
 
     def stages(  # noqa: PLR0913 - what lies between the stages, by name
         self,
@@ -164,175 +148,166 @@ class UnitCosts:
         checkpoint: Collection[int] = (),
         states: float = 2.0,
         latency: float = 0.0,
-        bandwidth: float = float("inf"),
+        bandwidth: float = math.inf,
         handling: float = 0.0,
     ) -> StageCosts:
         """What the stages of a cut cost.
 
         Args:
-            cut: the units that stages start with.
-            placement: which rank holds which stage; nothing travels between stages of one rank.
-            checkpoint: the units that keep only their inputs, and compute the rest again.
-            states: bytes of optimizer state for each byte of trained weights; 2 for AdamW.
-            latency: the latency of a message.
-            bandwidth: the bytes per second of a channel.
-            handling: how long a rank is busy with a message, at either end of it.
+            cut: The units that stages start with.
+            placement: Which rank holds which stage; nothing travels between stages of one rank.
+            checkpoint: The units that keep only their inputs, and compute the rest again.
+            states: Bytes of optimizer state for each byte of trained weights; 2 for AdamW.
+            latency: The latency of a message.
+            bandwidth: The bytes per second of a channel.
+            handling: How long a rank is busy with a message, at either end of it.
         """
-        return _Composed(self, cut, placement, frozenset(checkpoint)).all(
-            states, latency, bandwidth, handling
-        )
+        again = frozenset(checkpoint)
+        runs = runs_of(cut, len(self.units))
+        travel = _Travel(self, runs, placement.rank_of, again)
 
+        def seconds(kind: str) -> Numbers:
+            messages = travel.messages[kind != "forward"]
+            return tuple(
+                sum(getattr(self.units[number], kind) for number in run)
+                + sum(self.units[n].forward for n in run if n in again and kind != "forward")
+                + handling * sum(stage in message for message in messages)
+                for stage, run in enumerate(runs)
+            )
 
-class _Composed:
-    """Adds units up to stages."""
-
-    def __init__(
-        self, unit_costs: UnitCosts, cut: Cut, placement: Placement, checkpoint: frozenset[int]
-    ) -> None:
-        self._of = unit_costs
-        self._units = unit_costs.units
-        self._again = checkpoint
-        self._runs = runs_of(cut, len(self._units))
-        self._stage_of = [stage for stage, run in enumerate(self._runs) for _ in run]
-        self._rank_of = placement.rank_of
-        stages = len(self._runs)
-        self._inside, self._enters, self._leaves = ([0.0] * stages for _ in range(3))
-        self._returned, self._sent, self._left = ([0.0] * stages for _ in range(3))
-        self._messages: tuple[set[Message], set[Message]] = set(), set()
-        self._pending = [0.0] * len(self._units)
-        """For each unit the bytes of gradients that wait meanwhile for earlier units of its stage."""
-        self._edges: list[Edge] = []
-        self._bytes: dict[str, float] = {}
-        for value in unit_costs.values:
-            self._place(value)
-
-    def _place(self, value: ValueCost) -> None:
-        """Find where a value is kept until backward, and whether it travels."""
-        home = self._stage_of[value.source]
-        users = sorted({self._stage_of[target] for target in value.targets} - {home})
-        if value.gradient:
-            self._let_wait(value)
-        if users:
-            # The source keeps what it sent, to start backward from.
-            self._leaves[home] += value.bytes
-            self._edges.append(Edge(value.name, home, tuple(users), value.gradient))
-            self._bytes[value.name] = value.bytes
-        elif self._keeps(value, home):
-            self._inside[home] += value.bytes
-        by_rank: dict[int, list[int]] = {}
-        for user in users:
-            by_rank.setdefault(self._rank_of[user], []).append(user)
-        for rank, there in by_rank.items():
-            if rank != self._rank_of[home]:
-                self._enters[there[0]] += value.bytes
-                self._messages[0].add((home, there[0]))
-            if value.gradient:
-                self._give_back(value.bytes, home, rank, there)
-
-    def _let_wait(self, value: ValueCost) -> None:
-        """Count a gradient in each stage: it waits from the last user to the source, or the first unit."""
-        latest = {self._stage_of[target]: target for target in value.targets}
-        for stage, last in latest.items():
-            for number in range(max(value.source, self._runs[stage].start), last):
-                self._pending[number] += value.bytes
-
-    def _give_back(self, size: float, home: int, rank: int, users: Sequence[int]) -> None:
-        """Count the gradients of a value from its users on a rank, where they wait until all are made."""
-        last = home
-        if rank != self._rank_of[home]:
-            last = users[0]
-            self._returned[home] += size
-            self._sent[last] += size
-            self._messages[1].add((last, home))
-        for user in users:
-            if user != last:
-                self._left[user] += size
-                self._left[last] -= size
-
-    def _keeps(self, value: ValueCost, stage: int) -> bool:
-        ends = [end for end in (value.source, *value.targets) if self._stage_of[end] == stage]
-        kept = any(end in value.kept for end in ends if end not in self._again)
-        return kept or any(target in self._again for target in value.targets)
-
-    def all(self, states: float, latency: float, bandwidth: float, handling: float) -> StageCosts:
-        """Everything about the stages."""
-        kinds = [self._kinds(run, states) for run in self._runs]
-        costs = Costs(
-            forward=self._times("forward", handling),
-            input=self._times("input", handling),
-            weight=[sum(self._units[u].weight for u in run) for run in self._runs],
-            backward=self._times("backward", handling),
+        held = [unit.around if n in again else unit.held for n, unit in enumerate(self.units)]
+        return StageCosts(
+            forward=seconds("forward"),
+            input=seconds("input"),
+            weight=tuple(sum(self.units[number].weight for number in run) for run in runs),
+            backward=seconds("backward"),
+            activation=tuple(
+                sum(held[number] for number in run)
+                + travel.inside[stage]
+                + travel.entering[stage]
+                + travel.leaving[stage]
+                for stage, run in enumerate(runs)
+            ),
+            stash=tuple(sum(self.units[number].stash for number in run) for run in runs),
+            extra={
+                op.value: tuple(
+                    self._extra(op, run, held, travel.pending)
+                    + (travel.returned[stage] if op in (Op.I, Op.B) else 0.0)
+                    for stage, run in enumerate(runs)
+                )
+                for op in KINDS
+            },
+            kinds=tuple(self._kinds(run, states) for run in runs),
+            taken=tuple(travel.entering),
+            returned=tuple(travel.returned),
+            sent=tuple(travel.sent),
+            left=tuple(travel.left),
+            edges=tuple(travel.edges),
+            message=travel.bytes,
             latency=latency,
             bandwidth=bandwidth,
-            message=self._bytes,
-            activation=[
-                sum(map(self._kept, run))
-                + self._inside[stage] + self._enters[stage] + self._leaves[stage]
-                for stage, run in enumerate(self._runs)
-            ],
-            stash=[sum(self._units[u].stash for u in run) for run in self._runs],
-            unit="s",
-        )  # fmt: skip
-        return StageCosts(
-            costs,
-            tuple(self._edges),
-            {op.value: [self._extra(run, op) for run in self._runs] for op in _KIND},
-            tuple(sum(kind.values()) for kind in kinds),
-            tuple(kinds),
-            tuple(self._enters),
-            tuple(self._returned),
-            tuple(self._sent),
-            tuple(self._left),
         )
 
-    def _times(self, kind: str, handling: float) -> list[float]:
-        """The seconds of each stage; backward computes again what is not kept."""
-        backward = kind != "forward"
-        saved = self._of.between[backward]
-        found = []
-        for stage, run in enumerate(self._runs):
-            seconds = sum(getattr(self._units[unit], kind) for unit in run)
-            if backward:
-                seconds += sum(self._of.again(unit) for unit in run if unit in self._again)
-            ends = sum(stage in message for message in self._messages[backward])
-            found.append(max(seconds - saved * (len(run) - 1), 0.0) + ends * handling)
-        return found
-
-    def _kept(self, number: int) -> float:
-        """What a unit keeps after F, apart from the values."""
-        unit = self._units[number]
-        return unit.around if number in self._again else unit.held
-
-    def _extra(self, run: range, op: Op) -> float:
+    def _extra(self, op: Op, run: range, held: Sequence[float], pending: Sequence[float]) -> float:
         """The most that a stage needs in an action beyond what it holds before or after, at any of its units.
 
         In F the units after that one hold nothing yet. In B they hold nothing any more, but their gradients
         are there. What is computed again is there while it is used.
         """
-        kind, backward = f"{_KIND[op]}_extra", op in (Op.I, Op.B)
-        most, beyond = 0.0, 0.0
+        kind, backward = f"{KINDS[op]}_extra", op in (Op.I, Op.B)
+        most, freed = 0.0, 0.0
         for number in reversed(run):
-            unit = self._units[number]
+            unit = self.units[number]
             need = getattr(unit, kind)
             if backward:
-                need += self._pending[number]
-                need += unit.held - unit.around if number in self._again else 0.0
-            most = max(most, need - beyond)
+                need += pending[number] + unit.held - max(held[number], unit.around)
+            most = max(most, need - freed)
             # After I the unit still holds what W needs.
-            beyond += self._kept(number) if op in (Op.F, Op.B) else 0.0
-        return most + (self._returned[self._stage_of[run[0]]] if backward else 0.0)
+            freed += held[number] if op in (Op.F, Op.B) else 0.0
+        return most
 
     def _kinds(self, run: range, states: float) -> dict[str, float]:
-        units = [self._units[unit] for unit in run]
-        trained = float(sum(unit.trained for unit in units))
-        return {
-            "weights": float(sum(unit.parameters for unit in units)),
-            "gradients": trained,
-            "optimizer": trained * states,
-        }
+        trained = float(sum(self.units[number].trained for number in run))
+        weights = float(sum(self.units[number].parameters for number in run))
+        return {"weights": weights, "gradients": trained, "optimizer": trained * states}
 
 
-# ---- the costs of a model, for every size of a microbatch that is asked for
+class _Travel:
+    """Where the values between units are held, and what of them travels between stages.
+
+    Attributes:
+        inside: For each stage the bytes of values that its own graphs keep.
+        entering: The bytes of values that arrive from other ranks.
+        leaving: The bytes of values that it sends, and keeps to start backward from.
+        returned, sent, left: As in `StageCosts`.
+        pending: For each unit the bytes of gradients that wait meanwhile for earlier units of its stage.
+        messages: The stages that messages go from and to, in forward and in backward.
+        edges: The values that travel.
+        bytes: Their sizes.
+    """
+
+    def __init__(
+        self, of: UnitCosts, runs: Sequence[range], rank_of: Sequence[int], again: frozenset[int]
+    ) -> None:
+        self._runs, self._rank_of, self._again = runs, rank_of, again
+        self._stage_of = [stage for stage, run in enumerate(runs) for _ in run]
+        self.inside, self.entering, self.leaving = ([0.0] * len(runs) for _ in range(3))
+        self.returned, self.sent, self.left = ([0.0] * len(runs) for _ in range(3))
+        self.pending = [0.0] * len(of.units)
+        self.messages: tuple[set[tuple[int, int]], ...] = (set(), set())
+        self.edges: list[Edge] = []
+        self.bytes: dict[str, float] = {}
+        for value in of.values:
+            self._place(value)
+
+    def _place(self, value: ValueCost) -> None:
+        home = self._stage_of[value.source]
+        users = sorted({self._stage_of[target] for target in value.targets} - {home})
+        if value.gradient:
+            self._let_gradients_wait(value)
+        if users:
+            self.leaving[home] += value.bytes
+            self.edges.append(Edge(value.name, home, tuple(users), value.gradient))
+            self.bytes[value.name] = value.bytes
+        elif self._is_kept(value):
+            self.inside[home] += value.bytes
+        by_rank: dict[int, list[int]] = {}
+        for user in users:
+            by_rank.setdefault(self._rank_of[user], []).append(user)
+        for rank, there in by_rank.items():
+            away = rank != self._rank_of[home]
+            if away:
+                self.entering[there[0]] += value.bytes
+                self.messages[0].add((home, there[0]))
+            if value.gradient:
+                self._give_back(value.bytes, home, there, away=away)
+
+    def _let_gradients_wait(self, value: ValueCost) -> None:
+        """In each stage a gradient waits from the last user to the source, or to the first unit."""
+        latest = {self._stage_of[target]: target for target in value.targets}
+        for stage, last in latest.items():
+            for number in range(max(value.source, self._runs[stage].start), last):
+                self.pending[number] += value.bytes
+
+    def _give_back(self, size: float, home: int, users: Sequence[int], *, away: bool) -> None:
+        """The gradients of a value from its users on one rank wait there until all are made."""
+        last = users[0] if away else home
+        if away:
+            self.returned[home] += size
+            self.sent[last] += size
+            self.messages[1].add((last, home))
+        for user in users:
+            if user != last:
+                self.left[user] += size
+                self.left[last] -= size
+
+    def _is_kept(self, value: ValueCost) -> bool:
+        """Whether a value that stays in its stage lives until backward."""
+        kept = any(end not in self._again for end in value.kept)
+        return kept or any(target in self._again for target in value.targets)
+
+
+# ---- profiles
 
 
 Coster = Callable[[int], UnitCosts]
@@ -343,38 +318,40 @@ class Profile:
     """What the units of a model cost, found for each size of a microbatch when it is first asked for.
 
     Args:
-        device: the device: a name of the table of devices, or what it was measured on.
-        known: the costs that are known, by samples.
-        memory: bytes of the device; 0 if that is not known.
-        latency: the latency of a message between ranks.
-        bandwidth: bytes per second of a channel between ranks.
-        handling: how long a rank is busy with a message, at either end of it.
-        node: for how many devices ``latency`` and ``bandwidth`` hold; 0 for any number.
-        network: the latency and bandwidth where there are more.
-        tokens: positions in a sample, by which tokens are counted; with 0 samples are counted.
-        measured: whether the times were measured.
-        model: the name of the model.
-        coster: finds costs that are not known.
+        device: The device: a name of the table of devices, or what it was measured on.
+        known: The costs that are known, by samples.
+        memory: Bytes of the device; 0 if that is not known.
+        latency: The latency of a message between ranks.
+        bandwidth: Bytes per second of a channel between ranks.
+        handling: How long a rank is busy with a message, at either end of it.
+        node: For how many devices ``latency`` and ``bandwidth`` hold; 0 for any number.
+        network: The latency and bandwidth where there are more.
+        tokens: Positions in a sample, by which tokens are counted; with 0 samples are counted.
+        measured: Whether the times were measured.
+        model: The name of the model.
+        coster: Finds costs that are not known.
     """
 
     device: str
     known: dict[int, UnitCosts] = field(default_factory=dict)
-    memory: float = 0.0
-    latency: float = 0.0
-    bandwidth: float = float("inf")
-    handling: float = 0.0
-    node: int = 0
-    network: tuple[float, float] = (0.0, float("inf"))
-    tokens: int = 0
+    memory: Number = 0.0
+    latency: Number = 0.0
+    bandwidth: Rate = math.inf
+    handling: Number = 0.0
+    node: Annotated[int, Field(ge=0)] = 0
+    network: tuple[Number, Rate] = (0.0, math.inf)
+    tokens: Annotated[int, Field(ge=0)] = 0
     measured: bool = False
     model: str = ""
     coster: Coster | None = field(default=None, repr=False, compare=False)
+
+    __pydantic_config__ = FILE
 
     def at(self, samples: int) -> UnitCosts:
         """What a microbatch of so many samples costs.
 
         Raises:
-            UsageError: that is not known, and there is no model to find it.
+            UsageError: That is not known, and there is no model to find it.
         """
         if samples not in self.known:
             if self.coster is None:
@@ -395,12 +372,12 @@ class Profile:
         """The same profile with the times of each unit multiplied by its own factors, for every size.
 
         Args:
-            factors: one for each unit, by ``forward``, ``input``, ``weight`` and ``backward``.
+            factors: One for each unit, by ``forward``, ``input``, ``weight`` and ``backward``.
         """
 
         def multiplied(of: UnitCosts) -> UnitCosts:
             units = (
-                replace(unit, **{k: getattr(unit, k) * f[n] for k, f in factors.items()})
+                replace(unit, **{kind: getattr(unit, kind) * f[n] for kind, f in factors.items()})
                 for n, unit in enumerate(of.units)
             )
             return replace(of, units=tuple(units))
@@ -412,61 +389,51 @@ class Profile:
 
     def to_json(self) -> str:
         """The known costs as JSON, without the model."""
-        data = {name: getattr(self, name) for name in _PLAIN}
-        data["bandwidth"] = bandwidth_to_json(self.bandwidth)
-        data["network"] = [self.network[0], bandwidth_to_json(self.network[1])]
-        data["known"] = [asdict(costs) for costs in self.known.values()]
-        return json.dumps({"format": "penstock-costs", "version": 1, **data}, indent=1)
+        return write_json(_ProfileFile(replace(self, coster=None)))
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """Read what :meth:`to_json` wrote.
+        """Reads what `to_json` wrote.
 
         Raises:
-            InputFileError: the text is not that.
+            InputFileError: The text is not that.
         """
-        try:
-            data = json.loads(text)
-            if (data.pop("format"), data.pop("version")) != ("penstock-costs", 1):
-                raise ValueError("it is not a file of costs, version 1")
-            known = [_costs_read(one) for one in data.pop("known")]
-            latency, bandwidth = data.pop("network")
-            data["bandwidth"] = bandwidth_from_json(data["bandwidth"])
-            made = Profile(
-                **data,
-                network=(latency, bandwidth_from_json(bandwidth)),
-                known={c.samples: c for c in known},
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InputFileError(
-                f"not costs as penstock.plan writes them: {error}; write them with Profile.to_json"
-            ) from error
-        return made
+        return read_json(_ProfileFile, text, "costs", "Profile.to_json").profile
 
 
-_PLAIN = [each.name for each in fields(Profile) if each.name not in ("coster", "known", "network")]
+@dataclass
+class _ProfileFile:
+    profile: Profile
+    format: Literal["penstock-costs"] = "penstock-costs"
+    version: Literal[2] = 2
+
+    __pydantic_config__ = FILE
 
 
-def bandwidth_to_json(bandwidth: float) -> float | None:
-    """A bandwidth for JSON, which has no infinity."""
-    return None if bandwidth == float("inf") else bandwidth
+T = TypeVar("T")
 
 
-def bandwidth_from_json(bandwidth: float | None) -> float:
-    """The bandwidth that :func:`bandwidth_to_json` was given."""
-    return float("inf") if bandwidth is None else float(bandwidth)
+def write_json(value: Any) -> str:
+    """A dataclass as JSON."""
+    adapter: TypeAdapter[Any] = TypeAdapter(type(value))
+    return adapter.dump_json(value, indent=1, exclude_none=True).decode()
 
 
-def _costs_read(data: dict[str, Any]) -> UnitCosts:
-    return UnitCosts(
-        int(data["samples"]),
-        tuple(UnitCost(**unit) for unit in data["units"]),
-        tuple(
-            ValueCost(**{**value, "targets": tuple(value["targets"]), "kept": tuple(value["kept"])})
-            for value in data["values"]
-        ),
-        (float(data["between"][0]), float(data["between"][1])),
-    )
+def read_json(kind: type[T], text: str, what: str, writer: str) -> T:
+    """Reads what `write_json` wrote.
+
+    Raises:
+        InputFileError: The text is not that; the message names the first thing that is wrong.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputFileError(
+            f"not {what} as penstock.plan writes them: {where + ': ' if where else ''}{first['msg']}; "
+            f"write them with {writer}"
+        ) from error
 
 
 # ---- the costs that a recorded step shows
@@ -477,9 +444,9 @@ class MeasuredStages:
     """What the actions of a recorded step took.
 
     Args:
-        seconds: for each stage its median times, by ``forward``, ``input``, ``weight`` and ``backward``.
-        makespan: how long the step took.
-        timeline: when each action ran.
+        seconds: For each stage its median times, by ``forward``, ``input``, ``weight`` and ``backward``.
+        makespan: How long the step took.
+        timeline: When each action ran.
     """
 
     seconds: tuple[Mapping[str, float], ...]
@@ -487,73 +454,57 @@ class MeasuredStages:
     timeline: Timeline
 
     def correct(self, profile: Profile, samples: int, cut: Cut) -> Profile:
-        """Correct costs by what was measured: each unit's times are scaled as its stage's are.
+        """Corrects costs by what was measured: each unit's times are scaled as its stage's are.
 
         Args:
-            profile: the costs so far.
-            samples: the samples of a microbatch of the step.
-            cut: the units that the step's stages started with.
+            profile: The costs so far.
+            samples: The samples of a microbatch of the step.
+            cut: The units that the step's stages started with.
 
         Raises:
-            UsageError: the cut has another number of stages than the step.
+            UsageError: The cut has another number of stages than the step.
         """
         if len(cut) != len(self.seconds):
             raise UsageError(
                 f"the step had {len(self.seconds)} stages and the cut has {len(cut)}; give the cut that ran"
             )
         of = profile.at(samples)
-        stages = of.stages(cut, Placement(tuple(range(len(cut))))).costs
+        stages = of.stages(cut, Placement(tuple(range(len(cut)))))
         runs = runs_of(cut, len(of.units))
         factors = {
             kind: [r for r, run in zip(self._ratios(stages, kind), runs, strict=True) for _ in run]
-            for kind in _KIND.values()
+            for kind in KINDS.values()
         }
         return profile.corrected(factors)
 
-    def _ratios(self, stages: Costs, kind: str) -> list[float]:
+    def _ratios(self, stages: StageCosts, kind: str) -> list[float]:
         """For each stage the measured over the expected time; if the kind did not run, by those that did."""
-        said = {each: stages.per_stage(each, len(self.seconds)) for each in _KIND.values()}
-        found: list[float] = []
+        ratios = []
         for stage, measured in enumerate(self.seconds):
-            shown = [kind] if kind in measured else list(measured)
-            expected = sum(said[each][stage] for each in shown)
-            found.append(sum(measured[each] for each in shown) / expected if expected else 1.0)
-        return found
+            kinds = [kind] if kind in measured else list(measured)
+            expected = sum(getattr(stages, each)[stage] for each in kinds)
+            ratios.append(sum(measured[each] for each in kinds) / expected if expected else 1.0)
+        return ratios
 
 
 def costs_from(result: Any) -> MeasuredStages:
     """The costs that a recorded step shows.
 
     Args:
-        result: what ``pipe.step(..., record=True)`` returned, or its timeline.
+        result: What ``pipe.step(..., record=True)`` returned, or its timeline.
 
     Raises:
-        UsageError: the step was not recorded.
+        UsageError: The step was not recorded.
     """
     timeline = result if isinstance(result, Timeline) else result.timeline
     if timeline is None:
         raise UsageError("the step was not recorded; make it with pipe.step(..., record=True)")
-    found: dict[int, dict[str, list[float]]] = {}
+    times: dict[int, dict[str, list[float]]] = {}
     for span in timeline.spans:
-        if span.action.op in _KIND:
-            kinds = found.setdefault(span.action.stage, {})
-            kinds.setdefault(_KIND[span.action.op], []).append(span.duration)
+        if span.action.op in KINDS:
+            kinds = times.setdefault(span.action.stage, {})
+            kinds.setdefault(KINDS[span.action.op], []).append(span.duration)
     seconds = tuple(
-        {kind: median(times) for kind, times in found[stage].items()} for stage in sorted(found)
+        {kind: median(each) for kind, each in times[stage].items()} for stage in sorted(times)
     )
     return MeasuredStages(seconds, timeline.makespan, timeline)
-
-
-def cut_of(units: Sequence[str], stages: Sequence[Sequence[str]]) -> Cut:
-    """The units that the stages of a partition start with.
-
-    Raises:
-        UsageError: the stages do not hold the units in their order.
-    """
-    if [path for paths in stages for path in paths] != list(units):
-        raise UsageError("these stages do not hold the units of the costs, in their order")
-    starts, at = [], 0
-    for paths in stages:
-        starts.append(at)
-        at += len(paths)
-    return tuple(starts)

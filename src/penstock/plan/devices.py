@@ -1,4 +1,4 @@
-"""Devices in numbers, and a meter of the time and memory that operations take on one.
+"""The table of devices: what each computes, holds and sends.
 
 Devices are described as their makers do: peak rates, memory and links. The share of a peak that a real
 program reaches is its efficiency; the defaults are what large matrix products and copies commonly reach, and
@@ -7,23 +7,12 @@ a user who knows better can say so.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, cast
-
-import torch
-from torch import Tensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from typing import Any
 
 from penstock.errors import UsageError
-from penstock.partition.calls.inference import memory_of
-
-# ---- devices for which costs can be predicted
 
 
 @dataclass(frozen=True)
@@ -85,26 +74,36 @@ class Device:
         return self.network_latency, self.network_bandwidth
 
 
-_NVIDIA = "NVIDIA, "
 _NETWORK = "a 400 Gb/s InfiniBand NDR adapter for each device (NVIDIA ConnectX-7 data sheet)"
 _LATENCY = "commonly seen with NCCL between two processes; not from a data sheet"
 _LAUNCH = "commonly seen for kernels that PyTorch launches one by one; not from a data sheet"
 
 
 def _nvidia(
-    name: str, sheet: str, flops: Mapping[str, float], memory: float, bandwidth: float, link: float
+    name: str,
+    sheet: str,
+    peaks: tuple[float, float, float],
+    memory: float,
+    bandwidth: float,
+    link: float,
 ) -> Device:
+    """A GPU by its data sheet: peaks in teraflops, memory in GB, bandwidth and link in GB/s.
+
+    The peaks are those in half precision, TF32 and float32; PyTorch computes in float32 unless it is told
+    to use TF32. A GPU without TF32 uses float32 in its place.
+    """
+    half, tf32, single = (peak * 1e12 for peak in peaks)
     return Device(
         name,
-        flops,
-        memory,
-        bandwidth,
-        link_bandwidth=link,
+        {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single},
+        memory * 1e9,
+        bandwidth * 1e9,
+        link_bandwidth=link * 1e9,
         sources={
-            "flops": f"{_NVIDIA}{sheet}; dense, half of the figure with sparsity",
-            "memory": f"{_NVIDIA}{sheet}",
-            "bandwidth": f"{_NVIDIA}{sheet}",
-            "link_bandwidth": f"{_NVIDIA}{sheet}; one direction, half of the total",
+            "flops": f"NVIDIA, {sheet}; dense, half of the figure with sparsity",
+            "memory": f"NVIDIA, {sheet}",
+            "bandwidth": f"NVIDIA, {sheet}",
+            "link_bandwidth": f"NVIDIA, {sheet}; one direction, half of the total",
             "link_latency": _LATENCY,
             "network_bandwidth": _NETWORK,
             "network_latency": _LATENCY,
@@ -113,247 +112,61 @@ def _nvidia(
     )
 
 
-def _types(half: float, tf32: float, single: float) -> dict[str, float]:
-    """Peaks by dtype; PyTorch computes in float32 unless it is told to use tf32."""
-    return {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single}
-
-
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
+        _nvidia("v100", "V100 SXM2 data sheet, 2020", (125, 15.7, 15.7), 32, 900, 150),
+        _nvidia("t4", "T4 data sheet, 2019; PCIe 3.0 x16 between devices", (65, 8.1, 8.1), 16, 320, 16),
+        _nvidia("l4", "L4 data sheet, 2023; PCIe 4.0 x16 between devices", (121, 60, 30.3), 24, 300, 32),
         _nvidia(
-            "a100",
-            "A100 80GB SXM data sheet, 2022",
-            _types(312e12, 156e12, 19.5e12),
-            80e9,
-            2039e9,
-            300e9,
-        ),
-        _nvidia(
-            "h100",
-            "H100 SXM data sheet, 2023",
-            _types(989.4e12, 494.7e12, 66.9e12),
-            80e9,
-            3352e9,
-            450e9,
-        ),
-        _nvidia(
-            "h200",
-            "H200 SXM data sheet, 2024",
-            _types(989.4e12, 494.7e12, 66.9e12),
-            141e9,
-            4800e9,
-            450e9,
-        ),
-        _nvidia(
-            "b200",
-            "DGX B200 data sheet, 2024, an eighth of its figures",
-            _types(2250e12, 1125e12, 75e12),
-            180e9,
-            8000e9,
-            900e9,
-        ),
-        _nvidia(
-            "l40s",
-            "L40S data sheet, 2023; PCIe 4.0 x16 between devices",
-            _types(362.05e12, 183e12, 91.6e12),
-            48e9,
-            864e9,
-            32e9,
+            "l40s", "L40S data sheet, 2023; PCIe 4.0 x16 between devices",
+            (362.05, 183, 91.6), 48, 864, 32,
         ),
         _nvidia(
             "rtx4090",
             "Ada GPU architecture white paper, 2022; products that accumulate in float32; PCIe 4.0 x16",
-            _types(165.2e12, 82.6e12, 82.6e12),
-            24e9,
-            1008e9,
-            32e9,
+            (165.2, 82.6, 82.6), 24, 1008, 32,
+        ),
+        _nvidia("a100", "A100 80GB SXM data sheet, 2022", (312, 156, 19.5), 80, 2039, 300),
+        _nvidia("h100-pcie", "H100 PCIe data sheet, 2022", (756, 378, 51), 80, 2000, 300),
+        _nvidia("h100", "H100 SXM data sheet, 2023", (989.4, 494.7, 66.9), 80, 3352, 450),
+        _nvidia("h200", "H200 SXM data sheet, 2024", (989.4, 494.7, 66.9), 141, 4800, 450),
+        _nvidia(
+            "b200", "DGX B200 data sheet, 2024, an eighth of its figures",
+            (2250, 1125, 75), 180, 8000, 900,
         ),
     )
-}
-"""The table, by name. Efficiencies are the defaults of :class:`Device`."""
+}  # fmt: skip
+"""The table, by name. Efficiencies are the defaults of `Device`."""
 
 
 def device_named(device: Device | str, **changes: float) -> Device:
     """A device of the table, or the given one, with some of its numbers changed.
 
     Args:
-        device: a name, such as ``"h100"``, or a device.
-        changes: numbers by their names, such as ``memory`` or ``compute_efficiency``; 0 changes nothing.
+        device: A name, such as ``"h100"``, or a device.
+        changes: Numbers by their names, such as ``memory`` or ``compute_efficiency``; 0 changes nothing.
 
     Raises:
-        UsageError: no device has that name.
+        UsageError: No device has that name, or a number is not valid.
     """
     if isinstance(device, str):
-        found = DEVICES.get(device.lower().replace(" ", ""))
-        if found is None:
+        known = DEVICES.get(device.lower().replace(" ", ""))
+        if known is None:
             near = get_close_matches(device.lower(), DEVICES, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = f"did you mean {near[0]!r}? The" if near else "the"
             raise UsageError(
-                f"device={device!r}: not in the table of devices; {hint}There are {', '.join(DEVICES)}; "
+                f"device={device!r}: not in the table of devices; {hint} table has {', '.join(DEVICES)}; "
                 "for another give a penstock.plan.Device with its numbers"
             )
-        device = found
-    known: dict[str, Any] = {name: number for name, number in changes.items() if number}
-    return replace(device, **known)
+        device = known
+    numbers: dict[str, Any] = {name: number for name, number in changes.items() if number}
+    return replace(device, **numbers)
 
 
-# ---- a meter of operations: how long a device would take for them, and what they leave in memory
-
-
-_ATEN = torch.ops.aten
-_NO_WORK = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty}
-"""Operations that only allocate memory."""
-
-
-class Meter(TorchDispatchMode):
-    """A mode that counts the work of all operations and the bytes of all memory that they allocate.
-
-    Args:
-        device: the device whose time is counted; by default no time is.
-
-    Attributes:
-        seconds: the time that the device would take for what was done so far.
-        flops: the floating-point operations of products, convolutions and attention.
-        live: the bytes that were allocated in the mode and are not freed yet.
-        peak: the most of these at any time since :meth:`reset_peak`.
-    """
-
-    def __init__(self, device: Device | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.seconds = 0.0
-        self.flops = 0.0
-        self.live = 0
-        self.peak = 0
-
-    def reset_peak(self) -> None:
-        """Let :attr:`peak` start from what is alive now."""
-        self.peak = self.live
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operation, and note what it did."""
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":
-            return result
-        made = list(_tensors(result))
-        given = {memory_of(tensor) for tensor in _tensors(args)}
-        new = [tensor for tensor in made if memory_of(tensor) not in given]
-        for tensor in new:
-            self._take(tensor)
-        # An operation that returns nothing new and changes nothing makes a view, which is no work.
-        if (new or func._schema.is_mutable) and func._overloadpacket not in _NO_WORK:
-            self._work(func, args, kwargs or {}, result, made)
-        return result
-
-    def _take(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = memory_of(tensor), storage.nbytes()
-        if key in self._storages:
-            return
-
-        def given_back(_: Any) -> None:
-            del self._storages[key]
-            self.live -= size
-
-        self._storages[key] = weakref.ref(storage, given_back)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-    def _work(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, made: Any
-    ) -> None:
-        if self._device is None:
-            return
-        packet = func._overloadpacket
-        flops = 0
-        if packet in _ATTENTION:
-            flops = _ATTENTION[packet](*args)
-        elif packet in flop_registry:
-            count = cast("Any", flop_registry)[packet]
-            flops = count(*args, **kwargs, out_val=result)
-        operands = list(_tensors(args))
-        moved = sum(tensor.nbytes for tensor in (*operands, *made))
-        kind = (operands or made or [torch.empty(0)])[0].dtype
-        self.flops += flops
-        self.seconds += self._device.seconds(flops, moved, str(kind).removeprefix("torch."))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-
-
-# ---- attention: the fused kernel of the CPU, which runs without data; torch's counter does not know it
-
-
-class FusedAttention(TorchFunctionMode):
-    """A mode in which attention without data is the fused one, as it would be with data.
-
-    On the meta device torch would choose the one that stores all scores.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Answer calls of attention, and pass on all others."""
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return _fused(*args, **(kwargs or {}))
-
-
-def _fused(  # noqa: PLR0913 - as torch's attention
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if enable_gqa:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
-    mask = attn_mask.to(query.dtype) if attn_mask is not None else None
-    found: Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
-    )[0]
-    return found
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
-    batch, heads, length, width = query.shape
-    return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
-
-
-def _attention_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
-    """Five products where forward has two, since the scores are computed again."""
-    return _attention(query, key, value) * 5 // 2
-
-
-_ATTENTION: dict[Any, Callable[..., int]] = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
-
-
-def shapes(values: Sequence[Any]) -> tuple[Any, ...]:
-    """What determines the cost of a call: shapes, types and plain values."""
-    return tuple(map(_shape, values))
-
-
-def _shape(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, value.requires_grad
-    if isinstance(value, tuple | list):
-        return tuple(map(_shape, value))
-    if isinstance(value, Mapping):
-        return tuple((name, _shape(item)) for name, item in value.items())
-    return value if isinstance(value, int | float | str | bool | None) else type(value)
+def device_called(product: str) -> Device | None:
+    """The device of the table that a driver calls, say, ``"NVIDIA H100 PCIe"``; None if it is not there."""
+    words = product.lower().replace("-", " ").split()
+    matches = [d for d in DEVICES.values() if set(d.name.split("-")) <= set(words)]
+    # "h100-pcie" before "h100".
+    return max(matches, key=lambda device: len(device.name), default=None)

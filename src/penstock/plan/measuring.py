@@ -1,41 +1,28 @@
-"""Measure what the units of a model cost on the device where it is."""
+"""Profiles: what the units of a model cost, measured on the device where it is or predicted for another."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from statistics import median
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
-from penstock.errors import UsageError
-from penstock.partition import Partition, partition, untouched
-from penstock.plan.costs import Profile, UnitCost, UnitCosts, ValueCost
-from penstock.plan.devices import Meter
-from penstock.plan.probing import (
-    Bench,
-    Holding,
-    Known,
-    Laps,
-    LossFunction,
-    Subject,
-    Work,
-    chain_edges,
-    cost_of,
-    flops_of,
-    gradients_kept,
-    holding_of,
-    kind_of,
-    work_of,
-)
-from penstock.stage import home_of
-from penstock.values import MISSING, Rules, ValueSpec, flatten, unflatten
+from penstock.errors import InputFileError, UsageError
+from penstock.partition import unit_paths
+from penstock.partition.costs import measure_units
+from penstock.plan.costs import Profile, UnitCosts
+from penstock.plan.devices import Device, device_named
+from penstock.values import MISSING, Rules, flatten, split_batch
 
 REPEATS = 5
 """How often times are measured by default, after a first run that does not count."""
+LARGEST = 2**31
+"""The most samples of a batch, and tokens of a sample."""
+LossFunction = Callable[..., Any]
 
 
 def measure(  # noqa: PLR0913 - the arguments of a step, by name
@@ -53,40 +40,42 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
     tokens: int = 0,
     **kwargs: Any,
 ) -> Profile:
-    """Measure what the units of a model cost on the device where it is.
+    """Measures what the units of a model cost on the device where it is.
 
     Nothing runs yet: each size of a microbatch is measured when it is first asked for. The model is left as
     it is, with its gradients, buffers and random states.
 
     Args:
-        model: any module, with data.
-        args: its arguments for a batch, from which microbatches are taken.
-        target: what the loss compares with.
+        model: Any module, with data.
+        args: Its arguments for a batch, from which microbatches are taken.
+        target: What the loss compares with.
         loss_fn: ``(output, target) -> scalar``, as for a Pipeline.
-        rules: how arguments are split, as for a Pipeline.
-        stages: into how many stages the model may have to be cut: it is taken apart as far as that needs.
-        repeats: how often each unit runs, after a first run that does not count.
-        memory: bytes of the device; by default those of a GPU, and for a CPU unknown.
-        latency: the latency of a message between ranks, in seconds.
-        bandwidth: the bandwidth of a channel between ranks, in bytes per second.
-        handling: how long a rank is busy with a message, at either end of it, in seconds.
-        tokens: positions in a sample, by which tokens are counted.
-        kwargs: the model's arguments by name.
+        rules: How arguments are split, as for a Pipeline.
+        stages: Into how many stages the model may have to be cut: it is taken apart as far as that needs.
+        repeats: How often each unit runs, after a first run that does not count.
+        memory: Bytes of the device; by default those of a GPU, and for a CPU unknown.
+        latency: The latency of a message between ranks, in seconds.
+        bandwidth: The bandwidth of a channel between ranks, in bytes per second.
+        handling: How long a rank is busy with a message, at either end of it, in seconds.
+        tokens: Positions in a sample, by which tokens are counted.
+        kwargs: The model's arguments by name.
 
     Raises:
-        UsageError: the model has no data, or the batch cannot be split so.
+        UsageError: The model has no data, the batch cannot be split so, or a number is not valid.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError(
             "a model on the meta device cannot be measured; predict its costs for a device instead: "
             "penstock.plan.predict(model, ..., device='h100')"
         )
-    work = work_of(model, args, kwargs, target, loss_fn, rules, stages)
-    home = home_of(model)
-    fine = partition(model, [[path] for path in work.units], example=(work.args, work.kwargs))
-    found = Profile(
-        "cpu" if home.type == "cpu" else torch.cuda.get_device_name(home),
-        memory=memory or _memory_of(home),
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise UsageError(f"repeats={repeats!r}: must be a whole number, at least 1")
+    batch = _Batch(model, args, kwargs, target, loss_fn, rules, stages)
+    home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    gpu = torch.cuda.get_device_properties(home) if home.type == "cuda" else None
+    profile = Profile(
+        home.type if gpu is None else gpu.name,
+        memory=memory or (0.0 if gpu is None else float(gpu.total_memory)),
         latency=latency,
         bandwidth=bandwidth,
         handling=handling,
@@ -94,155 +83,187 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
         measured=True,
         model=type(model).__name__,
     )
-    found.coster = lambda samples: _measured(work, fine, samples, repeats, home)
-    return found
+    profile.coster = lambda samples: batch.costs(samples, repeats=repeats)
+    return profile
 
 
-def _memory_of(home: torch.device) -> float:
-    if home.type != "cuda":
-        return 0.0
-    return float(torch.cuda.get_device_properties(home).total_memory)
+def predict(  # noqa: PLR0913 - the arguments of a step, by name
+    model: nn.Module,
+    *args: Any,
+    device: Device | str,
+    target: Any = MISSING,
+    loss_fn: LossFunction | None = None,
+    rules: Rules | None = None,
+    stages: int = 1,
+    tokens: int = 0,
+    **kwargs: Any,
+) -> Profile:
+    """Predicts what the units of a model cost on a device that need not be present.
+
+    Args:
+        model: Any module; on the meta device it takes no memory.
+        args: Its arguments for a batch, of which shapes and types count; they may be on the meta device.
+        device: A name of `penstock.plan.DEVICES`, or a `penstock.plan.Device`.
+        target: What the loss compares with.
+        loss_fn: ``(output, target) -> scalar``, as for a Pipeline.
+        rules: How arguments are split, as for a Pipeline.
+        stages: Into how many stages the model may have to be cut.
+        tokens: Positions in a sample, by which tokens are counted.
+        kwargs: The model's arguments by name.
+
+    Raises:
+        UsageError: The device is unknown, or the batch cannot be split so.
+    """
+    on = device_named(device)
+    batch = _Batch(model, args, kwargs, target, loss_fn, rules, stages)
+    latency, bandwidth = on.wire(1)
+    profile = Profile(
+        on.name,
+        memory=on.memory,
+        latency=latency,
+        bandwidth=bandwidth,
+        node=on.node,
+        network=on.wire(on.node + 1),
+        tokens=tokens,
+        model=type(model).__name__,
+    )
+    profile.coster = lambda samples: batch.costs(samples, rate=on.seconds)
+    return profile
 
 
-def _measured(
-    work: Work, fine: Partition, samples: int, repeats: int, home: torch.device
-) -> UnitCosts:
-    args, kwargs, target = work.part(samples)
-    args, kwargs = _on(home, (args, kwargs))
-    clock = _clock(home)
-    bench, known = Bench(clock), Known()
-    with untouched(fine.modules, home), gradients_kept(work.model):
-        subjects, values = _in_turn(work, fine, (args, kwargs), _on(home, target))
-        modules = [work.model.get_submodule(subject.path) for subject in subjects]
-        kinds = [kind_of(subject, m) for subject, m in zip(subjects, modules, strict=True)]
-        # Of several units that are alike only the first runs.
-        first = dict(zip(reversed(kinds), reversed(subjects), strict=True))
-        runs = {kind: _Run(subject, bench) for kind, subject in first.items()}
-        halves = [_Run(half, bench) for half in _halves(work, (args, kwargs), _on(home, target))]
-        # In turns: the speed of a device varies, and what ran just before is still in its caches.
-        for _ in range(repeats):
-            for run in (*runs.values(), *halves):
-                bench.run(run.subject, run.laps)
-        for kind, subject, module in zip(kinds, subjects, modules, strict=True):
-            known.add(subject, module, partial(runs[kind].cost, module))
-    between = _between([runs[kind].laps for kind in kinds], [half.laps for half in halves])
-    return UnitCosts(samples, tuple(known.units), known.with_keepers(values), between)
+class _Batch:
+    """A model and a batch that it is trained with."""
 
+    def __init__(  # noqa: PLR0913 - as measure
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        loss_fn: LossFunction | None,
+        rules: Rules | None,
+        stages: int,
+    ) -> None:
+        self._model, self._rules = model, rules
+        self._call = tuple(args), dict(kwargs), target
+        has_target = target is not MISSING
+        self._loss = None
+        if loss_fn is not None:
+            self._loss = loss_fn if has_target else lambda output, _: loss_fn(output)
+        tensors = flatten(self._call[:2])[0]
+        example = None if any(tensor.is_meta for tensor in tensors) else self._call[:2]
+        self._units = unit_paths(model, stages, example=example)
+        sizes = split_batch(*self._call[:2], MISSING, rules, 1).samples
+        self._samples = sizes[0] if sizes else 1
 
-class _Run:
-    """A unit that is measured repeatedly; it has run to warm up, and to find its memory."""
-
-    def __init__(self, subject: Subject, bench: Bench) -> None:
-        self.subject, self.laps, self._metered = subject, Laps(), Laps()
-        bench.run(subject, Laps())
-        with Meter() as meter:
-            bench.run(subject, self._metered, meter)
-
-    def cost(self, module: nn.Module) -> tuple[UnitCost, Holding]:
-        """What was found."""
-        self.laps.stash, self.laps.extra = self._metered.stash, self._metered.extra
-        holding = holding_of(self.subject, module)
-        return cost_of(self.subject, self.laps, holding, flops_of(self.subject)), holding
-
-
-def _clock(home: torch.device) -> Callable[[], float]:
-    """A function that tells the time once the device has done its work."""
-    if home.type == "cpu":
-        # If a single thread does all the work, the time of other programs need not count.
-        return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-
-    def after_all() -> float:
-        torch.accelerator.synchronize(home)
-        return time.perf_counter()
-
-    return after_all
-
-
-def _on(home: torch.device, value: Any) -> Any:
-    if value is MISSING:
-        return value
-    tensors, structure = flatten(value)
-    return unflatten(structure, [tensor.to(home) for tensor in tensors])
-
-
-def _in_turn(
-    work: Work, made: Partition, call: tuple[Any, Any], target: Any
-) -> tuple[list[Subject], list[ValueCost]]:
-    """The stages of a partition, each with the arguments that it gets; and the values that they hand on."""
-    described = made.describe(ValueSpec.of(call), True) if made.describe is not None else None
-    edges = described.edges if described else chain_edges(len(made.modules))
-    subjects, sizes = [], {}
-    last: Any = None
-    arguments: tuple[Any, ...]
-    keywords: Mapping[str, Any]
-    names: list[str | None]
-    store: dict[str, Any] = {}
-    for index, module in enumerate(made.modules):
-        given = tuple(edge.value for edge in edges if edge.source == index)
-        wired = bool(getattr(module, "wired", False))
-        if wired:
-            uses = {e.value: store[e.value] for e in edges if index in e.targets}
-            arguments, keywords = (uses, *call), {}
-            names = [name for name, value in uses.items() for _ in flatten(value)[0]]
-        elif index == 0:
-            arguments, keywords, names = call[0], call[1], []
-        else:
-            spread = type(last) is tuple and getattr(module, "spreads", True)
-            arguments, keywords = (last if spread else (last,)), {}
-            names = [edges[index - 1].value] * len(flatten(last)[0])
-        count = len(flatten((arguments, keywords))[0])
-        final = index == len(made.modules) - 1
-        subject = Subject(
-            work.units[index] if len(work.units) == len(made.modules) else str(index),
-            module,
-            arguments,
-            keywords,
-            (*names, *[None] * (count - len(names))),
-            given,
-            (lambda output: work.root(output, target)) if final else None,
+    def costs(self, samples: int, **how: Any) -> UnitCosts:
+        """What the units cost for a microbatch of so many samples."""
+        parts = split_batch(*self._call, self._rules, max(1, self._samples // samples))
+        if not parts.parts:
+            raise UsageError("give the arguments of the model for a batch")
+        first = parts.parts[0]
+        if first.samples != samples:
+            raise UsageError(
+                f"a batch of {self._samples} samples has no part of {samples}; give a batch that has one"
+            )
+        target = parts.targets[0] if parts.targets is not None else None
+        units, values = measure_units(
+            self._model,
+            self._units,
+            first.args,
+            first.kwargs,
+            target=target,
+            loss=self._loss,
+            **how,
         )
-        subjects.append(subject)
-        args, kwargs, _ = subject.fresh(leaf=True)
-        with torch.enable_grad():
-            last = _detached(module(*args, **kwargs))
-        if wired and type(last) is dict:
-            store.update(last)
-        for name in given:
-            value = last[name] if wired else last
-            sizes[name] = sum(tensor.nbytes for tensor in flatten(value)[0])
-    values = [ValueCost(e.value, e.source, e.targets, sizes[e.value], e.gradient) for e in edges]
-    return subjects, values
+        return UnitCosts(samples, units, values)
 
 
-def _detached(value: Any) -> Any:
-    """A value as another stage gets it."""
+# ---- a model of transformers, from its config file alone: neither weights nor a network are needed
+
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+LONGEST = 4096
+"""Tokens of a sample by default, if the model takes as many."""
+
+
+def next_token_loss(output: Any, target: Tensor) -> Tensor:
+    """Mean cross-entropy of a language model, in float32; targets are in the places of their tokens."""
+    logits = output.logits.float()
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+def predict_hf(
+    config: str | Path,
+    *,
+    batch: int,
+    device: Device | str,
+    sequence: int | None = None,
+    dtype: str = "bfloat16",
+    stages: int = 1,
+) -> Profile:
+    """Predicts what the units of a causal language model cost.
+
+    Args:
+        config: A file such as ``config.json``, or its folder.
+        batch: Samples of a step.
+        device: A name of `penstock.plan.DEVICES`, or a `penstock.plan.Device`.
+        sequence: Tokens of a sample; by default as many as the model takes, at most 4096.
+        dtype: The type of its weights: ``bfloat16``, ``float16`` or ``float32``.
+        stages: Into how many stages the model may have to be cut.
+
+    Raises:
+        UsageError: There is no such file or dtype, a number is not valid, or transformers is not installed.
+        InputFileError: The file is not a config of a causal language model.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+    on = device_named(device)
+    for name, number in (("batch", batch), ("sequence", 1 if sequence is None else sequence)):
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < LARGEST:
+            raise UsageError(f"{name}={number!r}: must be a whole number from 1 to {LARGEST - 1}")
+    settings = _config(Path(config))
+    sequence = sequence or min(LONGEST, getattr(settings, "max_position_embeddings", LONGEST))
+    tokens = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+    profile = predict(
+        _model(settings, Path(config)).to(DTYPES[dtype]),
+        input_ids=tokens,
+        target=tokens,
+        loss_fn=next_token_loss,
+        device=on,
+        stages=stages,
+        tokens=sequence,
+    )
+    profile.model = f"{profile.model} of {Path(config).name}"
+    return profile
+
+
+def _transformers() -> Any:
     try:
-        tensors, structure = flatten(value)
-    except Exception:  # a model's output may be anything, and goes to no other stage
-        return value
-    return unflatten(structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors])
+        return import_module("transformers")
+    except ImportError:
+        raise UsageError("hf= needs transformers: pip install 'penstock[hf]'") from None
 
 
-def _halves(work: Work, call: tuple[Any, Any], target: Any) -> list[Subject]:
-    """Two stages with half of the units each; none where there are too few units to learn from that."""
-    half = len(work.units) // 2
-    if half < 2:
-        return []
-    placed = [list(work.units[:half]), list(work.units[half:])]
-    coarse = partition(work.model, placed, example=(work.args, work.kwargs))
-    return _in_turn(work, coarse, call, target)[0]
+def _config(path: Path) -> Any:
+    if not path.exists():
+        raise UsageError(f"hf={str(path)!r}: no such file; give a config.json of transformers")
+    try:
+        config = _transformers().AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputFileError(
+            f"{path}: not a config of a model that transformers knows: {error}"
+        ) from error
+    config.use_cache = False
+    return config
 
 
-def _between(units: Sequence[Laps], halves: Sequence[Laps]) -> tuple[float, float]:
-    """What each further unit of a stage saves: the units alone are compared with two stages of them."""
-    if not halves:
-        return 0.0, 0.0
-
-    def saved(kind: str) -> float:
-        alone = zip(*(getattr(laps, kind) for laps in units), strict=True)
-        together = zip(*(getattr(laps, kind) for laps in halves), strict=True)
-        # Always of the same turn: if that was slow, it was slow for both.
-        found: float = median(sum(a) - sum(t) for a, t in zip(alone, together, strict=True))
-        return max(found, 0.0) / (len(units) - len(halves))
-
-    return saved("forward"), saved("backward")
+def _model(config: Any, path: Path) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            model: nn.Module = _transformers().AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputFileError(
+            f"{path}: not a causal language model of transformers: {error}"
+        ) from error
+    return model.train()

@@ -8,8 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.plan.answer import Plan, Plans, bytes_as_text, seconds_as_text
-from penstock.plan.costs import UnitCosts
+from penstock.partition.costs import UnitCost
+from penstock.plan.choice import COLUMNS, Plan, row_of
+from penstock.plan.costs import Profile
 from penstock.schedule import Action, Op, Simulation, Span, Timeline
 from penstock.schedule.drawing import COLOURS, NAMES
 
@@ -21,74 +22,54 @@ HELD = ("weights", "gradients", "optimizer", "messages", "activations", "between
 
 
 def report_of(
-    plans: Plans | Sequence[Plan], *, title: str = "", measured: Timeline | None = None
+    plans: Sequence[Plan],
+    *,
+    profile: Profile | None = None,
+    title: str = "A plan and its step",
+    note: str = "",
+    measured: Timeline | None = None,
 ) -> str:
     """The report as the text of an HTML file that needs no other file and no network.
 
     Args:
-        plans: the fastest first.
-        title: the heading; by default it names the model.
-        measured: a step that was run by the first plan, to be shown beside its simulation.
+        plans: The fastest first.
+        profile: The costs that they were made from, to show those of each unit.
+        title: The heading.
+        note: A sentence below it.
+        measured: A step that was run by the first plan, to be shown beside its simulation.
     """
-    profile = plans.profile if isinstance(plans, Plans) else None
-    if not title:
-        title = f"Plans for {profile.model or 'a model'}" if profile else "A plan and its step"
     data = {
         "title": title,
-        "note": _note(plans),
-        "head": ["schedule", *_COLUMNS],
+        "note": note,
+        "head": COLUMNS,
         "colours": {op.value: colour for op, colour in COLOURS.items()},
         "names": {op.value: name for op, name in NAMES.items()},
         "held": HELD,
-        "plans": list(_plans(plans, measured)),
+        "plans": list(_plans(plans, profile, measured)),
     }
     # "</" would end the script element that holds the data, even inside a string.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     return TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", text)
 
 
-_COLUMNS = (
-    "ranks", "replicas", "stages", "microbatches", "computed again", "step", "tokens/s", "bubble",
-    "memory by rank", "why not",
-)  # fmt: skip
-
-
-def _note(plans: Plans | Sequence[Plan]) -> str:
-    if not isinstance(plans, Plans):
-        return ""
-    kind = "measured on" if plans.profile.measured else "predicted for"
-    return (
-        f"Costs {kind} {plans.profile.device}. {plans.looked_at} candidates, of which {plans.simulated} were "
-        "simulated; the others were proven to be slower, or do not fit."
-    )
-
-
-def _plans(plans: Plans | Sequence[Plan], measured: Timeline | None) -> Iterator[dict[str, Any]]:
+def _plans(
+    plans: Sequence[Plan], profile: Profile | None, measured: Timeline | None
+) -> Iterator[dict[str, Any]]:
     left = MOST_SPANS
     for number, plan in enumerate(plans):
         left -= sum(map(len, plan.schedule.programs))
-        row = plans.row(number)[1:] if isinstance(plans, Plans) else _row(plan)
-        units = plans.costs(plan) if isinstance(plans, Plans) else None
-        found: dict[str, Any] = {
-            "row": row,
+        units = profile.at(plan.shape.samples).units if profile is not None else ()
+        timelines = []
+        if left >= 0 or number == 0:
+            timelines.append(_timeline("simulated", plan, plan.simulation))
+        if measured is not None and number == 0:
+            timelines.append(_measured(plan, measured))
+        yield {
+            "row": row_of(plan, plans[0]),
             "limit": plan.limit,
             "cut": list(_cut(plan, units)),
-            "timelines": [],
+            "timelines": timelines,
         }
-        if left >= 0 or number == 0:
-            found["timelines"].append(_timeline("simulated", plan, plan.simulation))
-            if measured is not None and number == 0:
-                found["timelines"].append(_measured(plan, measured))
-        yield found
-
-
-def _row(plan: Plan) -> list[str]:
-    return [str(cell) for cell in (
-        plan.shape.schedule, plan.ranks, plan.replicas, len(plan.stages),
-        f"{plan.microbatches} x {plan.shape.samples}", len(plan.checkpoint),
-        seconds_as_text(plan.seconds), f"{plan.rate:,.4g}", f"{plan.bubble:.1%}",
-        bytes_as_text(max(plan.memory)), "",
-    )]  # fmt: skip
 
 
 def _timeline(label: str, plan: Plan, ran: Simulation) -> dict[str, Any]:
@@ -169,9 +150,7 @@ def _memory(plan: Plan, rank: int, spans: Sequence[Span], origin: float) -> dict
     mine = placement.stages_on(rank)
     fixed = [sum(costs.kinds[stage][kind] for stage in mine) for kind in HELD[:3]]
     fixed.append(sum(map(costs.messages, mine)))
-    stages = len(plan.stages)
-    activation = costs.costs.per_stage("activation", stages)
-    stash = costs.costs.per_stage("stash", stages)
+    activation, stash = costs.activation, costs.stash
     held, left = 0.0, 0.0
     steps: list[tuple[float, float, float]] = []
     for span in spans:
@@ -186,8 +165,8 @@ def _memory(plan: Plan, rank: int, spans: Sequence[Span], origin: float) -> dict
     return {"fixed": [round(size) for size in fixed], "steps": steps}
 
 
-def _cut(plan: Plan, units: UnitCosts | None) -> Iterator[dict[str, Any]]:
-    known = {unit.path: unit for unit in units.units} if units is not None else {}
+def _cut(plan: Plan, units: Sequence[UnitCost]) -> Iterator[dict[str, Any]]:
+    known = {unit.path: unit for unit in units}
     again = set(plan.checkpoint)
     for stage, paths in enumerate(plan.stages):
         yield {

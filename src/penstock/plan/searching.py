@@ -1,18 +1,47 @@
-"""Find the fastest plans that fit: try the candidates, best bound first, and improve the best of them."""
+"""Find the fastest plans that fit: try the candidates, best bound first, and improve the best of them.
+
+A candidate is a schedule, numbers of ranks, replicas, stages and microbatches, and how much to compute again.
+It is cut so that the ranks of its placement have about equal work. It is simulated twice: first without its
+messages spelled out, which never takes longer than with them, and then with them. A candidate that is proven
+to be slower than a known one is not simulated:
+
+- with no cut is the step shorter than all work shared out evenly;
+- with a given cut, a rank cannot start before the stages ahead of it have run a microbatch, then has all its
+  own work to do, and after that a whole backward must still pass the stages ahead.
+"""
 
 from __future__ import annotations
 
-from bisect import insort
+import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import pairwise, product
+from pathlib import Path
 from time import monotonic
+from typing import overload
 
 from penstock.errors import ScheduleError, UsageError
-from penstock.plan.answer import Plan, Plans, Shape, bytes_as_text, static_of, with_messages
-from penstock.plan.candidates import POLICIES, SEARCHED, Candidate, Candidates, Wanted, built
-from penstock.plan.costs import Cut, Profile, StageCosts, cut_of, runs_of
-from penstock.schedule import Schedule, compute_only, names, simulate
+from penstock.partition import choose_cuts
+from penstock.plan.choice import (
+    COLUMNS,
+    LARGEST,
+    POLICIES,
+    Order,
+    Plan,
+    PlanShape,
+    bytes_as_text,
+    check_size,
+    row_of,
+    scheduled,
+    why_slower,
+    with_messages,
+)
+from penstock.plan.costs import Cut, Profile, StageCosts, UnitCosts, cut_of, runs_of
+from penstock.plan.report import report_of
+from penstock.schedule import Op, Placement, Schedule, build, compute_only, names, simulate
 from penstock.schedule import search as search_schedule
 from penstock.schedule.library import find
 
@@ -21,6 +50,81 @@ POLISHED = 3
 """How many of the best plans are improved at the end."""
 LARGEST_SEARCH = 512
 """Up to which product of stages and microbatches a schedule is searched; beyond it takes too long."""
+MOST_MICROBATCHES = 6
+"""How many numbers of microbatches are tried by default."""
+LAPS = (2, 3, 4)
+"""The numbers of stages per rank that are tried by default, if a schedule takes any number."""
+MANY_STAGES = 32
+"""With more stages than this, stages are made equal rather than ranks: that is quick, and as good."""
+SEARCHED = "searched"
+"""The name of a schedule that was searched for these costs."""
+
+
+@dataclass(frozen=True)
+class Plans(Sequence[Plan]):
+    """Plans, the fastest first; as text a table.
+
+    Args:
+        plans: The plans.
+        profile: The costs that they were made from.
+        looked_at: How many candidates there were.
+        simulated: How many of these were simulated; the others were proven to be slower, or too large.
+    """
+
+    plans: tuple[Plan, ...]
+    profile: Profile = field(repr=False)
+    looked_at: int = 0
+    simulated: int = 0
+
+    @overload
+    def __getitem__(self, index: int) -> Plan: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Plan]: ...
+    def __getitem__(self, index: int | slice) -> Plan | Sequence[Plan]:
+        return self.plans[index]
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
+
+    def __str__(self) -> str:
+        rows = [["", *COLUMNS]]
+        rows += [[str(n), *row_of(plan, self[0])] for n, plan in enumerate(self, 1)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                # Words are aligned to the left, numbers to the right.
+                cell.ljust(width) if column in (1, 10, 11) else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join((*lines, self._note()))
+
+    def _note(self) -> str:
+        kind = "measured on" if self.profile.measured else "predicted for"
+        return f"costs {kind} {self.profile.device}; {self.looked_at} candidates, {self.simulated} simulated"
+
+    def why(self, number: int) -> str:
+        """Why a plan is slower than the best one."""
+        return why_slower(self[number], self[0])
+
+    def to_json(self) -> str:
+        """All plans as JSON, each as `Plan.to_json` writes it."""
+        return json.dumps([json.loads(plan.to_json()) for plan in self], indent=1)
+
+    def report(self, path: str | Path, *, title: str = "") -> None:
+        """Writes the report: one HTML file that needs no other.
+
+        Args:
+            path: The file.
+            title: The heading; by default it names the model.
+        """
+        title = title or f"Plans for {self.profile.model or 'a model'}"
+        page = report_of(self.plans, profile=self.profile, title=title, note=self._note())
+        Path(path).write_text(page, encoding="utf-8")
 
 
 def search(  # noqa: PLR0913 - the whole question, by name
@@ -39,48 +143,55 @@ def search(  # noqa: PLR0913 - the whole question, by name
     seconds: float = 10.0,
     prune: bool = True,
 ) -> Plans:
-    """Find the fastest ways to run a model.
+    """Finds the fastest ways to run a model.
 
     Args:
-        profile: what its units cost, from :func:`measure` or :func:`predict`.
-        ranks: how many devices there are.
-        batch: the samples of a step.
-        memory: the bytes that a rank may hold; by default those of the device, if known; 0 for no limit.
-        schedules: the names to choose from; by default every schedule of the library that trains.
-        pipeline: how many ranks a pipeline may have; the other ranks are replicas, each with its share of
+        profile: What its units cost, from `measure` or `predict`.
+        ranks: How many devices there are.
+        batch: The samples of a step.
+        memory: The bytes that a rank may hold; by default those of the device, if known; 0 for no limit.
+        schedules: The names to choose from; by default every schedule of the library that trains.
+        pipeline: How many ranks a pipeline may have; the other ranks are replicas, each with its share of
             the batch. By default every number that divides ``ranks``.
-        stages_per_rank: numbers to try for schedules that take any; by default 2, 3 and 4.
-        microbatches: numbers to try for each pipeline; by default several that divide its share of the batch.
+        stages_per_rank: Numbers to try for schedules that take any; by default 2, 3 and 4.
+        microbatches: Numbers to try for each pipeline; by default several that divide its share of the batch.
         checkpoint: ``"none"``, ``"needed"`` (as few units as fit the memory) or ``"all"``; by default all
             three are tried, or without a limit only ``"none"``.
-        states: bytes of optimizer state for each byte of trained weights: 2 for AdamW, 1 for SGD with
+        states: Bytes of optimizer state for each byte of trained weights: 2 for AdamW, 1 for SGD with
             momentum.
-        keep: how many plans to return.
-        seconds: how long the best may be improved at the end, by moving their cuts and searching schedules.
-        prune: whether to skip candidates that are proven to be slower, which does not change the plans.
+        keep: How many plans to return.
+        seconds: How long the best may be improved at the end, by moving their cuts and searching schedules.
+        prune: Whether to skip candidates that are proven to be slower, which does not change the plans.
 
     Returns:
         The plans, the fastest first.
 
     Raises:
-        UsageError: nothing fits (the message says what would), or a number or name is not valid.
+        UsageError: Nothing fits (the message says what would), or a number or name is not valid.
     """
+    ranks, batch = _whole("ranks", ranks), _whole("batch", batch, most=2**40)
     limit = profile.memory if memory is None else memory
-    policies = POLICIES if limit else ("none",)
-    wanted = Wanted(
-        devices=_positive("ranks", ranks),
-        batch=_positive("batch", batch),
-        memory=limit,
-        schedules=_names(schedules),
+    for name, number in (("memory", limit), ("states", states), ("seconds", seconds)):
+        if not isinstance(number, int | float) or not number >= 0:
+            raise UsageError(f"{name}={number!r}: must be a number, at least 0")
+    if 0 < limit < 1:
+        raise UsageError(f"memory={limit}: must be at least one byte, or 0 for no limit")
+    counts = _whole_numbers("microbatches", microbatches)
+    too_many = [count for count in counts or () if count > batch]
+    if too_many:
+        raise UsageError(f"microbatches={too_many[0]}: the batch has only {batch} samples")
+    wanted = _Wanted(
+        devices=ranks,
+        batch=batch,
+        memory=float(limit),
+        schedules=_schedules(schedules),
         ranks=_divisors("pipeline", pipeline, ranks),
-        stages_per_rank=_numbers("stages_per_rank", stages_per_rank),
-        microbatches=_numbers("microbatches", microbatches),
-        checkpoint=_policies(checkpoint) or policies,
-        states=states,
-        keep=_positive("keep", keep),
+        stages_per_rank=_whole_numbers("stages_per_rank", stages_per_rank),
+        microbatches=counts,
+        checkpoint=_policies(checkpoint) or (POLICIES if limit else ("none",)),
+        states=float(states),
+        keep=_whole("keep", keep),
     )
-    if limit < 0 or states < 0:
-        raise UsageError(f"memory={limit}, states={states}: must be numbers, at least 0")
     return _Search(profile, wanted, prune=prune).plans(seconds)
 
 
@@ -95,193 +206,420 @@ def plan_for(
     """The plan of a schedule and a cut that were chosen by hand, to see what it costs.
 
     Args:
-        profile: what the units cost.
-        schedule: the schedule; its messages are worked out anew.
-        stages: for each stage the paths of its units.
-        batch: the samples of a step.
-        states: bytes of optimizer state for each byte of trained weights.
+        profile: What the units cost.
+        schedule: The schedule; its messages are worked out anew.
+        stages: For each stage the paths of its units.
+        batch: The samples of a step.
+        states: Bytes of optimizer state for each byte of trained weights.
 
     Raises:
-        UsageError: the stages do not hold the units in their order.
+        UsageError: The stages do not hold the units in their order.
     """
-    made = compute_only(schedule)
-    samples = batch // made.microbatches
+    plain = compute_only(schedule)
+    samples = _whole("batch", batch) // plain.microbatches
     paths = [unit.path for unit in profile.at(samples).units]
-    laps = made.stages // made.ranks
-    shape = Shape(made.name, made.ranks, 1, laps, made.microbatches, samples, "none")
-    wanted = Wanted(made.ranks, batch, 0.0, (), (made.ranks,), None, None, ("none",), states, 1)
+    laps = max(1, plain.stages // plain.ranks)
+    shape = PlanShape(plain.name, plain.ranks, 1, laps, plain.microbatches, samples, "none")
+    wanted = _Wanted(plain.ranks, batch, 0.0, (), (plain.ranks,), None, None, ("none",), states, 1)
     search = _Search(profile, wanted, prune=False)
-    return search.plan_by_hand(shape, made, cut_of(paths, stages))
+    return search.plan_by_hand(shape, plain, cut_of(paths, stages))
 
 
-def _positive(name: str, number: int) -> int:
-    if not isinstance(number, int) or number < 1:
-        raise UsageError(f"{name}={number!r}: must be a whole number, at least 1")
+# ---- what is asked for
+
+
+def _whole(name: str, number: int, most: int = LARGEST) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
+        raise UsageError(f"{name}={number!r}: must be a whole number from 1 to {most}")
     return number
 
 
-def _numbers(name: str, given: int | Iterable[int] | None) -> tuple[int, ...] | None:
-    if given is None:
+def _whole_numbers(name: str, numbers: int | Iterable[int] | None) -> tuple[int, ...] | None:
+    if numbers is None:
         return None
-    found = (given,) if isinstance(given, int) else tuple(given)
-    return tuple(_positive(name, number) for number in found)
+    several = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    return tuple(_whole(name, number) for number in several)
 
 
-def _divisors(name: str, given: int | Iterable[int] | None, devices: int) -> tuple[int, ...]:
-    found = _numbers(name, given)
-    if found is None:
-        return tuple(n for n in range(1, devices + 1) if devices % n == 0)
-    if wrong := [number for number in found if devices % number]:
+def _divisors(name: str, numbers: int | Iterable[int] | None, devices: int) -> tuple[int, ...]:
+    several = _whole_numbers(name, numbers)
+    if several is None:
+        return tuple(_dividing(devices))
+    if wrong := [number for number in several if devices % number]:
         raise UsageError(
             f"{name}={wrong[0]}: {devices} ranks cannot be divided into pipelines of {wrong[0]} ranks"
         )
-    return found
+    return several
 
 
-def _names(given: str | Iterable[str] | None) -> tuple[str, ...]:
-    if given is None:
-        given = [name for name in names() if _trains(name)]
-    found = (given,) if isinstance(given, str) else tuple(given)
-    idle = [name for name in found if not _trains(name)]
-    if idle:
+def _dividing(number: int) -> list[int]:
+    """All divisors, in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _schedules(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
+    several = names() if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
+    proper = [find(name)[0] for name in several]
+    idle = [name for name in proper if not _trains(name)]
+    if idle and wanted is not None:
         raise UsageError(f"schedules={idle[0]!r} has no backward; choose one that trains")
-    return tuple(sorted((find(name)[0] for name in found), key=lambda name: name != "1F1B"))
+    # 1F1B first: it holds least where several are as fast.
+    return tuple(
+        sorted(set(proper) - set(idle), key=lambda name: (name != "1F1B", proper.index(name)))
+    )
 
 
+@lru_cache
 def _trains(name: str) -> bool:
-    return find(name)[0] != "forward-only"
+    try:
+        return build(name, ranks=2, microbatches=4).trains
+    except ScheduleError:
+        return True  # it refuses these numbers, and is asked again with others
 
 
-def _policies(given: str | Iterable[str] | None) -> tuple[str, ...]:
-    found = () if given is None else (given,) if isinstance(given, str) else tuple(given)
-    for policy in found:
+def _policies(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
+    several = () if wanted is None else (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    for policy in several:
         if policy not in POLICIES:
             raise UsageError(f"checkpoint={policy!r}: must be one of {', '.join(POLICIES)}")
-    return found
+    return several
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What is planned, and what the user has fixed; names as in `search`.
+
+    Args:
+        devices: How many devices there are.
+        ranks: The numbers of ranks of a pipeline to try.
+    """
+
+    devices: int
+    batch: int
+    memory: float
+    schedules: tuple[str, ...]
+    ranks: tuple[int, ...]
+    stages_per_rank: tuple[int, ...] | None
+    microbatches: tuple[int, ...] | None
+    checkpoint: tuple[str, ...]
+    states: float
+    keep: int
+
+    def shapes(self, units: float = math.inf) -> Iterator[PlanShape]:
+        """All candidates for a model of so many units.
+
+        Raises:
+            UsageError: All have too many microbatches to be planned.
+        """
+        too_large: PlanShape | None = None
+        some = False
+        for shape in self._all(units):
+            if shape.forwards > LARGEST or shape.replicas > LARGEST:
+                too_large = too_large or shape
+                continue
+            some = True
+            yield shape
+        if too_large is not None and not some:
+            check_size("", too_large)
+
+    def _all(self, units: float) -> Iterator[PlanShape]:
+        for ranks in self.ranks:
+            replicas = self.devices // ranks
+            if self.batch % replicas:
+                continue
+            part = self.batch // replicas
+            # One rank waits for nothing, so any schedule is as fast; the first one, 1F1B, holds least.
+            for name in self.schedules if ranks > 1 else self.schedules[:1]:
+                laps = [each for each in self._laps(name) if ranks * each <= units]
+                counts = self._counts(ranks, part) if laps else ()
+                for each, count, policy in product(laps, counts, self.checkpoint):
+                    yield PlanShape(name, ranks, replicas, each, count, part // count, policy)  # type: ignore[arg-type]
+
+    def _laps(self, name: str) -> tuple[int, ...]:
+        """How many stages per rank a schedule is tried with."""
+        recipe = find(name)[1]
+        if recipe.any_stages:
+            return self.stages_per_rank or LAPS
+        laps = recipe.stages_per_rank
+        return (laps,) if laps in (self.stages_per_rank or (laps,)) else ()
+
+    def _counts(self, ranks: int, part: int) -> tuple[int, ...]:
+        """The numbers of microbatches to try for a pipeline's share of the batch."""
+        if self.microbatches is not None:
+            return tuple(count for count in self.microbatches if part % count == 0)
+        counts = _dividing(part)
+        # Each is at least twice the one before, since neighbours differ little.
+        tried: list[int] = []
+        for count in [count for count in counts if count >= ranks] or counts[-1:]:
+            if not tried or count >= 2 * tried[-1]:
+                tried.append(count)
+        return tuple(tried[:MOST_MICROBATCHES])
+
+
+# ---- candidates
+
+
+@lru_cache(maxsize=64)
+def _built(shape: PlanShape) -> tuple[Schedule, Order] | None:
+    """A schedule of the library, without edges; None if it has none for such numbers."""
+    try:
+        schedule = scheduled(shape)
+    except ScheduleError:
+        return None
+    return schedule, Order(schedule)
+
+
+def _schedule_of(shape: PlanShape) -> tuple[Schedule, Order] | None:
+    # What the schedule does not depend on is left out of the key.
+    return _built(replace(shape, replicas=1, samples=1, checkpoint="none"))
+
+
+@lru_cache(maxsize=1024)
+def _even_cut(shares: tuple[float, ...], placement: Placement) -> Cut:
+    return choose_cuts(
+        shares, placement.stages, placement if placement.stages <= MANY_STAGES else None
+    )
+
+
+@dataclass
+class _Candidate:
+    """A shape with a cut, and what that costs."""
+
+    shape: PlanShape
+    schedule: Schedule
+    order: Order
+    cut: Cut
+    again: frozenset[int]
+    costs: StageCosts
+    reduce: float
+    memory: tuple[float, ...] = ()
+    seconds: float = math.inf
+
+    def wired(self) -> Schedule:
+        """The schedule with the edges of the cut."""
+        return self.schedule.with_edges(self.costs.edges)
+
+    def time(self, worst: float = math.inf) -> None:
+        """Simulates the step, with messages only if it may be faster than the worst known one."""
+        schedule = self.wired()
+        if (
+            math.isfinite(worst)
+            and simulate(schedule, self.costs.costs).makespan + self.reduce >= worst
+        ):
+            return
+        self.seconds = simulate(with_messages(schedule), self.costs.costs).makespan + self.reduce
 
 
 class _Search:
     """One search, and what it has found."""
 
-    def __init__(self, profile: Profile, wanted: Wanted, *, prune: bool) -> None:
+    def __init__(self, profile: Profile, wanted: _Wanted, *, prune: bool) -> None:
         self._profile = profile
         self._wanted = wanted
-        self._candidates = Candidates(profile, wanted)
         self._prune = prune
-        self._best: list[tuple[float, float, int, Candidate]] = []
+        self._best: dict[PlanShape, _Candidate] = {}
+        self._least: _Candidate | None = None
+        """Of all candidates that do not fit the one that needs the least memory."""
         self._simulated = 0
-        self._looked_at = 0
 
     def plans(self, seconds: float) -> Plans:
         """The best plans, improved for some seconds."""
-        self._look(self._wanted)
+        looked_at = self._look()
         if not self._best:
-            raise UsageError(_what_would_do(self._profile, self._wanted, self._candidates.least))
-        best = [candidate for *_, candidate in self._best]
+            raise UsageError(self._what_would_do())
+        best = self._ranking()
         until = monotonic() + seconds
         for candidate in best[:POLISHED] if seconds > 0 else ():
             best += self._improved(candidate, until)
         best.sort(key=lambda candidate: (candidate.seconds, max(candidate.memory)))
-        made = tuple(self._plan(candidate) for candidate in best[: self._wanted.keep])
-        return Plans(made, self._profile, self._looked_at, self._simulated)
+        plans = tuple(self._plan(candidate) for candidate in best[: self._wanted.keep])
+        return Plans(plans, self._profile, looked_at, self._simulated)
 
-    def _look(self, wanted: Wanted) -> None:
-        shapes = list(wanted.shapes(self.units))
-        self._looked_at = len(shapes)
-        ordered = sorted(
-            (self._candidates.at_least(shape), n, shape) for n, shape in enumerate(shapes)
-        )
-        for number, (bound, _, shape) in enumerate(ordered):
-            if self._prune and bound >= self._worst:
+    def plan_by_hand(self, shape: PlanShape, schedule: Schedule, cut: Cut) -> Plan:
+        """The plan of one candidate, whether it fits or not."""
+        candidate = self._compose(shape, schedule, Order(schedule), cut, frozenset())
+        candidate.time()
+        return replace(self._plan(candidate), own=candidate.wired())
+
+    # ---- looking at all candidates
+
+    def _look(self) -> int:
+        """Simulates candidates, the one with the least bound first, until no other can be among the best."""
+        shapes = list(self._wanted.shapes(self.units))
+        queue: list[tuple[float, int, int, PlanShape | _Candidate]] = []
+        for number, shape in enumerate(shapes):
+            heappush(queue, (self._bound_of_shape(shape), number, 0, shape))
+        worst = math.inf
+        while queue:
+            bound, number, _, item = heappop(queue)
+            if self._prune and bound >= worst:
                 break
-            if (found := self._evaluated(shape)) is not None:
-                entry = (found.seconds, max(found.memory), number, found)
-                insort(self._best, entry, key=lambda entry: entry[:3])
-                del self._best[wanted.keep :]
-
-    def anything_fits(self) -> bool:
-        """Whether some candidate fits, tried with the smallest microbatches and all computed again."""
-        thrifty = "all" if "all" in self._wanted.checkpoint else self._wanted.checkpoint[-1]
-        shapes = list(replace(self._wanted, checkpoint=(thrifty,)).shapes(self.units))
-        least = min((shape.samples for shape in shapes), default=0)
-        for shape in (shape for shape in shapes if shape.samples == least):
-            schedule = built(shape.schedule, shape.ranks, shape.microbatches, shape.stages_per_rank)
-            if schedule is None or self._candidates.least_memory(shape) > self._wanted.memory:
+            if isinstance(item, PlanShape):
+                for index, candidate in enumerate(self._candidates(item), 1):
+                    entry = self._bound(candidate) + candidate.reduce, number, index, candidate
+                    heappush(queue, entry)
                 continue
-            for cut in self._candidates.cuts(shape, schedule):
-                if self._candidates.fitted(shape, schedule, cut) is not None:
-                    return True
-        return False
+            self._simulated += 1
+            item.time(worst if self._prune else math.inf)
+            known = self._best.get(item.shape)
+            if item.seconds < (known.seconds if known else math.inf):
+                self._best[item.shape] = item
+                ranking = self._ranking()
+                worst = ranking[-1].seconds if len(ranking) == self._wanted.keep else math.inf
+        return len(shapes)
+
+    def _ranking(self) -> list[_Candidate]:
+        best = sorted(self._best.values(), key=lambda each: (each.seconds, max(each.memory)))
+        return best[: self._wanted.keep]
 
     @property
     def units(self) -> int:
         """How many units the model has."""
-        sizes = sorted(self._profile.known) or [self._smallest()]
+        sizes = sorted(self._profile.known)
+        if not sizes:
+            # Any size that is to be planned tells.
+            sizes = [min((shape.samples for shape in self._wanted.shapes()), default=0)]
+        if not sizes[0]:
+            raise UsageError(
+                f"batch={self._wanted.batch} cannot be shared as asked by {self._wanted.devices} ranks: the "
+                "share of a pipeline must be a whole number of samples, and of microbatches"
+            )
         return len(self._profile.at(sizes[0]).units)
 
-    def _smallest(self) -> int:
-        """Some size of a microbatch, for which to find the units."""
-        shapes = self._wanted.shapes(1_000_000)
-        found = min((shape.samples for shape in shapes), default=None)
-        if found is None:
-            wanted = self._wanted
-            raise UsageError(
-                f"batch={wanted.batch} cannot be shared as asked by {wanted.devices} ranks: the share of a "
-                "pipeline must be a whole number of samples, and of microbatches"
+    def _candidates(self, shape: PlanShape) -> Iterator[_Candidate]:
+        """The candidates of a shape that fit into memory, one for each good cut."""
+        known = _schedule_of(shape)
+        if known is not None and known[0].trains:
+            for cut in self._cuts(shape, known[0].placement):
+                candidate = self._fitted(shape, *known, cut)
+                if candidate is not None:
+                    yield candidate
+
+    def _cuts(self, shape: PlanShape, placement: Placement) -> Iterator[Cut]:
+        """Cuts that make the ranks equal: by time, and where memory is limited also by what is held."""
+        costs = self._profile.at(shape.samples)
+        weights = [_works(costs, shape.checkpoint)]
+        if self._wanted.memory:
+            alive = 0 if shape.checkpoint == "all" else min(shape.ranks, shape.microbatches)
+            copies = 1 + self._wanted.states
+            weights.append(
+                [u.parameters + u.trained * copies + alive * u.held for u in costs.units]
             )
-        return found
+        cuts = []
+        for each in weights:
+            # As shares, so that candidates that differ only in the size of microbatches share a cut.
+            total = sum(each) or 1.0
+            cuts.append(_even_cut(tuple(round(weight / total, 9) for weight in each), placement))
+        yield from dict.fromkeys(cuts)
 
-    @property
-    def _worst(self) -> float:
-        """The time that a candidate has to beat."""
-        full = len(self._best) >= self._wanted.keep
-        return self._best[-1][0] if full else float("inf")
+    def _fitted(
+        self, shape: PlanShape, schedule: Schedule, order: Order, cut: Cut
+    ) -> _Candidate | None:
+        """A candidate that keeps to the memory, by computing as much again as that needs."""
+        units = len(self._profile.at(shape.samples).units)
+        again = frozenset(range(units) if shape.checkpoint == "all" else ())
+        candidate = self._compose(shape, schedule, order, cut, again)
+        if self._fits(candidate):
+            # If nothing has to be computed again, this is the candidate of the policy "none".
+            return None if shape.checkpoint == "needed" else candidate
+        while shape.checkpoint == "needed":
+            more = self._to_compute_again(candidate)
+            if not more:
+                break
+            again |= more
+            candidate = self._compose(shape, schedule, order, cut, again)
+            if self._fits(candidate):
+                return candidate
+        return None
 
-    # ---- one candidate
+    def _compose(
+        self, shape: PlanShape, schedule: Schedule, order: Order, cut: Cut, again: frozenset[int]
+    ) -> _Candidate:
+        """A candidate in which these units are computed again."""
+        latency, bandwidth = self._profile.wire(self._wanted.devices)
+        costs = self._profile.at(shape.samples).stages(
+            cut,
+            schedule.placement,
+            checkpoint=again,
+            states=self._wanted.states,
+            latency=latency,
+            bandwidth=bandwidth,
+            handling=self._profile.handling,
+        )
+        reduce = _seconds_to_reduce(shape, schedule.placement, costs)
+        memory = order.peaks(costs)
+        return _Candidate(shape, schedule, order, cut, again, costs, reduce, memory)
 
-    def _evaluated(self, shape: Shape) -> Candidate | None:
-        """A candidate with the best of its cuts, if it fits and is good enough."""
-        schedule = built(shape.schedule, shape.ranks, shape.microbatches, shape.stages_per_rank)
-        if schedule is None:
-            return None
-        found: Candidate | None = None
-        for cut in self._candidates.cuts(shape, schedule):
-            candidate = self._candidates.fitted(shape, schedule, cut)
-            if candidate is None:
+    def _fits(self, candidate: _Candidate) -> bool:
+        fits = not self._wanted.memory or max(candidate.memory) <= self._wanted.memory
+        if not fits and (self._least is None or max(candidate.memory) < max(self._least.memory)):
+            self._least = candidate
+        return fits
+
+    def _to_compute_again(self, candidate: _Candidate) -> frozenset[int]:
+        """On each rank that holds too much, the units that free most memory for their time."""
+        units = self._profile.at(candidate.shape.samples).units
+        runs = runs_of(candidate.cut, len(units))
+        alive = min(candidate.shape.ranks, candidate.shape.microbatches)
+        chosen: set[int] = set()
+        for rank, most in enumerate(candidate.memory):
+            lacking = most - self._wanted.memory
+            if lacking <= 0:
                 continue
-            bound = self._candidates.bound(schedule, candidate.stage_costs) + candidate.reduce
-            if self._prune and bound >= min(self._worst, found.seconds if found else self._worst):
-                continue
-            self._time(candidate)
-            if candidate.seconds < (found.seconds if found else float("inf")):
-                found = candidate
-        return found
+            free = [
+                number
+                for stage in candidate.schedule.placement.stages_on(rank)
+                for number in runs[stage]
+                if number not in candidate.again and units[number].held > 0
+            ]
+            if not free:
+                return frozenset()
+            free.sort(key=lambda number: units[number].forward / units[number].held)
+            for number in free:
+                chosen.add(number)
+                lacking -= alive * units[number].held
+                if lacking <= 0:
+                    break
+        return frozenset(chosen)
 
-    def _time(self, candidate: Candidate) -> None:
-        """Simulate a candidate; with messages only if it may be good enough."""
-        self._simulated += 1
-        of = candidate.stage_costs.costs
-        quick = simulate(candidate.schedule, of).makespan + candidate.reduce
-        if self._prune and quick >= self._worst:
-            return
-        spelled = simulate(with_messages(candidate.schedule), of)
-        candidate.seconds = spelled.makespan + candidate.reduce
+    # ---- bounds
+
+    def _bound_of_shape(self, shape: PlanShape) -> float:
+        """A time that no cut of the units beats: all work, shared out evenly."""
+        work = sum(_works(self._profile.at(shape.samples), shape.checkpoint))
+        return shape.microbatches * work / shape.ranks
+
+    def _bound(self, candidate: _Candidate) -> float:
+        """A time that no order of the actions beats, for a cut."""
+        schedule, costs = candidate.schedule, candidate.costs
+        split = {Op.I, Op.W} <= schedule.ops
+        backward = costs.backward
+        if split:
+            halves = zip(costs.backward, costs.input, costs.weight, strict=True)
+            backward = tuple(min(whole, first + second) for whole, first, second in halves)
+        bound = 0.0
+        for rank in range(schedule.ranks):
+            mine = schedule.placement.stages_on(rank)
+            own_work = sum(costs.forward[stage] + backward[stage] for stage in mine)
+            ahead = sum(costs.forward[: mine[0]])
+            behind = 0.0 if split else sum(backward[: mine[0]])
+            bound = max(bound, ahead + schedule.microbatches * own_work + behind)
+        return bound
 
     # ---- improving
 
-    def _improved(self, candidate: Candidate, until: float) -> list[Candidate]:
+    def _improved(self, candidate: _Candidate, until: float) -> list[_Candidate]:
         """The candidate with an improved cut, and with a schedule that is searched for that."""
-        found = []
         moved = self._moved(candidate, until)
-        if moved is not candidate:
-            found.append(moved)
         searched = self._searched(moved, until)
-        if searched is not None:
-            found.append(searched)
-        return found
+        return [
+            *([moved] if moved is not candidate else []),
+            *([searched] if searched is not None else []),
+        ]
 
-    def _moved(self, candidate: Candidate, until: float) -> Candidate:
-        """Move single units from stage to stage for as long as that helps."""
+    def _moved(self, candidate: _Candidate, until: float) -> _Candidate:
+        """Moves single units from stage to stage for as long as that helps."""
         units = len(self._profile.at(candidate.shape.samples).units)
         best, tried = candidate, {candidate.cut}
         while monotonic() < until:
@@ -289,146 +627,168 @@ class _Search:
             if cut is None:
                 break
             tried.add(cut)
-            other = self._candidates.fitted(candidate.shape, candidate.schedule, cut)
+            other = self._fitted(candidate.shape, candidate.schedule, candidate.order, cut)
             if other is not None:
-                self._time(other)
+                self._simulated += 1
+                other.time(best.seconds)
                 best = other if other.seconds < best.seconds * (1 - 1e-9) else best
         return best
 
-    def _searched(self, candidate: Candidate, until: float) -> Candidate | None:
+    def _searched(self, candidate: _Candidate, until: float) -> _Candidate | None:
         """The candidate with a schedule that is searched for its costs, if that is faster."""
-        schedule, stage_costs = candidate.schedule, candidate.stage_costs
+        schedule, costs = candidate.schedule, candidate.costs
         large = schedule.stages * schedule.microbatches > LARGEST_SEARCH
         if large or schedule.ranks == 1 or monotonic() > until:
             return None
         limit = None
         if self._wanted.memory:
-            limit = [self._room(schedule, stage_costs, rank) for rank in range(schedule.ranks)]
+            limit = [self._room(schedule.placement, costs, rank) for rank in range(schedule.ranks)]
             if min(limit) <= 0:
                 return None
         try:
-            found = search_schedule(
-                stage_costs.costs,
+            order = search_schedule(
+                costs.costs,
                 ranks=schedule.ranks,
                 microbatches=schedule.microbatches,
                 memory=limit,
                 placement=schedule.placement,
-                edges=stage_costs.edges,
+                edges=costs.edges,
                 seconds=max(0.5, (until - monotonic()) / 2),
             )
         except ScheduleError:
             return None
-        shape = replace(candidate.shape, schedule=SEARCHED)
-        other = replace(candidate, shape=shape, schedule=found)
-        if not self._candidates.fits(other):
+        other = replace(
+            candidate,
+            shape=replace(candidate.shape, schedule=SEARCHED),
+            schedule=order,
+            order=Order(order),
+            memory=Order(order).peaks(costs),
+            seconds=math.inf,
+        )
+        if not self._fits(other):
             return None
-        self._time(other)
+        self._simulated += 1
+        other.time(candidate.seconds)
         return other if other.seconds < candidate.seconds else None
 
-    def _room(self, schedule: Schedule, stage_costs: StageCosts, rank: int) -> float:
+    def _room(self, placement: Placement, costs: StageCosts, rank: int) -> float:
         """The bytes that a schedule may fill with activations, whatever its order."""
-        own = schedule.placement.stages_on(rank)
-        extra = max(sizes[stage] for sizes in stage_costs.extra.values() for stage in own)
-        messages = sum(map(stage_costs.messages, own))
-        fixed = static_of(schedule.placement, stage_costs, rank)
-        return self._wanted.memory - fixed - extra - messages
+        mine = placement.stages_on(rank)
+        extra = max(sizes[stage] for sizes in costs.extra.values() for stage in mine)
+        messages = sum(map(costs.messages, mine))
+        return self._wanted.memory - costs.static_on(placement, rank) - extra - messages
 
     # ---- plans of candidates
 
-    def plan_by_hand(self, shape: Shape, schedule: Schedule, cut: Cut) -> Plan:
-        """The plan of one candidate, whether it fits or not."""
-        candidate = self._candidates.composed(shape, schedule, cut, frozenset())
-        self._candidates.fits(candidate)
-        self._time(candidate)
-        return replace(self._plan(candidate), own=candidate.schedule)
-
-    def _plan(self, candidate: Candidate) -> Plan:
-        costs = self._profile.at(candidate.shape.samples)
-        paths = [unit.path for unit in costs.units]
-        runs = runs_of(candidate.cut, len(paths))
-        shape, schedule = candidate.shape, candidate.schedule
-        ran = simulate(with_messages(schedule), candidate.stage_costs.costs)
-        again = [
-            sum(
-                costs.again(unit)
-                for stage in schedule.placement.stages_on(rank)
-                for unit in runs[stage]
-                if unit in candidate.again
-            )
-            for rank in range(schedule.ranks)
-        ]
+    def _plan(self, candidate: _Candidate) -> Plan:
+        units = self._profile.at(candidate.shape.samples).units
+        runs = runs_of(candidate.cut, len(units))
+        shape, schedule = candidate.shape, candidate.wired()
+        ran = simulate(with_messages(schedule), candidate.costs.costs)
         busiest = max(range(schedule.ranks), key=lambda rank: ran.busy[rank])
-        tokens = self._wanted.batch * (self._profile.tokens or 1)
-        return Plan(
-            shape,
-            tuple(tuple(paths[unit] for unit in run) for run in runs),
-            tuple(paths[unit] for unit in sorted(candidate.again)),
-            schedule if shape.schedule == SEARCHED else None,
-            candidate.seconds,
-            candidate.reduce,
-            again[busiest] * shape.microbatches,
-            ran.bubble,
-            candidate.memory,
-            self._wanted.memory,
-            tokens,
-            candidate.stage_costs,
+        again = sum(
+            units[number].forward
+            for stage in schedule.placement.stages_on(busiest)
+            for number in runs[stage]
+            if number in candidate.again
         )
+        return Plan(
+            shape=shape,
+            stages=tuple(tuple(units[number].path for number in run) for run in runs),
+            checkpoint=tuple(units[number].path for number in sorted(candidate.again)),
+            seconds=candidate.seconds,
+            reduce=candidate.reduce,
+            recompute=again * shape.microbatches,
+            bubble=max(ran.bubble, 0.0),
+            memory=candidate.memory,
+            limit=self._wanted.memory,
+            tokens=self._wanted.batch * (self._profile.tokens or 1),
+            stage_costs=candidate.costs,
+            own=schedule if shape.schedule == SEARCHED else None,
+        )
+
+    # ---- where nothing fits
+
+    def _what_would_do(self) -> str:
+        """The smallest change of each kind with which something fits."""
+        wanted, least = self._wanted, self._least
+        if least is None:
+            return (
+                f"none of {', '.join(wanted.schedules)} can run so few units on the ranks and microbatches "
+                f"asked for: ranks={wanted.devices}, batch={wanted.batch}; leave some of these options out"
+            )
+        most = max(least.memory)
+        remedies = [
+            f"memory={most:.0f} ({bytes_as_text(most)}) would do, with {least.shape.schedule} and "
+            f"{least.shape.microbatches} microbatches"
+        ]
+        # Replicas would not help: a single pipeline of more ranks would.
+        for devices in range(wanted.devices + 1, self.units + 1):
+            if wanted.batch < devices and wanted.microbatches is None:
+                break
+            if self._fits_with(replace(wanted, devices=devices, ranks=(devices,))):
+                remedies.append(f"ranks={devices} would do")
+                break
+        remedies += self._smaller_microbatches()
+        return (
+            f"nothing fits into memory={wanted.memory:.0f} ({bytes_as_text(wanted.memory)}) on each of "
+            f"{wanted.devices} ranks: {'; '.join(remedies)}"
+        )
+
+    def _smaller_microbatches(self) -> Iterator[str]:
+        wanted = self._wanted
+        parts = {wanted.batch // (wanted.devices // ranks) for ranks in wanted.ranks}
+        counts = {count for part in parts if part for count in _dividing(part) if count <= LARGEST}
+        tried = {shape.microbatches for shape in wanted.shapes(self.units)}
+        for count in sorted(counts - tried):
+            if self._fits_with(replace(wanted, microbatches=(count,))):
+                yield f"microbatches={count} would do"
+                return
+
+    def _fits_with(self, wanted: _Wanted) -> bool:
+        """Whether something fits, tried with the smallest microbatches and all computed again."""
+        thrifty = "all" if "all" in wanted.checkpoint else wanted.checkpoint[-1]
+        other = _Search(self._profile, replace(wanted, checkpoint=(thrifty,)), prune=True)
+        try:
+            shapes = list(other._wanted.shapes(self.units))
+        except UsageError:
+            return False
+        least = min((shape.samples for shape in shapes), default=0)
+        return any(
+            other._least_memory(shape) <= wanted.memory and any(other._candidates(shape))
+            for shape in shapes
+            if shape.samples == least
+        )
+
+    def _least_memory(self, shape: PlanShape) -> float:
+        """Bytes that some rank holds with any cut: those that the largest unit always needs."""
+        units = self._profile.at(shape.samples).units
+        return max(unit.parameters + unit.trained * (1 + self._wanted.states) for unit in units)
 
 
 def _near(cut: Cut, units: int) -> Iterator[Cut]:
     """Cuts with one boundary moved by one unit."""
-    for index in range(1, len(cut)):
-        for step in (-1, 1):
-            moved = (*cut[:index], cut[index] + step, *cut[index + 1 :])
-            if all(a < b for a, b in pairwise((*moved, units))):
-                yield moved
+    for index, step in product(range(1, len(cut)), (-1, 1)):
+        moved = (*cut[:index], cut[index] + step, *cut[index + 1 :])
+        if all(a < b for a, b in pairwise((*moved, units))):
+            yield moved
 
 
-# ---- where nothing fits
-
-
-def _what_would_do(profile: Profile, wanted: Wanted, least: Candidate | None) -> str:
-    """The smallest change of each kind with which something fits."""
-    if least is None:
-        return (
-            f"none of {', '.join(wanted.schedules)} can run so few units on the ranks and microbatches asked "
-            f"for: ranks={wanted.devices}, batch={wanted.batch}; leave some of these options out"
-        )
-    most = max(least.memory)
-    found = [
-        f"memory={most:.0f} ({bytes_as_text(most)}) would do, with {least.shape.schedule} and "
-        f"{least.shape.microbatches} microbatches"
+def _works(costs: UnitCosts, policy: str) -> list[float]:
+    """The least time that each unit takes for a microbatch, in any order."""
+    return [
+        unit.forward * (2 if policy == "all" else 1) + min(unit.backward, unit.input + unit.weight)
+        for unit in costs.units
     ]
-    enough = _enough_ranks(profile, wanted)
-    if enough is not None:
-        found.append(f"ranks={enough} would do")
-    smaller = _smaller_microbatch(profile, wanted)
-    if smaller is not None:
-        found.append(smaller)
-    return (
-        f"nothing fits into memory={wanted.memory:.0f} ({bytes_as_text(wanted.memory)}) on each of "
-        f"{wanted.devices} ranks: {'; '.join(found)}"
+
+
+def _seconds_to_reduce(shape: PlanShape, placement: Placement, costs: StageCosts) -> float:
+    """How long the replicas take to sum gradients in a ring, for the rank that has most."""
+    if shape.replicas == 1:
+        return 0.0
+    most = max(
+        sum(costs.kinds[stage]["gradients"] for stage in placement.stages_on(rank))
+        for rank in range(placement.ranks)
     )
-
-
-def _enough_ranks(profile: Profile, wanted: Wanted) -> int | None:
-    """The least number of ranks of a single pipeline that fits; replicas would not help."""
-    search = _Search(profile, wanted, prune=True)
-    for devices in range(wanted.devices + 1, search.units + 1):
-        if wanted.batch < devices and wanted.microbatches is None:
-            break
-        more = replace(wanted, devices=devices, ranks=(devices,))
-        if _Search(profile, more, prune=True).anything_fits():
-            return devices
-    return None
-
-
-def _smaller_microbatch(profile: Profile, wanted: Wanted) -> str | None:
-    parts = {wanted.batch // (wanted.devices // ranks): ranks for ranks in wanted.ranks}
-    counts = sorted({m for part in parts for m in range(1, part + 1) if part % m == 0})
-    tried = {shape.microbatches for shape in wanted.shapes(1_000_000)}
-    for count in (count for count in counts if count not in tried):
-        other = replace(wanted, microbatches=(count,))
-        if _Search(profile, other, prune=True).anything_fits():
-            return f"microbatches={count} would do"
-    return None
+    rounds = 2 * (shape.replicas - 1)
+    return rounds * (most / shape.replicas / costs.bandwidth + costs.latency)

@@ -1,0 +1,173 @@
+"""A meter of operations: how long a device would take for them, and what they leave in memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+Rate = Callable[[float, float, str], float]
+"""The seconds of an operation, from its floating-point operations, the bytes it moves and its dtype."""
+
+_ATEN = torch.ops.aten
+_NO_WORK = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty}
+"""Operations that only allocate memory."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number for the memory of a tensor, valid for as long as the tensor is alive."""
+    try:
+        # No public attribute tells one storage without data from another. As of torch 2.13.
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        # A sparse tensor has several storages.
+        return -id(tensor)
+
+
+class Meter(TorchDispatchMode):
+    """A mode that counts the work of all operations and the bytes of all memory they allocate.
+
+    Args:
+        rate: How long a device takes for an operation; by default no time is counted.
+
+    Attributes:
+        seconds: The time the device would take for what was done so far.
+        flops: The floating-point operations of products, convolutions and attention.
+        live: The bytes that were allocated in the mode and are not freed yet.
+        peak: The most of these at any time since `reset_peak`.
+    """
+
+    def __init__(self, rate: Rate | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rate = rate
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.seconds = 0.0
+        self.flops = 0.0
+        self.live = 0
+        self.peak = 0
+
+    def reset_peak(self) -> None:
+        """Lets `peak` start from what is alive now."""
+        self.peak = self.live
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs an operation and notes what it did."""
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":
+            return result
+        results = list(_tensors(result))
+        known = {storage_key(tensor) for tensor in _tensors(args)}
+        new = [tensor for tensor in results if storage_key(tensor) not in known]
+        for tensor in new:
+            self._count(tensor)
+        # An operation that returns nothing new and changes nothing makes a view, which is no work.
+        if (new or func._schema.is_mutable) and func._overloadpacket not in _NO_WORK:
+            self._work(func, args, kwargs or {}, result, results)
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        if key < 0 or key in self._storages:
+            return
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+
+        def free(_: Any) -> None:
+            del self._storages[key]
+            self.live -= size
+
+        self._storages[key] = weakref.ref(storage, free)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _work(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        results: list[Tensor],
+    ) -> None:
+        packet = func._overloadpacket
+        flops = 0
+        if packet in _ATTENTION:
+            flops = _ATTENTION[packet](*args)
+        elif packet in flop_registry:
+            flops = cast("Any", flop_registry)[packet](*args, **kwargs, out_val=result)
+        self.flops += flops
+        if self._rate is not None:
+            operands = [*_tensors(args), *results]
+            moved = sum(tensor.nbytes for tensor in operands)
+            dtype = operands[0].dtype if operands else torch.float32
+            self.seconds += self._rate(flops, moved, str(dtype).removeprefix("torch."))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+# ---- the fused attention of the CPU: it runs without data, but torch's counter does not know it
+
+
+class FusedAttention(TorchFunctionMode):
+    """A mode in which attention without data is the fused one, as it would be with data.
+
+    On the meta device torch would choose the one that stores all scores.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Answers calls of attention, and passes on all others."""
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return _fused(*args, **(kwargs or {}))
+
+
+def _fused(  # noqa: PLR0913 - as torch's attention
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    mask = attn_mask.to(query.dtype) if attn_mask is not None else None
+    output: Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+    )[0]
+    return output
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
+
+
+def _attention_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
+    """Five products where forward has two, since backward computes the scores again."""
+    return _attention(query, key, value) * 5 // 2
+
+
+_ATTENTION: dict[Any, Callable[..., int]] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

@@ -1,0 +1,359 @@
+"""A plan: what it decides, what it costs, how it is written, and how two compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, PlainSerializer, PlainValidator
+
+from penstock.errors import UsageError
+from penstock.plan.costs import AHEAD, FILE, Number, Numbers, StageCosts, read_json, write_json
+from penstock.schedule import (
+    Op,
+    Schedule,
+    Simulation,
+    Timeline,
+    add_communication,
+    build,
+    from_json,
+    simulate,
+    to_json,
+)
+
+POLICIES = ("none", "needed", "all")
+LARGEST = 2**20
+"""The most ranks, microbatches and forwards of a plan: with more, simulating a single step takes minutes."""
+Count = Annotated[int, Field(ge=1)]
+OwnSchedule = Annotated[
+    Schedule | None,
+    PlainSerializer(lambda own: None if own is None else json.loads(to_json(own))),
+    PlainValidator(lambda data: None if data is None else from_json(json.dumps(data))),
+]
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """What a plan decides, apart from the cut.
+
+    Args:
+        schedule: The name of the schedule.
+        ranks: How many ranks a pipeline has.
+        replicas: How many pipelines share the batch.
+        stages_per_rank: How many stages each rank has.
+        microbatches: Into how many parts a pipeline's share of the batch is split.
+        samples: The samples of a microbatch.
+        checkpoint: ``"none"``, ``"needed"`` or ``"all"``: which units keep only their inputs.
+    """
+
+    schedule: str
+    ranks: Count
+    replicas: Count
+    stages_per_rank: Count
+    microbatches: Count
+    samples: Count
+    checkpoint: Literal["none", "needed", "all"]
+
+    __pydantic_config__ = FILE
+
+    @property
+    def forwards(self) -> int:
+        """How many forwards a step of one pipeline has, over all its stages."""
+        return self.ranks * self.stages_per_rank * self.microbatches
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to run a model: schedule, cut, microbatches and checkpointing; and what it costs.
+
+    ``Pipeline(model, plan=plan)`` runs it.
+
+    Args:
+        shape: What was decided.
+        stages: For each stage the paths of its modules.
+        checkpoint: The paths of the modules that are computed again in backward.
+        seconds: The time of a step, with its messages and the sum of gradients over the replicas.
+        reduce: How much of this time that sum takes.
+        recompute: How much of this time the busiest rank spends on computing things again.
+        bubble: The share of the ranks' time in which they do not compute.
+        memory: The most that each rank holds, in bytes.
+        limit: The most that a rank may hold; 0 if there is no limit.
+        tokens: The tokens of a step, or its samples if the profile does not say how long a sample is.
+        stage_costs: The costs that were simulated.
+        own: The schedule itself, if it is not one of the library.
+    """
+
+    shape: PlanShape
+    stages: tuple[tuple[str, ...], ...]
+    checkpoint: tuple[str, ...]
+    seconds: Number
+    reduce: Number
+    recompute: Number
+    bubble: Number
+    memory: Numbers
+    limit: Number
+    tokens: Count
+    stage_costs: StageCosts = field(repr=False, compare=False)
+    own: OwnSchedule = field(repr=False, default=None)
+
+    __pydantic_config__ = FILE
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        check_size("a plan of", shape)
+        stages = self.own.stages if self.own else shape.ranks * shape.stages_per_rank
+        if not len(self.stages) == stages == len(self.stage_costs.forward) or not all(self.stages):
+            raise UsageError(
+                f"the schedule has {stages} stages, but the plan names modules for {len(self.stages)} and "
+                f"costs for {len(self.stage_costs.forward)}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of one pipeline."""
+        return self.shape.ranks
+
+    @property
+    def replicas(self) -> int:
+        """How many pipelines share the batch."""
+        return self.shape.replicas
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many parts each pipeline splits its batch."""
+        return self.shape.microbatches
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule without messages, with the edges of this cut."""
+        if self.own is not None:
+            return self.own
+        return scheduled(self.shape).with_edges(self.stage_costs.edges)
+
+    @property
+    def source(self) -> str | Schedule:
+        """What to give to a Pipeline: a name, which works for any number of microbatches, or a schedule."""
+        return self.shape.schedule if self.own is None else self.own
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The step, simulated with its messages."""
+        return simulate(with_messages(self.schedule), self.stage_costs.costs)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The simulated step."""
+        return self.simulation.timeline
+
+    @property
+    def busiest(self) -> float:
+        """The seconds that the busiest rank computes."""
+        return max(self.simulation.busy)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, or samples if the profile does not say how long a sample is."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        shape = self.shape
+        again = {"none": "", "all": ", all units computed again"}.get(
+            shape.checkpoint, f", {len(self.checkpoint)} units computed again"
+        )
+        copies = f" x {shape.replicas} replicas" if shape.replicas > 1 else ""
+        return (
+            f"{shape.schedule} on {shape.ranks} ranks{copies}, {len(self.stages)} stages, "
+            f"{shape.microbatches} microbatches of {shape.samples}{again}: {seconds_as_text(self.seconds)} "
+            f"a step, bubble {self.bubble:.1%}, {bytes_as_text(max(self.memory))} on the fullest rank"
+        )
+
+    def to_json(self) -> str:
+        """The plan as JSON."""
+        return write_json(_PlanFile(self))
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            InputFileError: The text is not that.
+        """
+        return read_json(_PlanFile, text, "a plan", "Plan.to_json").plan
+
+
+@dataclass
+class _PlanFile:
+    plan: Plan
+    format: Literal["penstock-plan"] = "penstock-plan"
+    version: Literal[2] = 2
+
+    __pydantic_config__ = FILE
+
+
+def scheduled(shape: PlanShape) -> Schedule:
+    """The schedule of the library that a shape names."""
+    return build(
+        shape.schedule,
+        ranks=shape.ranks,
+        microbatches=shape.microbatches,
+        stages_per_rank=shape.stages_per_rank,
+    )
+
+
+def with_messages(schedule: Schedule) -> Schedule:
+    """A schedule as the runtime runs it."""
+    return add_communication(schedule, ahead=AHEAD)
+
+
+def check_size(what: str, shape: PlanShape) -> None:
+    """Refuses what would take minutes to build, before it is built.
+
+    Raises:
+        UsageError: A number is too large.
+    """
+    for name in ("ranks", "replicas", "microbatches"):
+        number = getattr(shape, name)
+        if number > LARGEST:
+            raise UsageError(f"{what} {name}={number}: at most {LARGEST} can be planned")
+    if shape.forwards > LARGEST:
+        raise UsageError(
+            f"{what} microbatches={shape.microbatches} on {shape.ranks * shape.stages_per_rank} stages: "
+            f"they make {shape.forwards} forwards, and at most {LARGEST} can be planned"
+        )
+
+
+# ---- memory
+
+
+class Order:
+    """The order in which a schedule's ranks compute, as numbers by which its memory is quickly counted.
+
+    Args:
+        schedule: The schedule, with any edges.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._placement, self._microbatches = schedule.placement, schedule.microbatches
+        self._ranks = []
+        for rank in range(schedule.ranks):
+            actions = [action for action in schedule.actions(rank) if action.op in _CODE]
+            ops = np.array([_CODE[action.op] for action in actions], dtype=np.intp)
+            self._ranks.append((ops, np.array([action.stage for action in actions], dtype=np.intp)))
+
+    def held(self, costs: StageCosts) -> list[npt.NDArray[Any]]:
+        """For each rank the most bytes that it holds during each of its actions, in their order."""
+        activation, stash, left = map(np.array, (costs.activation, costs.stash, costs.left))
+        changes = np.stack([activation, stash - activation + left, -stash, left - activation])
+        extra = np.array([costs.extra[op.value] for op in _CODE])
+        result = []
+        for rank, (ops, stages) in enumerate(self._ranks):
+            changed = changes[ops, stages]
+            after = np.cumsum(changed)
+            most = np.maximum(after, after - changed) + extra[ops, stages]
+            most += costs.static_on(self._placement, rank)
+            for stage in self._placement.stages_on(rank):
+                mine = stages == stage
+                forward, backward = mine & (ops == 0), mine & ((ops == 1) | (ops == 3))
+                most += self._under_way(forward, backward, stage, costs)
+            result.append(most)
+        return result
+
+    def _under_way(self, forward: Any, backward: Any, stage: int, costs: StageCosts) -> Any:
+        """The bytes of a stage's messages during each action of its rank.
+
+        There is memory for the next messages of a kind from when the first is used. A rank knows that a
+        message of its own has left only when later ones have arrived, and frees it before its next backward.
+        """
+        done = backward.cumsum()
+        arriving = self._next_ones(forward.cumsum()) * costs.taken[stage]
+        arriving = arriving + self._next_ones(done) * costs.returned[stage]
+        return arriving + np.minimum(done - backward, AHEAD - backward) * costs.sent[stage]
+
+    def _next_ones(self, used: Any) -> Any:
+        """For how many messages there is memory once so many of them were used."""
+        return np.where(used > 0, np.minimum(self._microbatches - used, AHEAD), 0)
+
+    def peaks(self, costs: StageCosts) -> tuple[float, ...]:
+        """The most bytes that each rank holds in a step."""
+        return tuple(float(rank.max(initial=0.0)) for rank in self.held(costs))
+
+
+_CODE = {Op.F: 0, Op.I: 1, Op.W: 2, Op.B: 3}
+
+
+# ---- plans beside each other
+
+
+def row_of(plan: Plan, best: Plan) -> list[str]:
+    """A plan as the cells of a table, beside the best one."""
+    shape = plan.shape
+    again = shape.checkpoint if shape.checkpoint != "needed" else f"{len(plan.checkpoint)} units"
+    return [
+        shape.schedule,
+        str(shape.ranks),
+        str(shape.replicas),
+        str(len(plan.stages)),
+        f"{shape.microbatches} x {shape.samples}",
+        again,
+        seconds_as_text(plan.seconds),
+        f"{plan.rate:,.4g}" if plan.rate < 1e4 else f"{plan.rate:,.0f}",
+        f"{plan.bubble:.1%}",
+        _memories(plan.memory),
+        why_slower(plan, best),
+    ]
+
+
+COLUMNS = [
+    "schedule", "ranks", "replicas", "stages", "microbatches", "computed again", "step", "per second",
+    "bubble", "memory by rank", "why not",
+]  # fmt: skip
+
+
+def why_slower(plan: Plan, best: Plan) -> str:
+    """What makes a plan slower than the best one, most of all."""
+    more = plan.seconds - best.seconds
+    if plan is best:
+        return "the fastest"
+    if more <= 1e-9 * best.seconds:
+        return "as fast"
+    work, best_work = plan.busiest - plan.recompute, best.busiest - best.recompute
+    waits = plan.seconds - plan.reduce - plan.busiest
+    best_waits = best.seconds - best.reduce - best.busiest
+    causes = {
+        "its busiest rank waits {} longer": waits - best_waits,
+        "its busiest rank computes {} more": work - best_work,
+        "it computes {} more again": plan.recompute - best.recompute,
+        "its replicas sum gradients {} longer": plan.reduce - best.reduce,
+    }
+    text = max(causes, key=lambda cause: causes[cause])
+    return f"+{more / best.seconds:.1%}: " + text.format(seconds_as_text(causes[text]))
+
+
+def _memories(memory: Sequence[float]) -> str:
+    """The memory of each rank; if there are many, the least and the most."""
+    scale, unit = (2**30, "GiB") if max(memory) >= 2**30 else (2**20, "MiB")
+    shown = [f"{held / scale:.1f}" for held in memory]
+    if len(shown) > 4:
+        shown = [f"{min(memory) / scale:.1f} to {max(memory) / scale:.1f}"]
+    return f"{' '.join(shown)} {unit}"
+
+
+def seconds_as_text(seconds: float) -> str:
+    """A time in a suitable unit."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def bytes_as_text(number: float) -> str:
+    """A size in a suitable unit."""
+    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:.0f} B"
