@@ -1,7 +1,6 @@
 """Jobs of three ranks over gloo that fail as they are told.
 
-A job runs a :class:`Ring`, which drives the watch by itself. The processes are forked from one that has
-imported everything, so that a job takes a second or two.
+The processes are forked from one that has imported everything, so that a job takes a second or two.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor, nn
 
-from penstock.faults import Activity, Patience, Watch, end_waits, meet, status_of
-from penstock.schedule import Action, Op
-from penstock.testing import fail_at
+from penstock import Pipeline
+from penstock.faults import status_of
+from penstock.testing import Fault, fail_at
 from tests.scripts import forked
 
 RANKS = 3
@@ -176,10 +175,7 @@ def work(rank: int, folder: Path, case: dict[str, Any]) -> int:
     error: BaseException | None = None
     with fail_at(**case["fault"], before=lambda: fired.write_text(str(time.monotonic()))) as fault:
         try:
-            ring = Ring(folder, case)
-            ring.train(fault.over(range(1, case.get("steps", 4) + 1), rank))
-            ring.watch.close()
-            ring.meeting.close()
+            train(rank, folder, fault, case)
         except BaseException as caught:
             error = caught
             traceback.print_exc()
@@ -188,65 +184,35 @@ def work(rank: int, folder: Path, case: dict[str, Any]) -> int:
     return 0 if error is None else status_of(error)
 
 
-class Ring:
-    """One rank of a program in which forwards go up and backwards come down, watched as a pipeline is.
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
 
-    Args:
-        folder: where it notes what happens.
-        case: the settings of the job.
-    """
 
-    def __init__(self, folder: Path, case: dict[str, Any]) -> None:
-        patience = Patience(
-            (case.get("first", 60.0), case.get("timeout", SILENT)), case.get("meeting", 60.0)
-        )
-        self.meeting = meet(patience=patience)
-        self.rank, self.last = self.meeting.rank, self.meeting.ranks - 1
-        self.activity = Activity(self.rank)
-        self.watch = Watch(self.activity, self.meeting, patience)
-        self.watch.protect(self.abort)
-        self.watch.keep_in(folder)
-        self.folder = folder
+def make_pipeline(case: dict[str, Any]) -> Pipeline:
+    """A pipeline of a stage per rank."""
+    torch.manual_seed(0)
+    return Pipeline(
+        nn.Sequential(*(nn.Linear(4, 4) for _ in range(RANKS))),
+        schedule=case.get("schedule", "1F1B"),
+        microbatches=4,
+        loss_fn=mean_loss,
+        timeout=(case.get("first", 60.0), case.get("timeout", SILENT)),
+        rendezvous_timeout=case.get("meeting", 60.0),
+    )
 
-    def abort(self) -> None:
-        end_waits(self.meeting.group)
 
-    def train(self, steps: Iterator[int]) -> None:
-        try:
-            self.activity.prepare("builds its stage")
-            self.activity.wait("all ranks", None)
-            dist.barrier()
-            self.watch.made()
-            for step in steps:
-                self.step(step)
-                if step == 2:
-                    (self.folder / f"trains-{self.rank}").touch()
-        except BaseException as error:
-            cause = self.watch.failed(error)
-            if cause is error:
-                raise
-            raise cause from None
-
-    def step(self, step: int) -> None:
-        self.activity.begin(step)
-        for microbatch in range(3):
-            self.act(Op.F, microbatch, self.rank - 1, self.rank + 1)
-        for microbatch in range(3):
-            self.act(Op.B, microbatch, self.rank + 1, self.rank - 1)
-        self.activity.act(None)
-        self.activity.wait("the sum of the step", None)
-        dist.all_reduce(torch.zeros(1))
-        self.activity.rest()
-
-    def act(self, op: Op, microbatch: int, source: int, target: int) -> None:
-        self.watch.check()
-        if 0 <= source <= self.last:
-            self.activity.wait(f"{self.rank}RECV_{op}{microbatch}", source)
-            dist.recv(torch.zeros(4), source)
-        self.activity.act(Action(self.rank, op, microbatch))
-        if 0 <= target <= self.last:
-            self.activity.wait(f"{self.rank}SEND_{op}{microbatch}", target)
-            dist.send(torch.zeros(4), target)
+def train(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
+    """Some steps of training, with whatever fault there is."""
+    x = torch.arange(32.0).reshape(8, 4) / 32
+    with make_pipeline(case) as pipe:
+        pipe.report_failures_to(folder)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for step in fault.over(range(1, case.get("steps", 4) + 1), rank):
+            pipe.step(x, target=x)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                (folder / f"trains-{rank}").touch()
 
 
 if __name__ == "__main__":

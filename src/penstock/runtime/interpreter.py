@@ -246,11 +246,12 @@ class Interpreter:
             with self._added:
                 for action, needs in program.instructions:
                     if transport is not None:
-                        transport.activity.act(action)
                         transport.watch.check()
                         for message in needs:
                             if message in self._arriving:
                                 self._take(message)
+                        # Behind the waits, which it ends.
+                        transport.activity.act(action)
                     run(methods[action.op], action)
                 action = None
             if transport is not None:
