@@ -30,7 +30,7 @@ def works(rank: int, age: float = 9.0, **more: Any) -> Place:
     return Place(rank, action="1F2", age=age, limit=2.0, **more)
 
 
-STOPPED = {"condition": "stopped", "stale": 9.0}
+STOPPED: dict[str, Any] = {"condition": "stopped", "stale": 9.0}
 
 
 @pytest.mark.parametrize(

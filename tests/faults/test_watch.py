@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 PROMPT = 3.0 * SLACK
 """Seconds until every other rank has raised, after an exception or a death."""
+EARLY = 8.0
+"""Seconds without progress before the second step, where the test is about that time."""
 LATE = SILENT + 3.0 * SLACK
 """The same after silence."""
 
@@ -27,8 +29,10 @@ def fault(how: How, action: str = "1F2", rank: int = 1, step: int = 2) -> dict[s
     return {"rank": rank, "step": step, "action": action, "how": how}
 
 
-def check(job: Job, culprit: int, says: str, status: int, within: float) -> None:
-    """That all other ranks name the culprit, in time, and that the report does."""
+def check(
+    job: Job, culprit: int, says: str, status: int, within: float, *, reported: bool = True
+) -> None:
+    """That all other ranks name the culprit, in time, and that the report does, where it has a folder."""
     for rank, ended in enumerate(job.ranks):
         if rank != culprit:
             assert ended.error == "PeerFailed", ended.output
@@ -36,8 +40,9 @@ def check(job: Job, culprit: int, says: str, status: int, within: float) -> None
             assert says in ended.text
             assert ended.status == status
     assert 0 < job.heard(culprit) < within
-    assert job.report["failures"][0]["rank"] == culprit
-    assert [place["rank"] for place in job.report["ranks"]] == list(range(RANKS))
+    if reported:
+        assert job.report["failures"][0]["rank"] == culprit
+        assert [place["rank"] for place in job.report["ranks"]] == list(range(RANKS))
 
 
 @pytest.mark.parametrize(
@@ -64,11 +69,12 @@ def test_an_exception_is_told_once_and_named_everywhere(
     injected: dict[str, Any], says: str, status: int, tmp_path: Path
 ) -> None:
     job = run_job(tmp_path, fault=injected)
-    check(job, injected["rank"], says, status, PROMPT)
+    reported = injected["step"] > 0
+    check(job, injected["rank"], says, status, PROMPT, reported=reported)
     culprit = job.ranks[injected["rank"]]
     assert culprit.status == status
     assert culprit.error in ("StageError", "InjectedError", "KeyboardInterrupt")
-    assert "tests/faults/jobs.py" in job.report["failures"][0]["trace"]
+    assert not reported or "Traceback" in job.report["failures"][0]["trace"]
     told = [json.loads((tmp_path / f"torchrun-{rank}").read_text()) for rank in range(RANKS)]
     times = [int(one["message"]["extraInfo"]["timestamp"]) for one in told]
     assert times.index(min(times)) == injected["rank"], "torchrun names the earliest"
@@ -94,8 +100,9 @@ def test_a_death_is_named(injected: dict[str, Any], apart: bool, tmp_path: Path)
     if apart and injected["rank"] == 0:
         assert all("the control store, " in ended.text for ended in job.ranks[1:])
         return
-    check(job, injected["rank"], "its process ended without a word", 75, PROMPT)
-    assert job.report["failures"][0]["kind"] == "died"
+    reported = injected["step"] > 0
+    check(job, injected["rank"], "its process ended without a word", 75, PROMPT, reported=reported)
+    assert not reported or job.report["failures"][0]["kind"] == "died"
 
 
 @pytest.mark.parametrize(
@@ -119,14 +126,19 @@ def test_a_death_is_named(injected: dict[str, Any], apart: bool, tmp_path: Path)
 def test_who_is_silent_is_named(injected: dict[str, Any], says: str, tmp_path: Path) -> None:
     """A rank that can, ends itself; one that runs no threads is left to its launcher."""
     rank, sleeps = injected["rank"], injected["how"] == "sleep"
-    limits = {"meeting": 6.0} if injected["step"] == 0 else {}
-    if injected["step"] == 1:
-        limits = {"first": SILENT}
-    job = run_job(tmp_path, fault=injected, frozen=-1 if sleeps else rank, **limits)
-    check(job, rank, says, 75, LATE + limits.get("meeting", 0.0))
-    assert job.report["failures"][0]["kind"] == "silent"
+    reported = injected["step"] > 0
+    job = run_job(
+        tmp_path,
+        fault=injected,
+        frozen=-1 if sleeps else rank,
+        meeting=60.0 if reported else EARLY,
+        first=EARLY if injected["step"] == 1 else 60.0,
+    )
+    check(job, rank, says, 75, LATE + EARLY, reported=reported)
+    assert not reported or job.report["failures"][0]["kind"] == "silent"
     if sleeps:
         assert job.ranks[rank].status == 75
+    if sleeps and reported:
         assert "time.sleep" in job.report["stacks"][str(rank)]
 
 
@@ -167,7 +179,7 @@ def test_garbage_in_the_store_kills_nobody_and_is_not_printed(tmp_path: Path) ->
         end = time.monotonic() + 4.0
         while time.monotonic() < end:
             for garbage, key in product(GARBAGE, keys):
-                store.set(key, garbage)
+                store.set(key, garbage)  # type: ignore[arg-type] # torch takes bytes too
         # With a number of this process, which must live on.
         place = {"rank": 1, "pid": os.getpid(), "status": "stops"}
         for key in keys:

@@ -106,7 +106,7 @@ class Watch:
         self._reporting = threading.Lock()
         self._ending = threading.Event()
         self._closed = False
-        self._heartbeats = Heartbeats(meeting, lambda: activity.place(self._status))
+        self._heartbeats = Heartbeats(meeting, self._own_place)
         self._monitor = threading.Thread(target=self._run, name="penstock monitor", daemon=True)
         self._monitor.start()
         _ALL.add(self)
@@ -316,7 +316,7 @@ class Watch:
     def _places(self) -> dict[int, Place]:
         """Where every rank is."""
         now, limit = monotonic(), self._limit
-        places = {self.activity.rank: self.activity.place(self._status)}
+        places = {self.activity.rank: self._own_place()}
         for rank in self._others:
             # First its time, as the other thread may replace both.
             stale = now - self._heartbeats.heard[rank]
@@ -324,13 +324,17 @@ class Watch:
             if condition != "stopped":
                 # While the store does not answer, nobody is heard.
                 stale -= self._heartbeats.unanswered
-            places[rank] = replace(
+            place = replace(
                 self._heartbeats.places[rank], stale=max(0.0, stale), condition=condition
             )
-        return {
-            rank: replace(places[rank], limit=max(limit, places[rank].slack))
-            for rank in sorted(places)
-        }
+            if place.is_mute:
+                # It has come as far as this rank, at least: a step ends for all together.
+                place = replace(place, limit=max(limit, place.slack))
+            places[rank] = place
+        return dict(sorted(places.items()))
+
+    def _own_place(self) -> Place:
+        return self.activity.place(self._status, self._limit)
 
     def _accuse(self, failure: Failure) -> None:
         """Report the failure of another rank, unless one is known already."""
