@@ -118,7 +118,12 @@ def judge(fault: dict[str, Any] | None, folder: Path, hung: set[int]) -> tuple[l
     if fault is not None and not fired.exists():
         return [*problems, "the fault did not happen"], heard
     for rank in set(range(RANKS)) - {culprit} - hung:
-        reply = json.loads((folder / f"ended-{rank}").read_text())
+        path = folder / f"ended-{rank}"
+        if not path.exists():
+            text = (folder / f"out-{rank}").read_text()
+            problems.append(f"rank {rank} ended itself: {text[-2000:]}")
+            continue
+        reply = json.loads(path.read_text())
         right = reply["error"] == ("" if fault is None else "PeerFailed")
         if fault is not None:
             heard = max(heard, reply["time"] - float(fired.read_text()))
