@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from penstock.errors import MessageError, PenstockError, SpecError, StageError
-from penstock.faults import failing_module
+from penstock.faults import Activity, failing_module, has_probes
 from penstock.parallel import Adapter, gathered, put_together, replicated, settled, take_apart
 from penstock.rng import LOSS, Draws
 from penstock.runtime.hooks import ActionEvent, Hooks, Recorder
@@ -194,6 +194,7 @@ class Interpreter:
     ) -> None:
         self.stages = stages
         self._transport = transport
+        self.activity = Activity(0) if transport is None else transport.activity
         self._takes = takes
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._added = Losses()
@@ -241,16 +242,22 @@ class Interpreter:
         watched = profiled or data.recorder is not None or data.hooks is not None
         run = self._run_watched if watched else self._run
         methods, transport = self._methods, self._transport
+        # In one process only fault injection wants to know what is done.
+        activity = self.activity if transport is not None or has_probes() else None
         action = None
         try:
             with self._added:
                 for action, needs in program.instructions:
                     if transport is not None:
-                        transport.activity.act(action)
                         transport.watch.check()
                         for message in needs:
                             if message in self._arriving:
                                 self._take(message)
+                    if activity is not None:
+                        if transport is None:
+                            activity.rank = self._rank_of(action)
+                        # Behind the waits, which it ends.
+                        activity.act(action)
                     run(methods[action.op], action)
                 action = None
             if transport is not None:

@@ -168,8 +168,7 @@ class Runner:
         """
         self.check_usable()
         self._steps += call.trains
-        if self.transport is not None:
-            self.transport.activity.begin(self._steps)
+        self._interpreter.activity.begin(self._steps)
         try:
             with torch.set_grad_enabled(call.trains):
                 agreement, weights = self._agree(call)
@@ -181,8 +180,7 @@ class Runner:
         except BaseException as error:
             raise self.fail(error) from None if error.__cause__ is None else error.__cause__
         finally:
-            if self.transport is not None:
-                self.transport.activity.rest()
+            self._interpreter.activity.rest()
 
     @property
     def usable(self) -> bool:
