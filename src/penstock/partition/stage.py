@@ -178,9 +178,11 @@ class CutStage(StageModule):
     def _whole(self, author: Author, call: StageCall, args: Any, kwargs: Any) -> Any:
         if call.draws is None and not author.recomputes:
             return author.forward(*args, **kwargs)
-        return Seeded(author.doors, call.draws, {}, recomputes=author.recomputes).run(
-            author.forward, args, kwargs
-        )
+        # What changes its arguments would change them again where it is recomputed.
+        events = call.plan.trace.events
+        recomputes = author.recomputes - {event.what for event in events if event.changes}
+        seeded = Seeded(author.doors, call.draws, {}, recomputes=recomputes)
+        return seeded.run(author.forward, args, kwargs)
 
     def _follow(self) -> None:
         """Let the author's modules use the tensors held here, which may have been moved or wrapped."""
@@ -287,7 +289,7 @@ class _Runner(TorchFunctionMode):
         self._followed: dict[int, Tensor] = {}
         self._instead: dict[int, tuple[Tensor, Tensor]] = {}
         self._tensors: dict[int, Tensor] = {}
-        self._busy = False
+        self._busy = self._lacks = False
         self._sent: dict[str, Any] = {}
         self._drawn = self._region = 0
         self._recomputes: Mapping[str, Any] | None = None
@@ -298,7 +300,8 @@ class _Runner(TorchFunctionMode):
         is_last = self._stage == author.stages - 1
         if self._last < 0 and not is_last:
             return None, self._send_parameters()
-        if plan.changed_arguments or any(t.is_meta for t in tensors_in((args, kwargs))):
+        self._lacks = any(t.is_meta for t in tensors_in((args, kwargs)))
+        if plan.changed_arguments or self._lacks:
             args, kwargs = self._arguments(args, kwargs)
         for name in plan.buffers:
             self._follow(_tensor(author.model, name))
@@ -436,6 +439,8 @@ class _Runner(TorchFunctionMode):
                 self._instead[id(given[place])] = (given[place], self._values[name])
             args, kwargs = replaced((args, kwargs), self._stand_in)
             given = located((args, kwargs))
+        if self._lacks and any(map(_is_placeholder, tensors_in((args, kwargs)))):
+            raise self._absent(step)
         output = run(*args, **kwargs)
         for place, number in step.follows.items():
             self._follow(given[place])
