@@ -23,7 +23,6 @@ from benchmarks import (
     loading,
     mesh,
     plan,
-    predictions,
     schedules,
     search,
     steps,
@@ -32,7 +31,6 @@ from benchmarks import (
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
     "inside": inside.compare,
-    "predictions": predictions.compare,
     "plan": plan.compare,
     "buffers": buffers.compare,
     "checks": checks.compare,

@@ -60,7 +60,11 @@ class Between(nn.Module):
 @pytest.mark.parametrize("repeats", [0, 1])
 def test_code_between_units_counts_for_the_unit_before_it(repeats: int) -> None:
     units, values = measure_units(
-        Between(), ["first", "second", "third"], (torch.ones(3, 4),), {"scale": 0.5}, repeats=repeats
+        Between(),
+        ["first", "second", "third"],
+        (torch.ones(3, 4),),
+        {"scale": 0.5},
+        repeats=repeats,
     )
     product = 2 * 3 * 4 * 4
     # The last product is with what the first unit gives; the loss is the last unit's too.
@@ -100,7 +104,7 @@ def test_what_cannot_be_weighed_is_refused() -> None:
         weigh_units(layers(), PATHS, "speed", ((torch.ones(3, 4),), {}))
     with pytest.raises(PartitionError, match="2 weights for 3 modules"):
         weigh_units(layers(), PATHS, [1.0, 2.0])
-    with pytest.raises(UsageError, match="does not call these modules.*idle"):
+    with pytest.raises(UsageError, match=r"does not call these modules.*idle"):
         measure_units(Idle(), ["used", "idle"], (torch.ones(1, 4),))
 
 

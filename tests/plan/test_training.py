@@ -149,6 +149,11 @@ def test_the_command_plans_a_model_of_transformers(
         (["--config", "nowhere.toml"], 2, "no such file"),
         (["--config", "nowhere.toml", "--memory", "much"], 2, "such as 80GB"),
         (["--config", "nowhere.toml", "--efficiency", "0.5"], 2, "as --device"),
+        (
+            ["--config", "run.toml", "--report", "nowhere/plan.html"],
+            2,
+            "there is no folder nowhere",
+        ),
     ],
 )
 def test_wrong_calls_are_told_in_a_line(

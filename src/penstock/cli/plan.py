@@ -99,6 +99,9 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
 
     The model is the one of penstock train (--config), or one of transformers (--hf) without its weights.
     """
+    for path in (report, json):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{path}: cannot be written: there is no folder {path.parent}")
     if (config is None) == (hf is None):
         raise ConfigError(
             "give the settings of penstock train as --config, or a model's config as --hf"

@@ -80,7 +80,9 @@ def test_weights_of_ones_own_decide() -> None:
         UsageError, match=r"2 weights for 7 blocks; .* begin at: the beginning, blo"
     ):
         cut_into(model, 2, args, kwargs, balance=[1, 2])
-    with pytest.raises(UsageError, match="balance='speed': the blocks of a trace weigh by parameters"):
+    with pytest.raises(
+        UsageError, match="balance='speed': the blocks of a trace weigh by parameters"
+    ):
         cut_into(model, 2, args, kwargs, balance="speed")  # type: ignore[arg-type]
 
 
