@@ -39,9 +39,9 @@ package: $(VENV)/.installed-docs
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks $(ARGS)
 
-# Such as ARGS="--seconds 3600 --seed 7", or ARGS="--case 7:123" to repeat one; see docs/fuzzing.md.
+# Such as ARGS="--seconds 3600 --seed 7"; a failure prints the ARGS that repeat it. See docs/fuzzing.md.
 fuzz: $(VENV)/.installed-dev
-	$(BIN)/python -m penstock.testing.fuzz $(ARGS)
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 # torch first and alone: resolving it together with the rest may fetch a larger build.
 $(VENV)/.installed: pyproject.toml

@@ -14,7 +14,7 @@ from benchmarks.work import DEPTH, RANKS
 from penstock import Pipeline, PipelineStage
 from penstock.partition import partition
 from penstock.testing import WorkerPool
-from penstock.train.model import GPT, Shape, cut, next_byte_loss
+from penstock.train.model import GPT, cut, next_byte_loss
 
 MICROBATCHES = 8
 WIDTH = 64
@@ -45,7 +45,7 @@ def by_calls(group: Any) -> Pipeline:
 
 
 def _gpt() -> GPT:
-    return GPT(Shape(layers=DEPTH, width=WIDTH, heads=4, sequence=256))
+    return GPT(layers=DEPTH, width=WIDTH, heads=4, sequence=256)
 
 
 def llama(group: Any) -> Pipeline:

@@ -29,7 +29,7 @@ from penstock.plan import Plan, Profile, UnitCosts, with_messages
 from penstock.schedule import parse_action, replay, simulate
 from penstock.schedule.action import COMPUTE_OPS
 from penstock.testing import WorkerPool
-from penstock.train.model import GPT, Shape, next_byte_loss
+from penstock.train.model import GPT, next_byte_loss
 
 BATCH = 16
 SCHEDULES = ("GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZB-V")
@@ -47,14 +47,14 @@ Made = tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]
 
 def gpt() -> Made:
     """Blocks that are alike."""
-    model = GPT(Shape(layers=6, width=192, heads=4, sequence=128))
+    model = GPT(layers=6, width=192, heads=4, sequence=128)
     tokens = torch.randint(0, 256, (BATCH, 129))
     return model, tokens[:, :-1], tokens[:, 1:], next_byte_loss
 
 
 def heavy_head() -> Made:
     """Three blocks, and a head that weighs more than all of them."""
-    model = GPT(Shape(layers=3, width=192, heads=4, sequence=128))
+    model = GPT(layers=3, width=192, heads=4, sequence=128)
     model.head = nn.Linear(192, 6000, bias=False)
     tokens = torch.randint(0, 256, (BATCH, 129))
     return model, tokens[:, :-1], tokens[:, 1:], next_byte_loss
@@ -142,7 +142,7 @@ def _latency(group: Any, times: int = 50) -> float:
 def _handling(group: Any) -> float:
     """How long a rank is busy with a message: what steps of another model spend around their actions."""
     torch.manual_seed(0)
-    model, tokens = GPT(Shape(layers=2, width=192, heads=4, sequence=128)), torch.zeros(BATCH, 129)
+    model, tokens = GPT(layers=2, width=192, heads=4, sequence=128), torch.zeros(BATCH, 129)
     batch, target = tokens[:, :-1].long(), tokens[:, 1:].long()
     pipe = Pipeline(model, microbatches=SPACE, loss_fn=next_byte_loss, group=group)
     found = _nothing_found()

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import ScheduleZBVZeroBubble as PeerZBV
 
 from penstock import Pipeline, PipelineStage
 from penstock.schedule import build
-from penstock.train.model import GPT, Shape, cut, next_byte_loss
+from penstock.train.model import GPT, cut, next_byte_loss
 
 RANKS = 2
 DEPTH = 4
@@ -62,11 +62,10 @@ class Work:
 def gpt(stages: int, microbatches: int = 8) -> Work:
     """A GPT of width 256 with 4 blocks, sequences of 128, microbatches of 2."""
     torch.manual_seed(0)
-    shape = Shape(layers=DEPTH, width=256, heads=4, sequence=128)
-    model = GPT(shape)
+    model = GPT(layers=DEPTH, width=256, heads=4, sequence=128)
     parts = [
         nn.Sequential(*(model.get_submodule(path) for path in paths))
-        for paths in cut(shape.layers, stages)
+        for paths in cut(DEPTH, stages)
     ]
     tokens = torch.randint(0, 256, (2 * microbatches, 129))
     return Work(parts, tokens[:, :-1], tokens[:, 1:], next_byte_loss, microbatches)

@@ -1,4 +1,4 @@
-"""The house rules: who imports whom, who may know what, and how long a file may be."""
+"""The house rules: who imports whom, who may know what, and what no file does."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import penstock
 from penstock import pipeline
@@ -22,18 +24,24 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "penstock"
 TABLE = tomllib.loads((ROOT / "imports.toml").read_text())
 FILES = sorted(SOURCE.rglob("*.py"))
-LONGEST = 600
 # The front door is above all parts and imports them lazily; it is checked on its own.
 FRONT = {"__init__", "__main__"}
+# Parts that nobody imports but penstock itself.
+INNER = {"cli", "lazily"}
+
+
+BY_NAME = {"cli.main", "parallel.tensors", "parallel.wrapping", "plan.answer", "values.inference"}
+"""Modules that still import others by name; each goes from here when it no longer does."""
 
 
 class Import(NamedTuple):
-    """One imported name: by which module of penstock, from which module, and where."""
+    """One imported name: by which module of penstock, from which module, and how."""
 
     by: str
     module: str
     name: str
-    inside_function: bool
+    inside_function: bool = False
+    by_name: bool = False
 
     def __str__(self) -> str:
         return f"{self.by} imports {self.module}.{self.name}"
@@ -61,8 +69,20 @@ def imports_of(path: Path) -> Iterator[Import]:
             assert node.level == 0, f"{path}: imports are absolute"
             for alias in node.names:
                 yield Import(by, node.module or "", alias.name, inside)
+        elif isinstance(node, ast.Call) and (name := imported_by(node)):
+            yield Import(by, name.rstrip("."), "", inside, by_name=True)
         inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
+
+
+def imported_by(call: ast.Call) -> str:
+    """What an ``import_module("...")`` imports; of an f-string its beginning."""
+    function = ast.unparse(call.func).rpartition(".")[2]
+    if function not in ("import_module", "__import__") or not call.args:
+        return ""
+    argument = call.args[0]
+    text = argument.values[0] if isinstance(argument, ast.JoinedStr) else argument
+    return text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
 
 
 @cache
@@ -71,7 +91,13 @@ def imports() -> list[Import]:
 
 
 def own() -> list[Import]:
-    return [found for found in imports() if found.reaches("penstock") and found.by not in FRONT]
+    """Imports of the library's own modules, also those inside functions and by name."""
+    late = {found for found in imports() if found.by_name and found.by in BY_NAME}
+    return [
+        found
+        for found in imports()
+        if found.reaches("penstock") and found.by not in FRONT and found not in late
+    ]
 
 
 def part_of(module: str, depth: int = 0) -> str:
@@ -141,6 +167,25 @@ def test_no_cycle_between_modules() -> None:
     tuple(TopologicalSorter(graph).static_order())
 
 
+def test_nothing_is_imported_by_name() -> None:
+    late = [found for found in imports() if found.by_name and found.reaches("penstock")]
+    assert [str(found) for found in late if found.by not in BY_NAME] == []
+
+
+# To be switched on by removing the mark, once docs/inside.md follows the table.
+@pytest.mark.xfail(
+    strict=False, reason="the order of rooms in docs/inside.md is not yet that of the table"
+)
+def test_the_tour_lists_the_rooms_from_the_bottom_up() -> None:
+    tour = (ROOT / "docs" / "inside.md").read_text().split("## The rooms")[1].split("##")[0]
+    cells = [line.split("|")[1] for line in tour.splitlines() if line.startswith("| `")]
+    rooms = [room for cell in cells for room in re.findall(r"`(\w+)(?:/|\.py)`", cell)]
+    assert sorted(rooms) == sorted(TABLE["parts"])
+    edges = [(user, used) for user, row in TABLE["parts"].items() for used in row]
+    upwards = [f"{a} imports {b}" for a, b in edges if rooms.index(a) < rooms.index(b)]
+    assert upwards == []
+
+
 # ---- torch and others
 
 
@@ -196,7 +241,7 @@ def test_the_front_door_leads_to_every_part() -> None:
         "import sys, penstock\n"
         "assert '1F1B' in penstock.schedule.names()\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
-        f"for part in {sorted(TABLE['parts'])}:\n"
+        f"for part in {sorted(TABLE['parts'].keys() - INNER)}:\n"
         "    assert part in dir(penstock) and getattr(penstock, part).__name__ == 'penstock.' + part"
     )
 
@@ -207,7 +252,7 @@ def test_the_front_door_refuses_unknown_names(name: str) -> None:
         getattr(penstock, name)
 
 
-@pytest.mark.parametrize("package", ["faults", "launch", "schedule", "train"])
+@pytest.mark.parametrize("package", ["faults", "schedule", "train"])
 def test_names_that_are_imported_lazily_are_found(package: str) -> None:
     found = getattr(penstock, package)
     assert [name for name in found.__all__ if not hasattr(found, name)] == []
@@ -244,7 +289,8 @@ class _Undocumented(ast.NodeTransformer):
 
 
 def test_no_import_inside_a_function() -> None:
-    assert [str(found) for found in imports() if found.inside_function] == []
+    late = [found for found in imports() if found.inside_function and not found.by_name]
+    assert [str(found) for found in late] == []
 
 
 # Tools of the field call these two so; the modules of backward/ share them.
@@ -262,6 +308,57 @@ def test_private_modules_are_used_in_their_own_package() -> None:
     assert [str(found) for found in strangers] == []
 
 
-def test_files_are_short() -> None:
-    lengths = {module_of(path): len(path.read_text().splitlines()) for path in FILES}
-    assert {name: length for name, length in lengths.items() if length >= LONGEST} == {}
+# ---- names
+
+
+def torch_names() -> set[str]:
+    """Names that torch's pipelining gives to its modules, classes and their members."""
+    package = import_module("torch.distributed.pipelining")
+    parts = ("_backward", "_IR", "_utils", "microbatch", "schedules", "stage")
+    modules = [package, *(import_module(f"{package.__name__}.{part}") for part in parts)]
+    classes = [value for m in modules for value in vars(m).values() if isinstance(value, type)]
+    return {name for owner in (*modules, *classes) for name in vars(owner)}
+
+
+# To be switched on by removing the mark, once all rooms have their new names.
+@pytest.mark.xfail(strict=False, reason="some class names still stand twice")
+def test_no_class_name_stands_twice() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module_of(path))
+    of_torch = torch_names()
+    for name in of_torch & set(homes):
+        homes[name] = [home for home in homes[name] if part_of(home) != "pipelining"]
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
+MOST_PRIVATE = 40
+"""How many private names of the library tests may use. It only goes down."""
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """The underscore names of the library that a test imports, reads or replaces."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("penstock"):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            base = ast.unparse(node.value)
+            names = [] if re.match(r"(self|cls|os|torch|super\(\))\b", base) else [node.attr]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("getattr", "setattr")):
+            names = [str(a.value) for a in node.args if isinstance(a, ast.Constant)]
+        for name in names:
+            if re.fullmatch(r"_[A-Za-z]\w*", name):
+                yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {name}"
+
+
+def test_tests_speak_the_public_language() -> None:
+    """Underscore names that torch has too are part of what penstock.pipelining offers."""
+    lines = [
+        line for path in sorted((ROOT / "tests").rglob("*.py")) for line in private_names(path)
+    ]
+    of_torch = torch_names() | {*dir(torch.nn.Module()), *dir(torch.Tensor)}
+    lines = [line for line in lines if line.rpartition(" ")[2] not in of_torch]
+    assert len(lines) <= MOST_PRIVATE, "\n".join(lines)

@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
-from penstock.backward import DeferredBackward
+from penstock.backward import SplitBackward
 from penstock.cli.main import main
 from penstock.errors import UsageError
 from penstock.partition import partition
@@ -169,7 +169,7 @@ def run_command(block: Block, command: list[str]) -> None:
     if command[:2] == ["penstock", "schedule"] or command == ["penstock", "--version"]:
         assert main(arguments) == 0, f"{block.page.name}:{block.line}"
         return
-    if command[:3] == ["penstock", "run", "--processes"]:
+    if command[:3] == ["torchrun", "--standalone", "--nproc-per-node"]:
         ran = run_script(*command[4:], processes=int(command[3]))
     else:
         started = {"penstock": ["-m", "penstock"], "python": []}
@@ -223,7 +223,7 @@ def test_layers_of_torch_wait_where_they_come_down_to_products(
     model = Wrapped(module, copies)
     x = torch.randn(3, 2, 4, dtype=next(module.parameters()).dtype, requires_grad=True)
     output = model(x)
-    DeferredBackward(model).input_half(output, torch.ones_like(output), [x])
+    SplitBackward(model).input_half(output, torch.ones_like(output), [x])
     late = {name for name, parameter in module.named_parameters() if parameter.grad is None}
     assert late == waits
 

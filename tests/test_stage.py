@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from penstock import PipelineStage
-from penstock.backward import ENGINES
 from penstock.errors import SpecError, UsageError
 from penstock.values import flatten
 
@@ -188,12 +187,9 @@ class AddsAWeight(nn.Module):
         return x + self.weight
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
-def test_later_microbatches_leave_a_handed_back_gradient_alone(
-    backward: Backward, engine: str
-) -> None:
+def test_later_microbatches_leave_a_handed_back_gradient_alone(backward: Backward) -> None:
     """It may still be on its way to another rank while they are added to the weight."""
-    stage = PipelineStage(AddsAWeight(), 1, 2, engine=engine)
+    stage = PipelineStage(AddsAWeight(), 1, 2)
     grads = [torch.full((2, 3), float(microbatch + 1)) for microbatch in range(3)]
     for microbatch in range(3):
         stage.forward(microbatch, (learning(),))
@@ -241,9 +237,9 @@ def test_what_is_still_arriving_is_waited_for(backward: Backward) -> None:
     assert torch.equal(grad(stage, "inner.weight"), ones.T @ x)
 
 
-def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"no backward engine 'steam'; there are .*deferred"):
-        PipelineStage(nn.Tanh(), 0, 1, engine="steam")
+def test_the_choice_of_an_engine_was_withdrawn() -> None:
+    with pytest.raises(UsageError, match=r"no option engine.*leave the option out"):
+        PipelineStage(nn.Tanh(), 0, 1, engine="graph")
 
 
 def test_weights_may_come_in_another_order() -> None:
@@ -333,39 +329,6 @@ def test_there_is_one_backward_for_each_forward() -> None:
         stage.backward(0, [torch.ones(2, 3)])
 
 
-# ---- the engine
-
-
-@pytest.mark.parametrize(
-    ("made_with", "preferred", "after_inputs"),
-    [
-        (None, "none", True),
-        (None, "graph", False),
-        ("graph", "none", False),
-        (None, "deferred", False),
-    ],
-)
-def test_a_schedule_picks_the_engine_unless_the_user_has(
-    made_with: str | None, preferred: str, after_inputs: bool
-) -> None:
-    stage = PipelineStage(nn.Linear(2, 2), 0, 1, engine=made_with)
-    stage.prefer_engine(preferred)
-    stage.forward(0, (torch.ones(1, 2),), loss=torch.sum)
-    stage.backward_input(0, None)
-    assert (stage.module.weight.grad is not None) == after_inputs
-    stage.backward_weight(0)
-    assert stage.module.weight.grad is not None
-
-
-def test_an_engine_can_be_picked_again() -> None:
-    stage = PipelineStage(nn.Linear(2, 2), 0, 1)
-    stage.prefer_engine("none")
-    stage.prefer_engine("deferred")
-    stage.forward(0, (torch.ones(1, 2),), loss=torch.sum)
-    stage.backward_input(0, None)
-    assert stage.module.weight.grad is None
-
-
 def test_an_argument_that_is_given_twice_and_changed_is_refused() -> None:
     class Writes(nn.Module):
         def forward(self, one: Tensor, other: Tensor) -> Tensor:
@@ -378,7 +341,7 @@ def test_an_argument_that_is_given_twice_and_changed_is_refused() -> None:
 
 
 def test_what_is_no_gradient_is_refused_by_its_place() -> None:
-    stage = PipelineStage(nn.Linear(3, 2), 0, 2, engine="none")
+    stage = PipelineStage(nn.Linear(3, 2), 0, 2)
     stage.forward(0, (X,))
     with pytest.raises(UsageError, match="is a tensor, but its gradient is a float"):
         stage.backward(0, [1.0])  # type: ignore[list-item]

@@ -13,7 +13,7 @@ from penstock import Pipeline
 for name in (
     "penstock.checkpoint",
     "penstock.cli.main",
-    "penstock.cli.train",
+    "penstock.train.trainer",
     "penstock.pipelining",
     "pytest",
     "torch.distributed.checkpoint",

@@ -10,8 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import typer
+
 import penstock
-from penstock.cli.main import COMMANDS, loaded
+from penstock.cli.main import app
 
 PARTS = {
     "penstock": "The front door",
@@ -28,7 +30,6 @@ PARTS = {
     "penstock.transport": "Transports",
     "penstock.parallel": "Sharded and replicated stages",
     "penstock.faults": "Faults",
-    "penstock.launch": "Processes",
     "penstock.testing": "Testing",
     "penstock.train": "The trainer",
     "penstock.pipelining": "torch's names",
@@ -156,8 +157,12 @@ def _example(file: Path) -> str:
 
 
 def _commands() -> str:
+    commands: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     sections = [
-        section for name in COMMANDS for section in _command(f"penstock {name}", loaded(name))
+        section
+        for name, command in commands.items()
+        if not command.hidden
+        for section in _command(f"penstock {name}", command)
     ]
     return "# Commands\n\nAs `--help` tells them.\n\n" + "\n".join(sections)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.backward import (
-    DeferredBackward,
+    SplitBackward,
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
@@ -84,13 +84,13 @@ class FullEngine(GraphEngine):
         pass
 
 
-class DeferredEngine(GraphEngine):
+class SplitEngine(GraphEngine):
     """The engine that keeps what heavy weights need."""
 
     def input_half(
         self, output: Any, grads: Any, inputs: Sequence[Any], weights: Sequence[Tensor]
     ) -> tuple[Gradients, Any]:
-        split = DeferredBackward(nn.ParameterList(weights))
+        split = SplitBackward(nn.ParameterList(weights))
         found, store = split.input_half(output, grads, inputs)
         return found, (split, store)
 

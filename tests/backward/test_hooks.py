@@ -12,17 +12,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.backward import stage_backward, stage_backward_input, stage_backward_weight
+from penstock.backward import (
+    SplitBackward,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
 from tests.backward.blocks import Lambda, TransformerBlock, counted_linear
 from tests.backward.making import linear, looped, weight, x
 
 Calls = defaultdict[str, list[Tensor]]
 
 
-def split(output: Tensor, leaf: Tensor, model: nn.Module) -> None:
+def by_engine(output: Tensor, leaf: Tensor, model: nn.Module) -> None:
+    engine = SplitBackward(model)
+    _, pending = engine.input_half([output], [torch.ones_like(output)], [leaf])
+    engine.weight_half(pending)
+
+
+def by_functions(output: Tensor, leaf: Tensor, model: nn.Module) -> None:
     grad = torch.ones_like(output)
     _, groups = stage_backward_input([output], [grad], [leaf], model.parameters())
     stage_backward_weight(model.parameters(), groups)
+
+
+Split = Callable[[Tensor, Tensor, nn.Module], None]
+both_ways = pytest.mark.parametrize("split", [by_engine, by_functions])
 
 
 def full(output: Tensor, leaf: Tensor, _: nn.Module) -> None:
@@ -102,8 +117,9 @@ def checkpointed() -> nn.Module:
     return Lambda(run, w=weight(), b=weight(6))
 
 
+@both_ways
 @pytest.mark.parametrize("make", [simple, blocks, shared, reused, python, checkpointed])
-def test_hooks_run_as_in_a_plain_backward_pass(make: Callable[[], nn.Module]) -> None:
+def test_hooks_run_as_in_a_plain_backward_pass(make: Callable[[], nn.Module], split: Split) -> None:
     model = make()
     value = x(4, 6) if make is not blocks else x(2, 4, 6)
     expected, actual = calls_of(full, model, value), calls_of(split, model, value)
@@ -112,7 +128,8 @@ def test_hooks_run_as_in_a_plain_backward_pass(make: Callable[[], nn.Module]) ->
         torch.testing.assert_close(actual[name], values, rtol=1e-12, atol=1e-12)
 
 
-def test_hooks_on_inputs_run_once() -> None:
+@both_ways
+def test_hooks_on_inputs_run_once(split: Split) -> None:
     leaf, model = x(), linear()
     calls: list[Tensor] = []
     leaf.register_hook(calls.append)
@@ -120,7 +137,8 @@ def test_hooks_on_inputs_run_once() -> None:
     assert len(calls) == 1
 
 
-def test_retained_gradients_of_activations_are_right() -> None:
+@both_ways
+def test_retained_gradients_of_activations_are_right(split: Split) -> None:
     leaf, model = x(), linear()
     hidden = model(leaf)
     hidden.retain_grad()
@@ -128,7 +146,8 @@ def test_retained_gradients_of_activations_are_right() -> None:
     assert torch.equal(hidden.grad, torch.full_like(hidden, 2))
 
 
-def test_an_optimizer_may_step_in_backward() -> None:
+@both_ways
+def test_an_optimizer_may_step_in_backward(split: Split) -> None:
     leaf, model = x(), nn.Sequential(linear(), nn.Tanh(), linear())
 
     def step(parameter: Tensor) -> None:

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.backward.oracle import DeferredEngine, Engine, FullEngine, GraphEngine, check, check_bits
+from tests.backward.oracle import Engine, FullEngine, GraphEngine, SplitEngine, check, check_bits
 from tests.backward.zoo import CHEAP, COSTLY, ZOO
 
-ENGINES: dict[str, Engine] = {"graph": GraphEngine(), "deferred": DeferredEngine()}
+ENGINES: dict[str, Engine] = {"graph": GraphEngine(), "split": SplitEngine()}
 
 
 @pytest.mark.parametrize("name", CHEAP)
@@ -29,7 +29,7 @@ def test_full_backward_equals_plain_autograd(name: str) -> None:
     ("engine", "name"),
     # Where some of a sum's gradients are given from outside, the graph engine adds them in another order.
     [("graph", name) for name in ZOO if name != "nested_weight_outputs"]
-    + [("deferred", name) for name in ZOO],
+    + [("split", name) for name in ZOO],
 )
 def test_halves_give_the_bits_of_plain_autograd(engine: str, name: str) -> None:
     check_bits(ENGINES[engine], ZOO[name], seed=0)

@@ -22,14 +22,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.backward import DeferredBackward
+from penstock.backward import SplitBackward
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    path: Path = tmp_path_factory.mktemp("store") / "file"
+    path: Path = tmp_path_factory.mktemp("pending") / "file"
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -42,13 +42,13 @@ def make() -> nn.Module:
 def waiting(model: nn.Module, plain: nn.Module) -> int:
     """Compares two microbatches with plain backward; returns the uses that waited."""
     value = torch.randn(4, 6, requires_grad=True)
-    split = DeferredBackward(model)
+    split = SplitBackward(model)
     for _ in range(2):
         model.zero_grad()
         plain.zero_grad()
-        _, store = split.input_half(model(value).square().sum(), None, [value])
-        count = len(store.uses)
-        split.weight_half(store)
+        _, pending = split.input_half(model(value).square().sum(), None, [value])
+        count = len(pending)
+        split.weight_half(pending)
         plain(value).square().sum().backward()
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(whole(mine.grad), other.grad)

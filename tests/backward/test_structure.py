@@ -1,40 +1,46 @@
+"""Outputs may be nested, and their gradients with them."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from penstock.backward import stage_backward, stage_backward_input
-from penstock.backward.full import describe, pair_with_gradients, tensors_in
+from penstock.backward import SplitBackward, stage_backward, stage_backward_input
 from penstock.errors import UsageError
 
 ONE = torch.ones(2, requires_grad=True)
 GRAD = torch.zeros(2)
 
-
-def test_tensors_are_paired_with_the_gradient_at_their_place() -> None:
-    output = {"a": [ONE, 3, None], "b": (ONE, {"c": ONE})}
-    gradient = {"a": (GRAD, None, None), "b": [None, {"c": GRAD}]}
-    grads = [grad for _, grad in pair_with_gradients(output, gradient)]
-    assert [grad is GRAD for grad in grads] == [True, False, True]
-
-
-def test_none_stands_for_a_whole_container() -> None:
-    assert list(pair_with_gradients({"a": [ONE], "b": ONE}, {"a": None, "b": GRAD})) == [
-        (ONE, GRAD)
-    ]
+CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "stage_backward": stage_backward,
+    "stage_backward_input": lambda *args: stage_backward_input(*args, ())[0],
+    "input_half": lambda *args: SplitBackward(nn.Identity()).input_half(*args)[0],
+    "full": lambda *args: SplitBackward(nn.Identity()).full(*args),
+}
 
 
-def test_tensors_without_gradient_are_skipped() -> None:
-    assert list(pair_with_gradients([GRAD, torch.zeros(2, dtype=torch.int64)], ["x", GRAD])) == []
+@pytest.mark.parametrize("call", CALLS)
+def test_tensors_go_with_the_gradient_at_their_place(call: str) -> None:
+    inputs = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    first, second, third = (value * 1 for value in inputs)
+    output = {"a": [first, 3, None, GRAD], "b": (second, {"c": third})}
+    gradient = {"a": (GRAD + 1, None, None, "x"), "b": [None, {"c": GRAD + 2}]}
+    found: tuple[Tensor | None, ...] = CALLS[call](output, gradient, inputs)
+    assert [None if grad is None else grad.tolist() for grad in found] == [[1, 1], None, [2, 2]]
 
 
-def test_tensors_in_a_nested_value_come_in_order() -> None:
-    other = torch.ones(1, requires_grad=True)
-    assert list(tensors_in({"a": (ONE, GRAD, 3), "b": [None, other]})) == [ONE, other]
+@pytest.mark.parametrize("call", CALLS)
+def test_none_stands_for_a_whole_container(call: str) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    (found,) = CALLS[call]({"a": [leaf * 5], "b": leaf * 1}, {"a": None, "b": GRAD + 1}, [leaf])
+    assert found.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     ("output", "gradient", "message"),
     [
@@ -42,17 +48,10 @@ def test_tensors_in_a_nested_value_come_in_order() -> None:
         ({"a": ONE}, {"b": GRAD}, r"output has the keys \['a'\], .* \['b'\]"),
         ([{"a": ONE}], [[GRAD]], r"output\[0\] is a dict, .* is a list"),
         ((ONE,), GRAD, r"output is a tuple, .* is a Tensor"),
+        ([ONE, ONE], [GRAD], r"output has 2 entries.* has 1"),
         ([ONE, ONE], [GRAD, 0.5], r"output\[1\] is a tensor, .* is a float"),
     ],
 )
-def test_a_mismatch_names_the_place(output: Any, gradient: Any, message: str) -> None:
+def test_a_mismatch_names_the_place(call: str, output: Any, gradient: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        stage_backward(output, gradient, ())
-    with pytest.raises(UsageError, match=message):
-        stage_backward_input(output, gradient, (), ())
-
-
-def test_description_shows_shapes() -> None:
-    assert describe({"a": [ONE, None], "b": 3}) == (
-        "{'a': (float32[2], requires_grad, NoneType), 'b': int}"
-    )
+        CALLS[call](output, gradient, ())

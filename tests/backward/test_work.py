@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.backward import blocks, making, zoo
-from tests.backward.oracle import DeferredEngine, Engine, FullEngine, GraphEngine, Stage, seeds
+from tests.backward.oracle import Engine, FullEngine, GraphEngine, SplitEngine, Stage, seeds
 from tests.backward.probes import OperationCounter
 
 
@@ -27,7 +27,7 @@ def matmuls(engine: Engine, make_stage: Callable[[], Stage]) -> tuple[int, int]:
     return first.matmuls, second.matmuls
 
 
-@pytest.mark.parametrize("engine", [GraphEngine, DeferredEngine])
+@pytest.mark.parametrize("engine", [GraphEngine, SplitEngine])
 @pytest.mark.parametrize("name", [name for name in zoo.ZOO if "checkpoint" not in name])
 def test_halves_run_as_many_matmuls_as_full_backward(
     name: str, engine: Callable[[], Engine]
@@ -36,7 +36,7 @@ def test_halves_run_as_many_matmuls_as_full_backward(
     assert sum(matmuls(engine(), zoo.ZOO[name])) == expected
 
 
-@pytest.mark.parametrize("engine", [GraphEngine, DeferredEngine])
+@pytest.mark.parametrize("engine", [GraphEngine, SplitEngine])
 @pytest.mark.parametrize("name", ["mlp", "transformer", "reused_linear", "looped_block", "lora"])
 def test_weight_gradients_are_left_to_the_second_half(
     name: str, engine: Callable[[], Engine]
@@ -52,7 +52,7 @@ def test_first_stage_leaves_everything_to_the_second_half() -> None:
 @pytest.mark.parametrize("make", [zoo.custom_function, zoo.weights_through_python])
 def test_python_functions_run_backward_once(make: Callable[[], Stage]) -> None:
     calls = []
-    for engine in FullEngine(), GraphEngine(), DeferredEngine():
+    for engine in FullEngine(), GraphEngine(), SplitEngine():
         blocks.CountedLinear.calls = blocks.Standardise.calls = 0
         matmuls(engine, make)
         calls.append((blocks.CountedLinear.calls, blocks.Standardise.calls))
@@ -76,7 +76,7 @@ class Counted(nn.Module):
         return self.block(value)
 
 
-@pytest.mark.parametrize("engine", [GraphEngine, DeferredEngine])
+@pytest.mark.parametrize("engine", [GraphEngine, SplitEngine])
 def test_checkpointed_blocks_are_recomputed_once(engine: Callable[[], Engine]) -> None:
     made = [Counted(blocks.TransformerBlock(8)) for _ in range(3)]
     matmuls(engine(), lambda: making.stage(nn.Sequential(*made), lambda: making.x(2, 5, 8)))

@@ -17,7 +17,7 @@ from torch import nn
 
 from penstock import Checkpoints, LossScaler, Pipeline, PipelineStage
 from penstock.checkpoint import folder as folders
-from penstock.checkpoint import saving
+from penstock.checkpoint import saving, table
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
 from penstock.weights import files
 

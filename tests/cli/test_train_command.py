@@ -69,12 +69,6 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_help_lists_the_settings_by_group(capsys: Capture) -> None:
-    assert main(["train", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(part in shown for part in ("Pipeline", "Model", "--learning-rate", "--config"))
-
-
 def test_a_run_prints_steps_and_ends_with_its_folder(text: Path, capsys: Capture) -> None:
     assert main(["train", *small(text)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -111,7 +105,10 @@ def test_a_run_can_be_repeated_from_its_folder(text: Path, capsys: Capture) -> N
         (["--schedule", "1F2B"], ("'1F2B'", "did you mean '1F1B'")),
         (["--ranks", "5"], ("5 stages", "layers=4", "at least 5 layers")),
         (["--steps", "-1"], ("steps=-1", "at least 1")),
-        (["--steps", "many"], ("steps='many'", "whole number")),
+        (["--steps", "many"], ("'--steps'", "valid integer", "see --help")),
+        (["--steps", "0xff"], ("'--steps'", "valid integer", "see --help")),
+        (["--steps", "9" * 30], (f"steps={'9' * 30}", "at most 1000000000")),
+        (["--microbatches", "1000000000", "--batch", "1000000000"], ("microbatches=1000000000",)),
         (["--learning-rate", "inf"], ("learning_rate=inf", "finite")),
         (["--device", "abacus"], ("device='abacus'", "use cpu")),
         (["--stepps", "1"], ("No such option: --stepps", "see --help")),

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils import checkpoint
 
 from penstock import Pipeline, PipelineStage
-from penstock.backward import store
+from penstock.backward import PendingGradients, SplitBackward
 from penstock.compiled import halves, names
 from penstock.compiled.halves import CutError
 from penstock.compiled.stages import tally
@@ -35,13 +35,13 @@ def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def waiting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many weights each use that the weights' half computes has."""
     found: list[int] = []
-    deliver = store.WeightGradStore.deliver
+    weight_half = SplitBackward.weight_half
 
-    def counted(self: Any, **options: Any) -> None:
-        found.extend(len(use.edges) for use in self.uses)
-        deliver(self, **options)
+    def counted(self: SplitBackward, pending: PendingGradients) -> None:
+        found.extend(pending.counts())
+        weight_half(self, pending)
 
-    monkeypatch.setattr(store.WeightGradStore, "deliver", counted)
+    monkeypatch.setattr(SplitBackward, "weight_half", counted)
     return found
 
 

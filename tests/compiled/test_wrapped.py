@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import ActionEvent, Pipeline
+from penstock import Pipeline
+from penstock.backward import PendingGradients, SplitBackward
 from penstock.testing import WorkerPool
 from tests.parallel.bodies import Mlp, X, Y
 
@@ -76,14 +78,14 @@ def run(group: Any, how: str) -> dict[str, Any]:
     replica = mesh.get_local_rank("dp")
     half = slice(None) if how == "tp" else slice(8 * replica, 8 * replica + 8)
     waited: list[int] = []
+    weight_half = SplitBackward.weight_half
 
-    def look(event: ActionEvent) -> None:
-        action: Any = event.action
-        _, store = pipe.stages[action.stage]._halves[action.microbatch]
-        waited.append(sum(len(use.edges) for use in store.uses))
+    def counted(self: SplitBackward, pending: PendingGradients) -> None:
+        waited.append(sum(pending.counts()))
+        weight_half(self, pending)
 
     gap, frames = 0.0, []
-    with pipe, pipe.on("*I*", after=look):
+    with pipe, patch.object(SplitBackward, "weight_half", counted):
         for _ in range(2):
             result = pipe.step(X[half], target=Y[half])
             loss = mse_loss(whole(X), Y)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock import Pipeline
 from penstock.compiled import CompiledModule, RefusedError, graphs_kept
-from tests.backward.oracle import DeferredEngine, Stage, check
+from tests.backward.oracle import SplitEngine, Stage, check
 from tests.backward.zoo import ZOO
 from tests.partition.calls.authors import made
 from tests.partition.calls.driving import square_mean
@@ -40,8 +40,8 @@ def as_precise_as_can_be(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
-class CompiledEngine(DeferredEngine):
-    """The deferred engine with a compiled stage, or without where that is refused."""
+class CompiledEngine(SplitEngine):
+    """`SplitBackward` with a compiled stage, or without where that is refused."""
 
     def __init__(self) -> None:
         self.refused = False

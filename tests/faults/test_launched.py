@@ -1,4 +1,4 @@
-"""The same under launchers: torchrun and our own. Whatever ends, nothing is left, and the cause is named."""
+"""The same under torchrun: whatever ends, nothing is left, and the cause is named."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from pathlib import Path
 import pytest
 
 from penstock.faults.processes import Process, this_host
-from penstock.launch import Launcher
 from tests.faults.jobs import RANKS, SLACK
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
-OWN = [sys.executable, "-m", "penstock", "run", "--processes", str(RANKS), SCRIPT]
 TORCHRUN = [
     *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
     *("--nproc-per-node", str(RANKS), SCRIPT),
@@ -32,8 +30,8 @@ USUAL_START = 5.0
 
 
 @contextmanager
-def launched(launcher: list[str], folder: Path, how: str) -> Iterator[subprocess.Popen[str]]:
-    """A job under a launcher; nothing of it is alive afterwards."""
+def launched(folder: Path, how: str) -> Iterator[subprocess.Popen[str]]:
+    """A job under torchrun; nothing of it is alive afterwards."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": "1",
@@ -41,7 +39,7 @@ def launched(launcher: list[str], folder: Path, how: str) -> Iterator[subprocess
     environment.pop("GLOO_SOCKET_IFNAME", None)
     with (folder / "output").open("w") as output:
         job = subprocess.Popen(
-            [*launcher, str(folder), how],
+            [*TORCHRUN, str(folder), how],
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
@@ -103,91 +101,49 @@ def listening(found: list[int]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "how", "status"),
+    "how",
     [
-        pytest.param(OWN, "exception", 70, id="own, exception", marks=pytest.mark.nightly),
-        pytest.param(OWN, "SIGKILL", 75, id="own, SIGKILL"),
-        pytest.param(TORCHRUN, "exception", 1, id="torchrun, exception"),
-        pytest.param(TORCHRUN, "SIGSTOP", 1, id="torchrun, SIGSTOP", marks=pytest.mark.nightly),
+        "exception",
+        pytest.param("SIGKILL", marks=pytest.mark.nightly),
+        pytest.param("SIGSTOP", marks=pytest.mark.nightly),
     ],
 )
-def test_a_launcher_ends_in_time_and_names_the_cause(
-    launcher: list[str], how: str, status: int, tmp_path: Path
-) -> None:
+def test_torchrun_ends_in_time_and_names_the_cause(how: str, tmp_path: Path) -> None:
     began = time.monotonic()
-    with launched(launcher, tmp_path, how) as job:
-        found = pids(tmp_path)
+    with launched(tmp_path, how) as job:
+        ranks = pids(tmp_path)
         factor = max(SLACK, SLACK * (time.monotonic() - began) / USUAL_START)
-        code = job.wait(START)
+        status = job.wait(START)
         ended = time.monotonic()
         output = (tmp_path / "output").read_text()
-        assert code == status, output
-        assert all_gone(found, 1.0)
+        assert status == 1, output
+        assert all_gone(ranks, 1.0)
     bound = (3.0 if how != "SIGSTOP" else 2.0 + 5.0) * factor
     assert ended - float((tmp_path / "fired").read_text()) < bound
     assert "stopped because rank 1, step 2, stage 1, microbatch 2, action 1F2" in output
-    told = json.loads((tmp_path / "failure.json").read_text())
-    assert told["failures"][0]["rank"] == 1
+    failures = json.loads((tmp_path / "failure.json").read_text())["failures"]
+    assert failures[0]["rank"] == 1
     if how == "exception":
-        # The culprit's own traceback, once; torchrun shows its error file once more.
-        assert output.count("in _raise\n") == (1 if launcher is OWN else 2)
+        # The culprit's own traceback; torchrun shows its error file once more.
+        assert output.count("in _raise\n") == 2
         assert output.index("in _raise") < output.index("stopped because")
-    if launcher is OWN and how == "SIGKILL":
-        assert "rank 1 was killed by SIGKILL" in output
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param(OWN, id="own"),
-        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_launcher_that_is_killed_takes_its_workers_along(
-    launcher: list[str], tmp_path: Path
-) -> None:
+def test_torchrun_that_is_killed_takes_its_workers_along(tmp_path: Path) -> None:
     """One is stopped, another holds the GIL."""
-    with launched(launcher, tmp_path, "frozen") as job:
-        found = pids(tmp_path)
+    with launched(tmp_path, "frozen") as job:
+        ranks = pids(tmp_path)
         # One that every interface of a machine would give reads 00000000; loopback 127.0.0.1 is 0100007F.
-        own = [*found, job.pid] if launcher is OWN else found
-        assert listening(own) <= {"0100007F", "0000000000000000FFFF00000100007F"}
+        assert listening(ranks) <= {"0100007F", "0000000000000000FFFF00000100007F"}
         job.kill()
-        assert all_gone(found, 2.0 * SLACK)
+        assert all_gone(ranks, 2.0 * SLACK)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_to_the_launcher_ends_all(number: int, status: int, tmp_path: Path) -> None:
-    with launched(OWN, tmp_path, "wait") as job:
-        found = pids(tmp_path)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_torchrun_ends_all(number: int, tmp_path: Path) -> None:
+    with launched(tmp_path, "wait") as job:
+        ranks = pids(tmp_path)
         job.send_signal(number)
-        assert job.wait(30.0) == status
-        assert all_gone(found, 1.0)
-
-
-FAILS = """
-import os, sys, time
-if os.environ["RANK"] == "0":
-    if os.fork() == 0:
-        time.sleep(60)
-    sys.exit(3)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("room", [True, False], ids=["", "without room for error files"])
-def test_what_a_failed_rank_has_started_ends_with_it(
-    room: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if not room:
-        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-    command = [sys.executable, "-S", "-c", FAILS]
-    before = time.monotonic()
-    with Launcher(command, 2) as job:
-        outcome = job.wait()
-    assert outcome.status == 3
-    assert outcome.causes == ((0, 3), (1, -9))
-    assert time.monotonic() - before < 3.0 * SLACK
-    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
-    assert FAILS.splitlines()[1] not in running.stdout
+        assert job.wait(60.0)
+        assert all_gone(ranks, 1.0)

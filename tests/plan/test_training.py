@@ -15,7 +15,6 @@ from penstock.cli.main import main
 from penstock.cli.plan import bytes_of
 from penstock.errors import ConfigError, InputFileError, UsageError
 from penstock.plan import Plan
-from penstock.train import trainer
 from tests.plan.models import Tower
 
 mse = nn.functional.mse_loss
@@ -76,9 +75,8 @@ def test_the_loss_counts_for_the_last_stage(target: bool) -> None:
         assert forward[-1] > 2 * forward[0]
 
 
-def test_a_run_plans_itself(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The losses are those of the run without a plan, up to the number of microbatches."""
-    monkeypatch.setattr(trainer, "PLANNING", 0.0)
+def test_a_run_plans_itself(tmp_path: Path, text: str) -> None:
+    """The losses are those of the run without a plan."""
 
     def losses(name: str, **more: Any) -> tuple[float, ...]:
         settings = train.resolve({**SMALL, "data": text, "out": str(tmp_path / name), **more})
@@ -148,6 +146,7 @@ def test_the_command_plans_a_model_of_transformers(
         ),
         (["--config", "nowhere.toml"], 2, "no such file"),
         (["--config", "nowhere.toml", "--memory", "much"], 2, "such as 80GB"),
+        (["--config", "nowhere.toml", "--memory", "0GB"], 2, "at least one byte"),
         (["--config", "nowhere.toml", "--efficiency", "0.5"], 2, "as --device"),
         (
             ["--config", "run.toml", "--report", "nowhere/plan.html"],
@@ -181,6 +180,9 @@ def test_sizes() -> None:
     assert bytes_of("80 GiB") == 80 * 2**30
     assert bytes_of("512m") == 512e6
     assert bytes_of("1e9") == 1e9
+    for none in ("0GB", "0", "0.5", "1e999"):
+        with pytest.raises(ConfigError, match="a number of at least one byte"):
+            bytes_of(none)
 
 
 def test_modules_that_are_computed_again_give_the_same_gradients() -> None:

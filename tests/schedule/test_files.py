@@ -15,7 +15,6 @@ from penstock.schedule import (
     Op,
     Schedule,
     add_communication,
-    add_wait_sends,
     build,
     compute_only,
     from_csv,
@@ -30,12 +29,13 @@ from penstock.schedule import (
     validate,
 )
 from penstock.schedule.files import csv_table
+from tests.schedule.executor import wait_for_sends
 
 
 def forms(name: str) -> list[Schedule]:
     plain = build(name, ranks=3, microbatches=6)
     lowered = add_communication(plain)
-    return [plain, lowered, add_wait_sends(lowered), reduce_gradients(prefetch(lowered))]
+    return [plain, lowered, wait_for_sends(lowered), reduce_gradients(prefetch(lowered))]
 
 
 @pytest.mark.parametrize("name", names())

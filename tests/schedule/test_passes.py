@@ -14,17 +14,14 @@ from penstock.schedule import (
     Op,
     Schedule,
     add_communication,
-    add_wait_sends,
     build,
     compose,
-    delay_receives,
     looped,
     merge_backward,
     names,
     parse_action,
     prefetch,
     reduce_gradients,
-    remove_wait_sends,
     validate,
 )
 from penstock.schedule.action import RECV_OPS
@@ -35,7 +32,6 @@ ALL: tuple[Pass, ...] = (
     add_communication,
     prefetch,
     reduce_gradients,
-    delay_receives,
 )
 
 
@@ -157,46 +153,11 @@ def test_prefetch_needs_room_for_an_overlapped_pair() -> None:
         prefetch(build("GPipe", ranks=2, microbatches=4), unsharded=0)
 
 
-def test_delay_receives_posts_them_where_they_are_needed() -> None:
-    made = delay_receives(add_communication(build("1F1B", ranks=2, microbatches=3)))
-    assert (
-        rows(made)[0]
-        == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2"
-    )
-    assert validate(made).ok
-
-
-def test_delayed_receives_keep_the_order_of_their_channel() -> None:
-    crossed = schedule("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1RECV_F1 1F1 1F0", microbatches=2)
-    assert rows(delay_receives(crossed))[1] == "1RECV_F0 1RECV_F1 1F1 1F0"
-
-
-def test_receives_do_not_pass_waits_where_sends_are_waited_for() -> None:
-    careful = schedule(
-        "0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1",
-        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
-        microbatches=2,
-    )
-    assert validate(careful).ok
-    made = delay_receives(careful)
-    assert rows(made)[1].startswith("1RECV_F0 1RECV_F1 1F0")
-    assert validate(made).ok
-
-
-def test_wait_sends_are_added_at_the_end_and_removed_again() -> None:
-    plain = add_communication(build("1F1B", ranks=2, microbatches=1))
-    made = add_wait_sends(plain)
-    assert rows(made)[0].endswith("0B0 0WAIT_SEND_F0")
-    assert validate(made).ok
-    assert add_wait_sends(made) is made
-    assert remove_wait_sends(made) == plain
-
-
 @pytest.mark.parametrize("name", names())
 def test_any_order_of_passes_leaves_a_valid_schedule(name: str) -> None:
     plain = build(name, ranks=3, microbatches=6)
     before = str(plain)
-    for order in list(permutations(ALL))[::7]:
+    for order in list(permutations(ALL))[::3]:
         made = compose(*order)(plain)
         report = validate(made)
         assert report.ok, f"{order}: {report}"

@@ -14,10 +14,8 @@ from penstock.schedule import (
     Edge,
     Schedule,
     add_communication,
-    add_wait_sends,
     build,
     compose,
-    delay_receives,
     names,
     parse_action,
     prefetch,
@@ -26,10 +24,10 @@ from penstock.schedule import (
     validate,
 )
 from penstock.schedule.action import Entry
-from tests.schedule.executor import fault
+from tests.schedule.executor import fault, wait_for_sends
 
 Programs = list[list[Entry]]
-PASSES = (add_communication, add_wait_sends, prefetch, reduce_gradients, delay_receives)
+PASSES = (add_communication, wait_for_sends, prefetch, reduce_gradients)
 
 
 def swap(programs: Programs, pick: random.Random) -> None:

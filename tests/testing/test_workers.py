@@ -58,6 +58,14 @@ FAILING: dict[str, tuple[Callable[[WorkerPool], Any], str]] = {
         lambda pool: pool.run(f"{TASKS}:fail", 2, rank=1),
         r"worker 1:\nTraceback[\s\S]*KeyError: 'lost'",
     ),
+    "a task that is not there": (
+        lambda pool: pool.run(f"{TASKS}:missing", 1),
+        "no attribute 'missing'",
+    ),
+    "a result that is not JSON": (
+        lambda pool: pool.run(f"{TASKS}:answer_oddly", 1),
+        "set is not JSON serializable",
+    ),
     "a worker that dies": (
         lambda pool: pool.run(f"{TASKS}:die", 2, rank=1),
         r"worker 1 died:\n[\s\S]*last words",

@@ -3,111 +3,75 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
-from penstock.train.display import (
-    LiveDisplay,
-    PlainDisplay,
-    StepMetrics,
-    make_display,
-    say,
-    sparkline,
-    step_line,
-)
+from penstock.train.display import Display, peak_flops, say
 
-BARE = StepMetrics(
-    step=7,
-    time=1.7e9,
-    rank=0,
-    loss=2.5,
-    gradient_norm=0.25,
-    learning_rate=1e-3,
-    seconds=0.5,
-    tokens_per_second=12345.6,
-    memory=256_000_000,
-)
-MEASURED = replace(
-    BARE, step=10, loss=2.25, memory=512_000_000, bubble=0.25, clocks="replayed", shown=True
-)
+BARE: dict[str, Any] = {
+    "step": 7,
+    "loss": 2.5,
+    "gradient_norm": 0.25,
+    "tokens_per_second": 12345.6,
+    "memory": 256_000_000,
+}
+MEASURED = {
+    **BARE, "step": 10, "memory": 512_000_000, "bubble": 0.25, "clocks": "replayed", "mfu": 0.314
+}  # fmt: skip
 
 
-def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+def shown(*steps: dict[str, Any], terminal: bool = False) -> str:
     out = io.StringIO()
-    return Console(file=out, force_terminal=terminal, width=80, color_system=None), out
+    console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
+    display = Display(console, steps=500, every=10)
+    with display.running():
+        for metrics in steps:
+            display.step(metrics)
+    return out.getvalue()
 
 
-def test_a_step_is_one_line() -> None:
-    assert step_line(MEASURED, 500) == (
-        "step  10/500  loss 2.250000  12,346 tokens/s  gradient norm 0.250  "
-        "memory 512 MB  bubble 25.0% replayed"
+def test_plain_output_has_a_line_for_some_steps() -> None:
+    assert shown(BARE, MEASURED, {**BARE, "step": 500}) == (
+        "step  10/500  loss 2.500000  12,346 tokens/s  gradient norm 0.250  "
+        "memory 512 MB  bubble 25.0% replayed  MFU 31.4%\n"
+        "step 500/500  loss 2.500000  12,346 tokens/s  gradient norm 0.250  memory 256 MB\n"
     )
 
 
-def test_a_step_tells_only_what_it_measured() -> None:
-    assert str(BARE).endswith("gradient norm 0.250  memory 256 MB")
-    assert not {"bubble", "mfu", "clocks", "shown"} & set(BARE.as_json())
-    assert str(replace(MEASURED, mfu=0.314)).endswith("replayed  MFU 31.4%")
-    assert MEASURED.as_json()["bubble"] == 0.25
-
-
-def test_plain_output_shows_measured_steps_whole() -> None:
-    to, out = console(terminal=False)
-    display = make_display(to, 500)
-    with display.running():
-        display.step(BARE)
-        display.step(MEASURED)
-    assert isinstance(display, PlainDisplay)
-    assert out.getvalue() == step_line(MEASURED, 500) + "\n"
-
-
 def test_a_terminal_gets_lines_that_refresh() -> None:
-    to, out = console(terminal=True)
-    display = make_display(to, 500)
-    with display.running():
-        display.step(MEASURED)
-        display.step(BARE)
-    assert isinstance(display, LiveDisplay)
-    shown = out.getvalue()
-    assert "\x1b[" in shown
-    assert "step 7/500" in shown
-    assert "loss 2.500000" in shown
+    assert "the first step …" in shown(terminal=True)
+    refreshed = shown(BARE, terminal=True)
+    assert "\x1b[" in refreshed
+    assert "step 7/500" in refreshed
+    assert "loss 2.500000" in refreshed
 
 
-def test_the_live_line_keeps_the_last_measurement() -> None:
-    to, out = console(terminal=True)
-    display = LiveDisplay(to, 500)
-    with display.running():
-        display.step(MEASURED)
-        display.step(BARE)
-    assert "memory 512 MB" in out.getvalue()
-    assert "bubble 25.0% replayed" in out.getvalue()
-
-
-def test_the_live_line_before_the_first_step() -> None:
-    to, out = console(terminal=True)
-    with LiveDisplay(to, 500).running():
-        pass
-    assert "the first step …" in out.getvalue()
-
-
-def test_say_takes_text_as_it_is() -> None:
-    to, out = console(terminal=False)
-    say(to, "[red]" + "x" * 200)
+def test_text_is_printed_as_it_is() -> None:
+    out = io.StringIO()
+    say(Console(file=out, width=80), "[red]" + "x" * 200)
     assert out.getvalue() == "[red]" + "x" * 200 + "\n"
 
 
 @pytest.mark.parametrize(
-    ("values", "drawn"),
+    ("name", "precision", "peak"),
     [
-        ([], ""),
-        ([1.0], "▁"),
-        ([3.0, 2.0, 1.0], "█▅▁"),
-        ([2.0, 2.0], "▁▁"),
-        ([4.0, 2.0, 1.0, 1.0], "█▁"),
+        ("NVIDIA H200", "highest", 66.9e12),
+        ("NVIDIA H100 80GB HBM3", "high", 494.7e12),
+        ("NVIDIA H100 PCIe", "highest", None),
+        ("NVIDIA A100-SXM4-80GB", "high", 156e12),
+        ("NVIDIA GeForce RTX 4090", "highest", 82.6e12),
+        ("NVIDIA L40S", "highest", 91.6e12),
+        ("NVIDIA L4", "highest", None),
+        ("a GPU of the future", "highest", None),
     ],
 )
-def test_sparkline(values: list[float], drawn: str) -> None:
-    assert sparkline(values, 3 if len(values) < 4 else 2) == drawn
+def test_the_peak_is_known_by_the_name(
+    name: str, precision: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    assert peak_flops(torch.device("cuda")) == peak
+    assert peak_flops(torch.device("cpu")) is None

@@ -1,4 +1,4 @@
-"""The model: its size, its weights, its cut, and that it sees no future."""
+"""The model: its size, weights, cut, optimizer and learning rate, and the text it generates."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import ConfigError
-from penstock.train.model import GPT, Shape, cut, next_byte_loss, rotations
+from penstock.train import GPT, TrainConfig
+from penstock.train.model import (
+    cut,
+    generate,
+    learning_rate,
+    make_optimizer,
+    next_byte_loss,
+    readable,
+    rotations,
+    set_learning_rate,
+)
 
-SMALL = Shape(layers=2, width=16, heads=2, sequence=12)
+
+def small(layers: int = 2, seed: int = 0) -> GPT:
+    return GPT(layers=layers, width=16, heads=2, sequence=12, seed=seed)
 
 
 def tokens(*shape: int) -> torch.Tensor:
@@ -21,32 +33,26 @@ def tokens(*shape: int) -> torch.Tensor:
 
 def busy_model() -> GPT:
     """A model whose head is not zero, so that logits differ."""
-    model = GPT(SMALL)
+    model = small()
     nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(2))
     return model
 
 
-def test_shape_counts_the_operations_that_torch_counts() -> None:
-    model, sample = GPT(SMALL), tokens(3, 12)
+def test_it_counts_its_weights_and_the_operations_that_torch_counts() -> None:
+    model, sample = small(), tokens(3, 12)
+    assert model.parameter_count == sum(weight.numel() for weight in model.parameters())
     with FlopCounterMode(display=False) as counter:
         next_byte_loss(model(sample), sample).backward()
-    assert counter.get_total_flops() == pytest.approx(SMALL.flops * sample.numel(), rel=0.15)
+    assert counter.get_total_flops() == pytest.approx(model.flops * sample.numel(), rel=0.15)
 
 
-def test_shape_counts_the_parameters() -> None:
-    assert SMALL.parameters == sum(p.numel() for p in GPT(SMALL).parameters())
-
-
-def test_gives_a_logit_for_each_byte() -> None:
-    assert GPT(SMALL)(tokens(3, 12)).shape == (3, 12, 256)
-
-
-def test_takes_shorter_sequences() -> None:
-    assert GPT(SMALL)(tokens(3, 5)).shape == (3, 5, 256)
+@pytest.mark.parametrize("length", [12, 5])
+def test_gives_a_logit_for_each_byte(length: int) -> None:
+    assert small()(tokens(3, length)).shape == (3, length, 256)
 
 
 def test_first_loss_is_that_of_a_uniform_guess() -> None:
-    loss = next_byte_loss(GPT(SMALL)(tokens(3, 12)), tokens(3, 12))
+    loss = next_byte_loss(small()(tokens(3, 12)), tokens(3, 12))
     assert loss.item() == pytest.approx(math.log(256))
 
 
@@ -73,15 +79,15 @@ def test_rotation_depends_on_the_distance_alone() -> None:
 
 
 def test_weights_follow_from_the_seed() -> None:
-    first, same, other = GPT(SMALL, 1), GPT(SMALL, 1), GPT(SMALL, 2)
+    first, same, other = (small(seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first.embed.weight, same.embed.weight)
     assert not torch.equal(first.embed.weight, other.embed.weight)
 
 
 def test_weights_do_not_depend_on_what_was_drawn_before() -> None:
-    alone = GPT(SMALL).get_parameter("blocks.1.attention.inputs.weight")
+    alone = small().get_parameter("blocks.1.attention.inputs.weight")
     torch.rand(7)
-    deeper = GPT(Shape(layers=3, width=16, heads=2, sequence=12))
+    deeper = small(layers=3)
     assert torch.equal(alone, deeper.get_parameter("blocks.1.attention.inputs.weight"))
 
 
@@ -95,7 +101,7 @@ def test_chain_is_the_forward_pass() -> None:
 
 def test_cut_names_every_module_once_in_order() -> None:
     paths = [path for stage in cut(2, 2) for path in stage]
-    assert paths == GPT(SMALL).chain()
+    assert paths == small().chain()
 
 
 @pytest.mark.parametrize(
@@ -108,10 +114,88 @@ def test_cut_deals_the_blocks_evenly(layers: int, stages: int, blocks: list[int]
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"5 stages for layers=4.*at least 5 layers"):
+    with pytest.raises(ConfigError, match="5 stages for layers=4"):
         cut(4, 5)
 
 
-def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"width=10 with heads=4.*that 8 divides"):
-        Shape(layers=1, width=10, heads=4, sequence=8)
+# ---- the optimizer
+
+
+RATES = TrainConfig(steps=110, warmup=10, learning_rate=1.0, weight_decay=0.5)
+
+
+@pytest.mark.parametrize(("step", "rate"), [(1, 0.1), (5, 0.5), (10, 1.0), (60, 0.55), (110, 0.1)])
+def test_warm_up_then_cosine(step: int, rate: float) -> None:
+    assert learning_rate(step, RATES) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(("warmup", "rates"), [(10, [0.1, 0.2]), (0, [0.55, 0.1])])
+def test_a_run_may_be_shorter_than_its_warm_up_or_have_none(
+    warmup: int, rates: list[float]
+) -> None:
+    config = TrainConfig(steps=2, warmup=warmup, learning_rate=1.0)
+    assert [learning_rate(step, config) for step in (1, 2)] == pytest.approx(rates)
+
+
+def test_matrices_decay_but_not_embedding_and_norms() -> None:
+    model = small()
+    optimizer = make_optimizer(model.named_parameters(), RATES)
+    decaying, rest = optimizer.param_groups
+    assert (decaying["weight_decay"], rest["weight_decay"]) == (0.5, 0.0)
+    assert {weight.ndim for weight in decaying["params"]} == {2}
+    assert any(weight is model.embed.weight for weight in rest["params"])
+    set_learning_rate(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+# ---- generated text
+
+
+def counting(text: Tensor) -> Tensor:
+    """A model that is sure: after byte b comes b + 1."""
+    return 100.0 * nn.functional.one_hot((text + 1) % 256, 256).float()
+
+
+def sampling(length: int = 10, temperature: float = 1.0, seed: int = 0) -> TrainConfig:
+    return TrainConfig(sample_length=length, temperature=temperature, seed=seed, sequence=6)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "length", "text"),
+    [(b"abc", 10, b"defghijklm"), (b"0123456789abc", 3, b"def"), (b"a", 0, b"")],
+)
+def test_text_goes_on_from_the_prompt(prompt: bytes, length: int, text: bytes) -> None:
+    shapes = set()
+
+    def predict(padded: Tensor) -> Tensor:
+        shapes.add(tuple(padded.shape))
+        return counting(padded)
+
+    assert generate(predict, prompt, sampling(length)) == text
+    assert shapes <= {(1, 6)}, "a prompt longer than a sample is cut, a shorter one padded"
+
+
+def test_the_seed_decides_and_a_low_temperature_takes_the_likeliest() -> None:
+    def undecided(text: Tensor) -> Tensor:
+        return torch.zeros(*text.shape, 256)
+
+    def leaning(text: Tensor) -> Tensor:
+        return 0.01 * counting(text)
+
+    first, same, other = (generate(undecided, b"a", sampling(seed=seed)) for seed in (1, 1, 2))
+    assert first == same != other
+    assert generate(leaning, b"a", sampling(3, temperature=1e-3)) == b"bcd"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (b"def f():\n\treturn 1", "def f():\n\treturn 1"),
+        ("größe".encode(), "größe"),
+        (b"\x1b[31mred", "\ufffd[31mred"),
+        (b"\xff\x80", "\ufffd\ufffd"),
+        (b"a\rb\0", "a\ufffdb\ufffd"),
+    ],
+)
+def test_what_would_steer_a_terminal_is_replaced(text: bytes, shown: str) -> None:
+    assert readable(text) == shown

@@ -18,7 +18,6 @@ from penstock.schedule import build, names
 from penstock.train import GPT, Outcome, TrainConfig, train
 from penstock.train.corpus import load
 from penstock.train.model import (
-    Shape,
     learning_rate,
     make_optimizer,
     next_byte_loss,
@@ -80,7 +79,7 @@ def plain_losses(
     config: TrainConfig, batches: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[float]:
     """The same training without a pipeline."""
-    model = GPT(Shape(config.layers, config.width, config.heads, config.sequence), config.seed)
+    model = GPT(config.layers, config.width, config.heads, config.sequence, config.seed)
     optimizer = make_optimizer(model.named_parameters(), config)
     losses = []
     for step, (tokens, target) in enumerate(batches, start=1):
@@ -128,7 +127,7 @@ def test_the_held_out_loss_is_that_of_the_saved_weights(
     finished: tuple[Outcome, str], text: Path
 ) -> None:
     outcome, _ = finished
-    model = GPT(Shape(layers=2, width=16, heads=2, sequence=16))
+    model = GPT(layers=2, width=16, heads=2, sequence=16)
     model.load_state_dict(weights(outcome))
     batches = load(str(text), 16).held_out_batches(2, batch=4, sequence=16)
     losses = [next_byte_loss(model(tokens), target).item() for tokens, target in batches]
@@ -170,6 +169,30 @@ def test_the_schedule_does_not_change_a_bit(
     outcome = train(config, Console(quiet=True))
     assert outcome.losses == finished[0].losses
     assert outcome.held_out_loss == finished[0].held_out_loss
+
+
+@pytest.mark.parametrize("checkpoint", ["all", "blocks.0,blocks.1.attention"])
+def test_what_is_computed_again_does_not_change_a_bit(
+    checkpoint: str, finished: tuple[Outcome, str], text: Path, tmp_path: Path
+) -> None:
+    config = config_for(text, checkpoint=checkpoint, out=str(tmp_path))
+    assert train(config, Console(quiet=True)).losses == finished[0].losses
+    assert f'checkpoint = "{checkpoint}"' in (tmp_path / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"device": "tpu9"}, "device='tpu9': there is no such device here; use cpu"),
+        ({"device": "cpu:1"}, "device='cpu:1': there is no such device"),
+        ({"checkpoint": "nix"}, "no module 'nix'"),
+        ({"plan": "nowhere.json"}, "plan='nowhere.json': there is no such file"),
+        ({"replicas": 2}, "need 4 processes, not 1: torchrun --standalone --nproc-per-node 4"),
+    ],
+)
+def test_what_cannot_be_had_here(settings: dict[str, Any], said: str, text: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        train(config_for(text, **settings), Console(quiet=True))
 
 
 def test_one_rank_is_enough(text: Path, tmp_path: Path) -> None:

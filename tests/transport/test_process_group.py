@@ -62,7 +62,7 @@ def test_the_group_that_it_finds_it_leaves() -> None:
 
 def test_without_a_launcher_there_is_no_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(UsageError, match=r"RANK is not set.*start with torchrun or penstock run"):
+    with pytest.raises(UsageError, match=r"RANK is not set.*start with torchrun"):
         connect(CPU)
 
 

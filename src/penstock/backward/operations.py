@@ -9,7 +9,8 @@ names, is left alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from torch.nn import functional
 Gradients: TypeAlias = Sequence[Tensor | None]
 
 
-class Operation(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Operation:
     """What a kind of node does with a weight; its output is linear in the weight.
 
     Args:
@@ -29,8 +31,11 @@ class Operation(NamedTuple):
         form: The name of a saved tensor of which only shape and strides matter, passed as
             ``(shape, strides)`` after ``others``.
         options: The names of other saved attributes.
-        by_rows: Whether the gradient is ``value.mH @ grad``, a sum over the rows of both.
         applies: Whether all this holds for a particular node; by default it does for all of the kind.
+
+    Attributes:
+        raw: The name of the attribute that shows hooks on ``value``.
+        rest: The names of all attributes that are read besides ``value``.
     """
 
     weights: tuple[int, ...]
@@ -39,59 +44,49 @@ class Operation(NamedTuple):
     others: tuple[str, ...] = ()
     form: str | None = None
     options: tuple[str, ...] = ()
-    by_rows: bool = False
     applies: Callable[[Any], bool] | None = None
+    raw: str = field(init=False)
+    rest: tuple[str, ...] = field(init=False)
 
-    @property
-    def raw(self) -> str:
-        """Returns the attribute that shows hooks on ``value``."""
-        return f"_raw{self.value}"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Returns the attributes that are read from a node."""
+    def __post_init__(self) -> None:
         forms = () if self.form is None else (self.form,)
-        return (self.value, *self.others, *forms, *self.options)
+        object.__setattr__(self, "raw", f"_raw{self.value}")
+        object.__setattr__(self, "rest", (*self.others, *forms, *self.options))
 
 
 # ---- products
+# Each is one function, since it is called for every weight and microbatch.
 
 
 def _right(
     grad: Tensor, left: Tensor, sizes: Any, strides: Any, alpha: complex = 1
 ) -> list[Tensor]:
-    if _by_columns(sizes, strides):
-        return [_times(grad.t().mm(_conjugate(left)).t(), alpha)]
-    return [_times(_conjugate(left.t()).mm(grad), alpha)]
+    # For real numbers the call of `conj` alone takes as long as a small product.
+    left = left.conj() if left.is_complex() else left
+    is_by_columns = strides[0] == 1 and strides[1] == sizes[0]
+    product = grad.t().mm(left).t() if is_by_columns else left.t().mm(grad)
+    return [product if alpha == 1 else product * alpha.conjugate()]
 
 
 def _left(
     grad: Tensor, right: Tensor, sizes: Any, strides: Any, alpha: complex = 1
 ) -> list[Tensor]:
-    if _by_columns(sizes, strides):
-        return [_times(_conjugate(right).mm(grad.t()).t(), alpha)]
-    return [_times(grad.mm(_conjugate(right.t())), alpha)]
-
-
-def _by_columns(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    return strides[0] == 1 and strides[1] == sizes[0]
+    right = right.conj() if right.is_complex() else right
+    is_by_columns = strides[0] == 1 and strides[1] == sizes[0]
+    product = right.mm(grad.t()).t() if is_by_columns else grad.mm(right.t())
+    return [product if alpha == 1 else product * alpha.conjugate()]
 
 
 def _batched_right(grad: Tensor, left: Tensor, alpha: complex = 1) -> list[Tensor]:
-    return [_times(_conjugate(left.mT).bmm(grad), alpha)]
+    left = left.conj() if left.is_complex() else left
+    product = left.mT.bmm(grad)
+    return [product if alpha == 1 else product * alpha.conjugate()]
 
 
 def _batched_left(grad: Tensor, right: Tensor, alpha: complex = 1) -> list[Tensor]:
-    return [_times(grad.bmm(_conjugate(right.mT)), alpha)]
-
-
-def _conjugate(matrix: Tensor) -> Tensor:
-    # For real numbers the call alone takes as long as a small product.
-    return matrix.conj() if matrix.is_complex() else matrix
-
-
-def _times(found: Tensor, alpha: complex) -> Tensor:
-    return found if alpha == 1 else found * alpha.conjugate()
+    right = right.conj() if right.is_complex() else right
+    product = grad.bmm(right.mT)
+    return [product if alpha == 1 else product * alpha.conjugate()]
 
 
 # ---- others
@@ -109,8 +104,8 @@ def _convolution_with_bias(grad: Tensor, value: Tensor, form: Any, *options: Any
 def _convolved(grad: Tensor, value: Tensor, form: Any, *options: Any) -> tuple[Any, ...]:
     # The weight's numbers are not read, but its strides choose the layout.
     like = torch.empty_strided(*form, dtype=value.dtype, device=value.device)
-    found = torch.ops.aten.convolution_backward(grad, value, like, *options)
-    return cast("tuple[Any, ...]", found)
+    gradients = torch.ops.aten.convolution_backward(grad, value, like, *options)
+    return cast("tuple[Any, ...]", gradients)
 
 
 def _embedding(grad: Tensor, tokens: Tensor, count: int, padding: int, *options: Any) -> Gradients:
@@ -144,11 +139,11 @@ _SIZES = "stride", "padding", "dilation", "transposed", "output_padding", "group
 
 _PRODUCTS = {
     "MmBackward0": (
-        Operation((1,), "_saved_self", _right, options=_form("mat2"), by_rows=True),
+        Operation((1,), "_saved_self", _right, options=_form("mat2")),
         Operation((0,), "_saved_mat2", _left, options=_form("self")),
     ),
     "AddmmBackward0": (
-        Operation((2,), "_saved_mat1", _right, options=_form("mat2", "alpha"), by_rows=True),
+        Operation((2,), "_saved_mat1", _right, options=_form("mat2", "alpha")),
         Operation((1,), "_saved_mat2", _left, options=_form("mat1", "alpha")),
     ),
     "BmmBackward0": (
@@ -203,10 +198,12 @@ def node_type(name: str) -> Any:
 
 def _by_type(table: Mapping[str, tuple[Operation, ...]]) -> dict[type, tuple[Operation, ...]]:
     """Returns the part of a table that this version of torch has."""
-    kinds = {node_type(name): found for name, found in table.items()}
+    kinds = {node_type(name): operations for name, operations in table.items()}
     return {
-        kind: tuple(one for one in found if all(hasattr(kind, name) for name in one.names))
-        for kind, found in kinds.items()
+        kind: tuple(
+            one for one in operations if all(hasattr(kind, name) for name in (one.value, *one.rest))
+        )
+        for kind, operations in kinds.items()
         if kind is not None
     }
 

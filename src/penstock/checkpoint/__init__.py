@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.checkpoints import Checkpoints, Saved, describe, export
+    from penstock.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from penstock.checkpoint.checkpoints import Saved as Saved
+    from penstock.checkpoint.report import describe as describe
+    from penstock.checkpoint.report import export as export
 
-__all__ = ["Checkpoints", "Saved", "describe", "export"]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "checkpoints": "Checkpoints Saved describe export",
-    },
-)
+__all__, __getattr__, __dir__ = lazily(__name__)

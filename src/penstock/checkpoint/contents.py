@@ -1,37 +1,35 @@
-"""What a process has to save, and how a checkpoint's table tells of it: by names, never by where it lies.
+"""What a process has to save, as flat states: tensors under the unsplit model's names, and JSON beside them.
 
-Each thing that is saved has a label, the argument's name, and is one of three kinds. *Weights* are those of a
-Pipeline or a module, *optimizers* keep states under the names of their parameters, and of both each process
-has its part. Everything else is a *state* that one process has whole: mostly all have the same one, which is
-then saved once.
+Each thing has a label, the argument's name, and is one of three kinds. *Weights* are those of a Pipeline or a
+module; *optimizers* keep states under the names of their parameters; of both each process has its part.
+Everything else is a *state*, which each process has completely: mostly all have the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from penstock.checkpoint.folder import NAMES, Region, all_of
 from penstock.errors import UsageError
 from penstock.parallel import local_part, region_of, whole
 from penstock.partition import find_shared
 from penstock.pipeline import Pipeline
 from penstock.rng import unwrapped
-from penstock.weights.files import raw_bytes
-from penstock.weights.optimizers import check_kept_per_parameter, merge_groups, read_states
-from penstock.weights.states import Names, Weights, WholeModel, check_apart
+from penstock.weights.files import NAMES, raw_bytes
+from penstock.weights.optimizers import check_kept_per_parameter, read_states
+from penstock.weights.states import Names, Weights, WholeModel
 from penstock.weights.trees import MARK, encode, encode_inline
 
 MODEL = "model"
 RANDOMNESS = "randomness"
-PER_GROUP = frozenset(
+_PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "base_momentums", "max_momentums"}
 )
 """The attributes that schedulers of learning rates keep for each group of their optimizer."""
@@ -56,24 +54,24 @@ class Targets:
     names: dict[int, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> Targets:
-        """Sort what a user gave.
+    def of(arguments: Mapping[str, Any]) -> Targets:
+        """Sort a user's arguments.
 
         Raises:
             UsageError: something has no state to save.
         """
-        found = Targets()
-        for label, value in given.items():
+        targets = Targets()
+        for label, value in arguments.items():
             if value is not None:
-                found._add(label, value)
-        if found.optimizers and not found.weights:
+                targets._add(label, value)
+        if targets.optimizers and not targets.weights:
             raise UsageError(
-                f"{next(iter(found.optimizers))}= was given without pipe= or model=, under whose names of "
+                f"{next(iter(targets.optimizers))}= was given without pipe= or model=, under whose names of "
                 "parameters its states are saved; give that too"
             )
-        if found.pipe is not None:
-            found.states.setdefault(RANDOMNESS, found.pipe.randomness)
-        return found
+        if targets.pipe is not None:
+            targets.states.setdefault(RANDOMNESS, targets.pipe.randomness)
+        return targets
 
     def _add(self, label: str, value: Any) -> None:
         if isinstance(value, Pipeline):
@@ -82,19 +80,14 @@ class Targets:
                     "two pipelines were given; give each Checkpoints of its own, in a folder of its own"
                 )
             self.pipe = value
-            self._add_weights(MODEL, value.held_weights, dict(value.named_parameters()))
+            self._add_weights(MODEL, value.held_weights)
         elif isinstance(value, nn.Module):
-            names = Names(find_shared(value, [value]))
-            weights = Weights([WholeModel(value)], names)
-            self._add_weights(
-                MODEL if label == "pipe" else label, weights, dict(weights.named_parameters())
-            )
+            weights = Weights([WholeModel(value)], Names(find_shared(value, [value])))
+            self._add_weights(MODEL if label == "pipe" else label, weights)
         elif isinstance(value, Optimizer):
             check_kept_per_parameter(value, f"{label}=")
             self.optimizers[label] = value
-        elif callable(getattr(value, "state_dict", None)) and callable(
-            getattr(value, "load_state_dict", None)
-        ):
+        elif all(callable(getattr(value, f"{do}state_dict", None)) for do in ("", "load_")):
             self.states[label] = value
         else:
             raise UsageError(
@@ -102,14 +95,13 @@ class Targets:
                 "load_state_dict(), as torchdata's StatefulDataLoader has; plain values go into extra="
             )
 
-    def _add_weights(self, label: str, weights: Weights, named: Mapping[str, Tensor]) -> None:
+    def _add_weights(self, label: str, weights: Weights) -> None:
         if label in self.weights:
             raise UsageError("give pipe= or model=, not both: each says whose weights they are")
         self.weights[label] = weights
         prefix = "" if label == MODEL else f"{label}."
-        self.names.update(
-            {id(parameter): f"{prefix}{unwrapped(name)}" for name, parameter in named.items()}
-        )
+        for name, parameter in weights.named_parameters():
+            self.names[id(parameter)] = f"{prefix}{unwrapped(name)}"
 
     @property
     def rank(self) -> int:
@@ -121,277 +113,151 @@ class Targets:
         """All labels."""
         return [*self.weights, *self.optimizers, *self.states]
 
-
-class Part(NamedTuple):
-    """The part of a tensor that is in this process.
-
-    Attributes:
-        tensor: the part.
-        shape: the shape of the whole tensor.
-        region: where the part is in it.
-    """
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    region: Region
-
-    @property
-    def told(self) -> list[Any]:
-        """Its type, shape and region as JSON data."""
-        return [NAMES.get(self.tensor.dtype), list(self.shape), [list(of) for of in self.region]]
+    def optimizer_of(self, label: str) -> str:
+        """The label of the optimizer that a scheduler drives; empty if it is no scheduler."""
+        value = self.states[label]
+        # ReduceLROnPlateau was not always an LRScheduler.
+        is_scheduler = isinstance(value, LRScheduler) or hasattr(value, "min_lrs")
+        driven = getattr(value, "optimizer", None) if is_scheduler else None
+        return next((name for name, one in self.optimizers.items() if one is driven), "")
 
 
-def part_of(tensor: Tensor) -> Part:
-    """The part of a tensor that is in this process."""
+Description = list[Any]
+"""Of the part of a tensor in a process, as JSON data: type and shape of the tensor, offsets, sizes."""
+
+
+def describe_part(tensor: Tensor) -> Description:
+    """Describe the part of a tensor that this process holds."""
     region = region_of(tensor)
-    if region is None:
-        tensor = whole(tensor)
-        region = all_of(tensor.shape)
-    return Part(local_part(tensor), tuple(tensor.shape), region)
+    offsets, sizes = region if region is not None else ((0,) * tensor.dim(), tensor.shape)
+    return [NAMES.get(tensor.dtype), list(tensor.shape), list(offsets), list(sizes)]
 
 
 @dataclass
-class Own:
-    """What this process has to save.
+class Flat:
+    """The flat state of a process.
 
     Args:
-        parts: the parts of weights and optimizers' states, by key.
+        tensors: of weights and optimizers, or their parts, by key.
         structure: what these belong to, as JSON data, which is mostly the same from save to save.
-        settings: the settings of the groups of optimizers.
-        states: for each other object its state as JSON data, and its tensors.
-        drivers: for each scheduler the label of its optimizer.
+        settings: of the groups of each optimizer, with what schedulers keep for each group.
+        states: of each other object the JSON data, and its tensors.
     """
 
-    parts: dict[str, Part] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     structure: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     states: dict[str, tuple[Any, dict[str, Tensor]]] = field(default_factory=dict)
-    drivers: dict[str, str | None] = field(default_factory=dict)
 
     @staticmethod
-    def of(targets: Targets) -> Own:
+    def of(targets: Targets) -> Flat:
         """Collect what this process has to save.
 
         Raises:
             CheckpointError: something cannot be stored.
             UsageError: an optimizer's states cannot be stored.
         """
-        own = Own(structure={"weights": {}, "optimizers": {}, "rank": targets.rank})
+        flat = Flat(structure={"weights": {}, "optimizers": {}, "rank": targets.rank})
         for label, weights in targets.weights.items():
-            own._take_weights(label, weights)
+            flat._add_weights(label, weights)
         for label, optimizer in targets.optimizers.items():
-            own._take_optimizer(label, optimizer, targets.names)
+            flat._add_optimizer(label, optimizer, targets.names)
+        # A pending sum is no part that could be written.
+        flat.tensors = {
+            key: tensor if region_of(tensor) is not None else whole(tensor)
+            for key, tensor in flat.tensors.items()
+        }
         for label, value in targets.states.items():
             tensors: dict[str, Tensor] = {}
-            own.states[label] = encode(value.state_dict(), label, tensors), tensors
-            own.drivers[label] = optimizer_of(value, targets.optimizers)
-        own.structure["tensors"] = {key: part.told for key, part in own.parts.items()}
-        return own
+            tree = encode(value.state_dict(), label, tensors)
+            if optimizer_label := targets.optimizer_of(label):
+                tree = _split_groups(tree, label, flat.settings[optimizer_label])
+            flat.states[label] = tree, tensors
+        flat.structure["tensors"] = {key: describe_part(of) for key, of in flat.tensors.items()}
+        return flat
 
-    def _take_weights(self, label: str, weights: Weights) -> None:
+    def _add_weights(self, label: str, weights: Weights) -> None:
         weights.check_filled()
-        tensors: dict[str, Tensor] = {}
-        tied, others = {}, {}
-        held = weights.held()
-        for name, (names, value) in held.items():
-            name = unwrapped(name)
+        tied, others, shared = {}, {}, []
+        for first, (names, value) in weights.held().items():
+            name = unwrapped(first)
             if isinstance(value, Tensor):
-                tensors[f"{label}/{name}"] = value
-                tied.update({unwrapped(other): name for other in names if unwrapped(other) != name})
+                self.tensors[f"{label}/{name}"] = value
+                tied.update({unwrapped(one): name for one in names if unwrapped(one) != name})
             else:
-                others[name] = encode(value, f"{label}/{name}", tensors)
-        self.parts.update({key: part_of(tensor) for key, tensor in tensors.items()})
-        shared = [name for name in held if weights.is_shared(name)]
-        self.structure["weights"][label] = {"tied": tied, "others": others, "shared": shared}
+                others[name] = encode(value, f"{label}/{name}", self.tensors)
+            if weights.is_shared(first):
+                shared.append(name)
+        about = {"tied": tied, "others": others, "shared": shared}
+        self.structure["weights"][label] = about
 
-    def _take_optimizer(self, label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    def _add_optimizer(self, label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         held = read_states(optimizer, names, f"{label}=")
-        tensors: dict[str, Tensor] = {}
         self.settings[label] = [
-            {
-                key: encode_inline(value, f"{label}/group {i}/{key}")
-                for key, value in settings.items()
-            }
+            {key: encode_inline(one, f"{label}/group {i}/{key}") for key, one in settings.items()}
             for i, settings in enumerate(held.settings)
         ]
         self.structure["optimizers"][label] = {
             "kind": held.kind,
-            "members": held.groups,
+            "groups": held.groups,
             "states": {
-                name: encode(state, f"{label}/{name}", tensors)
+                name: encode(state, f"{label}/{name}", self.tensors)
                 for name, state in held.states.items()
             },
-            "rest": encode(held.rest, f"{label}/-", tensors),
+            "rest": encode(held.rest, f"{label}/-", self.tensors),
         }
-        self.parts.update({key: part_of(tensor) for key, tensor in tensors.items()})
 
     @property
     def digest(self) -> str:
         """A digest of the structure."""
         return hashlib.sha256(json.dumps(self.structure).encode()).hexdigest()
 
-    def told_states(self) -> dict[str, Any]:
-        """For each state a digest, of its tensors' contents too, and the types and shapes of its tensors."""
+    def describe_states(self) -> dict[str, Any]:
+        """For each state its JSON data, and of its tensors the descriptions and digests of their contents."""
         return {
-            label: [
-                _digest(value, tensors),
-                {key: [NAMES.get(of.dtype), list(of.shape)] for key, of in tensors.items()},
-            ]
-            for label, (value, tensors) in self.states.items()
+            label: [tree, {key: [*describe_part(one), _digest(one)] for key, one in of.items()}]
+            for label, (tree, of) in self.states.items()
         }
 
 
-def _digest(value: Any, tensors: Mapping[str, Tensor]) -> str:
-    summed = hashlib.sha256(json.dumps(value).encode())
-    for key, tensor in tensors.items():
-        here = local_part(tensor).cpu().contiguous()
-        summed.update(f"{key} {here.dtype} {list(here.shape)}".encode())
-        summed.update(raw_bytes(here))
-    return summed.hexdigest()
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(raw_bytes(local_part(tensor).cpu().contiguous())).hexdigest()
 
 
-# ---- the parts of all processes, put together in one table
+# ---- what schedulers keep for each group of their optimizer is stored with the groups
 
 
-def check_one_rank_each(told: Sequence[Mapping[str, Any]]) -> None:
-    """Check that no two ranks of a pipeline have different weights of the same name.
-
-    Raises:
-        UsageError: there are such weights.
-    """
-    rank_of: dict[str, int] = {}
-    for one in told:
-        shared = {f"{MODEL}/{name}" for name in one["weights"].get(MODEL, {}).get("shared", ())}
-        own = [key for key in one["tensors"] if key.startswith(f"{MODEL}/") and key not in shared]
-        twice = [key for key in own if rank_of.setdefault(key, one["rank"]) != one["rank"]]
-        check_apart([key.partition("/")[2] for key in twice] * 2)
-
-
-def merge_weights(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all processes tell about weights, by label."""
-    labels = list(dict.fromkeys(label for one in told for label in one))
-    return {
-        label: {
-            about: {k: v for one in told if label in one for k, v in one[label][about].items()}
-            for about in ("tied", "others")
-        }
-        for label in labels
-    }
+def _split_groups(tree: Any, path: str, settings: Sequence[dict[str, Any]]) -> Any:
+    """Move what a scheduler keeps for each group to the settings of the groups."""
+    if isinstance(tree, list):
+        return [_split_groups(one, f"{path}/{i}", settings) for i, one in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return tree
+    left = {}
+    for key, value in tree.items():
+        if key in _PER_GROUP and isinstance(value, list) and len(value) == len(settings):
+            for group, one in zip(settings, value, strict=True):
+                group[f"{path}/{key}"] = one
+            left[key] = {MARK: "groups", "of": f"{path}/{key}"}
+        else:
+            left[key] = _split_groups(value, f"{path}/{key}", settings)
+    return left
 
 
-def merge_optimizers(
-    told: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, Any], dict[str, list[list[int]]]]:
-    """What all processes tell about optimizers, by label; and for each process which group became which.
-
-    Raises:
-        UsageError: optimizers of the same label are of different classes.
-    """
-    found, numbers = {}, {}
-    for label in dict.fromkeys(label for one in told for label in one):
-        here = [one.get(label) for one in told]
-        kinds = {one["kind"] for one in here if one}
-        if len(kinds) > 1:
-            raise UsageError(
-                f"{label}= is of the classes {', '.join(sorted(kinds))} on different ranks; use one"
-            )
-        groups = merge_groups(
-            [
-                list(zip(of.get(label, ()), one["members"] if one else (), strict=True))
-                for one, of in zip(here, settings, strict=True)
-            ]
-        )
-        numbers[label] = groups.numbers
-        found[label] = {
-            "kind": kinds.pop(),
-            "groups": [
-                {"settings": of, "parameters": members}
-                for of, members in zip(groups.settings, groups.members, strict=True)
-            ],
-            "states": {name: state for one in here if one for name, state in one["states"].items()},
-            "rest": next(one["rest"] for one in here if one),
-        }
-    return found, numbers
-
-
-def spread_groups(state: Any, numbers: Sequence[int]) -> Any:
-    """A scheduler's state, where what it keeps for its groups is stored by the merged groups.
+def join_groups(tree: Any, values: Callable[[str, Any], list[Any]], now: Any) -> Any:
+    """A scheduler's state with what it keeps for each group.
 
     Args:
-        state: the state as JSON data.
-        numbers: for each of its groups the number of the merged one.
+        tree: the state as JSON data, from which that was split off.
+        values: returns for a path the values of the groups, given the scheduler's current ones.
+        now: the scheduler's current state.
     """
-    if isinstance(state, list):
-        return [spread_groups(one, numbers) for one in state]
-    if not isinstance(state, dict):
-        return state
-    return {
-        key: _by_number(value, numbers)
-        if key in PER_GROUP and isinstance(value, list) and len(value) == len(numbers)
-        else spread_groups(value, numbers)
-        for key, value in state.items()
-    }
-
-
-def _by_number(values: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
-    by_number = {str(number): value for number, value in zip(numbers, values, strict=True)}
-    return {MARK: "groups", "of": by_number}
-
-
-def _is_by_number(state: Any) -> bool:
-    return isinstance(state, dict) and state.get(MARK) == "groups"
-
-
-def join_groups(states: Sequence[Any]) -> Any:
-    """The states of a scheduler on several ranks, joined to one with all groups."""
-    known: dict[str, dict[str, Any]] = {}
-    for state in states:
-        _collect(state, "", known)
-    return _filled(states[0], "", known)
-
-
-def _collect(state: Any, path: str, known: dict[str, dict[str, Any]]) -> None:
-    if _is_by_number(state):
-        known.setdefault(path, {}).update(state["of"])
-    elif isinstance(state, (dict, list)):
-        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
-            _collect(value, f"{path}/{key}", known)
-
-
-def _filled(state: Any, path: str, known: Mapping[str, Mapping[str, Any]]) -> Any:
-    if path in known:
-        return {MARK: "groups", "of": dict(known[path])}
-    if isinstance(state, list):
-        return [_filled(one, f"{path}/{i}", known) for i, one in enumerate(state)]
-    if isinstance(state, dict):
-        return {key: _filled(one, f"{path}/{key}", known) for key, one in state.items()}
-    return state
-
-
-def pick_groups(state: Any, numbers: Sequence[int | None], now: Any) -> Any:
-    """A scheduler's state, where what it keeps for groups is in the order of the groups here.
-
-    Args:
-        state: the state with all merged groups, as JSON data.
-        numbers: for each group here the number of the merged one.
-        now: the scheduler's current state, which is kept for a group that was not saved.
-    """
-    if _is_by_number(state):
-        here = now if isinstance(now, list) and len(now) == len(numbers) else [None] * len(numbers)
-        return [
-            state["of"].get(str(number), own) for number, own in zip(numbers, here, strict=True)
-        ]
-    if isinstance(state, list):
-        inner = now if isinstance(now, list) and len(now) == len(state) else [None] * len(state)
-        return [pick_groups(one, numbers, own) for one, own in zip(state, inner, strict=True)]
-    if isinstance(state, dict):
+    if isinstance(tree, dict) and tree.get(MARK) == "groups":
+        return values(str(tree.get("of")), now)
+    if isinstance(tree, dict):
         known = now if isinstance(now, dict) else {}
-        return {key: pick_groups(one, numbers, known.get(key)) for key, one in state.items()}
-    return state
-
-
-def optimizer_of(value: Any, optimizers: Mapping[str, Optimizer]) -> str | None:
-    """The label of the optimizer that an object drives, if it is a scheduler."""
-    is_scheduler = isinstance(value, LRScheduler) or hasattr(value, "min_lrs")
-    held = getattr(value, "optimizer", None) if is_scheduler else None
-    return next((label for label, one in optimizers.items() if one is held), None)
+        return {key: join_groups(one, values, known.get(key)) for key, one in tree.items()}
+    if isinstance(tree, list):
+        inner = now if isinstance(now, list) and len(now) == len(tree) else [None] * len(tree)
+        return [join_groups(one, values, own) for one, own in zip(tree, inner, strict=True)]
+    return tree

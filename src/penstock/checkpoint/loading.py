@@ -4,175 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.contents import (
-    MODEL,
-    RANDOMNESS,
-    Targets,
-    optimizer_of,
-    pick_groups,
-    spread_groups,
-)
-from penstock.checkpoint.folder import BLOCK, TABLE, Found, Region, Stored, all_of, verify_header
+from penstock.checkpoint.contents import MODEL, RANDOMNESS, Targets, join_groups
+from penstock.checkpoint.planning import Box
+from penstock.checkpoint.table import Table
 from penstock.checkpoint.team import Team
-from penstock.errors import InputFileError, StateDictError
+from penstock.errors import InputFileError, PenstockError, StateDictError
 from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
 from penstock.rng import unwrapped
-from penstock.weights.files import DTYPES
-from penstock.weights.optimizers import (
-    OptimizerStates,
-    find_groups,
-    read_states,
-    write_states,
-)
+from penstock.weights.files import quoted
+from penstock.weights.optimizers import OptimizerStates, find_groups, read_states, write_states
 from penstock.weights.states import Weights, check_apart
 from penstock.weights.trees import decode, decode_inline, keys_of
 
 log = logging.getLogger("penstock")
-Need = tuple[str, Region]
-"""A tensor's key, and the part of it that is wanted."""
-
-
-class Table:
-    """The table of a checkpoint, and with it what its files hold.
-
-    Args:
-        found: the checkpoint.
-
-    Raises:
-        InputFileError: its table is damaged.
-    """
-
-    def __init__(self, found: Found) -> None:
-        self.found = found
-        try:
-            table = found.table()
-            self.files: dict[str, Any] = table["files"]
-            self.tensors: dict[str, Any] = table["tensors"]
-            self.weights: dict[str, Any] = table["weights"]
-            self.optimizers: dict[str, Any] = table["optimizers"]
-            self.states: dict[str, Any] = table["states"]
-            self.layout: dict[str, Any] = table["layout"]
-            self.about = {key: table[key] for key in ("torch", "written")}
-            self.extra = decode_inline(table["extra"], None)
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, InputFileError):
-                raise
-            raise InputFileError(
-                f"{found.path / TABLE} is not the table of a checkpoint ({type(error).__name__}: {error})"
-            ) from error
-
-    @property
-    def labels(self) -> list[str]:
-        """The labels of everything that was saved."""
-        return [*self.weights, *self.optimizers, *self.states]
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-        return tuple(self.tensors[key]["shape"])
-
-    def dtype(self, key: str) -> torch.dtype:
-        """The type of a tensor."""
-        return DTYPES[self.tensors[key]["dtype"]]
-
-    def everything(self, key: str) -> Region:
-        """The region of a whole tensor."""
-        return all_of(self.shape(key))
-
-    def pieces(self, key: str) -> Iterator[tuple[Stored, Region]]:
-        """The pieces of a tensor, each with its place in it."""
-        about = self.tensors[key]
-        for file, offset, sizes, begin, sums in about["pieces"]:
-            stored = Stored(self.found.file(file), self.dtype(key), tuple(sizes), begin, sums)
-            yield stored, (tuple(offset), tuple(sizes))
-
-    def read(self, key: str, region: Region | None = None) -> Tensor:
-        """A part of a tensor, or all of it."""
-        wanted = region or self.everything(key)
-        made: Tensor | None = None
-        for stored, place in self.pieces(key):
-            overlap = _overlap(wanted, place)
-            if overlap is None:
-                continue
-            inside, target = overlap
-            found = stored.read(inside)
-            if inside[1] == wanted[1]:
-                return found
-            made = torch.empty(wanted[1], dtype=found.dtype) if made is None else made
-            view = made
-            for dim, (begin, length) in enumerate(zip(target, inside[1], strict=True)):
-                view = view.narrow(dim, begin, length)
-            view.copy_(found)
-        return torch.empty(wanted[1], dtype=self.dtype(key)) if made is None else made
-
-    def verify(self, needs: Sequence[Need]) -> None:
-        """Read what is needed, to check that it is what was written.
-
-        Raises:
-            InputFileError: it is not; the message names the file.
-        """
-        buffer = memoryview(bytearray(BLOCK))
-        headed: set[str] = set()
-        for key, region in needs:
-            for stored, place in self.pieces(key):
-                overlap = _overlap(region, place)
-                if overlap is None:
-                    continue
-                if stored.path.name not in headed:
-                    headed.add(stored.path.name)
-                    self._verify_header(stored.path.name)
-                stored.verify(overlap[0], buffer)
-
-    def _verify_header(self, name: str) -> None:
-        about = self.files[name]
-        length, told = about["header"]
-        verify_header(self.found.file(name), length, told, about["bytes"])
-
-    def verify_all(self) -> None:
-        """Like :meth:`verify`, for everything."""
-        for name in self.files:
-            self._verify_header(name)
-        self.verify([(key, self.everything(key)) for key in self.tensors])
-
-
-def _overlap(wanted: Region, place: Region) -> tuple[Region, tuple[int, ...]] | None:
-    """The overlap of a wanted part with a piece: its region in the piece, its offset in the wanted part."""
-    offsets, targets, sizes = [], [], []
-    for begin, length, start, size in zip(*wanted, *place, strict=True):
-        low, high = max(begin, start), min(begin + length, start + size)
-        if high <= low:
-            return None
-        offsets.append(low - start)
-        targets.append(low - begin)
-        sizes.append(high - low)
-    return (tuple(offsets), tuple(sizes)), tuple(targets)
-
-
-# ---- what does not fit
-
-
-class Problems:
-    """What does not fit on this process."""
-
-    KINDS = ("missing", "shapes", "types", "others")
-
-    def __init__(self) -> None:
-        self.found: dict[str, list[str]] = {kind: [] for kind in self.KINDS}
-        self.used: set[str] = set()
-        self.alone: set[str] = set()
-
-    def add(self, kind: str, text: str) -> None:
-        """Note a problem."""
-        self.found[kind].append(text)
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:20])
-    return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"
+_KINDS = ("missing", "shapes", "types", "others")
+"""The kinds of what may not fit."""
 
 
 class Loading:
@@ -187,335 +39,342 @@ class Loading:
 
     def __init__(self, table: Table, targets: Targets, team: Team, *, strict: bool) -> None:
         self._table = table
+        self._saved = table.contents
         self._targets = targets
         self._team = team
         self._strict = strict
-        self._problems = Problems()
+        self._problems: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+        self._used: set[str] = set()
+        self._alone: set[str] = set()
+        self.extra = decode_inline(self._saved.extra, None)
         self._weights = {label: self._match(label, of) for label, of in targets.weights.items()}
-        self._optimizers = {label: self._matched(label) for label in targets.optimizers}
-        self._states = {label: self._state(label) for label in targets.states}
+        self._groups = {label: self._match_groups(label) for label in targets.optimizers}
+        self._trees = {label: self._pick_state(label) for label in targets.states}
+        self._ready: list[Callable[[], None]] = []
 
-    # ---- matching
+    @property
+    def step(self) -> int:
+        """The step at which the checkpoint was saved."""
+        return self._table.step
+
+    # ---- match what was saved with what is here
 
     def _match(self, label: str, weights: Weights) -> list[tuple[str, Any, str]]:
         """For each weight here its name, the weight itself, and its key in the checkpoint."""
         weights.check_filled()
-        saved, found = self._table.weights.get(label), []
+        saved, matched = self._saved.weights.get(label), []
         if saved is None:
             self._note_unsaved(label)
             return []
         for first, (names, value) in weights.held().items():
             known = [unwrapped(name) for name in names]
-            known += [saved["tied"][name] for name in known if name in saved["tied"]]
-            key = self._key(label, known, value)
-            self._problems.used.update(f"{label}/{name}" for name in known)
+            known += [saved.tied[name] for name in known if name in saved.tied]
+            keys = [f"{label}/{name}" for name in known]
+            self._used.update(keys)
             if label == MODEL and not weights.is_shared(first):
-                self._problems.alone.add(f"{label}/{unwrapped(first)}")
+                self._alone.add(f"{label}/{unwrapped(first)}")
+            if isinstance(value, Tensor):
+                key = next((one for one in keys if one in self._saved.tensors), None)
+            else:
+                key = next((one for one in known if one in saved.others), None)
             if key is None:
-                self._problems.add("missing", f"{label}/{unwrapped(first)}")
-                continue
-            if not isinstance(value, Tensor) or self._fits(key, value):
-                found.append((first, value, key))
-        return found
-
-    def _key(self, label: str, names: Sequence[str], value: Any) -> str | None:
-        known = (
-            self._table.tensors
-            if isinstance(value, Tensor)
-            else {f"{label}/{name}": None for name in self._table.weights[label]["others"]}
-        )
-        return next((f"{label}/{name}" for name in names if f"{label}/{name}" in known), None)
+                self._problems["missing"].append(f"{label}/{unwrapped(first)}")
+            elif not isinstance(value, Tensor) or self._fits(key, value):
+                matched.append((first, value, key))
+        return matched
 
     def _fits(self, key: str, own: Tensor) -> bool:
         shape, dtype = self._table.shape(key), self._table.dtype(key)
         if shape != tuple(own.shape):
-            self._problems.add(
-                "shapes", f"{key}: {list(shape)} was saved, {list(own.shape)} is here"
-            )
-            return False
-        if dtype != own.dtype:
-            self._problems.add("types", f"{key}: {dtype} was saved, {own.dtype} is here")
-        return True
+            text = f"{key}: {list(shape)} was saved, {list(own.shape)} is here"
+            self._problems["shapes"].append(text)
+        elif dtype != own.dtype:
+            self._problems["types"].append(f"{key}: {dtype} was saved, {own.dtype} is here")
+        return shape == tuple(own.shape)
 
-    def _matched(self, label: str) -> list[int | None]:
+    def _match_groups(self, label: str) -> list[int | None]:
         """For each group of an optimizer the number of the saved group."""
-        saved, optimizer = self._table.optimizers.get(label), self._targets.optimizers[label]
+        saved, optimizer = self._saved.optimizers.get(label), self._targets.optimizers[label]
         own = read_states(optimizer, self._targets.names, f"{label}=")
         if saved is None:
             self._note_unsaved(label)
             return [None] * len(own.groups)
-        if saved["kind"] != own.kind:
-            self._problems.add(
-                "others", f"{label}= is of the class {own.kind}, {saved['kind']} was saved"
-            )
-        members = [group["parameters"] for group in saved["groups"]]
-        known = {name for names in members for name in names}
+        others = self._problems["others"]
+        if saved.kind != own.kind:
+            others.append(f"{label}= is of the class {own.kind}, {quoted([saved.kind])} was saved")
+        members = [group.parameters for group in saved.groups]
         numbers, problems = find_groups(
-            own.groups, members, [group["settings"] for group in saved["groups"]]
+            own.groups, members, [group.settings for group in saved.groups]
         )
-        for text in problems:
-            self._problems.add("others", f"{label}: {text}")
+        others += [f"{label}: {text}" for text in problems]
+        known = {name for names in members for name in names}
         for name in (name for names in own.groups for name in names):
-            self._problems.used.add(f"{label}/{name}")
+            self._used.add(f"{label}/{name}")
             if name not in known:
-                self._problems.add("missing", f"{label}/{name}")
+                self._problems["missing"].append(f"{label}/{name}")
         return numbers
 
-    def _state(self, label: str) -> Any:
-        """The saved state of an object for this process, as JSON data; None if it was not saved."""
-        saved = self._table.states.get(label)
+    def _pick_state(self, label: str) -> Any:
+        """The saved state of an object for this process, as JSON data; None if there is none."""
+        saved = self._saved.states.get(label)
         if saved is None:
             if label != RANDOMNESS:
                 self._note_unsaved(label)
             return None
-        numbers = saved["of"]
-        if len(saved["variants"]) == 1:
-            return saved["variants"][0]
-        number = self._variant(numbers)
+        if len(saved.variants) == 1:
+            return saved.variants[0]
+        number = self._variant(saved.of)
         if number is None:
-            self._problems.add(
-                "others",
-                f"{label}= was different on the {len(numbers)} processes that saved it, and this run has "
-                f"{self._team.size}; load it with as many, or leave it out",
+            self._problems["others"].append(
+                f"{label}= was different on the {len(saved.of)} processes that saved it, and this run has "
+                f"{self._team.size}; load it with as many, or leave it out"
             )
             return None
-        return saved["variants"][number]
+        return saved.variants[number]
 
     def _variant(self, numbers: Sequence[int]) -> int | None:
         """Which of the states that differed between processes is for this one."""
-        replicas, processes = self._table.layout["replicas"], self._table.layout["processes"]
-        if (replicas, processes) == self._team.layout:
-            number = numbers[self._team.rank]
-            return None if number < 0 else number
-        if replicas != self._team.layout[0]:
+        replicas, processes = self._saved.layout.replicas, self._saved.layout.processes
+        if len(numbers) != replicas * processes or replicas != self._team.layout[0]:
             return None
         replica = self._team.rank // self._team.layout[1]
-        own = {n for n in numbers[replica * processes : (replica + 1) * processes] if n >= 0}
-        return own.pop() if len(own) == 1 else None
+        own = numbers[replica * processes : (replica + 1) * processes]
+        if processes == self._team.layout[1]:
+            own = [own[self._team.rank % processes]]
+        kinds = {number for number in own if number >= 0}
+        return kinds.pop() if len(kinds) == 1 else None
 
     def _note_unsaved(self, label: str) -> None:
         saved = ", ".join(f"{one}=" for one in self._table.labels)
-        self._problems.add("others", f"{label}= was not saved; there are {saved}")
+        self._problems["others"].append(f"{label}= was not saved; there are {saved}")
 
-    # ---- checking
+    # ---- check what all processes have found
 
     def damage(self) -> str:
         """What is damaged of the files that this process needs, in words; empty if nothing is."""
         try:
-            self._table.verify(list(self._needs()))
+            self._table.verify(self._needs())
         except InputFileError as error:
             return str(error)
         return ""
 
-    def _needs(self) -> Iterator[Need]:
-        for held in self._weights.values():
-            for _, own, key in held:
+    def _needs(self) -> Iterator[tuple[str, Box | None]]:
+        for label, matched in self._weights.items():
+            for _, own, key in matched:
                 if isinstance(own, Tensor):
-                    yield key, region_of(own) or self._table.everything(key)
-        for label, optimizer in self._targets.optimizers.items():
-            for _, parameter, state in self._states_of(label, optimizer):
-                for key in keys_of(state):
-                    yield key, self._region(key, parameter)
-        for state in self._states.values():
-            yield from ((key, self._table.everything(key)) for key in keys_of(state))
-        for label in self._weights:
-            others = self._table.weights.get(label, {}).get("others", {})
-            yield from ((key, self._table.everything(key)) for key in keys_of(others))
+                    yield key, region_of(own)
+            saved = self._saved.weights.get(label)
+            yield from ((key, None) for key in keys_of(saved.others if saved else {}))
+        for label in self._groups:
+            for parameter, _, state in self._states_of(label):
+                yield from ((key, self._region(key, parameter)) for key in keys_of(state))
+            if label in self._saved.optimizers:
+                yield from ((key, None) for key in keys_of(self._saved.optimizers[label].rest))
+        for tree in self._trees.values():
+            yield from ((key, None) for key in keys_of(tree))
 
-    def told(self) -> list[Any]:
-        """What to tell the other processes: what does not fit, and what of the checkpoint is used here."""
+    def report(self) -> list[Any]:
+        """For the other processes: what does not fit, and what of the checkpoint is used here."""
         names = self._names()
-        bits = sum(1 << i for i, name in enumerate(names) if name in self._problems.used)
-        alone = sum(1 << i for i, name in enumerate(names) if name in self._problems.alone)
-        return [self._problems.found, f"{bits:x}", self._targets.rank, f"{alone:x}"]
+        bits = [
+            f"{sum(1 << i for i, name in enumerate(names) if name in chosen):x}"
+            for chosen in (self._used, self._alone)
+        ]
+        return [self._problems, self._targets.rank, *bits]
 
     def _names(self) -> list[str]:
         """The names of all that was saved of the given weights and optimizers."""
-        others = [
-            f"{label}/{name}"
-            for label, saved in self._table.weights.items()
-            if label in self._weights
-            for name in saved["others"]
-        ]
-        weights = [key for key in self._table.tensors if key.partition("/")[0] in self._weights]
-        inner = {key for of in self._table.weights.values() for key in keys_of(of["others"])}
-        parameters = [
-            f"{label}/{name}"
-            for label, saved in self._table.optimizers.items()
-            if label in self._optimizers
-            for group in saved["groups"]
-            for name in group["parameters"]
-        ]
-        return sorted({*others, *(key for key in weights if key not in inner), *parameters})
+        names: set[str] = set()
+        inner: set[str] = set()
+        for label in self._weights:
+            if saved := self._saved.weights.get(label):
+                names.update(f"{label}/{name}" for name in saved.others)
+                inner.update(keys_of(saved.others))
+        for label in self._groups:
+            if optimizer := self._saved.optimizers.get(label):
+                names.update(f"{label}/{n}" for of in optimizer.groups for n in of.parameters)
+        tensors = (key for key in self._saved.tensors if key.partition("/")[0] in self._weights)
+        return sorted(names.union(key for key in tensors if key not in inner))
 
-    def check(self, told: Sequence[Any]) -> None:
-        """Check what all processes have told.
+    def check(self, reports: Sequence[Any]) -> None:
+        """Check what all processes report.
 
         Raises:
             StateDictError: the checkpoint does not fit; the message lists everything.
         """
-        found = {
-            kind: list(dict.fromkeys(text for one in told for text in one[0][kind]))
-            for kind in Problems.KINDS
+        problems = {
+            kind: list(dict.fromkeys(text for one in reports for text in one[0][kind]))
+            for kind in _KINDS
         }
-        used = 0
-        for one in told:
-            used |= int(one[1], 16)
+        used, alone = 0, dict[int, int]()
+        for _, rank, bits, bits_alone in reports:
+            used |= int(bits, 16)
+            alone[rank] = alone.get(rank, 0) | int(bits_alone, 16)
         names = self._names()
-        self._check_apart(told, names)
-        unexpected = [name for i, name in enumerate(names) if not used >> i & 1]
-        self._report(found, unexpected, foreign=bool(names) and not used)
-
-    def _check_apart(self, told: Sequence[Any], names: Sequence[str]) -> None:
-        """Check that each saved weight goes to one rank only, or to ranks that share it."""
-        of_rank: dict[int, int] = {}
-        for _, _, rank, alone in told:
-            of_rank[rank] = of_rank.get(rank, 0) | int(alone, 16)
-        twice = [
-            name
-            for i, name in enumerate(names)
-            if sum(bits >> i & 1 for bits in of_rank.values()) > 1
-        ]
+        twice = [n for i, n in enumerate(names) if sum(b >> i & 1 for b in alone.values()) > 1]
+        # A saved weight goes to one rank only, or to ranks that share it.
         check_apart([name.partition("/")[2] for name in twice] * 2)
+        unexpected = [name for i, name in enumerate(names) if not used >> i & 1]
+        self._raise_or_warn(problems, unexpected, other_model=bool(names) and not used)
 
-    def _report(
-        self, found: Mapping[str, list[str]], unexpected: list[str], *, foreign: bool
+    def _raise_or_warn(
+        self, problems: Mapping[str, list[str]], unexpected: list[str], *, other_model: bool
     ) -> None:
-        lines = [f"of another shape: {text}" for text in found["shapes"]]
-        loose = [*found["others"]]
-        loose += [f"missing in it: {_listed(found['missing'])}"] if found["missing"] else []
+        lines = [f"of another shape: {text}" for text in problems["shapes"]]
+        loose = list(problems["others"])
+        missing = problems["missing"]
+        loose += [f"missing in it: {_listed(missing)}"] if missing else []
         loose += [f"in it, but not here: {_listed(unexpected)}"] if unexpected else []
-        loose += [f"of another type: {text}" for text in found["types"]]
+        loose += [f"of another type: {text}" for text in problems["types"]]
         if self._strict:
             lines += loose
         elif loose:
-            log.warning("%s fits in part:\n\t%s", self._table.found.path, "\n\t".join(loose))
+            log.warning("%s fits in part:\n\t%s", self._table.path, "\n\t".join(loose))
         if lines:
-            other = "is of another model" if foreign else "does not fit"
-            hint = "" if not self._strict else "; strict=False loads what fits of it"
+            fits = "is of another model" if other_model else "does not fit"
+            hint = "; strict=False loads what fits of it" if self._strict else ""
             raise StateDictError(
-                f"{self._table.found.path} {other}, and nothing was loaded{hint}:\n\t"
-                + "\n\t".join(lines)
+                f"{self._table.path} {fits}, and nothing was loaded{hint}:\n\t" + "\n\t".join(lines)
             )
+        asks = self._targets.optimizers or self._targets.states.keys() - {RANDOMNESS}
+        left = [n for n in self._table.labels if n not in (*self._targets.labels, RANDOMNESS)]
+        if asks and left:
+            text = "%s also holds %s, which load() was not given"
+            log.warning(text, self._table.path, ", ".join(left))
 
-    # ---- filling
+    # ---- read, and put into place
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Read all but the weights into new memory; nothing is changed.
+
+        Raises:
+            InputFileError: something of the table cannot be read.
+        """
+        for label, tree in self._trees.items():
+            if tree is not None:
+                state = decode(self._joined(label, tree), self._table.read)
+                self._ready.append(partial(self._give, label, state))
+        for label, optimizer in self._targets.optimizers.items():
+            if label in self._saved.optimizers:
+                held = self._optimizer_states(label)
+                names = self._targets.names
+                self._ready.append(partial(write_states, optimizer, names, held, f"{label}="))
+
+    def _give(self, label: str, state: Any) -> None:
+        self._targets.states[label].load_state_dict(state)
+
+    def _joined(self, label: str, tree: Any) -> Any:
+        """A state; if it is a scheduler's, then with values for the groups that its optimizer has here."""
+        optimizer = self._targets.optimizer_of(label)
+
+        def values(path: str, now: Any) -> list[Any]:
+            if optimizer:
+                saved = self._saved.optimizers.get(optimizer)
+                groups = [one.settings for one in saved.groups] if saved else []
+                numbers = self._groups[optimizer]
+            else:
+                # Its optimizer is not loaded, so the groups are taken as they were.
+                every = (group for one in self._saved.optimizers.values() for group in one.groups)
+                groups = [group.settings for group in every if path in group.settings]
+                numbers = list(range(len(groups)))
+            own = (
+                now if isinstance(now, list) and len(now) == len(numbers) else [None] * len(numbers)
+            )
+            return [
+                value if number is None else groups[number].get(path, value)
+                for number, value in zip(numbers, own, strict=True)
+            ]
+
+        return join_groups(tree, values, self._targets.states[label].state_dict())
+
+    def _optimizer_states(self, label: str) -> OptimizerStates:
+        saved, optimizer = self._saved.optimizers[label], self._targets.optimizers[label]
+        settings: list[dict[str, Any]] = []
+        for number, group in zip(self._groups[label], optimizer.param_groups, strict=True):
+            of_group = {} if number is None else saved.groups[number].settings
+            settings.append(
+                {k: decode_inline(v, group.get(k)) for k, v in of_group.items() if "/" not in k}
+            )
+        states = {
+            name: {
+                key: decode(one, partial(self._read_state, parameter, name))
+                for key, one in state.items()
+            }
+            for parameter, name, state in self._states_of(label)
+        }
+        rest = decode(saved.rest, self._table.read)
+        return OptimizerStates(saved.kind, settings, [], states, rest)
+
+    def _states_of(self, label: str) -> Iterator[tuple[Tensor, str, dict[str, Any]]]:
+        """The parameters of an optimizer, with their names and the states that were saved for them."""
+        saved = self._saved.optimizers.get(label)
+        for group in self._targets.optimizers[label].param_groups:
+            for parameter in group["params"]:
+                name = self._targets.names[id(parameter)]
+                if saved and name in saved.states:
+                    yield parameter, name, saved.states[name]
+
+    def _region(self, key: str, parameter: Tensor) -> Box | None:
+        """The part of a state that belongs to the part of a parameter in this process; None for all of it."""
+        alike = is_sharded(parameter) and self._table.shape(key) == tuple(parameter.shape)
+        return region_of(parameter) if alike and parameter.dim() else None
+
+    def _read_state(self, parameter: Tensor, name: str, key: str) -> Tensor:
+        region = self._region(key, parameter)
+        value = self._table.read(key, region)
+        # Where a weight is loaded with a cast, so is what was kept for it in its type.
+        for weight in (f"{MODEL}/{name}", name.replace(".", "/", 1)):
+            if value.dim() and weight in self._saved.tensors:
+                alike = self._table.dtype(weight) == value.dtype
+                value = value.to(parameter.dtype) if alike else value
+        return value if region is None else with_local(parameter, value.to(parameter.device))
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Read what this process needs, and put it into place."""
-        states = {
-            label: decode(self._adapted(label, state), self._table.read)
-            for label, state in self._states.items()
-            if state is not None
-        }
-        for label, held in self._weights.items():
-            self._fill_weights(label, self._targets.weights[label], held)
-        for label in self._optimizers:
-            self._fill_optimizer(label)
-        for label, state in states.items():
-            self._targets.states[label].load_state_dict(state)
-        self._follow_step()
+        """Put everything into place, the weights last.
 
-    def _fill_weights(
-        self, label: str, weights: Weights, held: Sequence[tuple[str, Any, str]]
-    ) -> None:
-        lies = {tensor.data_ptr() for tensor in weights.tensors()}
-        apart: dict[str, Any] = {}
-        for first, own, key in held:
-            if not isinstance(own, Tensor):
-                saved = self._table.weights[label]["others"][key.partition("/")[2]]
-                apart[first] = decode(saved, self._table.read)
-            elif local_part(own).data_ptr() in lies:
-                self._copy(own, key)
-            else:
-                # Not in memory of the module: its hooks made it for the state dict, and will take it back.
-                apart[first] = spread(own, self._table.read(key))
-        if apart:
-            weights.load(apart)
-
-    def _copy(self, own: Tensor, key: str) -> None:
-        region = region_of(own)
-        if region is None:
-            own.copy_(spread(own, self._table.read(key)))
-        else:
-            local_part(own).copy_(self._table.read(key, region))
-
-    def _states_of(self, label: str, optimizer: Any) -> Iterator[tuple[str, Tensor, Any]]:
-        """The parameters of an optimizer, with the states that were saved for them."""
-        saved = self._table.optimizers.get(label, {"states": {}})["states"]
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = self._targets.names[id(parameter)]
-                if name in saved:
-                    yield name, parameter, saved[name]
-
-    def _region(self, key: str, parameter: Tensor) -> Region:
-        """The part of a state that belongs to the part of a parameter in this process."""
-        alike = self._table.shape(key) == tuple(parameter.shape)
-        if is_sharded(parameter) and alike and parameter.dim():
-            return region_of(parameter) or self._table.everything(key)
-        return self._table.everything(key)
-
-    def _fill_optimizer(self, label: str) -> None:
-        optimizer, saved = self._targets.optimizers[label], self._table.optimizers.get(label)
-        if saved is None:
-            return
-        settings = [
-            {} if number is None else self._settings(saved["groups"][number]["settings"], group)
-            for number, group in zip(self._optimizers[label], optimizer.param_groups, strict=True)
-        ]
-        states = {
-            name: decode(state, self._reader(parameter))
-            for name, parameter, state in self._states_of(label, optimizer)
-        }
-        rest = decode(saved["rest"], self._table.read)
-        held = OptimizerStates(saved["kind"], settings, [], states, rest)
-        write_states(optimizer, self._targets.names, held, f"{label}=")
-
-    def _settings(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: decode_inline(value, group.get(key)) for key, value in saved.items()}
-
-    def _reader(self, parameter: Tensor) -> Callable[[str], Tensor]:
-        def read(key: str) -> Tensor:
-            region = self._region(key, parameter)
-            found = self._table.read(key, region)
-            if region == self._table.everything(key) or region_of(parameter) is None:
-                return found
-            return with_local(parameter, found.to(parameter.device))
-
-        return read
-
-    def _adapted(self, label: str, state: Any) -> Any:
-        """A state; if it is a scheduler's, then for the groups that its optimizer has here."""
-        value = self._targets.states[label]
-        optimizer = optimizer_of(value, self._targets.optimizers)
-        if optimizer is None:
-            return state
-        numbers = self._optimizers[optimizer]
-        saved = self._table.optimizers.get(optimizer, {"groups": []})["groups"]
-        merged = spread_groups(state, list(range(len(saved))))
-        return pick_groups(merged, numbers, value.state_dict())
-
-    def _follow_step(self) -> None:
-        """If no random state was saved, as by a plain loop, let the random numbers go on at the step."""
+        Raises:
+            StateDictError: an object does not take what was saved for it.
+        """
+        for give in self._ready:
+            try:
+                give()
+            except PenstockError:
+                raise
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+                raise StateDictError(
+                    f"{self._table.path}: what was saved is not taken, and no weights were loaded ({text})"
+                ) from error
+        for label, matched in self._weights.items():
+            self._fill_weights(label, matched)
         pipe = self._targets.pipe
-        if pipe is None or self._states.get(RANDOMNESS) is not None:
-            return
-        step = self._table.found.step
-        log.warning(
-            "%s holds no seed and step of random numbers: the next step is taken to be number %d",
-            self._table.found.path,
-            step,
-        )
-        pipe.randomness.load_state_dict({"seed": pipe.randomness.seed, "step": step})
+        if pipe is not None and self._trees.get(RANDOMNESS) is None:
+            # None was saved, as by a plain loop.
+            step = self._table.step
+            text = "%s holds no seed and step of random numbers: the next step is taken to be number %d"
+            log.warning(text, self._table.path, step)
+            pipe.randomness.load_state_dict({"seed": pipe.randomness.seed, "step": step})
 
-    @property
-    def extra(self) -> Any:
-        """The user's own data, which were saved as ``extra=``."""
-        return self._table.extra
+    def _fill_weights(self, label: str, matched: Sequence[tuple[str, Any, str]]) -> None:
+        weights = self._targets.weights[label]
+        memory = {tensor.data_ptr() for tensor in weights.tensors()}
+        others: dict[str, Any] = {}
+        for first, own, key in matched:
+            if not isinstance(own, Tensor):
+                others[first] = decode(self._saved.weights[label].others[key], self._table.read)
+            elif local_part(own).data_ptr() not in memory:
+                # The module's hooks made it for the state dict, and will take it back.
+                others[first] = spread(own, self._table.read(key))
+            elif (region := region_of(own)) is None:
+                own.copy_(spread(own, self._table.read(key)))
+            else:
+                local_part(own).copy_(self._table.read(key, region))
+        if others:
+            weights.load(others)
 
-    def left_out(self) -> list[str]:
-        """The labels that were saved but are not loaded, if more than weights is loaded."""
-        given = {*self._targets.labels, RANDOMNESS}
-        asks = self._targets.optimizers or self._targets.states.keys() - {RANDOMNESS}
-        return [label for label in self._table.labels if label not in given] if asks else []
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:20])
+    return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"

@@ -1,102 +1,41 @@
-"""Write a checkpoint: which process writes what, at once or in the background; when it becomes visible."""
+"""Write a checkpoint, at once or while the training goes on."""
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
 import math
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.contents import (
-    Own,
-    Part,
-    Targets,
-    check_one_rank_each,
-    join_groups,
-    merge_optimizers,
-    merge_weights,
-    spread_groups,
-)
-from penstock.checkpoint.folder import Region, Writer, all_of, write_shard
+from penstock.checkpoint.contents import MODEL, Description, Flat, Targets
+from penstock.checkpoint.folder import Writer
+from penstock.checkpoint.planning import Share, plan_writes
+from penstock.checkpoint.table import join_pieces
 from penstock.checkpoint.team import Team
-from penstock.errors import CheckpointError
+from penstock.errors import FAILURE, CheckpointError, UsageError
+from penstock.parallel import local_part
+from penstock.weights.files import Written, write_file
+from penstock.weights.optimizers import merge_groups
+from penstock.weights.states import check_apart
 from penstock.weights.trees import encode_inline, with_keys
 
 _POLL = 0.02
-_ORPHANED = 60.0
-"""How many seconds the leading process, before it ends, waits for the files of the others."""
-
-
-class Plan:
-    """Which process writes which part of which tensor: each part once, and all about equally much.
-
-    Args:
-        told: for each process its tensors by key, as :attr:`Part.told` describes them.
-        team: the processes, for messages.
-
-    Raises:
-        CheckpointError: the parts of the processes do not make up a whole tensor.
-    """
-
-    def __init__(self, told: Sequence[Mapping[str, Any]], team: Team) -> None:
-        self.about: dict[str, tuple[str, list[int]]] = {}
-        self.writers: dict[str, dict[Region, int]] = {}
-        holders: dict[str, dict[Region, list[int]]] = {}
-        for process, tensors in enumerate(told):
-            for key, (dtype, shape, region) in tensors.items():
-                known = self.about.setdefault(key, (dtype, shape))
-                if known != (dtype, shape):
-                    raise CheckpointError(
-                        f"{key} is {dtype} {shape} on {team.name(process)} and {known[0]} {known[1]} on "
-                        "another; one name must mean one tensor"
-                    )
-                box = tuple(region[0]), tuple(region[1])
-                holders.setdefault(key, {}).setdefault(box, []).append(process)
-        load = [0] * len(told)
-        for key, boxes in holders.items():
-            self._check_whole(key, list(boxes))
-            self.writers[key] = {}
-            for box, processes in boxes.items():
-                least = min(processes, key=lambda process: load[process])
-                load[least] += math.prod(box[1])
-                self.writers[key][box] = least
-
-    def _check_whole(self, key: str, boxes: Sequence[Region]) -> None:
-        dtype, shape = self.about[key]
-        if dtype is None:
-            raise CheckpointError(f"{key} has a type that safetensors files cannot hold")
-        if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
-            raise CheckpointError(
-                f"{key} has the shape {shape}, and the processes that save have the parts "
-                f"{[list(sizes) for _, sizes in boxes]} of it; give penstock.Checkpoints(group=...) the "
-                "process group of all processes that hold a part"
-            )
-
-    def mine(self, parts: Mapping[str, Part], process: int) -> dict[str, Tensor]:
-        """The tensors that a process writes, by their names in its file."""
-        return {
-            name_of(key, part.region, part.shape): part.tensor
-            for key, part in parts.items()
-            if self.writers[key][part.region] == process
-        }
-
-
-def name_of(key: str, region: Sequence[Sequence[int]], shape: Sequence[int]) -> str:
-    """The name of a part of a tensor in a file."""
-    if list(region[1]) == list(shape):
-        return key
-    return f"{key}@{','.join(map(str, region[0]))}"
-
+_AT_EXIT = 5.0
+"""How many seconds an ending process waits for a checkpoint that makes no progress."""
 
 # ---- from what a user gave to what is to be written
 
@@ -107,71 +46,56 @@ class Job:
 
     Args:
         step: the step of the run.
-        made: the folder into which it is written.
-        table: its table, without the places of the tensors.
-        plan: which process writes what.
-        mine: what this process writes, by name.
+        folder: the folder into which it is written.
+        contents: of its table, but for files and tensors.
+        descriptions: the types and shapes of all tensors.
+        shares: which process writes what.
+        tensors: what this process writes, by name.
     """
 
     step: int
-    made: Path
-    table: dict[str, Any]
-    plan: Plan
-    mine: dict[str, Tensor]
-    seconds: float = 0.0
+    folder: Path
+    contents: dict[str, Any]
+    descriptions: Mapping[str, Description]
+    shares: Sequence[Sequence[Share]]
+    tensors: dict[str, Tensor]
     path: Path | None = None
     size: int = 0
+    seconds: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
-    def write(self, process: int) -> dict[str, Any]:
-        """Write this process's file.
-
-        Returns:
-            What the table must say about the file.
-        """
-        if not self.mine:
-            return {}
+    def write(self, process: int) -> list[Any]:
+        """Write this process's file; returns as JSON data what the table must say about it."""
+        if not self.tensors:
+            return []
         name = f"states-{process + 1:05d}.safetensors"
-        return {"file": name, **write_shard(self.made / name, self.mine)}
+        written: Written = write_file(self.folder / name, self.tensors)
+        return [name, written.size, written.header, written.tensors]
 
-    def publish(self, written: Sequence[Mapping[str, Any]], writer: Writer) -> Path:
-        """Make the checkpoint visible, once all processes have written."""
-        for one in written:
-            if one and _size(self.made / one["file"]) != one["bytes"]:
+    def publish(self, written: Sequence[Sequence[Any]], writer: Writer) -> Path:
+        """Make the checkpoint visible, once all processes have written.
+
+        Raises:
+            CheckpointError: it cannot be written, or not all files are there.
+        """
+        files = {}
+        for name, size, header, _ in (one for one in written if one):
+            with suppress(OSError):
+                if (self.folder / name).stat().st_size == size:
+                    files[name] = {"bytes": size, "header": list(header)}
+            if name not in files:
                 raise CheckpointError(
-                    f"{self.made / one['file']} is not there as its process has written it: the folder must "
-                    "lie where all processes see the same files"
+                    f"{self.folder / name} is not there as its process has written it: the folder must lie "
+                    "where all processes see the same files"
                 )
-        files = {
-            one["file"]: {"bytes": one["bytes"], "header": one["header"]} for one in written if one
-        }
-        tensors = {
-            key: {
-                "dtype": dtype,
-                "shape": shape,
-                "pieces": [
-                    [
-                        written[process]["file"],
-                        *map(list, box),
-                        *written[process]["tensors"][name_of(key, box, shape)],
-                    ]
-                    for box, process in self.plan.writers[key].items()
-                ],
-            }
-            for key, (dtype, shape) in self.plan.about.items()
-        }
-        table = {**self.table, "files": files, "tensors": tensors}
-        self.path = writer.publish(self.made, self.step, table)
+        places = [(one[0], one[3]) if one else ("", {}) for one in written]
+        tensors = join_pieces(self.shares, self.descriptions, places)
+        self.path = writer.publish(
+            self.folder, self.step, {**self.contents, "files": files, "tensors": tensors}
+        )
         self.size = sum(about["bytes"] for about in files.values())
         self.seconds = time.perf_counter() - self.started
         return self.path
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
 
 
 class Preparing:
@@ -180,7 +104,7 @@ class Preparing:
     def __init__(self) -> None:
         self._agreed: Any = None
         self._structures: list[Any] = []
-        self._plan: Plan | None = None
+        self._shares: list[list[Share]] = []
 
     def job(self, team: Team, targets: Targets, step: int, extra: Any, writer: Writer) -> Job:
         """Agree with the other processes on what is to be written, and by whom.
@@ -188,145 +112,154 @@ class Preparing:
         Raises:
             PenstockError: some process cannot save; all raise its error.
         """
-        own, made = Own(), ""
+        flat, folder = Flat(), ""
 
         def collect() -> list[Any]:
-            nonlocal own, made
-            own = Own.of(targets)
-            told = encode_inline(extra, "extra=")
-            made = str(writer.begin(step)) if team.leads else ""
-            return [made, step, own.digest, own.settings, own.told_states(), told]
+            nonlocal flat, folder
+            flat = Flat.of(targets)
+            encoded = encode_inline(extra, "extra=")
+            folder = str(writer.begin(step)) if team.leads else ""
+            return [folder, step, encoded, flat.digest, flat.settings, flat.describe_states()]
 
         try:
-            told = team.together("save", collect)
-            return self._job(team, targets, own, told)
+            replies = team.together("save", collect)
+            return self._job(team, targets, flat, replies)
         except BaseException:
-            if made:
-                shutil.rmtree(made, ignore_errors=True)
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _job(self, team: Team, targets: Targets, own: Own, told: Sequence[Any]) -> Job:
-        made, step, _, _, _, extra = told[0]
-        if any(one[1] != step for one in told):
+    def _job(self, team: Team, targets: Targets, flat: Flat, replies: Sequence[Any]) -> Job:
+        folder, step, extra, *_ = replies[0]
+        if any(one[1] != step for one in replies):
             raise CheckpointError(
-                f"the ranks save different steps: {[one[1] for one in told]}, by rank; save the same on each"
+                f"the ranks save different steps: {[one[1] for one in replies]}, by rank; save the same"
             )
-        agreed = [[one[2], one[4]] for one in told]
-        changed = [one[2] for one in told] != [one[0] for one in self._agreed or ()]
-        if changed:
-            self._structures = team.agree(own.structure)
-            check_one_rank_each(self._structures)
-        structures = self._structures
-        optimizers, numbers = merge_optimizers(
-            [one["optimizers"] for one in structures], [one[3] for one in told]
-        )
-        states = States([one[4] for one in told])
-        if agreed != self._agreed or self._plan is None:
-            pairs = zip(structures, states.tensors, strict=True)
-            self._plan = Plan([{**one["tensors"], **more} for one, more in pairs], team)
-            self._agreed = agreed
-        table = {
+        states = {label: _variants(label, replies) for label in _labels([r[5] for r in replies])}
+        extras = [_state_tensors(states, process, one[5]) for process, one in enumerate(replies)]
+        digests = [one[3] for one in replies]
+        if self._agreed is None or digests != self._agreed[0]:
+            self._agreed, self._structures = None, team.agree(flat.structure)
+            _check_one_rank_each(self._structures)
+        parts = [one["tensors"] | more for one, more in zip(self._structures, extras, strict=True)]
+        if self._agreed is None or extras != self._agreed[1]:
+            self._shares = plan_writes(parts, [team.name(process) for process in range(team.size)])
+            self._agreed = digests, extras
+        contents = {
             "torch": str(torch.__version__),
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "layout": {"replicas": team.layout[0], "processes": team.layout[1], **_layout(targets)},
-            "weights": merge_weights([one["weights"] for one in structures]),
-            "optimizers": optimizers,
-            "states": states.table(team, targets, own, numbers),
+            "weights": _merge_weights([one["weights"] for one in self._structures]),
+            "optimizers": _merge_optimizers(
+                [one["optimizers"] for one in self._structures], [one[4] for one in replies]
+            ),
+            "states": {
+                label: {"of": of, "variants": trees} for label, (of, trees) in states.items()
+            },
             "extra": extra,
         }
-        parts = {**own.parts, **states.own_parts(own, team.rank)}
-        return Job(step, Path(made), table, self._plan, self._plan.mine(parts, team.rank))
+        tensors = flat.tensors | {
+            _variant_key(key, states[label][0][team.rank]): tensor
+            for label, (_, held) in flat.states.items()
+            for key, tensor in held.items()
+        }
+        mine = {share.name: local_part(tensors[share.key]) for share in self._shares[team.rank]}
+        described = {key: of for one in parts for key, of in one.items()}
+        return Job(step, Path(folder), contents, described, self._shares, mine)
 
 
 def _layout(targets: Targets) -> dict[str, Any]:
-    """How the model was cut, as information: nothing depends on it."""
     if targets.pipe is None:
         return {}
     schedule = targets.pipe.schedule
     return {"schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages}
 
 
-class States:
-    """The states that each process has whole: stored once if they are equal, else once for each variant.
-
-    Args:
-        told: for each process, by label, the state's digest and the types and shapes of its tensors.
-    """
-
-    def __init__(self, told: Sequence[Mapping[str, Any]]) -> None:
-        self._told = told
-        self.labels = list(dict.fromkeys(label for one in told for label in one))
-        self._of: dict[str, list[int]] = {}
-        for label in self.labels:
-            digests = [one[label][0] if label in one else None for one in told]
-            kinds = list(dict.fromkeys(digest for digest in digests if digest is not None))
-            self._of[label] = [-1 if digest is None else kinds.index(digest) for digest in digests]
-        self.tensors = [self._tensors(process) for process in range(len(told))]
-
-    def _tensors(self, process: int) -> dict[str, Any]:
-        return {
-            _variant(key, self._of[label][process]): [dtype, shape, [[0] * len(shape), shape]]
-            for label, (_, tensors) in self._told[process].items()
-            for key, (dtype, shape) in tensors.items()
-        }
-
-    def own_parts(self, own: Own, process: int) -> dict[str, Part]:
-        """The tensors of this process, by their keys in the checkpoint."""
-        return {
-            _variant(key, self._of[label][process]): Part(
-                tensor, tuple(tensor.shape), all_of(tensor.shape)
-            )
-            for label, (_, tensors) in own.states.items()
-            for key, tensor in tensors.items()
-        }
-
-    def table(
-        self,
-        team: Team,
-        targets: Targets,
-        own: Own,
-        numbers: Mapping[str, Sequence[Sequence[int]]],
-    ) -> dict[str, Any]:
-        """What the checkpoint's table says about them; on the leading process only."""
-        drivers = {label: _driver(own.drivers.get(label), numbers) for label in self.labels}
-        differ = [label for label in self.labels if drivers[label] or len({*self._of[label]}) > 1]
-        mine = {
-            label: spread_groups(own.states[label][0], drivers[label][team.rank])
-            if drivers[label]
-            else own.states[label][0]
-            for label in differ
-            if label in own.states
-        }
-        told = team.agree(mine) if differ else []
-        found: dict[str, Any] = {}
-        for label in self.labels if team.leads else ():
-            of = self._of[label]
-            if drivers[label]:
-                joined = join_groups([one[label] for one in told if label in one])
-                found[label] = {"of": [0] * len(of), "variants": [joined]}
-            elif label in differ:
-                variants = [_keyed(told[of.index(v)][label], v) for v in range(max(of) + 1)]
-                found[label] = {"of": of, "variants": variants}
-            else:
-                found[label] = {"of": of, "variants": [own.states[label][0]]}
-        return found
+def _labels(replies: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(label for one in replies for label in one))
 
 
-def _driver(
-    label: str | None, numbers: Mapping[str, Sequence[Sequence[int]]]
-) -> Sequence[Sequence[int]]:
-    """For a scheduler whose optimizer's groups differ between processes: which group became which."""
-    found = numbers.get(label or "", ())
-    return found if any(list(of) != list(range(len(of))) for of in found if of) else ()
+def _variants(label: str, replies: Sequence[Any]) -> tuple[list[int], list[Any]]:
+    """Which of an object's states each process has (-1: none), and these, each once."""
+    texts = [json.dumps(one[5][label]) if label in one[5] else None for one in replies]
+    different = list(dict.fromkeys(text for text in texts if text is not None))
+    keyed = [
+        with_keys(json.loads(text)[0], partial(_variant_key, number=number))
+        for number, text in enumerate(different)
+    ]
+    return [-1 if text is None else different.index(text) for text in texts], keyed
 
 
-def _variant(key: str, number: int) -> str:
+def _variant_key(key: str, number: int) -> str:
     return key if number <= 0 else f"{key}#{number}"
 
 
-def _keyed(state: Any, number: int) -> Any:
-    """A state in which tensors have the keys of a variant."""
-    return with_keys(state, lambda key: _variant(key, number))
+def _state_tensors(
+    states: Mapping[str, tuple[list[int], Any]], process: int, described: Mapping[str, Any]
+) -> dict[str, Description]:
+    return {
+        _variant_key(key, states[label][0][process]): about[:-1]
+        for label, (_, tensors) in described.items()
+        for key, about in tensors.items()
+    }
+
+
+def _check_one_rank_each(structures: Sequence[Mapping[str, Any]]) -> None:
+    """Check that no two ranks of a pipeline have different weights of the same name.
+
+    Raises:
+        UsageError: there are such weights.
+    """
+    rank_of: dict[str, int] = {}
+    for one in structures:
+        shared = {f"{MODEL}/{name}" for name in one["weights"].get(MODEL, {}).get("shared", ())}
+        mine = [key for key in one["tensors"] if key.startswith(f"{MODEL}/") and key not in shared]
+        twice = [key for key in mine if rank_of.setdefault(key, one["rank"]) != one["rank"]]
+        check_apart([key.partition("/")[2] for key in twice] * 2)
+
+
+def _merge_weights(structures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all processes say about weights, by label."""
+    return {
+        label: {
+            about: {
+                k: v for one in structures if label in one for k, v in one[label][about].items()
+            }
+            for about in ("tied", "others")
+        }
+        for label in _labels(structures)
+    }
+
+
+def _merge_optimizers(
+    structures: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What all processes say about optimizers, by label.
+
+    Raises:
+        UsageError: optimizers of the same label are of different classes.
+    """
+    merged = {}
+    for label in _labels(structures):
+        of_label = [one[label] for one in structures if label in one]
+        kinds = {one["kind"] for one in of_label}
+        if len(kinds) > 1:
+            raise UsageError(
+                f"{label}= is of the classes {', '.join(sorted(kinds))} on different ranks; use one"
+            )
+        groups = merge_groups(
+            [
+                list(zip(own.get(label, ()), one.get(label, {"groups": ()})["groups"], strict=True))
+                for one, own in zip(structures, settings, strict=True)
+            ]
+        )
+        merged[label] = {
+            "kind": kinds.pop(),
+            "groups": [{"settings": of, "parameters": names} for of, names in groups],
+            "states": {name: of for one in of_label for name, of in one["states"].items()},
+            "rest": of_label[0]["rest"],
+        }
+    return merged
 
 
 # ---- in the background, while the training goes on
@@ -341,25 +274,20 @@ class Snapshots:
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
-    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of tensors that may change from now on."""
-        kept = {name: self._place(name, tensor) for name, tensor in tensors.items()}
-        devices = set()
+        copies = {}
         for name, tensor in tensors.items():
-            kept[name].copy_(tensor, non_blocking=True)
-            devices.add(tensor.device)
-        for device in devices:
+            kept = self._kept.get(name)
+            if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+                pinned = tensor.device.type == "cuda"
+                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            copies[name] = kept.copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values()}:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-        self._kept = kept
-        return kept
-
-    def _place(self, name: str, tensor: Tensor) -> Tensor:
-        known = self._kept.get(name)
-        if known is not None and (known.shape, known.dtype) == (tensor.shape, tensor.dtype):
-            return known
-        pinned = tensor.device.type == "cuda"
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        self._kept = copies
+        return copies
 
 
 class Background:
@@ -378,45 +306,45 @@ class Background:
         self.job = job
         self._team = team
         self._writer = writer
-        self._told: dict[str, Any] = {}
         self._problem: Exception | None = None
-        self._own_done = threading.Event()
+        self._file_done = threading.Event()
         self._given_up = threading.Event()
-        # Not a daemon, so that the process does not end before its file is complete.
-        self._thread = threading.Thread(target=self._run, name="penstock-checkpoint")
+        # A daemon, since the end of the process waits for it in a way of its own, see finish_all().
+        self._thread = threading.Thread(target=self._run, name="penstock-checkpoint", daemon=True)
         self._thread.start()
+        _UNFINISHED.add(self)
 
     def _run(self) -> None:
         try:
-            self._told = self.job.write(self._team.rank)
-            _leave_note(self.job.made, self._team.rank, self._told)
+            note = self.job.write(self._team.rank)
+            try:
+                unfinished = self.job.folder / f".part-{self._team.rank}"
+                unfinished.write_text(json.dumps(note))
+                os.replace(unfinished, self._note(self._team.rank))
+            except OSError as error:
+                text = f"{self.job.folder} cannot be written: {error.strerror or error}"
+                raise CheckpointError(text) from error
+            self._file_done.set()
+            if self._team.leads and (notes := self._notes()) is not None:
+                self.job.publish(notes, self._writer)
         except Exception as error:
             self._problem = error
-        finally:
-            self._own_done.set()
-        if self._team.leads and self._problem is None:
-            try:
-                notes = self._notes()
-                if notes is not None:
-                    self.job.publish(notes, self._writer)
-            except Exception as error:
-                self._problem = error
+            self._file_done.set()
+
+    def _note(self, process: int) -> Path:
+        return self.job.folder / f".done-{process}.json"
 
     def _notes(self) -> list[Any] | None:
         """What all processes have written; None if that was given up."""
-        found: dict[int, Any] = {}
-        ended: float | None = None
-        while len(found) < self._team.size:
-            for process in set(range(self._team.size)) - found.keys():
+        notes: dict[int, Any] = {}
+        while not self._given_up.is_set():
+            for process in set(range(self._team.size)) - notes.keys():
                 with suppress(OSError, ValueError):
-                    found[process] = json.loads(_note(self.job.made, process).read_bytes())
-            if not threading.main_thread().is_alive():
-                ended = ended or time.monotonic()
-            if self._given_up.is_set() or (ended and time.monotonic() > ended + _ORPHANED):
-                return None
-            if len(found) < self._team.size:
-                time.sleep(_POLL)
-        return [found[process] for process in range(self._team.size)]
+                    notes[process] = json.loads(self._note(process).read_bytes())
+            if len(notes) == self._team.size:
+                return [notes[process] for process in range(self._team.size)]
+            time.sleep(_POLL)
+        return None
 
     @property
     def is_done(self) -> bool:
@@ -429,35 +357,68 @@ class Background:
         Raises:
             CheckpointError: some process could not write its part.
         """
+        _UNFINISHED.discard(self)
         try:
-            self._team.together("save", self._written)
-            self._team.together("save", self._published)
+            self._team.together("save", lambda: self._wait_for(self._file_done.wait))
+            self._team.together("save", lambda: self._wait_for(self._thread.join))
         except BaseException:
             self._given_up.set()
             if self._team.leads:
                 self._thread.join()
-                shutil.rmtree(self.job.made, ignore_errors=True)
+                shutil.rmtree(self.job.folder, ignore_errors=True)
             raise
 
-    def _written(self) -> None:
-        self._own_done.wait()
-        if self._problem is not None and not self._told:
-            raise self._problem
-
-    def _published(self) -> None:
-        self._thread.join()
+    def _wait_for(self, done: Any) -> None:
+        done()
         if self._problem is not None:
             raise self._problem
 
+    def finish(self, until: float) -> str:
+        """At the end of the process, wait as long as something is written, and at most until a time.
 
-def _note(made: Path, process: int) -> Path:
-    return made / f".done-{process}.json"
+        Returns:
+            What went wrong, in words; empty if nothing did.
+        """
+        progress, stalled = -1, time.monotonic() + _AT_EXIT
+        while self._thread.is_alive() and time.monotonic() < min(stalled, until):
+            if (size := self._written()) != progress:
+                progress, stalled = size, time.monotonic() + _AT_EXIT
+            self._thread.join(_POLL)
+        if self._problem is not None:
+            return str(self._problem)
+        return "it was not complete when the process ended" if self._thread.is_alive() else ""
+
+    def _written(self) -> int:
+        size = 0
+        with suppress(OSError):
+            for entry in os.scandir(self.job.folder):
+                size += entry.stat().st_size
+        return size
 
 
-def _leave_note(made: Path, process: int, told: Mapping[str, Any]) -> None:
-    partial = made / f".part-{process}"
-    try:
-        partial.write_text(json.dumps(told))
-        os.replace(partial, _note(made, process))
-    except OSError as error:
-        raise CheckpointError(f"{made} cannot be written: {error.strerror or error}") from error
+_UNFINISHED: set[Background] = set()
+_PROCESS = os.getpid()
+log = logging.getLogger("penstock")
+
+
+def finish_all() -> None:
+    """At the end of the process, complete what is being written, or say that it was lost."""
+    if os.getpid() != _PROCESS:
+        return
+    # A process that dies of an exception does not wait for long; its status says already that it failed.
+    fails = getattr(sys, "last_value", None) is not None
+    until = time.monotonic() + _AT_EXIT if fails else math.inf
+    problems = []
+    for background in list(_UNFINISHED):
+        if problem := background.finish(until):
+            problems.append(f"the checkpoint of step {background.job.step} was lost: {problem}")
+    sys.stderr.writelines(f"penstock: {text}\n" for text in problems)
+    if problems and not fails:
+        # An exception here would not change the status, and what would run after this is told to end first.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(FAILURE)
+
+
+atexit.register(finish_all)

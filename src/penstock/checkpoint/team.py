@@ -22,15 +22,12 @@ _WORD = "checkpoint"
 """Marks a value as one of these exchanges, to tell it from those of other calls."""
 
 
-class _Told(NamedTuple):
+class _Circle(NamedTuple):
     """Replicas that are reached in a way that the user has given."""
 
     rank: int
     size: int
     exchange: Callable[[Any], list[Any]]
-
-
-_Circle = Circle | _Told
 
 
 class Team:
@@ -41,37 +38,37 @@ class Team:
         group: a process group of all processes instead; if there is no pipeline either, the default group of
             ``torch.distributed``.
 
+    Attributes:
+        rank: of this process in the team.
+        layout: how many replicas there are, and how many processes in each.
+
     Raises:
         UsageError: the replicas cannot be reached.
     """
 
     def __init__(self, pipe: Pipeline | None, group: Any) -> None:
         self._pipe = pipe if group is None else None
-        self._circles: list[_Circle] = []
+        self._circles: list[Circle | _Circle] = []
         if self._pipe is None:
             everyone = Circle(group)
             self._circles, self.rank, self.layout = [everyone], everyone.rank, (1, everyone.size)
             return
         ranks = self._pipe.ranks
         processes = self._pipe.schedule.ranks if len(ranks) == 1 else 1
-        self._circles = [Circle(group) for group in self._pipe.siblings.groups] or self._told()
-        beside, count = 0, 1
+        self._circles += [Circle(group) for group in self._pipe.siblings.groups]
+        replicas = self._pipe.replicas
+        if not self._circles and replicas.number > 1:
+            if replicas.exchange is None:
+                raise UsageError(
+                    "the Pipeline was given replicas that can only add up numbers; give "
+                    "penstock.Checkpoints(group=...) the process group of all ranks of all replicas"
+                )
+            self._circles = [_Circle(replicas.index, replicas.number, replicas.exchange)]
+        replica, count = 0, 1
         for circle in self._circles:
-            beside, count = beside + count * circle.rank, count * circle.size
+            replica, count = replica + count * circle.rank, count * circle.size
         self.layout = (count, processes)
-        self.rank = beside * processes + (ranks[0] if processes > 1 else 0)
-
-    def _told(self) -> list[_Circle]:
-        """The replicas, if the user has said how they are reached."""
-        replicas = self._pipe.replicas if self._pipe is not None else None
-        if replicas is None or replicas.number == 1:
-            return []
-        if replicas.exchange is None:
-            raise UsageError(
-                "the Pipeline was given replicas that can only add up numbers; give "
-                "penstock.Checkpoints(group=...) the process group of all ranks of all replicas"
-            )
-        return [_Told(replicas.index, replicas.number, replicas.exchange)]
+        self.rank = replica * processes + (ranks[0] if processes > 1 else 0)
 
     @property
     def size(self) -> int:
@@ -95,15 +92,14 @@ class Team:
         Raises:
             AgreementError: some rank has called something else.
         """
-        told = [value] if self._pipe is None else self._of_pipeline(self._pipe, value)
+        values = [value] if self._pipe is None else self._gather(self._pipe, value)
         for circle in self._circles:
-            told = [one for values in circle.exchange(told) for one in values]
-        return told
+            values = [one for of_one in circle.exchange(values) for one in of_one]
+        return values
 
-    def _of_pipeline(self, pipe: Pipeline, value: Any) -> list[Any]:
+    def _gather(self, pipe: Pipeline, value: Any) -> list[Any]:
         try:
-            told = pipe.agree({_WORD: value})[: self.layout[1]]
-            return [one[_WORD] for one in told]
+            return [one[_WORD] for one in pipe.agree({_WORD: value})[: self.layout[1]]]
         except (MessageError, TypeError, KeyError) as error:
             raise AgreementError(
                 "all ranks must save and load together, and some of them called something else: was this "
@@ -120,27 +116,23 @@ class Team:
         Returns:
             What it returned on each process.
         """
-        found, error, own = None, None, ["", ""]
+        value, error, problem = None, None, ["", ""]
         try:
-            found = task()
-        except Exception as problem:
-            error, own = problem, [_kind(problem), str(problem)]
-        told = self.agree([own, found if error is None else None])
+            value = task()
+        except Exception as raised:
+            error = raised
+            kind = public_name(type(error)) if isinstance(error, PenstockError) else ""
+            problem = [kind or CheckpointError.__name__, str(error)]
+        replies = self.agree([problem, value if error is None else None])
         if error is not None:
             raise error
-        for process, ((kind, text), _) in enumerate(told):
+        for process, ((kind, text), _) in enumerate(replies):
             if kind:
-                raised = error_named(kind)(f"{self.name(process)} cannot {doing}: {text}")
-                raised.rank = process
-                raise raised
-        return [value for _, value in told]
+                other = error_named(kind)(f"{self.name(process)} cannot {doing}: {text}")
+                other.rank = process
+                raise other
+        return [value for _, value in replies]
 
     def patient(self, seconds: float) -> AbstractContextManager[None]:
         """Let this process take so many seconds before it is called silent."""
         return nullcontext() if self._pipe is None else self._pipe.patient(seconds)
-
-
-def _kind(error: Exception) -> str:
-    return (
-        public_name(type(error)) if isinstance(error, PenstockError) else CheckpointError.__name__
-    )

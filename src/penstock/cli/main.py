@@ -1,27 +1,32 @@
-"""The ``penstock`` command: it imports only the subcommand that is called, and turns errors into statuses."""
+"""The ``penstock`` command: its subcommands, and what their errors become: an exit status and a message.
+
+Nothing here imports torch: the parts of penstock that need it are imported when a command uses them.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
+from importlib import metadata
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import typer
-from typer.core import TyperGroup
 
+from penstock.cli import checkpoint, plan, schedule, train
 from penstock.errors import (
     FAILURE,
     INPUT,
     INTERRUPTED,
     NON_FINITE,
     OK,
+    TERMINATED,
     USAGE,
     InputFileError,
     NonFiniteError,
@@ -29,74 +34,58 @@ from penstock.errors import (
     UsageError,
     printable,
 )
-from penstock.faults.processes import interrupt, terminate
 
-COMMANDS = {
-    "train": "Train a byte-level GPT through pipeline stages.",
-    "run": "Run a script in one process per rank on this machine; when one fails, all end.",
-    "plan": "Find the fastest ways to run a model on a number of devices, before it runs.",
-    "checkpoint": "See what checkpoints hold, and export weights.",
-    "schedule": "List, draw, check, simulate, convert and compare schedules; no model needed.",
-}
-"""What ``penstock --help`` lists. Each is a module of this package with an ``app``, imported on a call."""
-
-
-class Lazily(TyperGroup):
-    """A group that imports a command when it is called, not when it is listed."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the arguments name, and the arguments that are left for it."""
-        name, listed, rest = super().resolve_command(ctx, args)
-        return name, loaded(name) if name in COMMANDS else listed, rest
-
-
-def loaded(name: str) -> Any:
-    """A subcommand in the form in which typer runs it."""
-    command = typer.main.get_command(import_module(f"penstock.cli.{name}").app)
-    command.name = name
-    return command
-
-
-app = typer.Typer(cls=Lazily)
+app = typer.Typer()
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(
-            f"penstock {_installed('penstock')}, torch {_installed('torch')}, "
-            f"Python {platform.python_version()}"
+            f"{_installed('penstock')}, {_installed('torch')}, Python {platform.python_version()}"
         )
         raise typer.Exit
 
 
 def _installed(package: str) -> str:
-    # importlib.metadata is slow to import, and only needed here.
-    metadata = import_module("importlib.metadata")
     try:
-        return str(metadata.version(package))
+        return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return f"{package} (not installed)"
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", help="Show the versions and exit.", callback=_show_version, is_eager=True
+    ),
+]
 
 
 @app.callback()
-def _root(
-    shown: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Show the versions and exit.", callback=_show_version, is_eager=True
-        ),
-    ] = False,
-) -> None:
+def _root(version: Version = False) -> None:
     """Pipeline parallelism for PyTorch."""
 
 
-def _listed(name: str, help_: str) -> None:
-    """List a command; its options are found when it is called."""
-    app.command(name, help=help_)(lambda: None)
+app.command()(train.train)
+app.command()(plan.plan)
+app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(schedule.app, name="schedule")
 
 
-for _name, _help in COMMANDS.items():
-    _listed(_name, _help)
+@app.command(
+    hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def run(
+    context: typer.Context,
+    processes: Annotated[str, typer.Option("--processes", "-n")] = "4",
+    module: Annotated[bool, typer.Option("--module", "-m")] = False,
+) -> None:
+    """Withdrawn: torchrun starts one process per rank."""
+    script = shlex.join(context.args) or "script.py"
+    raise UsageError(
+        "penstock run was withdrawn; torchrun starts one process per rank: torchrun --standalone "
+        f"--nproc-per-node {processes} {'-m ' if module else ''}{script}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -110,19 +99,18 @@ def main(arguments: list[str] | None = None) -> int:
         the user's code or in Penstock, 75 a rank died or fell silent, so that it makes sense to try again, 76
         a loss or gradient that is not finite, 130 interrupted, 143 terminated.
     """
-    with leaving_on_sigterm():
+    with leaving_on_signals():
         return guarded(lambda: app(arguments, prog_name="penstock", standalone_mode=False))
 
 
-# ---- from an error to an exit status, and to a message
-
+# ---- from an error or a signal to an exit status, and to a message
 
 PATIENCE = 10.0
 """How many seconds the other processes of a machine wait for the first one to say what is wrong."""
 
 
 @runtime_checkable
-class Refusal(Protocol):
+class ParserError(Protocol):
     """What the parser of the command line raises; typer has no public name for that class."""
 
     exit_code: int
@@ -131,30 +119,69 @@ class Refusal(Protocol):
         """What is wrong, in a line."""
 
 
-def guarded(run: Callable[[], object]) -> int:
+def guarded(command: Callable[[], object]) -> int:
     """Run a command, and turn what it raises into an exit status.
 
     A mistake in the call or in a file is reported in one line. Anything else keeps its traceback.
     """
     try:
-        result = run()
+        result = command()
     except (KeyboardInterrupt, typer.Abort):
         result = INTERRUPTED
     except Exception as error:
         return _report(error)
-    if result == INTERRUPTED and _first_of_machine():
-        _tell("interrupted")
+    if result == INTERRUPTED and _is_first_of_machine():
+        _print("interrupted")
     return result if isinstance(result, int) else OK
 
 
+def _report(error: Exception) -> int:
+    if isinstance(error, PeerFailed):
+        _print(str(error))
+        return error.status
+    if isinstance(error, ParserError):
+        message, status = error.format_message().rstrip("."), error.exit_code
+        if message:
+            _print_once(f"{message}; see --help")
+        return status
+    for kind, status in (
+        (UsageError, USAGE),
+        (InputFileError, INPUT),
+        (NonFiniteError, NON_FINITE),
+    ):
+        if isinstance(error, kind):
+            _print_once(str(error))
+            return status
+    traceback.print_exception(error)
+    return FAILURE
+
+
+def _print_once(message: str) -> None:
+    """Print one line, in general only once per machine.
+
+    Under torchrun all processes have the same message. The first one prints it and ends, upon which torchrun
+    ends the others; one that is still alive after a while prints its own.
+    """
+    if not _is_first_of_machine():
+        time.sleep(PATIENCE)
+    _print(message)
+
+
+def _print(message: str) -> None:
+    print(f"penstock: {printable(' '.join(message.split()))}", file=sys.stderr)  # noqa: T201
+
+
+def _is_first_of_machine() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 @contextmanager
-def leaving_on_sigterm() -> Iterator[None]:
+def leaving_on_signals() -> Iterator[None]:
     """Leave through the open contexts on SIGTERM, as on Ctrl-C, so that a terminal gets its cursor back.
 
     A second signal ends the process at once.
     """
-    handlers = {signal.SIGTERM: terminate, signal.SIGINT: interrupt}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before = {one: signal.signal(one, _leave) for one in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
@@ -162,38 +189,14 @@ def leaving_on_sigterm() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _report(error: Exception) -> int:
-    if isinstance(error, Refusal):
-        if message := error.format_message().rstrip("."):
-            _tell(f"{message}; see --help")
-        return error.exit_code
-    if isinstance(error, (UsageError, InputFileError)):
-        _tell(str(error))
-        return INPUT if isinstance(error, InputFileError) else USAGE
-    if isinstance(error, PeerFailed):
-        _say(str(error))
-        return error.status
-    if isinstance(error, NonFiniteError):
-        _tell(str(error))
-        return NON_FINITE
-    traceback.print_exception(error)
-    return FAILURE
+def _leave(number: int, frame: Any) -> None:
+    del frame
+    signal.signal(number, _exit)
+    if number == signal.SIGTERM:
+        sys.exit(TERMINATED)
+    raise KeyboardInterrupt
 
 
-def _tell(message: str) -> None:
-    """Print one line, in general only once per machine.
-
-    Under torchrun all processes have the same message. The first one prints it and ends, upon which torchrun
-    ends the others; one that is still alive after a while prints its own.
-    """
-    if not _first_of_machine():
-        time.sleep(PATIENCE)
-    _say(message)
-
-
-def _say(message: str) -> None:
-    print(f"penstock: {printable(' '.join(message.split()))}", file=sys.stderr)  # noqa: T201
-
-
-def _first_of_machine() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+def _exit(number: int, frame: Any) -> None:
+    del frame
+    os._exit(128 + number)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from penstock import plan as planning
 from penstock import train
 from penstock.errors import ConfigError, UsageError
-
-if TYPE_CHECKING:
-    from penstock.plan import Device, Plans, Profile
-
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?i?b?)\s*", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 Config = Annotated[
     Path | None, typer.Option("--config", help="TOML file with the settings of penstock train.")
@@ -72,10 +67,7 @@ Seconds = Annotated[float, typer.Option("--seconds", help="How long to improve t
 Report = Annotated[Path | None, typer.Option("--report", help="Write an HTML file with pictures.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the best plan as JSON.")]
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def plan(  # noqa: PLR0913 - one parameter for each flag
     config: Config = None,
     hf: Hf = None,
@@ -108,17 +100,25 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
         )
     if efficiency is not None and device is None:
         raise ConfigError("--efficiency is of a device to predict for; give its name as --device")
-    on = (
-        None
-        if device is None
-        else planning.device_named(device, compute_efficiency=efficiency or 0.0)
-    )
     limit = None if memory is None else bytes_of(memory)
+    described = None
+    if device is not None:
+        described = planning.device_named(device, compute_efficiency=efficiency or 0.0)
     if config is not None:
-        profile, ranks, batch = _of_config(config, on, ranks=ranks, batch=batch, sequence=sequence)
+        flags = {"ranks": ranks, "batch": batch, "sequence": sequence}
+        chosen = {name: value for name, value in flags.items() if value is not None}
+        settings = train.resolve(chosen, config)
+        profile = train.profile_of(settings, described)
+        ranks, batch = train.ranks_of(settings), settings.batch
         pipeline = pipeline or ranks
     else:
-        profile, ranks, batch = _of_hf(hf, on, dtype, ranks=ranks, batch=batch, sequence=sequence)
+        if ranks is None or batch is None or described is None or hf is None:
+            needed = {"--ranks": ranks, "--batch": batch, "--device": described}
+            lacking = ", ".join(flag for flag, value in needed.items() if value is None)
+            raise ConfigError(f"--hf needs {lacking} too")
+        profile = planning.predict_hf(
+            hf, batch=batch, device=described, sequence=sequence, dtype=dtype, stages=ranks
+        )
     plans = planning.search(
         profile,
         ranks=ranks,
@@ -132,42 +132,13 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
         seconds=seconds,
     )
     typer.echo(str(plans))
-    _write(plans, report, json)
-
-
-def _of_config(config: Path, device: Device | None, **flags: Any) -> tuple[Profile, int, int]:
-    given = {name: value for name, value in flags.items() if value is not None}
-    settings = train.resolve(given, config)
-    return train.profile_of(settings, device), train.ranks_of(settings), settings.batch
-
-
-def _of_hf(
-    config: Path | None, device: Device | None, dtype: str, **flags: Any
-) -> tuple[Profile, int, int]:
-    lacking = [name for name in ("ranks", "batch") if flags[name] is None]
-    if device is None:
-        lacking.append("device")
-    if lacking or device is None or config is None:
-        raise ConfigError(f"--hf needs {', '.join(f'--{name}' for name in lacking)} too")
-    profile = planning.predict_hf(
-        config,
-        batch=flags["batch"],
-        device=device,
-        sequence=flags["sequence"],
-        dtype=dtype,
-        stages=flags["ranks"],
-    )
-    return profile, flags["ranks"], flags["batch"]
-
-
-def _write(plans: Plans, report: Path | None, json: Path | None) -> None:
     if report is not None:
-        _written(report, lambda: plans.report(report))
+        _write(report, lambda: plans.report(report))
     if json is not None:
-        _written(json, lambda: json.write_text(plans[0].to_json() + "\n", encoding="utf-8"))
+        _write(json, lambda: json.write_text(plans[0].to_json() + "\n", encoding="utf-8"))
 
 
-def _written(path: Path, write: Callable[[], object]) -> None:
+def _write(path: Path, write: Callable[[], object]) -> None:
     try:
         write()
     except OSError as error:
@@ -175,17 +146,23 @@ def _written(path: Path, write: Callable[[], object]) -> None:
     typer.echo(f"wrote {path}")
 
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
 def bytes_of(text: str) -> float:
     """The bytes of a size such as ``80GB``, ``512MiB`` or ``1000``.
 
     Raises:
-        ConfigError: the text is not a size.
+        ConfigError: the text is not a size of at least one byte.
     """
-    found = _SIZE.fullmatch(text)
-    if found is None:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         raise ConfigError(
             f"memory={text!r}: must be a size such as 80GB, 512MiB or a number of bytes"
         )
-    number, unit = float(found[1]), found[2].lower()
-    base = 1024 if "i" in unit else 1000
-    return float(number * base ** _POWERS[unit.rstrip("b").rstrip("i")])
+    number, prefix, binary = match.groups()
+    base = 1024.0 if binary else 1000.0
+    size: float = float(number) * base ** " kmgt".index(prefix.lower() or " ")
+    if not 1 <= size < math.inf:
+        raise ConfigError(f"memory={text!r}: must be a number of at least one byte, such as 80GB")
+    return size

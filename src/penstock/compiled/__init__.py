@@ -10,24 +10,12 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.compiled.halves import places_in
-    from penstock.compiled.names import graphs_kept, has_compiler
-    from penstock.compiled.stages import CompiledModule, RefusedError, settings_of
+    from penstock.compiled.halves import leave_weights as leave_weights
+    from penstock.compiled.halves import places_in as places_in
+    from penstock.compiled.names import graphs_kept as graphs_kept
+    from penstock.compiled.names import has_compiler as has_compiler
+    from penstock.compiled.stages import CompiledModule as CompiledModule
+    from penstock.compiled.stages import RefusedError as RefusedError
+    from penstock.compiled.stages import settings_of as settings_of
 
-__all__ = [
-    "CompiledModule",
-    "RefusedError",
-    "graphs_kept",
-    "has_compiler",
-    "places_in",
-    "settings_of",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "halves": "places_in",
-        "names": "graphs_kept has_compiler",
-        "stages": "CompiledModule RefusedError settings_of",
-    },
-)
+__all__, __getattr__, __dir__ = lazily(__name__)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, itemgetter
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import networkx
@@ -339,20 +338,21 @@ def _graph_of(
 
 
 def places_in(node: Any) -> Sequence[int]:
-    """Returns which edges of a compiled node lead to weights whose gradients can wait; none if it is not cut.
-
-    If there are any, the node gets what its backward looks for: ``node.split.use``, which may be set to what
-    keeps the weights' half.
-    """
+    """Returns which edges of a compiled node lead to weights that can wait; none if it is not cut."""
     kind = type(node)
     if not hasattr(kind, _CUT):
         setattr(kind, _CUT, _cut(node))
     backward: Backward | None = getattr(kind, _CUT)
-    if backward is None:
-        return ()
-    node.split = SimpleNamespace(use=None)
-    return backward.places
+    return () if backward is None else backward.places
 
+
+def leave_weights(node: Any, keep: Callable[[WeightsHalf], Any]) -> None:
+    """Makes a compiled node pass its weights' half to ``keep`` when it runs, and not run that too."""
+    node.keep_weights_half = keep
+
+
+WeightsHalf = Callable[[], Sequence[Tensor | None]]
+"""Computes a gradient or None for each of the edges that wait."""
 
 _CUT = "cut_by_penstock"
 
@@ -464,15 +464,15 @@ class Backward:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Returns a gradient or None for each argument of forward; those of weights may be left for later."""
-        split = getattr(names.running_node(), "split", None)
-        if split is None or split.use is None:
+        keep = getattr(names.running_node(), "keep_weights_half", None)
+        if keep is None:
             found: Sequence[Any] = self._whole(args)
             return found
         held, taken = self._hold(args), [*self._take(args)]
         args.clear()
         made = self._inputs(taken)
         kept = self._halves.in_order(held, made[self._given :])
-        split.use.keep(partial(self._later, kept, _versions(kept)))
+        keep(partial(self._later, kept, _versions(kept)))
         return self._spread([*made[: self._given], None])
 
     def _later(self, kept: list[Any], versions: list[int]) -> Sequence[Tensor | None]:

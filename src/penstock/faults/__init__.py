@@ -1,4 +1,4 @@
-"""A fault on one rank becomes a named error on all: heartbeats, a place to report failures, and a watch.
+"""A fault on one rank becomes a named error on all: heartbeats in the store, a monitor, and reports.
 
 Names are imported on first use, so that the command line can handle signals without importing torch.
 """
@@ -10,52 +10,22 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.faults.failure import (
-        Failure,
-        failing_module,
-        status_of,
-        versions,
-        without_own_frames,
-    )
-    from penstock.faults.processes import this_host
-    from penstock.faults.progress import (
-        FIRST_STEP,
-        PATIENCE,
-        Activity,
-        Patience,
-        Timeout,
-        add_probe,
-        has_probes,
-    )
-    from penstock.faults.rendezvous import SLACK, Rendezvous
-    from penstock.faults.watch import Watch
+    from penstock.faults.activity import Activity as Activity
+    from penstock.faults.activity import Patience as Patience
+    from penstock.faults.activity import RENDEZVOUS as RENDEZVOUS
+    from penstock.faults.activity import Timeout as Timeout
+    from penstock.faults.activity import add_probe as add_probe
+    from penstock.faults.failure import Failure as Failure
+    from penstock.faults.failure import failing_module as failing_module
+    from penstock.faults.failure import status_of as status_of
+    from penstock.faults.failure import versions as versions
+    from penstock.faults.failure import without_own_frames as without_own_frames
+    from penstock.faults.meeting import Meeting as Meeting
+    from penstock.faults.meeting import end_waits as end_waits
+    from penstock.faults.meeting import meet as meet
+    from penstock.faults.processes import this_host as this_host
+    from penstock.faults.silence import Place as Place
+    from penstock.faults.silence import find_silent as find_silent
+    from penstock.faults.watch import Watch as Watch
 
-__all__ = [
-    "FIRST_STEP",
-    "PATIENCE",
-    "SLACK",
-    "Activity",
-    "Failure",
-    "Patience",
-    "Rendezvous",
-    "Timeout",
-    "Watch",
-    "add_probe",
-    "failing_module",
-    "has_probes",
-    "status_of",
-    "this_host",
-    "versions",
-    "without_own_frames",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "failure": "Failure failing_module status_of versions without_own_frames",
-        "processes": "this_host",
-        "progress": "FIRST_STEP PATIENCE Activity Patience Timeout add_probe has_probes",
-        "rendezvous": "SLACK Rendezvous",
-        "watch": "Watch",
-    },
-)
+__all__, __getattr__, __dir__ = lazily(__name__)

@@ -11,12 +11,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,20 +26,19 @@ from penstock.errors import (
     INPUT,
     INTERRUPTED,
     NON_FINITE,
+    TEMPORARY,
     TERMINATED,
     USAGE,
+    AgreementError,
     InputFileError,
     NonFiniteError,
+    PenstockError,
     StageError,
     UsageError,
     printable,
 )
-from penstock.faults.progress import Place
+from penstock.faults.silence import LONGEST_LINE, LONGEST_TRACE, Place, Verdict
 
-Kind = Literal["raised", "died", "silent", "left", "interrupted", "lost"]
-
-LONGEST_LINE = 500
-LONGEST_TRACE = 20_000
 FILE = "failure.json"
 
 logger = logging.getLogger("penstock")
@@ -50,9 +49,9 @@ class Failure:
     """One rank's failure.
 
     Args:
-        kind: ``raised`` an exception; ``died``: its process ended without an error; ``silent``: makes no
-            progress; ``left`` the pipeline while others continue; ``interrupted`` by a signal; ``lost``:
-            out of reach.
+        kind: ``raised`` an exception; ``interrupted`` by a signal; ``died``: its process ended without an
+            error; ``silent``: makes no progress; ``left`` the pipeline while others continue; ``lost``: out
+            of reach.
         rank: the rank that failed.
         step: the training step that it was in, counted from 1.
         stage: the stage that it worked on, if known.
@@ -61,15 +60,14 @@ class Failure:
         error: the type of the exception.
         what: the first line of its message; for other kinds, what is known.
         trace: the traceback.
+        module: the path and type of the module that raised, if it was one.
         status: the exit status for it.
         time: in seconds since the epoch, on the clock of the rank that noticed it.
         by: the rank that noticed it.
-        story: what else that rank has found, line by line.
         everywhere: whether all ranks find the same error by themselves, as when they disagree.
-        module: the path and type of the module that raised, if it was one.
     """
 
-    kind: Kind
+    kind: str
     rank: int
     step: int = 0
     stage: int | None = None
@@ -78,75 +76,87 @@ class Failure:
     error: str = ""
     what: str = ""
     trace: str = ""
-    status: int = FAILURE
+    module: str = ""
+    status: int = TEMPORARY
     time: float = field(default_factory=time.time)
     by: int = -1
-    story: tuple[str, ...] = ()
     everywhere: bool = False
-    module: str = ""
 
     def __str__(self) -> str:
+        parts = [f"rank {self.rank}"]
+        if self.step:
+            parts.append(f"step {self.step}")
+        for name in ("stage", "microbatch", "action", "module"):
+            if getattr(self, name) not in (None, ""):
+                parts.append(f"{name} {getattr(self, name)}")
         said = f"{self.error}: {self.what}" if self.error else self.what
-        return f"{self.place}: {said}"
+        return f"{', '.join(parts)}: {said}"
 
     @property
     def is_raised(self) -> bool:
         """Whether the rank itself reported it; other kinds of failures are found by other ranks."""
         return self.kind in ("raised", "interrupted")
 
-    @property
-    def place(self) -> str:
-        """Rank, step, stage, microbatch and action, as far as they are known."""
-        parts = [f"rank {self.rank}"]
-        if self.step:
-            parts.append(f"step {self.step}")
-        if self.stage is not None:
-            parts.append(f"stage {self.stage}")
-        if self.microbatch is not None:
-            parts.append(f"microbatch {self.microbatch}")
-        if self.action is not None:
-            parts.append(f"action {self.action}")
-        if self.module:
-            parts.append(f"module {self.module}")
-        return ", ".join(parts)
 
-    @classmethod
-    def from_data(cls, found: Any) -> Failure | None:
-        """From JSON data; None if it is not a failure, since a broken peer may write anything."""
-        try:
-            return cls(**_checked(found))
-        except (ValueError, TypeError, KeyError):
-            return None
-
-
-def of_exception(error: BaseException, rank: int, place: Mapping[str, Any]) -> Failure:
-    """The failure that an exception on a rank means.
-
-    Args:
-        error: the exception.
-        rank: the rank.
-        place: a snapshot of the rank's activity.
-    """
+def of_exception(error: BaseException, place: Place) -> Failure:
+    """The failure that an exception means, on the rank that is at this place."""
     # A StageError in an action only adds the place, which is known anyway: report the user's own error.
-    is_placed = isinstance(error, StageError) and place["action"] is not None
+    is_placed = isinstance(error, StageError) and place.action is not None
     root = error.__cause__ if is_placed and error.__cause__ else error
-    lines = str(root).strip().splitlines()
     status = status_of(error)
     signal = _SIGNALS.get(status)
-    return Failure(
+    return at_place(
+        place,
         "interrupted" if signal else "raised",
-        rank,
-        place["step"],
-        place["stage"],
-        place["microbatch"],
-        place["action"],
-        "" if signal else type(root).__name__,
-        printable(signal or (lines[0] if lines else ""))[:LONGEST_LINE],
-        printable("".join(traceback.format_exception(error)))[-LONGEST_TRACE:],
-        status,
-        by=rank,
-        module=printable(failing_module(root)) if is_placed else "",
+        signal or (str(root).strip().splitlines() or [""])[0],
+        error="" if signal else type(root).__name__,
+        trace=printable("".join(traceback.format_exception(error)))[-LONGEST_TRACE:],
+        module=printable(failing_module(root))[:LONGEST_LINE] if is_placed else "",
+        status=status,
+        by=place.rank,
+        everywhere=isinstance(error, PenstockError)
+        and (error.rank is not None or isinstance(error, AgreementError | NonFiniteError)),
     )
+
+
+def at_place(place: Place, kind: str, what: str, **more: Any) -> Failure:
+    """A failure of the rank that is at this place."""
+    return Failure(
+        kind,
+        place.rank,
+        place.step,
+        place.stage,
+        place.microbatch,
+        place.action,
+        what=printable(what)[:LONGEST_LINE],
+        **more,
+    )
+
+
+def of_silence(verdict: Verdict, places: Mapping[int, Place], by: int) -> Failure:
+    """The failure of the ranks that :func:`find_silent` has found."""
+    place = places[verdict.culprits[0]]
+    if len(verdict.culprits) == 1:
+        what = f"makes no progress: it {place.words}{place.advice}"
+        return at_place(place, "silent", what, by=by)
+    ranks = ", ".join(map(str, verdict.culprits))
+    what = (
+        f"ranks {ranks} wait for each other, although each has sent what the others wait for: the network "
+        "between them is cut, or messages were lost"
+    )
+    return at_place(place, "lost", what, by=by)
+
+
+def of_leaving(place: Place, by: int) -> Failure:
+    """The failure of a rank that is done while others go on."""
+    what = (
+        f"left after {place.step} training step{'' if place.step == 1 else 's'}, while others go on; every "
+        "rank must make the same calls of the pipeline: look for a loop that ends earlier there"
+    )
+    return Failure("left", place.rank, place.step, what=what, by=by)
+
+
+# ---- errors of Python
 
 
 def failing_module(error: BaseException) -> str:
@@ -166,12 +176,12 @@ def failing_module(error: BaseException) -> str:
 
 def without_own_frames(error: BaseException) -> TracebackType | None:
     """The traceback of an error in the user's code, without the frames of Penstock and torch."""
-    found, kept = [], None
+    entries, kept = [], None
     trace = error.__traceback__
     while trace is not None:
-        found.append(trace)
+        entries.append(trace)
         trace = trace.tb_next
-    for each in reversed(found):
+    for each in reversed(entries):
         if not each.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS):
             kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return kept
@@ -180,11 +190,6 @@ def without_own_frames(error: BaseException) -> TracebackType | None:
 _NOT_THE_USERS = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
-
-
-def is_orderly(error: BaseException) -> bool:
-    """Whether it is a normal exit."""
-    return isinstance(error, SystemExit) and status_of(error) == 0
 
 
 def status_of(error: BaseException) -> int:
@@ -203,35 +208,10 @@ _STATUSES: tuple[tuple[type[BaseException], int], ...] = (
     (InputFileError, INPUT),
     (UsageError, USAGE),
 )
-
-
 _SIGNALS = {
     INTERRUPTED: "was interrupted by Ctrl-C (SIGINT)",
     TERMINATED: "was told to end (SIGTERM)",
 }
-
-
-_KINDS = {"raised", "died", "silent", "left", "interrupted", "lost"}
-_OPTIONAL = {"stage", "microbatch", "action"}
-
-
-def _checked(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a failure, after a check of their types."""
-    kinds = {f.name: type(getattr(_EXAMPLE, f.name)) for f in fields(Failure)}
-    given = {name: found[name] for name in kinds}
-    if given["kind"] not in _KINDS:
-        raise ValueError("unknown kind")
-    given["story"] = tuple(printable(str(line)) for line in given["story"])
-    given["time"] = float(given["time"])
-    for name, kind in kinds.items():
-        if not (isinstance(given[name], kind) or (name in _OPTIONAL and given[name] is None)):
-            raise TypeError(name)
-        if kind is str and given[name] is not None:
-            given[name] = printable(given[name])
-    return given
-
-
-_EXAMPLE = Failure("raised", 0, 0, 0, 0, "", story=())
 
 
 # ---- reports: ``failure.json``, and torchrun's error file
@@ -247,59 +227,53 @@ def versions() -> dict[str, str]:
 
 
 def stacks() -> str:
-    """The stacks of all threads of this process, without values, which may be secret."""
+    """The stacks of all other threads of this process, without values, which may be secret."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = []
-    for ident, frame in sys._current_frames().items():
-        if ident != threading.get_ident():
-            lines = "".join(traceback.format_stack(frame))
-            parts.append(f"thread {names.get(ident, ident)}:\n{lines}")
+    parts = [
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    ]
     return printable("\n".join(parts))[-LONGEST_TRACE:]
 
 
-def story(
-    failures: Sequence[Failure],
-    places: Mapping[int, Place],
-    found: Mapping[int, str],
-    rank: int,
-) -> dict[str, Any]:
-    """The whole report as JSON data, without environment variables.
-
-    Args:
-        failures: in the order in which they happened.
-        places: where each rank is.
-        found: the stacks of the ranks that gave them.
-        rank: the rank that writes the report.
-    """
-    return {
-        "summary": summary(failures),
-        "failures": [asdict(failure) for failure in failures],
-        "ranks": [{**asdict(place), "words": str(place)} for place in places.values()],
-        "stacks": {str(number): text for number, text in found.items()},
-        "told_by": rank,
-        "time": time.time(),
-        "versions": versions(),
-    }
-
-
-def summary(failures: Sequence[Failure]) -> str:
-    """All failures in one line."""
-    first, *later = map(str, failures)
-    return first + "".join(f"; then {failure}" for failure in later)
-
-
-def write(folder: Path | None, told: Mapping[str, Any]) -> None:
-    """Write ``failure.json``, unless there is one.
+def write_report(
+    folder: Path | None,
+    failure: Failure,
+    places: Iterable[Place],
+    known_stacks: Mapping[int, str] | None = None,
+) -> None:
+    """Write ``failure.json``, unless there is one; it holds nothing of the environment.
 
     If that fails, it is only logged, so as not to hide the cause.
+
+    Args:
+        folder: where; ``None`` for nowhere.
+        failure: what happened.
+        places: where each rank is.
+        known_stacks: the stacks of ranks that gave them.
     """
     if folder is None:
         return
+    report = {
+        "summary": str(failure),
+        "failures": [asdict(failure)],
+        "ranks": [{**_as_json(place), "words": str(place)} for place in places],
+        "stacks": {str(rank): text for rank, text in (known_stacks or {}).items()},
+        "told_by": failure.by,
+        "time": time.time(),
+        "versions": versions(),
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_new(folder / FILE, json.dumps(told, indent=1))
+        _write_new(folder / FILE, json.dumps(report, indent=1))
     except OSError as error:
-        logger.error("penstock: the story of the failure could not be written: %s", error)
+        logger.error("penstock: the report of the failure could not be written: %s", error)
+
+
+def _as_json(place: Place) -> dict[str, Any]:
+    record = asdict(place)
+    return record | {"limit": None if place.limit == float("inf") else place.limit}
 
 
 def _write_new(path: Path, text: str) -> None:

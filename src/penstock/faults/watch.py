@@ -4,124 +4,163 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import multiprocessing
 import os
+import socket
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
-from time import monotonic, sleep
-from weakref import WeakSet
+from time import monotonic
 
 import torch.distributed as dist
 
 from penstock.errors import TEMPORARY, MessageError, PeerFailed, PenstockError, UsageError
-from penstock.faults.board import BoardLostError
+from penstock.faults.activity import Activity, Patience
 from penstock.faults.failure import (
     Failure,
-    is_orderly,
+    at_place,
     of_exception,
-    summary,
+    of_leaving,
+    of_silence,
+    stacks,
+    status_of,
     tell_torchrun,
+    write_report,
 )
-from penstock.faults.monitor import LEFT, RAISED, Monitor, Team
-from penstock.faults.progress import Activity, Patience
+from penstock.faults.heartbeats import Heartbeats
+from penstock.faults.meeting import Meeting
+from penstock.faults.silence import STALE, Place, Stragglers, find_silent
 
-WORD = 1.5
-"""Seconds to wait for the cause on the board after a connection broke."""
-WORD_FROM_AFAR = 4.0
-"""The same across machines, where a death shows only in missing heartbeats."""
+TICK = 0.1
+"""Seconds between two looks of the monitor."""
+LOOK = 5
+"""Ticks between two looks at the processes of this machine."""
+JUDGE = 20
+"""Ticks between two looks for stragglers."""
+CAUSE = 2.0
+"""Seconds to wait for the reason why a connection broke."""
 LINGER = 1.0
-"""Seconds that a failed rank waits for the others to hear why, before a launcher kills them."""
-BOW = 0.3
+"""Seconds that a failed rank waits for the others to hear why, before a launcher ends them."""
+BOW = 0.5
 """Seconds that the others wait, so that the failed rank is the first to end."""
-DELIVERY = 0.5
-"""Seconds that the last word of a rank may take to reach the store."""
-_POLL = 0.02
-_ALL: WeakSet[Watch] = WeakSet()
+LAST = 4.0
+"""Seconds after waits were ended until a rank that still waits ends itself."""
+PROBE = 1.0
+"""Seconds in which a machine that can be reached answers."""
+
+_ALL: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+logger = logging.getLogger("penstock")
 
 
-def _concern_child() -> None:
-    """In a forked process: make every activity check whether it still is the rank's."""
+def _alarm_child() -> None:
+    """In a forked process: its checks find out that it is no rank."""
     for watch in _ALL:
-        watch.activity.halt = True
+        watch.alarm = True
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_concern_child)
+    os.register_at_fork(after_in_child=_alarm_child)
 
 
 class Watch:
-    """Makes a failure on any rank a named error in this process. It begins when the ranks have met.
+    """Makes a failure on any rank a named error in this process, and ends waits that nobody will.
+
+    A thread sends heartbeats; another one, the monitor, looks for failures, deaths and silence, even if this
+    rank's own thread and the store are blocked. No process is ever killed but this one, by itself.
 
     Args:
         activity: of this process's rank.
-        team: all ranks.
+        meeting: the ranks.
         patience: how long a rank may make no progress.
+
+    Attributes:
+        alarm: whether :meth:`check` may have a reason to raise.
     """
 
-    def __init__(self, activity: Activity, team: Team, patience: Patience) -> None:
+    def __init__(self, activity: Activity, meeting: Meeting, patience: Patience) -> None:
+        self.alarm = False
         self.activity = activity
-        self.patience = patience
-        self._team = team
+        self._meeting = meeting
+        self._patience = patience
         self._pid = os.getpid()
-        self._monitor = Monitor(activity, team, patience)
-        self._closed = threading.Event()
-        activity.concern = self.check
-        _ALL.add(self)
-        activity.slate = team.board.slate(activity.rank)
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._abort: Callable[[], Callable[[], object] | None] = lambda: None
+        self._folder: Path | None = None
+        self._status = "runs"
+        self._stopped = False
+        self._failure: Failure | None = None
+        self._since_failure = 0.0
+        self._broken: float | None = None
+        self._aborted = 0.0
+        self._reachable: dict[str, bool] = {}
+        self._stragglers = Stragglers()
+        self._ending = threading.Event()
+        self._closed = False
+        self._heartbeats = Heartbeats(meeting, lambda: activity.place(self._status))
+        self._monitor = threading.Thread(target=self._run, name="penstock monitor", daemon=True)
         self._monitor.start()
-        atexit.register(self.leave)
+        _ALL.add(self)
+        atexit.register(self._leave)
         if multiprocessing.parent_process() is not None:
-            # A multiprocessing child exits without running what is registered with atexit.
-            Finalize(None, self.leave, exitpriority=10)
+            # A child of multiprocessing exits without running what is registered with atexit.
+            Finalize(None, self._leave, exitpriority=10)
 
-    def made(self) -> None:
-        """The pipeline is set up; from now on the limits for steps apply."""
-        self.patience.made = True
-        self.activity.make(None)
-
-    def over(self, cut: Callable[[], object]) -> None:
+    def protect(self, abort: Callable[[], None]) -> None:
         """Watch over connections.
 
         Args:
-            cut: breaks this rank's connections, so that waits on them end.
+            abort: ends all waits of this rank and closes its connections, so that the others' waits end too.
+                It is called from any thread, and again while a wait goes on. A bound method is only
+                weakly held.
         """
-        self._monitor.wires.break_by(cut)
+        is_method = getattr(abort, "__self__", None) is not None
+        self._abort = weakref.WeakMethod(abort) if is_method else lambda: abort
+
+    def made(self) -> None:
+        """The pipeline is set up; from now on the limits for steps apply."""
+        self.activity.setup = None
+        self.activity.rest()
+        self._heartbeats.now()
+
+    def keep_in(self, folder: Path | None) -> None:
+        """Write reports of failures to this folder."""
+        self._folder = folder
 
     @contextmanager
     def patient(self, seconds: float) -> Iterator[None]:
         """Give this rank at least so much time for what it does in this context."""
         before = self.activity.slack
         self.activity.slack = max(before, seconds)
-        self._monitor.beat()
+        self._heartbeats.now()
         try:
             yield
         finally:
             self.activity.slack = before
-            self._monitor.beat()
-
-    def keep_in(self, folder: Path | None) -> None:
-        """Write reports of failures to this folder."""
-        self._monitor.folder = folder
+            self._heartbeats.now()
 
     def check(self) -> None:
-        """Called before an action if there may be a reason to stop.
+        """Called before every action; in the usual case it only looks at a flag.
 
         Raises:
             PeerFailed: another rank has failed.
             UsageError: this process was forked from the rank's.
         """
+        if not self.alarm:
+            return
         if self._is_child():
             raise UsageError(
                 f"this process was forked from that of rank {self.activity.rank}, and is not a rank of the "
                 "pipeline: it must not continue the step, but do its own work and exit"
             )
-        if self._monitor.alarm or self._monitor.lost is not None:
-            raise self._stopped()
+        if self._failure is not None:
+            raise self._peer_failed(self._failure)
 
     def failed(self, error: BaseException) -> BaseException:
         """Report an error here to the other ranks, or find the failure that has caused it.
@@ -130,147 +169,317 @@ class Watch:
             What to raise: the error itself, or a :class:`PeerFailed` if it follows from another rank's
             failure.
         """
-        if self._is_child() or self._monitor.stopped:
+        if self._is_child() or self._stopped or isinstance(error, PeerFailed):
             return error
-        if isinstance(error, PeerFailed) or is_orderly(error):
+        if isinstance(error, SystemExit) and status_of(error) == 0:
             return error
-        if _of_wires(error):
-            try:
-                if self._hear_why():
-                    return self._stopped()
-            except BoardLostError as lost:
-                return self._cut_off(lost)
+        if self._may_be_broken_wait(error):
+            return self._peer_failed(self._find_cause(error))
         culprit = error.rank if isinstance(error, PenstockError) else None
-        if culprit is None or culprit == self.activity.rank:
+        if culprit in (None, self.activity.rank):
             self._confess(error)
         else:
-            self._follow(error, culprit)
+            # All ranks raise it because of one of them, which reports it.
+            self._stop()
+            tell_torchrun(of_exception(error, self.activity.place()), own=False)
+            self._heartbeats.wait_for(lambda: self._has_stopped(culprit), BOW)
         return error
 
     def close(self) -> None:
         """This rank is done; a second call does nothing."""
-        if self._closed.is_set():
+        if self._closed:
             return
-        self._closed.set()
-        atexit.unregister(self.leave)
-        self.activity.concern = None
+        self._closed = True
+        atexit.unregister(self._leave)
         if self._is_child():
             return
-        self._monitor.stop()
-        with suppress(BoardLostError):
-            place = self.activity.snapshot()
-            self._team.say(LEFT, {name: place[name] for name in ("calls", "step")})
-            self._team.board.flush(DELIVERY)
-        self._team.board.close()
+        self._ending.set()
+        if self._monitor is not threading.current_thread():
+            self._monitor.join(2 * PROBE)
+        self._status = "left"
+        self._heartbeats.close(LINGER)
 
-    def leave(self) -> None:
+    # ---- in the thread that runs the program
+
+    def _may_be_broken_wait(self, error: BaseException) -> bool:
+        if isinstance(error, MessageError | dist.DistError | ConnectionError | TimeoutError):
+            return True
+        # Gloo's errors are of no class of their own; the second is what ``end_waits`` makes of a wait.
+        return type(error) is RuntimeError and (
+            "/gloo/" in str(error) or "pair closure" in str(error)
+        )
+
+    def _find_cause(self, error: BaseException) -> Failure:
+        """Why a wait broke: the failure of another rank, which may be known a little later."""
+        self._broken = monotonic()
+        self._heartbeats.wait_for(lambda: self._failure is not None, CAUSE)
+        # The monitor may need a moment more: it also looks for who is not heard of any more.
+        deadline = self._broken + CAUSE + STALE
+        while self._failure is None and monotonic() < deadline:
+            self._ending.wait(TICK)
+        if self._failure is None:
+            peer = self.activity.peer
+            place = self._places()[self.activity.rank if peer is None else peer]
+            what = f"the connection broke, and no rank says why ({type(error).__name__}: {error})"
+            self._accuse(at_place(place, "lost", what, by=self.activity.rank))
+        return self._failure or of_exception(error, self.activity.place())
+
+    def _confess(self, error: BaseException) -> None:
+        failure = of_exception(error, self.activity.place())
+        self._stop()
+        tell_torchrun(failure, own=True)
+        self._heartbeats.report(failure)
+        self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
+        if not failure.everywhere:
+            self._end_waits()
+        self._heartbeats.wait_for(lambda: all(map(self._has_stopped, self._others)), LINGER)
+        first = self._heartbeats.failure or failure
+        if first.rank == self.activity.rank:
+            write_report(self._folder, first, self._places().values())
+
+    def _peer_failed(self, failure: Failure) -> PeerFailed:
+        """The error with which this rank must stop."""
+        self._stop()
+        self._end_waits()
+        rank = self.activity.rank
+        tell_torchrun(failure, own=False)
+        if failure.by == rank:
+            write_report(self._folder, failure, self._places().values(), self._heartbeats.stacks)
+        text = str(failure)
+        if failure.rank != rank:
+            if failure.is_raised:
+                self._heartbeats.wait_for(lambda: self._has_left(failure.rank), BOW)
+            if self._meeting.hosts:
+                # The store ends with this process.
+                self._heartbeats.wait_for(lambda: all(map(self._has_stopped, self._others)), LINGER)
+            text = f"rank {rank} stopped because {text}"
+        return PeerFailed(text, (failure,), failure.status)
+
+    def _stop(self) -> None:
+        """This rank stops with an error."""
+        self._stopped = True
+        self._status = "stops"
+        self._heartbeats.now()
+        # At exit the interpreter would search all objects of torch and the model for cycles, which takes
+        # seconds for which the other ranks wait. Frozen objects are not searched; finalizers still run.
+        atexit.register(gc.freeze)
+
+    def _leave(self) -> None:
         """The interpreter exits: tell the others, with the reason if it is an uncaught error."""
-        if self._closed.is_set() or self._is_child():
+        if self._closed or self._is_child():
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None:
             self.failed(error)
-        followed = [f.rank for f in self._team.of_others[:1] if f.rank != self.activity.rank]
         self.close()
-        if self._monitor.stopped and followed:
-            # A launcher reports the process that ends first.
-            self._await_departure(followed)
-
-    # ---- how it is done
 
     def _is_child(self) -> bool:
-        """Whether this process was forked from the rank's, to which connections, board and slate belong."""
-        if os.getpid() == self._pid:
-            return False
-        self.activity.slate = None
-        return True
+        """Whether this process was forked from the rank's, to which threads and connections belong."""
+        return os.getpid() != self._pid
 
-    def _hear_why(self) -> bool:
-        """Wait for another rank to say why a connection broke; returns whether one did."""
-        self._monitor.cut_off = True
-        deadline = monotonic() + (WORD if self._team.is_near else WORD_FROM_AFAR)
-        self._team.refresh()
-        while not self._team.of_others and monotonic() < deadline:
-            if self._monitor.lost is not None:
-                raise self._monitor.lost
-            sleep(_POLL)
-            self._team.refresh()
-        return bool(self._team.of_others)
+    # ---- what is known of the ranks
 
-    def _confess(self, error: BaseException) -> None:
-        failure = of_exception(error, self.activity.rank, self.activity.snapshot())
-        if isinstance(error, PenstockError) and not isinstance(error, MessageError):
-            # An error before the first action is raised on all ranks.
-            early = self.activity.is_busy and self.activity.doing is None
-            failure = replace(failure, everywhere=early)
-        self._stop()
-        tell_torchrun(failure, own=True)
-        # If the board is lost, the error is still raised, and the others notice by broken connections.
-        with suppress(BoardLostError):
-            self._team.report(failure)
-            self._team.say(RAISED)
-        if not failure.everywhere:
-            self._monitor.wires.cut()
-        with suppress(BoardLostError):
-            self._team.await_word(RAISED, self._team.others, LINGER)
-        self._monitor.write_story(self._team.failures or (failure,))
+    @property
+    def _others(self) -> list[int]:
+        return list(self._heartbeats.places)
 
-    def _follow(self, error: BaseException, culprit: int) -> None:
-        """All ranks raise this error because of one of them, which should be the first to end."""
-        self._stop()
-        tell_torchrun(of_exception(error, culprit, self.activity.snapshot()), own=False)
-        with suppress(BoardLostError):
-            self._team.say(RAISED)
-        self._await_departure([culprit])
-
-    def _stop(self) -> None:
-        """This rank has stopped with an error."""
-        self._monitor.stopped = True
-        # At exit the interpreter would search all objects of torch and the model for cycles, which takes
-        # seconds for which the other ranks wait. Frozen objects are not searched; finalizers still
-        # run.
-        atexit.register(gc.freeze)
-
-    def _stopped(self) -> PeerFailed:
-        """The error with which this rank must stop."""
-        if self._monitor.lost is not None and not self._team.of_others:
-            return self._cut_off(self._monitor.lost)
-        failures = self._team.of_others
-        self._stop()
-        self._monitor.wires.cut()
-        tell_torchrun(failures[0], own=False)
-        with suppress(BoardLostError):
-            self._team.say(RAISED)
-        text = summary(failures)
-        if failures[0].rank != self.activity.rank:
-            self._await_departure([failures[0].rank])
-            text = f"rank {self.activity.rank} stopped because {text}"
-        if failures[0].by == self.activity.rank and failures[0].kind not in ("silent", "lost"):
-            # For a rank that cannot write it; for a silent or lost one, the monitor has written it.
-            self._monitor.write_story(self._team.failures)
-        return PeerFailed(text, failures, failures[0].status)
-
-    def _await_departure(self, ranks: list[int]) -> None:
-        try:
-            self._team.await_word(LEFT, ranks, BOW)
-        except BoardLostError:
-            sleep(BOW)
-
-    def _cut_off(self, lost: BoardLostError) -> PeerFailed:
-        self._stop()
-        self._monitor.wires.cut()
-        where = self._team.words_of(self.activity.snapshot())
-        what = f"the control store, through which ranks leave word, is lost: {lost}"
-        failure = Failure("lost", 0, what=what, status=TEMPORARY, by=self.activity.rank)
-        tell_torchrun(failure, own=False)
-        self._monitor.write_story((failure,))
-        text = (
-            f"rank {self.activity.rank} stopped because {what}; the process that hosts it, usually that of "
-            f"rank 0, has ended or is stopped, or the network to it is cut; this rank {where}"
+    def _has_left(self, rank: int) -> bool:
+        return (
+            self._heartbeats.places[rank].status == "left"
+            or self._meeting.processes[rank].condition() == "ended"
         )
-        return PeerFailed(text, (failure,), TEMPORARY)
+
+    def _has_stopped(self, rank: int) -> bool:
+        return self._heartbeats.places[rank].status == "stops" or self._has_left(rank)
+
+    @property
+    def _limit(self) -> float:
+        if self.activity.setup is not None:
+            return self._patience.rendezvous
+        return self._patience.limit(self.activity.durations)
+
+    def _places(self) -> dict[int, Place]:
+        """Where every rank is."""
+        now, limit = monotonic(), self._limit
+        places = {self.activity.rank: self.activity.place(self._status)}
+        for rank in self._others:
+            # First its time, as the other thread may replace both.
+            stale = now - self._heartbeats.heard[rank]
+            places[rank] = replace(
+                self._heartbeats.places[rank],
+                stale=max(0.0, stale),
+                condition=self._meeting.processes[rank].condition(),
+            )
+        return {
+            rank: replace(places[rank], limit=max(limit, places[rank].slack))
+            for rank in sorted(places)
+        }
+
+    def _accuse(self, failure: Failure) -> None:
+        """Report the failure of another rank, unless one is known already."""
+        self._heartbeats.report(failure)
+        self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
+        self._learn(self._heartbeats.failure or failure)
+
+    def _learn(self, failure: Failure) -> None:
+        if self._failure is None:
+            self._failure, self._since_failure = failure, monotonic()
+
+    # ---- in the monitor's thread
+
+    def _run(self) -> None:
+        ticks = 0
+        while not self._ending.wait(TICK):
+            ticks += 1
+            if self._launcher is not None and os.getppid() != self._launcher:
+                self._end_process("its launcher has ended", TEMPORARY)
+            known = self._heartbeats.failure
+            if known is not None and not (known.is_raised and known.rank == self.activity.rank):
+                self._learn(known)
+            if self._failure is not None:
+                self._react(self._failure)
+            elif known is None and not self._stopped:
+                self._look(ticks)
+
+    def _react(self, failure: Failure) -> None:
+        """Another rank has failed, or others say that this one has: end the waits here."""
+        seconds, is_accused = monotonic() - self._since_failure, failure.rank == self.activity.rank
+        if failure.kind == "silent" and not self._heartbeats.stacks.get(-1):
+            self._heartbeats.stacks[-1] = "given"
+            self._heartbeats.give_stacks(stacks())
+        if failure.everywhere and (self._stopped or seconds < LINGER):
+            return
+        self.alarm = True
+        if self._stopped:
+            return
+        waits = self.activity.waits is not None
+        if waits and monotonic() - self._aborted > 1.0:
+            self._end_waits()
+        is_busy = self.activity.inside or self.activity.setup is not None
+        stuck = is_busy and monotonic() - self.activity.since > max(
+            self._limit, self.activity.slack
+        )
+        if (
+            (waits and seconds > LAST)
+            or (is_accused and seconds > CAUSE)
+            or (stuck and seconds > LAST)
+        ):
+            self._end_process(str(failure), failure.status)
+
+    def _look(self, ticks: int) -> None:
+        if self.activity.rank == 0 and ticks % JUDGE == 0:
+            for sentence in self._stragglers.find(
+                [self.activity.place(), *self._heartbeats.places.values()]
+            ):
+                logger.warning("penstock: %s", sentence)
+        waits = self.activity.waits is not None
+        overdue = waits and monotonic() - self.activity.since > max(
+            self._limit, self.activity.slack
+        )
+        if ticks % LOOK and not overdue and self._broken is None:
+            return
+        failure = self._find_gone() or self._find_lost_store(overdue)
+        if failure is not None:
+            self._accuse(failure)
+        elif overdue:
+            self._find_silent()
+
+    def _find_gone(self) -> Failure | None:
+        """The failure of a rank that has left, ended, or is out of reach."""
+        rank = self.activity.rank
+        for place in self._places().values():
+            if place.rank == rank:
+                continue
+            if place.status == "left":
+                is_behind = place.calls < self.activity.calls or self.activity.setup is not None
+                if is_behind or self._broken is not None:
+                    return of_leaving(place, rank)
+            elif place.condition == "ended":
+                return at_place(
+                    place, "died", f"its process ended without a word; it {place.words}", by=rank
+                )
+            elif place.condition == "unknown" and (what := self._find_cut(place)):
+                return at_place(place, "died" if self._broken else "lost", what, by=rank)
+        return None
+
+    def _find_cut(self, place: Place) -> str:
+        """Why a rank of another machine is out of reach; empty if that is not known."""
+        heard = self._heartbeats.heard[place.rank]
+        if self._broken is not None and heard < self._broken and monotonic() - self._broken > CAUSE:
+            return (
+                "its process ended without a word, its machine is down, or the network to it is cut"
+            )
+        address = self._meeting.processes[place.rank].address
+        if not address or self._heartbeats.lost:
+            return ""
+        port = self._meeting.host[1] if self._meeting.host else 9
+        if address not in self._reachable:
+            # What never answers, as behind a firewall, says nothing later.
+            self._reachable[address] = _answers(address, port)
+        if place.stale < STALE or not self._reachable[address] or _answers(address, port):
+            return ""
+        return f"not heard of for {place.stale:.1f} s: its machine is down, or the network to it is cut"
+
+    def _find_lost_store(self, overdue: bool) -> Failure | None:
+        """The failure to reach the store, if that is one."""
+        host, silent = self._meeting.host, self._heartbeats.unanswered
+        why = self._heartbeats.lost
+        if why and any(place.status == "left" for place in self._heartbeats.places.values()):
+            # Its host is done, and so may this rank be.
+            return None
+        if not why and silent > STALE:
+            is_far = host is not None and self._reachable.setdefault(host[0], _answers(*host))
+            if overdue or (is_far and host is not None and not _answers(*host)):
+                why = f"it has not answered for {silent:.1f} s"
+        if not why:
+            return None
+        place = self.activity.place()
+        what = (
+            f"the control store, through which the ranks leave word, is lost: {why}; the process that hosts "
+            "it, usually that of rank 0 or the launcher, has ended or is stopped, or the network to it is "
+            f"cut; this rank {place.words}"
+        )
+        return Failure("lost", 0, what=what, by=place.rank)
+
+    def _find_silent(self) -> None:
+        places = self._places()
+        verdict = find_silent(places, self.activity.rank)
+        if verdict is None:
+            return
+        failure = of_silence(verdict, places, self.activity.rank)
+        self._accuse(failure)
+        if self._failure is None or self._failure.by != self.activity.rank:
+            return
+        able = [rank for rank in self._others if not places[rank].is_mute]
+        self._heartbeats.wait_for(lambda: all(r in self._heartbeats.stacks for r in able), LINGER)
+        known = {r: text for r, text in self._heartbeats.stacks.items() if r >= 0}
+        known[self.activity.rank] = stacks()
+        write_report(self._folder, failure, places.values(), known)
+        lines = [str(failure), "what waits for what:", *(f"  {line}" for line in verdict.chain)]
+        lines += [
+            f"stacks of rank {rank}:\n{known.get(rank, '  none')}" for rank in verdict.culprits
+        ]
+        logger.error("penstock: %s", "\n".join(lines))
+
+    def _end_waits(self) -> None:
+        self._aborted = monotonic()
+        abort = self._abort()
+        if abort is not None:
+            abort()
+
+    def _end_process(self, why: str, status: int) -> None:
+        if self._ending.is_set() or self._stopped:
+            return
+        logger.error("penstock: rank %d ends itself: %s", self.activity.rank, why)
+        os._exit(status)
 
 
-def _of_wires(error: BaseException) -> bool:
-    """Whether an error may be just the sign of a broken connection."""
-    return isinstance(error, (MessageError, dist.DistError)) or type(error) is RuntimeError
+def _answers(address: str, port: int) -> bool:
+    """Whether a machine can be reached: it accepts a connection, or refuses it."""
+    try:
+        socket.create_connection((address, port), timeout=PROBE).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -10,83 +10,38 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.parallel.groups import (
-        Siblings,
-        group_across,
-        group_of,
-        replicated_mesh,
-        seat,
-        siblings_of,
-    )
-    from penstock.parallel.tensors import (
-        gathered,
-        global_norms,
-        is_sharded,
-        let_cross,
-        local_part,
-        merge_sharded,
-        region_of,
-        replicated,
-        replicated_like,
-        split_sharded,
-        spread,
-        whole,
-        with_local,
-    )
-    from penstock.parallel.wrapping import (
-        Adapter,
-        Part,
-        adapter_of,
-        alone,
-        named_buffers,
-        named_parameters,
-        names_without_wrappers,
-        over_replicas,
-        parts_of,
-        spreads_over_processes,
-        unwrapped,
-    )
+    from penstock.parallel.groups import Siblings as Siblings
+    from penstock.parallel.groups import group_across as group_across
+    from penstock.parallel.groups import group_of as group_of
+    from penstock.parallel.groups import replicated_mesh as replicated_mesh
+    from penstock.parallel.groups import seat as seat
+    from penstock.parallel.groups import siblings_of as siblings_of
+    from penstock.parallel.tensors import gathered as gathered
+    from penstock.parallel.tensors import global_norms as global_norms
+    from penstock.parallel.tensors import is_sharded as is_sharded
+    from penstock.parallel.tensors import let_cross as let_cross
+    from penstock.parallel.tensors import local_part as local_part
+    from penstock.parallel.tensors import merge_sharded as merge_sharded
+    from penstock.parallel.tensors import put_together as put_together
+    from penstock.parallel.tensors import region_of as region_of
+    from penstock.parallel.tensors import replicated as replicated
+    from penstock.parallel.tensors import replicated_like as replicated_like
+    from penstock.parallel.tensors import settled as settled
+    from penstock.parallel.tensors import split_sharded as split_sharded
+    from penstock.parallel.tensors import spread as spread
+    from penstock.parallel.tensors import take_apart as take_apart
+    from penstock.parallel.tensors import whole as whole
+    from penstock.parallel.tensors import with_local as with_local
+    from penstock.parallel.wrapping import Adapter as Adapter
+    from penstock.parallel.wrapping import Part as Part
+    from penstock.parallel.wrapping import adapter_of as adapter_of
+    from penstock.parallel.wrapping import alone as alone
+    from penstock.parallel.wrapping import named_buffers as named_buffers
+    from penstock.parallel.wrapping import named_parameters as named_parameters
+    from penstock.parallel.wrapping import names_without_wrappers as names_without_wrappers
+    from penstock.parallel.wrapping import over_replicas as over_replicas
+    from penstock.parallel.wrapping import parts_of as parts_of
+    from penstock.parallel.wrapping import spreads_over_processes as spreads_over_processes
+    from penstock.parallel.wrapping import unwrapped as unwrapped
 
-__all__ = [
-    "Adapter",
-    "Part",
-    "Siblings",
-    "adapter_of",
-    "alone",
-    "gathered",
-    "global_norms",
-    "group_across",
-    "group_of",
-    "is_sharded",
-    "let_cross",
-    "local_part",
-    "merge_sharded",
-    "named_buffers",
-    "named_parameters",
-    "names_without_wrappers",
-    "over_replicas",
-    "parts_of",
-    "region_of",
-    "replicated",
-    "replicated_like",
-    "replicated_mesh",
-    "seat",
-    "siblings_of",
-    "split_sharded",
-    "spread",
-    "spreads_over_processes",
-    "unwrapped",
-    "whole",
-    "with_local",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "groups": "Siblings group_across group_of replicated_mesh seat siblings_of",
-        "tensors": "gathered global_norms is_sharded let_cross local_part merge_sharded region_of "
-        "replicated replicated_like split_sharded spread whole with_local",
-        "wrapping": "Adapter Part adapter_of alone named_buffers named_parameters names_without_wrappers "
-        "over_replicas parts_of spreads_over_processes unwrapped",
-    },
-)
+__all__, __getattr__, __dir__ = lazily(__name__)

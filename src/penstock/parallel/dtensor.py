@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -21,13 +19,8 @@ from torch.distributed.tensor import (
 )
 
 from penstock.errors import MicrobatchError, SpecError
-from penstock.values import register_type
 
 # ---- local parts, whole tensors, and norms
-
-
-_Sharding = tuple[DeviceMesh, tuple[bool, ...]]
-"""A mesh, and for each of its dimensions whether a tensor is sharded along it."""
 
 
 def with_local(like: DTensor, part: Tensor) -> DTensor:
@@ -120,46 +113,10 @@ def _is_partial(placement: object) -> bool:
     return isinstance(placement, Partial)
 
 
-def of_wholes(norms: Tensor, tensors: Sequence[Tensor], order: float) -> Tensor:
-    """The norms of whole tensors from the norms of their local parts.
-
-    They are combined over just those dimensions of the mesh along which a tensor is sharded, in one
-    reduction for all tensors that are sharded alike.
-    """
-    cut: dict[_Sharding, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor):
-            cut.setdefault(_sharding(tensor), []).append(index)
-    for sharding, indices in cut.items():
-        if any(sharding[1]):
-            norms[indices] = _combined(norms[indices], sharding, order)
-    return norms
-
-
-def _sharding(tensor: DTensor) -> _Sharding:
-    # Sums are carried out before, so whatever is not replicated is sharded in some way.
-    cut = (not isinstance(placement, Replicate) for placement in tensor.placements)
-    return tensor.device_mesh, tuple(cut)
-
-
-def _combined(norms: Tensor, sharding: _Sharding, order: float) -> Tensor:
-    if math.isinf(order):
-        return _reduced(norms, sharding, "max" if order > 0 else "min")
-    if order == 0:
-        return _reduced(norms, sharding, "sum")
-    largest = _reduced(norms, sharding, "max")
-    # Relative to the largest, so that powers neither overflow nor underflow.
-    scale = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-    powers = _reduced((norms / scale).pow(order), sharding, "sum")
-    return powers.pow(1.0 / order) * scale
-
-
-def _reduced(values: Tensor, sharding: _Sharding, operation: str) -> Tensor:
-    mesh, cut = sharding
-    placements = [Partial(operation) if here else Replicate() for here in cut]
-    moved = values.to(mesh.device_type)
-    spread = DTensor.from_local(moved, mesh, placements, run_check=False)
-    return spread.redistribute(placements=[Replicate()] * len(cut)).to_local().cpu()
+def largest(like: DTensor, value: Tensor, operation: str) -> Tensor:
+    """The ``"max"`` or ``"min"`` of a number over the processes among which ``like`` is cut."""
+    placements = [p if isinstance(p, Replicate) else Partial(operation) for p in like.placements]
+    return DTensor.from_local(value, like.device_mesh, placements, run_check=False).full_tensor()
 
 
 # ---- DTensors that travel between stages: each process sends its local part to its counterpart # A mesh
@@ -174,19 +131,13 @@ _MODULES: WeakSet[nn.Module] = WeakSet()
 
 
 def prepare(modules: Iterable[nn.Module], get_mesh: Callable[..., Any] | None) -> None:
-    """Register DTensor as a type that travels in parts, and remember modules whose parameters have meshes."""
-    _register()
+    """Remember modules whose parameters have meshes."""
     if get_mesh is not None and get_mesh not in _CALLBACKS:
         _CALLBACKS.append(get_mesh)
     new = [module for module in modules if module not in _MODULES]
     _MODULES.update(new)
     # Noted again for every new module, since a later mesh may have the names of an earlier one.
     _note_meshes_of(new)
-
-
-@cache
-def _register() -> None:
-    register_type(DTensor, _take_apart, _put_together)
 
 
 def _note(mesh: DeviceMesh) -> _Names:
@@ -200,26 +151,28 @@ def _note(mesh: DeviceMesh) -> _Names:
     return names
 
 
-def _take_apart(tensor: DTensor) -> dict[str, Any]:
-    return {
-        "share": tensor.to_local(),
+def take_apart(tensor: DTensor) -> tuple[Tensor, dict[str, Any]]:
+    """The local part of a DTensor, and how it is placed, in JSON."""
+    sharding = {
         "mesh": list(_note(tensor.device_mesh)),
-        "placements": [_told(placement) for placement in tensor.placements],
+        "placements": [_described(placement) for placement in tensor.placements],
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
     }
+    return tensor.detach().to_local(), sharding
 
 
-def _put_together(parts: dict[str, Any]) -> DTensor:
-    found: DTensor = DTensor.from_local(
-        parts["share"],
-        _mesh(tuple(parts["mesh"])),
-        [_read(text) for text in parts["placements"]],
+def put_together(part: Tensor, sharding: dict[str, Any]) -> DTensor:
+    """The DTensor with this local part."""
+    tensor: DTensor = DTensor.from_local(
+        part,
+        _mesh(tuple(sharding["mesh"])),
+        [_read(text) for text in sharding["placements"]],
         run_check=False,
-        shape=torch.Size(parts["shape"]),
-        stride=tuple(parts["stride"]),
+        shape=torch.Size(sharding["shape"]),
+        stride=tuple(sharding["stride"]),
     )
-    return found
+    return tensor
 
 
 def _mesh(names: _Names) -> DeviceMesh:
@@ -247,7 +200,7 @@ def _note_meshes_of(modules: Iterable[nn.Module]) -> None:
             _note(parameter.device_mesh)
 
 
-def _told(placement: Placement) -> list[Any]:
+def _described(placement: Placement) -> list[Any]:
     """A placement as JSON data."""
     if isinstance(placement, Shard) and type(placement) is Shard:
         return ["shard", placement.dim]
@@ -261,8 +214,8 @@ def _told(placement: Placement) -> list[Any]:
     )
 
 
-def _read(told: list[Any]) -> Placement:
-    kind, *rest = told
+def _read(text: list[Any]) -> Placement:
+    kind, *rest = text
     if kind == "shard":
         return Shard(int(rest[0]))
     return Partial(str(rest[0])) if kind == "partial" else Replicate()

@@ -97,37 +97,48 @@ def merge_sharded(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
-    """The norm of each tensor, in float64 on the CPU.
+    """The norms of tensors, in float64 on the CPU: of each plain one, and of all DTensors that are cut alike.
 
-    For a DTensor it is the norm of the whole tensor. Every process of its mesh must call this together,
-    with the tensors in the same order.
+    Every process of the mesh of a DTensor must call this together, with the tensors in the same order.
 
     Args:
         tensors: the tensors.
         order: as for :func:`torch.linalg.vector_norm`.
     """
-    sharded = any(map(is_sharded, tensors))
-    settled: Sequence[Tensor] = tensors
-    if sharded:
-        settled = [_dtensor().settled(tensor) for tensor in tensors]
-    parts = [_norm(local_part(tensor), order) for tensor in settled]
-    if not parts:
-        return torch.zeros(0, dtype=torch.float64)
+    alike: dict[object, list[Tensor]] = {}
+    for index, tensor in enumerate(tensors):
+        if is_sharded(tensor):
+            whole_sum = _dtensor().settled(tensor)
+            key = whole_sum.device_mesh, whole_sum.placements
+            alike.setdefault(key, []).append(whole_sum)
+        else:
+            dense = tensor.coalesce().values() if tensor.is_sparse else tensor
+            alike[index] = [dense]
+    totals = [_total(members, order) for members in alike.values()]
     # Brought to the CPU in one go, since each transfer waits for the accelerator.
-    norms = torch.stack([part.to(parts[0].device) for part in parts]).cpu()
-    found: Tensor = _dtensor().of_wholes(norms, settled, order) if sharded else norms
-    return found
+    device = totals[0].device if totals else None
+    return (
+        torch.stack([one.to(device) for one in totals]).cpu() if totals else torch.zeros(0).double()
+    )
 
 
-def _norm(part: Tensor, order: float) -> Tensor:
-    if part.is_sparse:
-        part = part.coalesce().values()
-    # A shard may be empty, and the norm of nothing is not defined for every order.
-    if not part.numel():
-        return torch.tensor(math.inf if order < 0 else 0.0, dtype=torch.float64, device=part.device)
-    narrow = part.dtype in (torch.float16, torch.bfloat16)
-    found: Tensor = torch.linalg.vector_norm(part, order, dtype=torch.float32 if narrow else None)
-    return found.double()
+def _total(tensors: Sequence[Tensor], order: float) -> Tensor:
+    if is_sharded(tensors[0]) and math.isinf(order):
+        # Of a shard that is empty torch does not know this norm.
+        local = _total([tensor.to_local() for tensor in tensors if is_sharded(tensor)], order)
+        largest: Tensor = _dtensor().largest(tensors[0], local, "max" if order > 0 else "min")
+        return largest.double()
+    norms = [_norm(tensor, order) for tensor in tensors]
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
+    return gathered(total).double()
+
+
+def _norm(tensor: Tensor, order: float) -> Tensor:
+    if not tensor.numel():
+        return torch.tensor(math.inf if order < 0 else 0.0, device=tensor.device)
+    narrow = tensor.dtype in (torch.float16, torch.bfloat16)
+    norm: Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.float32 if narrow else None)
+    return norm
 
 
 def _dtensor() -> Any:
@@ -151,3 +162,18 @@ def let_cross(modules: Iterable[nn.Module], get_mesh: GetMesh | None = None) -> 
     # Importing DTensor takes half a second; as long as nobody has imported it, there are none.
     if _TORCH_PART in sys.modules or get_mesh is not None:
         _dtensor().prepare(modules, get_mesh)
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor with pending (Partial) sums carried out."""
+    return _dtensor().settled(tensor) if is_sharded(tensor) else tensor
+
+
+def take_apart(tensor: Tensor) -> tuple[Tensor, Any]:
+    """The local part of a DTensor, and how it is placed, in JSON; of another tensor, itself and None."""
+    return _dtensor().take_apart(tensor) if is_sharded(tensor) else (tensor, None)
+
+
+def put_together(part: Tensor, sharding: Any) -> Tensor:
+    """The DTensor with this local part, placed as :func:`take_apart` told."""
+    return _dtensor().put_together(part, sharding)

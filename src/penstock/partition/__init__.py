@@ -2,38 +2,33 @@
 
 from penstock.partition.balance import choose_cuts
 from penstock.partition.base import (
-    Describe,
-    Description,
     Example,
     Partition,
     Shared,
-    Watched,
     find_shared,
     find_shared_between,
     named_tensors,
 )
 from penstock.partition.costs import Table, table
-from penstock.partition.entry import cut_chain, cut_sequential, partition, unit_paths
-from penstock.partition.traced import cut_into, cut_traced, weigh_blocks
+from penstock.partition.entry import partition, randomness, trace, unit_paths
+from penstock.partition.plan import CallPlan
+from penstock.partition.trace import Trace, UnitCall
 
 __all__ = [
-    "Describe",
-    "Description",
+    "CallPlan",
     "Example",
     "Partition",
     "Shared",
     "Table",
-    "Watched",
+    "Trace",
+    "UnitCall",
     "choose_cuts",
-    "cut_chain",
-    "cut_into",
-    "cut_sequential",
-    "cut_traced",
     "find_shared",
     "find_shared_between",
     "named_tensors",
     "partition",
+    "randomness",
     "table",
+    "trace",
     "unit_paths",
-    "weigh_blocks",
 ]

@@ -1,104 +1,81 @@
-"""Cut a model in the way that suits it, and the simplest of these ways: a chain of modules."""
+"""Cut a model into stages."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.balance import choose_cuts, use_up_to
-from penstock.partition.base import (
-    Example,
-    Partition,
-    check_lists,
-    find_shared,
-    holder_in,
-    paths_in,
-)
-from penstock.partition.calls import cut_calls, cut_points, units_in_order
+from penstock.partition.base import Example, Partition, find_shared
 from penstock.partition.costs import weigh_units
-from penstock.partition.traced import Cuts, Point, cut_into, cut_traced
-from penstock.rng import is_compiled
+from penstock.partition.nested import tensors_in
+from penstock.partition.plan import CallPlan, Homes, assign, first_uses
+from penstock.partition.seen import Door, Seeded
+from penstock.partition.stage import Author, CutStage
+from penstock.partition.trace import Trace, record
+from penstock.partition.units import (
+    at_points,
+    find_units,
+    in_lists,
+    is_sequential,
+    loose_parameters,
+    once,
+    sort_by,
+)
+from penstock.rng import LOSS, Draws, generators_kept
 from penstock.schedule import Placement
-from penstock.values import named_arguments
 
 Where = int | Sequence[str] | Sequence[Sequence[str]]
 """How many stages; or the module paths to cut before; or for each stage the paths of its modules."""
-
-
-class _Asked(NamedTuple):
-    example: Example | None
-    balance: str | Sequence[float] | None
-    placement: Placement | None
-
-
-WAYS = ("auto", "calls", "traced", "chain")
 
 
 def partition(
     model: nn.Module,
     stages: Where,
     *,
-    how: str = "auto",
     example: Example | None = None,
     balance: str | Sequence[float] | None = None,
     placement: Placement | None = None,
+    checkpoint: bool | Sequence[str] = False,
 ) -> Partition:
     """Cut a model into stages that together compute what it computes.
 
+    Every stage runs the author's own forward, and of its units only those that are its own.
+
     Args:
-        model: any module; it is not changed, and its stages hold its own parameters.
+        model: any module; its stages hold its own parameters.
         stages: how many; or the paths of the modules before which to cut; or for each stage the paths of
             its modules.
-        how: ``"calls"`` runs the author's own forward in every stage and lets each run its own modules
-            only; ``"traced"`` cuts the graph of a call, made by ``torch.export``; ``"chain"`` calls the
-            modules one after the other. ``"auto"`` is a chain where the model is one, else calls.
-        example: arguments for one microbatch, as ``(args, kwargs)``. Traces need them; for calls they show
-            the order of the modules, where the source does not tell it.
+        example: arguments for one microbatch, as ``(args, kwargs)``. They show the order in which the model
+            calls its modules, where that is not the order in which it holds them.
         balance: what makes stages equal where their number is given: ``"parameters"``, ``"flops"``,
             ``"memory"`` or ``"time"``, of which all but the first need the example; or a weight for each
-            module that can be placed. By default parameters, or flops for traces; the children of an
-            ``nn.Sequential`` count alike.
+            module that can be placed. By default parameters; the children of an ``nn.Sequential`` count alike.
         placement: which rank holds which stage, where their number is given: then ranks, rather than
             stages, are made equal.
-
-    Returns:
-        The stages; :attr:`Partition.how` and :attr:`Partition.reason` say which way was chosen and why.
+        checkpoint: recompute the units in the backward instead of keeping what they hold: all of them, or
+            those at or inside of these paths.
 
     Raises:
         PartitionError: it cannot be cut so; the message says why, and what to do.
     """
-    if how not in WAYS:
-        raise UsageError(f"how={how!r}: must be one of {', '.join(WAYS)}")
     if not isinstance(stages, int) and (balance is not None or placement is not None):
         raise UsageError(
             "balance= and placement= say where to cut where the number of stages is given; stages= names "
             "the modules here: leave them out"
         )
-    asked = _Asked(example, balance, placement)
-    if is_compiled(model) and stages != 1:
-        raise PartitionError(
-            f"the {_compiled_name(model)} was compiled as a whole, which cannot be cut. Give the model as it "
-            "was before, and compile its blocks: for block in model.layers: block.compile()"
-        )
-    if how != "auto":
-        made, reason = _CUTTERS[how](model, stages, asked), "as asked for"
-    elif isinstance(stages, int) and stages == 1:
-        choose_cuts([1.0], stages, placement)  # for its checks
-        made, reason = Partition((model,), shared=find_shared(model, (model,))), "one stage is all"
-        how = "whole"
-    elif _is_chain(model, stages):
-        made, reason = _chain(model, stages, asked), "its forward is the chain of them"
-        how = "chain"
-    else:
-        made, reason = cut_calls(model, stages, **asked._asdict()), "it has a forward of its own"
-        how = "calls"
-    return replace(made, how=how, reason=reason)
+    if stages != 1:
+        _check_compiled(model)
+    placed, shown = _placed(model, stages, example, balance, placement)
+    return _assembled(model, placed, shown, example, checkpoint)
 
 
 def unit_paths(model: nn.Module, stages: int, *, example: Example | None = None) -> list[str]:
@@ -107,188 +84,389 @@ def unit_paths(model: nn.Module, stages: int, *, example: Example | None = None)
     Args:
         model: any module.
         stages: how many stages there are to be: the model is taken apart as far as that needs.
-        example: arguments for one microbatch, where the source does not tell the order of the calls.
+        example: arguments for one microbatch, which show the order of the calls.
 
     Returns:
         Their paths; a run of them for each stage is a ``stages=`` of :func:`partition`.
     """
-    if type(model).forward is nn.Sequential.forward:
-        return [name for name, _ in model.named_children()]
-    return units_in_order(model, stages, example)
+    units = find_units(model, stages)
+    shown = _shown(model, units, example)
+    return units if shown is None else sort_by(shown.calls(), units)
 
 
-def _compiled_name(model: nn.Module) -> str:
-    return type(getattr(model, "_orig_mod", model)).__name__
+def trace(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, stages: int = 1
+) -> Trace:
+    """Run a model without data, and see its units' calls.
+
+    Args:
+        model: any module; afterwards it is as it was.
+        args: of one microbatch; only shapes and types count.
+        kwargs: those by name.
+        stages: how far the model is taken apart into units.
+
+    Returns:
+        What happened; :attr:`~penstock.partition.trace.Trace.units` are the calls of the units in order.
+    """
+    units = find_units(model, stages)
+    return record(model, model, _doors(model, units), (args, kwargs))
 
 
-def _is_chain(model: nn.Module, stages: Where) -> bool:
-    if type(model).forward is nn.Sequential.forward:
-        return isinstance(stages, int) or not _is_flat(stages)
-    # A module that only holds others has no forward to follow.
-    return type(model).forward is nn.Module.forward or isinstance(model, nn.ModuleDict)
+def _doors(model: nn.Module, units: Sequence[str]) -> list[Door]:
+    return [Door(model.get_submodule(path), path) for path in once(model, units)]
 
 
-def _is_flat(stages: Sequence[Any]) -> bool:
-    return all(isinstance(path, str) for path in stages)
+def _shown(model: nn.Module, units: Sequence[str], example: Example | None) -> Trace | None:
+    """What happens in a call with the example, or with arguments that a model of transformers offers."""
+    call = example
+    if call is None:
+        offered = getattr(model, "dummy_inputs", None) if hasattr(model, "config") else None
+        call = ((), offered) if isinstance(offered, Mapping) and offered else None
+    if call is None or not units:
+        return None
+    try:
+        return record(model, model, _doors(model, units), call, call)
+    except Exception:
+        if example is not None:
+            raise
+        return None
 
 
-def _chain(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
-    if not isinstance(stages, int):
-        return cut_chain(model, [list(paths) for paths in stages])
-    if not isinstance(model, nn.Sequential):
+def _check_compiled(model: nn.Module) -> None:
+    compiled = type(model).__name__ == "OptimizedModule" or model._compiled_call_impl
+    forward = vars(model).get("forward")
+    if compiled or hasattr(forward, "_torchdynamo_orig_callable"):
+        name = type(getattr(model, "_orig_mod", model)).__name__
         raise PartitionError(
-            f"a {type(model).__name__} is cut at module paths: stages=[['embed', 'blocks.0'], ['blocks.1', "
-            "'head']] names each stage's modules in the order of the calls"
+            f"the {name} was compiled as a whole, which cannot be cut. Give the model as it was before, and "
+            "compile its blocks: for block in model.layers: block.compile()"
         )
-    return cut_sequential(model, stages, **asked._asdict())
 
 
-def _traced(model: nn.Module, stages: Where, asked: _Asked) -> Partition:
-    if asked.example is None:
-        raise PartitionError("how='traced' traces a call: give example=(args, kwargs)")
-    args, kwargs = asked.example
+# ---- where the units are
+
+
+Placed = list[list[str]]
+
+
+def _placed(
+    model: nn.Module,
+    stages: Where,
+    example: Example | None,
+    balance: str | Sequence[float] | None,
+    placement: Placement | None,
+) -> tuple[Placed, Trace | None]:
+    """The units of each stage."""
     if isinstance(stages, int):
-        balance: Any = "parameters" if asked.balance is None else asked.balance
-        placement = asked.placement
-        return cut_into(model, stages, args, kwargs, balance=balance, placement=placement).partition
-    points = tuple(Point(path) for path in cut_points(model, stages))
-    return cut_traced(model, args, kwargs, Cuts(points, in_code=False)).partition
+        return _by_count(model, stages, example, balance, placement)
+    if stages and all(isinstance(path, str) for path in stages):
+        points = [str(path) for path in stages]
+        units = [unit for paths in at_points(model, points, ()) for unit in paths]
+        shown = _shown(model, units, example)
+        return at_points(model, points, shown.calls() if shown else ()), shown
+    placed = in_lists(model, [list(paths) for paths in stages])
+    return placed, None
 
 
-_CUTTERS: dict[str, Callable[[nn.Module, Where, _Asked], Partition]] = {
-    "calls": lambda model, stages, asked: cut_calls(model, stages, **asked._asdict()),
-    "traced": _traced,
-    "chain": _chain,
-}
+def _by_count(
+    model: nn.Module,
+    stages: int,
+    example: Example | None,
+    balance: str | Sequence[float] | None,
+    placement: Placement | None,
+) -> tuple[Placed, Trace | None]:
+    if stages == 1:
+        choose_cuts([1.0], stages, placement)  # for its checks
+        return [find_units(model, 1)], None
+    if type(model).forward is nn.Module.forward or isinstance(model, nn.ModuleDict | nn.ModuleList):
+        raise PartitionError(
+            f"a {type(model).__name__} has no forward; name the modules of each stage in the order of their "
+            "calls: stages=[[...], [...]]"
+        )
+    units = find_units(model, stages)
+    calls = list(model._modules) if is_sequential(model) else units
+    shown = None if is_sequential(model) else _shown(model, units, example)
+    if shown is not None:
+        units = sort_by(shown.calls(), units)
+        calls = _calls_in_order(units, shown.calls())
+    first = {id(model.get_submodule(path)): path for path in reversed(units)}
+    calls = [first[id(model.get_submodule(path))] for path in calls]
+    if not 1 <= stages <= len(calls):
+        raise PartitionError(
+            f"a {type(model).__name__} has {len(units)} modules that can be placed, too few for {stages} "
+            f"stages; {use_up_to(len(units))}" + ("" if shown else _CALLED_AGAIN)
+        )
+    weights = _weights(model, calls, balance, example)
+    starts = choose_cuts(weights, stages, placement)
+    if is_sequential(model) and balance is None and placement is None:
+        # Of several cuts that are equally even, the one whose first stages are the larger ones.
+        size, rest = divmod(len(calls), stages)
+        starts = tuple(index * size + min(index, rest) for index in range(stages))
+    return [calls[a:b] for a, b in pairwise([*starts, len(calls)])], shown
 
 
-# ---- a model whose forward is a chain of modules: each one's output is the next one's input
+_CALLED_AGAIN = (
+    ". If the model calls some of them again and again, give example=(args, kwargs), with which a number of "
+    "stages cuts between the calls"
+)
 
 
-class ChainStage(nn.Module):
-    """Some modules of a model, called one after the other, under the names they have in the model.
+def _calls_in_order(units: Sequence[str], calls: Sequence[str]) -> list[str]:
+    """The calls, and the units that are not called behind those that the model holds before them.
+
+    A unit that other units are called in between of again is called in one stage, like a norm that all
+    layers share, unless it is called again and again with nothing else in between.
+    """
+    counts = Counter(calls)
+    if all(count == 1 for count in counts.values()):
+        return list(units)
+    runs = [path for path, after in pairwise([*calls, ""]) if path == after]
+    again = {path for path in runs}
+    kept: list[str] = []
+    for path in calls:
+        if path in again or path not in kept:
+            kept.append(path)
+    missing = [unit for unit in units if unit not in counts]
+    return [*kept, *missing]
+
+
+def _weights(
+    model: nn.Module,
+    calls: Sequence[str],
+    balance: str | Sequence[float] | None,
+    example: Example | None,
+) -> list[float]:
+    if is_sequential(model) and balance is None:
+        return [1.0] * len(calls)
+    fine = [[call] for call in calls]
+    weights = weigh_units(
+        model, calls, balance, example, lambda: _assembled(model, fine, None, example, False)
+    )
+    if balance in (None, "parameters"):
+        # A module weighs once, however often it is called.
+        counts = Counter(calls)
+        weights = [weight / counts[call] for weight, call in zip(weights, calls, strict=True)]
+    return weights
+
+
+def _homes(
+    model: nn.Module, placed: Placed, shown: Trace | None, example: Example | None
+) -> dict[str, list[int]]:
+    """The stages of each unit, and of each parameter and of each buffer of a unit by name."""
+    homes: dict[str, list[int]] = {}
+    first = {id(model.get_submodule(path)): path for of in reversed(placed) for path in reversed(of)}
+    for stage, paths in enumerate(placed):
+        for path in paths:
+            homes.setdefault(first[id(model.get_submodule(path))], []).append(stage)
+    units = list(homes)
+    tensors: dict[int, set[int]] = {}
+    for path in units:
+        module = model.get_submodule(path)
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensors.setdefault(id(tensor), set()).update(homes[path])
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in named:
+        if id(tensor) in tensors:
+            homes[name] = sorted(tensors[id(tensor)])
+    loose = loose_parameters(model, units)
+    if loose and shown is None:
+        shown = _shown(model, units, example)
+    uses: dict[str, int] = {}
+    if shown is not None and {*shown.calls()} <= set(homes):
+        uses = first_uses(shown, homes)
+    by_tensor = {
+        id(tensor): uses[name] for name, tensor in model.named_parameters() if name in uses
+    }
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, before in loose.items():
+        known = min(homes[first[id(model.get_submodule(before))]]) if before else 0
+        stage = by_tensor.setdefault(id(parameters[name]), known)
+        homes[name] = [stage]
+    return homes
+
+
+# ---- the stages
+
+
+def _assembled(
+    model: nn.Module,
+    placed: Placed,
+    shown: Trace | None,
+    example: Example | None,
+    checkpoint: bool | Sequence[str],
+) -> Partition:
+    homes = _homes(model, placed, shown, example)
+    doors = [Door(model.get_submodule(path), path) for path in homes if path in set(sum(placed, []))]
+    forward = _chain(model, sum(placed, [])) if _has_no_forward(model) else model
+    recomputes = _recomputed(model, [door.path for door in doors], checkpoint)
+    author = Author(model, doors, forward, recomputes, len(placed))
+    modules = tuple(CutStage(author, index, homes) for index in range(len(placed)))
+    made = Partition(
+        modules, find_shared(model, modules), _Cut(author, homes, example)
+    )
+    made.check_covers(model)
+    return made
+
+
+def _recomputed(
+    model: nn.Module, units: Sequence[str], checkpoint: bool | Sequence[str]
+) -> list[str]:
+    if isinstance(checkpoint, bool):
+        return list(units) if checkpoint else []
+    recomputes = []
+    for path in checkpoint:
+        inside = [u for u in units if u == path or u.startswith(f"{path}.")]
+        if not inside:
+            raise PartitionError(
+                f"checkpoint={path!r}: must name a module that is placed as a whole, or one that holds such: "
+                f"{', '.join(units[:5])}{' and more' if len(units) > 5 else ''}"
+            )
+        recomputes += inside
+    return recomputes
+
+
+def _has_no_forward(model: nn.Module) -> bool:
+    return type(model).forward is nn.Module.forward or isinstance(model, nn.ModuleDict | nn.ModuleList)
+
+
+def _chain(model: nn.Module, paths: Sequence[str]) -> Callable[..., Any]:
+    """Calls modules one after the other. A tuple becomes several arguments of one that takes several."""
+    names = {path: _takes(model.get_submodule(path)) for path in paths}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        first, *rest = paths
+        value = model.get_submodule(first)(*args, **{n: v for n, v in kwargs.items() if n in names[first]})
+        for path in rest:
+            more = {name: kwargs[name] for name in names[path][1:] if name in kwargs}
+            given = value if type(value) is tuple else (value,)
+            value = model.get_submodule(path)(*given, **more)
+        return value
+
+    return forward
+
+
+def _takes(module: nn.Module) -> tuple[str, ...]:
+    """The names of a module's arguments."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+_REMEMBERED = 256
+"""How many kinds of calls are remembered; then the oldest are forgotten."""
+
+
+class _Cut:
+    """A model and its stages' homes; remembers what happens in calls that were seen."""
+
+    def __init__(self, author: Author, homes: Homes, example: Example | None) -> None:
+        self._author, self._homes, self._example = author, homes, example
+        self._plans: dict[Any, CallPlan] = {}
+        self._form = _form(author.model)
+
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
+        author = self._author
+        call = (tuple(args), dict(kwargs))
+        key = (_kind(call), self._state())
+        plan = self._plans.get(key)
+        if plan is None:
+            fits = self._example is not None and _kind(self._example) == _kind(call)
+            shown = record(
+                author.model, author.forward, author.doors, call, self._example if fits else None
+            )
+            plan = assign(shown, self._homes, author.stages)
+            if len(self._plans) >= _REMEMBERED:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[key] = plan
+        return plan
+
+    def _state(self) -> tuple[Any, ...]:
+        """The part of the state of the model, and of PyTorch, on which values may depend."""
+        model = self._author.model
+        return (
+            tuple(module.training for module in model.modules()),
+            tuple(parameter.requires_grad for parameter in model.parameters()),
+            torch.is_grad_enabled(),
+            tuple(
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+                for kind in ("cpu", "cuda")
+            ),
+        )
+
+    def check_unchanged(self) -> None:
+        form = _form(self._author.model)
+        if form == self._form:
+            return
+        before, now = dict(self._form), dict(form)
+        changed = next((n for n in {**before, **now} if before.get(n) != now.get(n)), "")
+        raise UsageError(
+            f"{changed!r} was replaced, added or taken away in the model after the Pipeline was made, and its "
+            "stages have what was there before; make a new Pipeline"
+        )
+
+
+def _form(model: nn.Module) -> list[tuple[str, Any]]:
+    modules = [(path, id(module)) for path, module in model.named_modules(remove_duplicate=False)]
+    names = [(name, "parameter") for name, _ in model.named_parameters(remove_duplicate=False)]
+    return [*modules, *names]
+
+
+def _kind(call: Example) -> Any:
+    """What decides what a call does: shapes, types and plain values."""
+    tensors = tuple(
+        (tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors_in(call)
+    )
+    return tensors, _plain((tuple(call[0]), dict(call[1])))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, int | float | str | type(None) | torch.dtype | torch.device):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__}{[(name, _plain(child)) for name, child in value.items()]}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}{[_plain(child) for child in value]}"
+    return type(value).__name__
+
+
+@contextmanager
+def randomness(
+    model: nn.Module,
+    *,
+    seed: int,
+    step: int = 0,
+    microbatch: int = 0,
+    units: Sequence[str] | None = None,
+) -> Iterator[None]:
+    """Draw what a pipeline would draw for a microbatch: the same dropout masks, bit for bit.
+
+    The forward and the loss of the microbatch must each be run once in the context. Afterwards torch's
+    generators are as they were before.
 
     Args:
         model: the whole model.
-        paths: the modules' paths in it, in the order of the calls.
-        spread: whether a tuple that one returns becomes the next one's positional arguments; otherwise it
-            is passed as it is, as ``nn.Sequential`` does.
-
-    Attributes:
-        spreads: the same; the runtime asks for it when it hands over what the stage before returned.
+        seed: of the training, as given to :class:`penstock.Pipeline`.
+        step: the number of the step, from 0.
+        microbatch: its index.
+        units: the paths of the modules that the pipeline places as a whole; by default those of a pipeline
+            with few stages.
     """
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    device = next((d for d in devices if d.type not in {"cpu", "meta"}), None)
+    draws = Draws(seed, step, microbatch, device)
+    seeded = Seeded(_doors(model, find_units(model, 2) if units is None else units), draws, {})
+    root = Door(model, "")
 
-    def __init__(self, model: nn.Module, paths: Sequence[str], *, spread: bool = True) -> None:
-        super().__init__()
-        self._paths = tuple(paths)
-        self.spreads = spread
-        self._takes: dict[str, tuple[str, ...]] = {}
-        self._around = _models_around(model, self._paths)
-        for path in self._paths:
-            holder, name = holder_in(self, path)
-            holder.add_module(name, model.get_submodule(path))
-            self._takes[path] = named_arguments(model.get_submodule(path))
+    def call(_: Door, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output = seeded.run(run, args, kwargs)
+        draws.enter(LOSS, 0)
+        return output
 
-    @property
-    def initialisers(self) -> dict[str, Callable[[nn.Module], Any]]:
-        """The ``_init_weights`` of the models around the modules, by their paths."""
-        return {path: module._init_weights for path, module in self._around.items()}
-
-    @property
-    def takes(self) -> tuple[str, ...]:
-        """The names of the arguments: later modules get their first one from the module before."""
-        first, *rest = self._paths
-        later = (name for path in rest for name in self._takes[path][1:])
-        return tuple(dict.fromkeys((*self._takes[first], *later)))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the modules in order; all but the first get only those arguments that they take by name."""
-        first, *rest = self._paths
-        others = set(self.takes).difference(self._takes[first])
-        own = {name: given for name, given in kwargs.items() if name not in others}
-        value = self.get_submodule(first)(*args, **own)
-        for path in rest:
-            module = self.get_submodule(path)
-            own = {name: kwargs[name] for name in self._takes[path][1:] if name in kwargs}
-            spread = self.spreads and type(value) is tuple
-            value = module(*value, **own) if spread else module(value, **own)
-        return value
-
-
-def _models_around(model: nn.Module, paths: Sequence[str]) -> dict[str, Any]:
-    """The modules around the paths that initialise what they hold, as shells without contents."""
-    return {
-        path: _shell(module)
-        for path, module in model.named_modules()
-        if callable(getattr(module, "_init_weights", None))
-        and any(not path or inner.startswith(f"{path}.") for inner in paths)
-    }
-
-
-def _shell(module: nn.Module) -> nn.Module:
-    """The module without its parameters, buffers and modules: a stage must not keep the others' alive."""
-    shell = copy.copy(module)
-    vars(shell).update(_parameters={}, _buffers={}, _modules={})
-    return shell
-
-
-def cut_chain(model: nn.Module, stages: Sequence[Sequence[str]]) -> Partition:
-    """Cut a model at module paths.
-
-    Args:
-        model: its forward calls the named modules one after the other and does nothing else.
-        stages: for each stage the paths of its modules, in the order of the calls.
-
-    Raises:
-        PartitionError: an unknown path, a stage without modules, a parameter in no stage.
-    """
-    return _cut(model, stages, spread=True)
-
-
-def _cut(model: nn.Module, stages: Sequence[Sequence[str]], *, spread: bool) -> Partition:
-    check_lists(model, stages)
-    modules = tuple(ChainStage(model, paths, spread=spread) for paths in stages)
-    partition = Partition(modules, shared=find_shared(model, modules))
-    partition.check_covers(model)
-    return partition
-
-
-def cut_sequential(
-    model: nn.Sequential,
-    stages: int,
-    *,
-    example: Example | None = None,
-    balance: str | Sequence[float] | None = None,
-    placement: Placement | None = None,
-) -> Partition:
-    """Cut an ``nn.Sequential`` into runs of its children, as equal in number as can be.
-
-    Args:
-        model: the container whose children are shared out.
-        stages: how many.
-        example: arguments for one microbatch, as ``(args, kwargs)``, where something is measured.
-        balance: what is made equal instead of their number, see :func:`penstock.partition.partition`.
-        placement: which rank holds which stage; then ranks are made equal.
-
-    Raises:
-        PartitionError: more stages than children, or a forward of its own.
-    """
-    if type(model).forward is not nn.Sequential.forward:
-        raise PartitionError(
-            f"{type(model).__name__} has a forward of its own, which may do more than call its modules "
-            "one after the other; if that is all it does, name each stage's modules in stages="
-        )
-    names = [path for path in paths_in(model) if "." not in path]
-    if not 1 <= stages <= len(names):
-        raise PartitionError(
-            f"{len(names)} modules cannot be cut into {stages} stages; {use_up_to(len(names))}"
-        )
-    weights = [1.0] * len(names)
-    if balance is not None:
-        weights = weigh_units(model, names, balance, example)
-    starts = choose_cuts(weights, stages, placement)
-    if balance is None and placement is None:
-        # Of several cuts that are equally even, the one whose first stages are the larger ones.
-        size, rest = divmod(len(names), stages)
-        starts = tuple(index * size + min(index, rest) for index in range(stages))
-    return _cut(model, [names[a:b] for a, b in pairwise((*starts, len(names)))], spread=False)
+    with generators_kept(devices):
+        root.open(call, direct=False)
+        try:
+            yield
+        finally:
+            root.close()

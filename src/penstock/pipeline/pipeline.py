@@ -1,12 +1,13 @@
-"""Pipeline: the class that users hold. It wires the parts together and does little itself."""
+"""Pipeline: the class that users hold."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 import torch
 from torch import nn
 
-from penstock import plan as planning
-from penstock.faults import PATIENCE, Patience, Timeout
+from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
+from penstock.faults import RENDEZVOUS, Patience, Timeout, without_own_frames
 from penstock.parallel import Siblings, siblings_of
 from penstock.partition import Example, Shared, find_shared_between
-from penstock.pipeline.calls import Caller, Given
+from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.plan import (
     Asked,
     Plan,
@@ -26,48 +27,65 @@ from penstock.pipeline.plan import (
     Stages,
     WithTarget,
     check_model,
-    computed_again,
     cut,
     make_plan,
     planned,
 )
-from penstock.pipeline.ranks import LocalRanks
 from penstock.pipeline.setup import (
     Wrap,
-    being_made,
-    check_given,
+    check_are_stages,
     check_options,
+    check_ranks,
+    check_stages,
     check_wrap,
-    connect_if_launched,
-    ends_of,
-    home_for,
+    connect,
+    device_for,
+    first_of_all,
     loss_of,
-    ranks_of,
-    world_of,
+    set_up,
     wrap_stages,
 )
 from penstock.pipeline.watching import StepEvent, StepHook, Watchers
 from penstock.pipeline.weights import HeldWeights, WeightMethods
+from penstock import plan as planning
 from penstock.rng import Randomness, Seed, own_seed
-from penstock.runtime import ActionHook, HookHandle, Hooks, Which, describe_stages
-from penstock.schedule import Schedule
-from penstock.schedule.base import Edges
-from penstock.stage import Compilation, FrugalStage, PipelineStage, home_of, without_compilation
-from penstock.step import (
-    BatchStatistics,
+from penstock.runtime import (
+    ActionHook,
+    Call,
+    HookHandle,
+    Hooks,
     Loss,
     LossFunction,
     LossOptions,
     LossScaler,
     LossWeight,
     Replicas,
+    Report,
+    Runner,
     StepResult,
-    check_statistics,
+    Which,
+    check_plans,
+    describe_stages,
 )
+from penstock.schedule import Action, Edge, Schedule, Span, Timeline, parse_action, replay
+from penstock.schedule.base import flat, whole_number
+from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
 from penstock.transport import Transport
-from penstock.values import MISSING, Rules, check_rules
+from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
 from penstock.weights import load_partition
 
+logger = logging.getLogger("penstock")
+_STEP_ARGUMENTS = (
+    "target",
+    "microbatches",
+    "loss_weight",
+    "total_weight",
+    "accumulate",
+    "scaler",
+    "outputs",
+    "record",
+)
+"""The step's own arguments; all other keyword arguments are the model's."""
 _HABITS = {
     "train": "step trains, in each module's own mode; eval and predict evaluate and leave the modes",
     "forward": "step trains, eval gives the loss, predict the output",
@@ -113,7 +131,6 @@ class Pipeline(WeightMethods):
             returns the wrapped module, as in ``lambda module, stage: fully_shard(module,
             mesh=mesh["dp"])``, or changes it in place. Names stay those of the unsplit model. See
             docs/meshes.md.
-        engine: how backward is cut in two, see :class:`PipelineStage`; by default what the schedule needs.
         compile: whether to compile each stage, or options of ``torch.compile`` to compile it with; see
             docs/compile.md. By default the stages are compiled if the model is, and parts of the model that
             are compiled stay compiled.
@@ -124,8 +141,6 @@ class Pipeline(WeightMethods):
         timeout: seconds without progress, in a step or between steps, after which a rank is reported as
             silent and all ranks stop. By default 300 for the first step, and then the larger of 30 and ten
             times the median step. A pair sets both.
-        batch_statistics: whether batch norms update their running statistics for each ``"microbatch"``, or
-            once a step as for the whole ``"batch"``. Either way they normalise each microbatch by itself.
         rendezvous_timeout: seconds until all ranks must be there, and that one rank may hold up the others
             while the Pipeline is made.
         weights: a folder of safetensors files, from which each process reads its own stages. The model may be
@@ -134,8 +149,8 @@ class Pipeline(WeightMethods):
             stages and checkpoint.
         checkpoint: activation checkpointing. True for all units of the model, or the paths of modules: these
             keep only their inputs, and backward computes their forward again. By default there is none.
-        loss: ``reduction="mean"`` or ``"sum"``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas``:
-            see :class:`penstock.step.LossOptions` and docs/training.md.
+        loss: ``reduction="mean"`` or ``"sum"``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas``,
+            ``nonfinite``: see :class:`penstock.runtime.LossOptions` and docs/training.md.
 
     Raises:
         UsageError: an argument is wrong; see its subclasses in :mod:`penstock.errors`.
@@ -157,12 +172,10 @@ class Pipeline(WeightMethods):
         group: Any = None,
         mesh: Any = None,
         wrap: Wrap | None = None,
-        engine: str | None = None,
         compile: Compilation = None,
         seed: Seed = None,
         timeout: Timeout = None,
-        batch_statistics: BatchStatistics = "microbatch",
-        rendezvous_timeout: float = PATIENCE,
+        rendezvous_timeout: float = RENDEZVOUS,
         weights: str | os.PathLike[str] | None = None,
         plan: planning.Plan | None = None,
         checkpoint: bool | Sequence[str] = False,
@@ -173,51 +186,48 @@ class Pipeline(WeightMethods):
         check_wrap(wrap)
         check_rules(rules)
         model, compile = without_compilation(model, compile)
-        check_statistics(batch_statistics, [model], compiled=bool(compile))
-        home = home_for(model, device, filled=weights is not None)
+        if checkpoint and compile:
+            raise UsageError("checkpoint= cannot be used with compile=; leave one of them out")
+        device = device_for(model, device, filled=weights is not None)
         patience = Patience(timeout, rendezvous_timeout)
-        found = connect_if_launched(home or home_of(model), group, patience, mesh)
-        with being_made(found) as now:
-            now("cuts the model")
+        transport = connect(device or device_of(model), group, mesh, patience)
+        with set_up(transport) as prepare:
+            prepare("cuts the model")
             asked = Asked(schedule, ranks, microbatches, stages, checkpoint)
+            world = None if transport is None else transport.ranks
             if schedule == "auto":
-                now("measures the model and plans")
-                plan, asked = planned(asked, model, world_of(found), example, found, loss_fn)
+                prepare("measures the model and plans")
+                plan, asked = planned(asked, model, world, example, transport, loss_fn)
             schedule, ranks, microbatches, stages, checkpoint = asked.by(plan)
-            own = make_plan(
-                schedule or "1F1B",
-                world_of(found) if ranks is None else ranks,
-                stages,
-                microbatches,
-            )
-            ends = ends_of(own, found)
-            partition = cut(model, stages, own.stages, example and (example[0], example[1]))
-            parts, own = partition.modules, replace(own, edges=partition.edges or None)
-            again = computed_again(model, partition, checkpoint, compiled=bool(compile))
+            ranks = world if ranks is None else ranks
+            schedules = make_plan(schedule or "1F1B", ranks, stages, microbatches)
+            check_ranks(schedules, transport)
+            arguments = example and (example[0], example[1])
+            partition = cut(model, stages, schedules.stages, arguments, checkpoint)
+            placement = schedules.training.placement
+            rank = None if transport is None else transport.rank
+            here = range(placement.stages) if rank is None else placement.stages_on(rank)
             # Only these stages are moved to the device, where the others may not fit.
-            held = sorted(s for e in ends for s in own.training.placement.stages_on(e.rank))
-            partition.keep(held)
+            partition.keep(here)
             if weights is not None:
-                load_partition(partition, held, weights, device=home or home_of(model), seen=now)
-            now("makes its stages")
-            kinds = [FrugalStage if again[i] else PipelineStage for i in held]
-            made = [
-                kind(parts[i], i, own.stages, home, engine=engine, compile=compile)
-                for kind, i in zip(kinds, held, strict=True)
+                load_partition(
+                    partition, list(here), weights, device=device or device_of(model), seen=prepare
+                )
+            prepare("makes its stages")
+            modules = partition.modules
+            held = [
+                PipelineStage(modules[i], i, len(modules), device, compile=compile) for i in here
             ]
-            for stage in made:
-                if isinstance(stage, FrugalStage):
-                    stage.again = again[stage.index]
             # After weights are loaded, and before anything looks at the stages' parameters.
-            wrap_stages(made, wrap)
-            told = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(parts)}
-            siblings = siblings_of(mesh, loss.get("replicas"))
-            local = LocalRanks(ranks_of(own, ends, made, partition.describe), told, siblings)
-            self._set_up(
-                own, local, partition.shared, loss_of(loss_fn, **loss), rules, model, parts
-            )
-            self._randomness = Randomness(self._local.leading(own_seed(seed)))
-        self._statistics = batch_statistics
+            wrap_stages(held, wrap)
+            details = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(modules)}
+            plan_call = partition.plan if held[0].planned else None
+            self._check_unchanged: Callable[[], None] = partition.check_unchanged
+            self._assemble(
+                schedules, Runner(held, schedules.proven, transport, plan_call), partition.shared,
+                loss_of(loss_fn, **loss), rules, seed, details,
+            )  # fmt: skip
+        self._siblings = siblings_of(mesh, loss.get("replicas"))
         self._chosen = plan
 
     @classmethod
@@ -229,13 +239,12 @@ class Pipeline(WeightMethods):
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
         rules: Rules | None = None,
-        edges: Edges | None = None,
+        edges: Sequence[Edge] | None = None,
         shared: Sequence[Shared] | None = None,
         group: Any = None,
         mesh: Any = None,
         seed: Seed = None,
         timeout: Timeout = None,
-        batch_statistics: BatchStatistics = "microbatch",
         rendezvous_timeout: float = PATIENCE,
         **loss: Unpack[LossOptions],
     ) -> Pipeline:
@@ -258,62 +267,66 @@ class Pipeline(WeightMethods):
             mesh: in place of ``group``, a mesh with a dimension ``pp``.
             seed: of the random numbers that steps draw.
             timeout: seconds without progress after which a rank is reported as silent.
-            batch_statistics: for what batch norms update their running statistics.
             rendezvous_timeout: seconds until all ranks must be there.
             loss: options of the loss.
         """
         check_options(loss, cls.from_stages)
-        check_given(stages)
+        check_are_stages(stages)
         check_rules(rules)
-        compiled = any(stage.compiles for stage in stages)
-        check_statistics(batch_statistics, [s.module for s in stages], compiled=compiled)
         patience = Patience(timeout, rendezvous_timeout)
-        found = connect_if_launched(stages[0].device, group, patience, mesh)
+        transport = connect(stages[0].device, group, mesh, patience)
         pipe = cls.__new__(cls)
-        with being_made(found) as now:
-            now("plans its stages")
-            plan = make_plan(schedule, world_of(found), stages[0].count, microbatches)
-            plan = replace(plan, edges=None if edges is None else tuple(edges))
-            modules = {stage.index: stage.own for stage in stages}
+        with set_up(transport) as prepare:
+            prepare("plans its stages")
+            world = None if transport is None else transport.ranks
+            schedules = make_plan(schedule, world, stages[0].count, microbatches)
+            schedules = replace(schedules, edges=None if edges is None else tuple(edges))
+            check_ranks(schedules, transport)
+            check_stages(schedules.training, stages, transport)
+            modules = {stage.index: stage.code for stage in stages}
             table = find_shared_between(modules) if shared is None else tuple(shared)
-            describe = None if edges else stages[0].describe
-            ranks, siblings = (
-                ranks_of(plan, ends_of(plan, found), stages, describe),
-                siblings_of(mesh, loss.get("replicas")),
-            )
-            local = LocalRanks(ranks, siblings=siblings)
-            pipe._set_up(plan, local, table, loss_of(loss_fn, **loss), rules)
-            pipe._randomness = Randomness(pipe._local.leading(own_seed(seed)))
-            pipe._local.tell_stages_apart()
-        pipe._statistics = batch_statistics
+            pipe._check_unchanged = lambda: None
+            pipe._assemble(
+                schedules, Runner(stages, schedules.proven, transport), table,
+                loss_of(loss_fn, **loss), rules, seed,
+            )  # fmt: skip
+        pipe._siblings = siblings_of(mesh, loss.get("replicas"))
         pipe._chosen = None
         return pipe
 
-    def _set_up(
+    def _assemble(
         self,
-        plan: Plan,
-        local: LocalRanks,
+        schedules: Plan,
+        runner: Runner,
         shared: Sequence[Shared],
         loss: Loss | None,
         rules: Rules | None,
-        *cut: Any,
+        seed: Seed,
+        details: Mapping[str, str] | None = None,
     ) -> None:
-        schedule = plan.training
-        self._plan = plan
+        """Put the parts together, and check that all ranks have the same."""
+        self._schedules = schedules
+        self._runner = runner
+        self._transport = runner.transport
+        self._stages = tuple(runner.stages[index] for index in sorted(runner.stages))
+        self._loss = loss
+        self._rules = rules
         self._hooks = Hooks()
         self._watchers = Watchers()
-        local.assemble(schedule)
-        self._local = local
-        self._held = HeldWeights(local, shared, schedule.placement.rank_of, *cut)
-        self._replicas = Replicas() if loss is None else loss.replicas
-        self._caller = Caller(plan, local, loss, rules, self._hooks, self._held.training)
+        self._closed = False
+        if runner.transport is not None:
+            check_plans(runner.transport, schedules.training, details)
+        rank_of = schedules.training.placement.rank_of
+        self._held = HeldWeights(self._stages, runner, shared, rank_of)
+        self._randomness = Randomness(first_of_all(runner.transport, own_seed(seed)))
+        self._last_seed: tuple[int, int] | None = None
 
     # ---- what a pipeline is
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of a training step, with its messages; some calls may need other edges."""
-        return self._plan.training
+        return self._schedules.training
 
     @property
     def plan(self) -> planning.Plan | None:
@@ -328,17 +341,24 @@ class Pipeline(WeightMethods):
     @property
     def replicas(self) -> Replicas:
         """The pipelines that train the same weights on other data, see ``replicas=``."""
-        return self._replicas
+        return Replicas() if self._loss is None else self._loss.replicas
 
     @property
     def siblings(self) -> Siblings:
         """The pipelines side by side with this one, given by ``mesh=`` or ``replicas=``."""
-        return self._local.siblings
+        return self._siblings
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that live in this process: all of them, or one."""
-        return tuple(rank.number for rank in self._local.ranks)
+        if self._transport is None:
+            return tuple(range(self._schedules.ranks))
+        return (self._transport.rank,)
+
+    @property
+    def rank(self) -> int:
+        """The rank that this process is; 0 if all ranks live in it."""
+        return self._runner.rank
 
     @property
     def leads(self) -> bool:
@@ -346,12 +366,17 @@ class Pipeline(WeightMethods):
 
         Of several pipelines side by side, given by ``mesh=`` or ``replicas=``, it holds rank 0 of the first.
         """
-        return self._local.leads
+        return self.siblings.first and self._runner.rank == 0
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
         """The stages that live in this process, in order."""
-        return self._local.stages
+        return self._stages
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stages of this process live."""
+        return self._stages[0].device
 
     if not TYPE_CHECKING:
 
@@ -400,28 +425,66 @@ class Pipeline(WeightMethods):
         Raises:
             UsageError: the call is wrong. It is raised on every rank, and if nothing has been sent or
                 changed yet, the Pipeline stays as it was.
-        StageError: the model's or the loss's code raised.
-        PoisonedError: an earlier call failed in the middle.
+            StageError: the model's or the loss's code raised. In one process the Pipeline stays usable;
+                between processes it is closed.
+            PoisonedError: an earlier call failed in the middle.
         """
-        self._held.prepare()
-        run = partial(
-            self._caller.step,
-            Given(args, kwargs, target),
-            self._randomness,
-            whole_batch=self._statistics == "batch",
-            microbatches=microbatches,
-            loss_weight=loss_weight,
-            total_weight=total_weight,
-            accumulate=accumulate,
-            scaler=scaler,
-            outputs=outputs,
-            record=record,
-        )
-        return self._watchers.around(self._coming, run)
+        if not self._watchers:
+            return self._step(
+                args, kwargs, target, microbatches, loss_weight, total_weight, accumulate, scaler,
+                outputs=outputs, record=record,
+            )  # fmt: skip
+        event = StepEvent(self._randomness.step + 1, self.leads, self.device)
+        return self._watchers.around(
+            event,
+            lambda: self._step(
+                args, kwargs, target, microbatches, loss_weight, total_weight, accumulate, scaler,
+                outputs=outputs, record=record,
+            ),
+        )  # fmt: skip
 
-    def _coming(self) -> StepEvent:
-        """The event of the step that is about to run."""
-        return StepEvent(self._randomness.step + 1, self.leads, self.stages[0].device)
+    def _step(  # noqa: PLR0913 - as step
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        microbatches: int | None,
+        loss_weight: LossWeight | None,
+        total_weight: float | None,
+        accumulate: int | None,
+        scaler: LossScaler | None,
+        *,
+        outputs: bool,
+        record: bool,
+    ) -> StepResult:
+        seed, step = self._randomness.seed, self._randomness.step
+        draws = None if seed == "off" else (seed, step)
+
+        def describe() -> Call:
+            loss = self._training_loss().weighed(loss_weight)
+            scale = loss.scale(accumulate, total_weight, self._attach(scaler))
+            batch = self._split(args, kwargs, target, microbatches)
+            self._schedules.check_trains(batch.count)
+            hooks = self._hooks if self._hooks else None
+            # A loss scaler lets gradients become infinite on purpose, and checks them itself.
+            return Call(
+                batch, loss, True, outputs, record, draws,
+                hooks=hooks, scale=scale, finite=scaler is None,
+            )  # fmt: skip
+
+        call = self._described(describe, trains=True, outputs=outputs)
+        with self._held.training():
+            report = self._run(call, kwargs, target)
+        if report.batch_gradients:
+            # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
+            tensors, gradients = zip(*report.batch_gradients, strict=True)
+            torch.autograd.backward(tensors, gradients)
+        self._last_seed = draws
+        self._randomness.advance()
+        result = self._result(call, report)
+        if not result.finite and scaler is None:
+            self._meet_nonfinite(result)
+        return result if scaler is None else replace(result, finite=True)
 
     def eval(
         self, *args: Any, target: Any = MISSING, outputs: bool = False, **kwargs: Any
@@ -434,13 +497,43 @@ class Pipeline(WeightMethods):
             outputs: whether to give every rank the model's outputs.
             kwargs: the model's arguments by name.
         """
-        self._held.prepare()
-        return self._caller.evaluate(Given(args, kwargs, target), outputs=outputs)
+        if self._loss is None:
+            raise UsageError("eval needs a loss; make the Pipeline with loss_fn=, or use predict")
+        return self._evaluate(args, kwargs, target, self._loss, outputs=outputs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch in evaluation mode, on every rank."""
-        self._held.prepare()
-        return self._caller.predict(Given(args, kwargs, MISSING))
+        return self._evaluate(args, kwargs, MISSING, None, outputs=True).outputs
+
+    def _evaluate(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        loss: Loss | None,
+        *,
+        outputs: bool,
+    ) -> StepResult:
+        def describe() -> Call:
+            hooks = self._hooks if self._hooks else None
+            batch = self._split(args, kwargs, target, None)
+            return Call(batch, loss, trains=False, outputs=outputs, hooks=hooks)
+
+        call = self._described(describe, trains=False, outputs=outputs, loss=loss)
+        with self._evaluating():
+            return self._result(call, self._run(call, kwargs, target))
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluation mode, with each module's own mode restored afterwards."""
+        modes = [(m, m.training) for stage in self._stages for m in stage.module.modules()]
+        for stage in self._stages:
+            stage.module.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     def find_nonfinite(self, *args: Any, target: Any = MISSING, **kwargs: Any) -> Any:
         """Run a batch once more, as the last step ran it, to find the first thing that is not finite.
@@ -456,22 +549,141 @@ class Pipeline(WeightMethods):
             A ``NonFiniteFinding``, which names stage, microbatch, action and module, the same on every rank;
                 or None if everything is finite.
         """
-        self._held.prepare()
-        draw = self._randomness.last
-        given = Given(args, kwargs, target)
-        return self._caller.find_nonfinite(given, draw, whole_batch=self._statistics == "batch")
+        def describe() -> Call:
+            loss = self._training_loss()
+            batch, scale = self._split(args, kwargs, target, None), loss.scale(None, None, 1.0)
+            return Call(batch, loss, seed=self._last_seed, scale=scale, finite=True)
 
-    def explain(self) -> str:
-        """What the ranks of this process did in the last call, action by action, as a table.
+        call = self._described(describe, trains=True)
 
-        Each line has the position in the rank's list, the action, what it reads and writes, and for a
-        message its channel and bytes. ``take`` is where a message that has arrived is taken, just before
-        the action that needs it.
+        # Inside of what keeps the gradients, since shared weights get theirs when the context ends.
+        def run(hooks: Hooks) -> Report:
+            with self._held.training():
+                return self._run(replace(call, hooks=hooks), kwargs, target)
 
-        Raises:
-            UsageError: there was no call yet.
-        """
-        return self._local.explain()
+        return find_nonfinite(self._stages, self._schedules.training, self._runner.gather, run)
+
+    # ---- what the calls have in common
+
+    def _training_loss(self) -> Loss:
+        if self._loss is None:
+            raise UsageError("step needs a loss; make the Pipeline with loss_fn=")
+        if not self._schedules.training.trains:
+            raise UsageError(
+                f"the schedule {self._schedules.training.name!r} has no backward, so it cannot train; "
+                "use eval, or choose a schedule with a backward"
+            )
+        if torch.is_inference_mode_enabled():
+            raise UsageError(
+                "step needs gradients, and under torch.inference_mode() there are none; call it outside, "
+                "or use eval"
+            )
+        return self._loss
+
+    def _split(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, microbatches: int | None
+    ) -> Batch:
+        count = whole_number("microbatches", microbatches)
+        count = self._schedules.microbatches if count is None else count
+        return split_batch(args, kwargs, target, self._rules, count, fewer=True)
+
+    def _attach(self, scaler: LossScaler | None) -> float:
+        """The factor of a loss scaler, which from now on decides together with the other ranks."""
+        if scaler is None:
+            return 1.0
+        if not isinstance(scaler, LossScaler):
+            raise UsageError(
+                f"scaler={type(scaler).__name__}: must be a penstock.LossScaler, a torch.amp.GradScaler that "
+                "decides for all ranks together whether to skip a step"
+            )
+        return scaler.attach(self._sum_over_all, self.device)
+
+    def _sum_over_all(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of numbers over all ranks of this pipeline and its replicas."""
+        total = values if self._transport is None else self._transport.sum(values)
+        return self.replicas.added(total)
+
+    def _described(
+        self,
+        describe: Callable[[], Call],
+        *,
+        trains: bool,
+        outputs: bool = False,
+        loss: Loss | None = None,
+    ) -> Call:
+        """The call that ``describe`` returns; or, if it raises, one that tells all ranks what is wrong."""
+        self._runner.check_usable()
+        try:
+            self._check_unchanged()
+            self._held.weights.check_filled()
+            if outputs:
+                output_dim(self._rules)
+            return describe()
+        except PenstockError as error:
+            refusal = error
+        except Exception as error:
+            # The user's own functions may split and weigh batches.
+            refusal = before_first(error)
+        return Call(Batch(), loss, trains=trains, outputs=outputs, refusal=refusal)
+
+    def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> Report:
+        """Carry a call out; if the model refuses an argument meant for the step, say so."""
+        try:
+            return self._runner.run(call)
+        except StageError as error:
+            for name in kwargs:
+                near = get_close_matches(name, _STEP_ARGUMENTS, n=1)
+                if near and f"unexpected keyword argument {name!r}" in str(error):
+                    error.args = (f"{error}; did you mean {near[0]}=?",)
+            if call.loss and target is MISSING and " positional argument" in str(error):
+                error.args = (f"{error}; the target is given by name, as target=",)
+            raise
+
+    def _result(self, call: Call, report: Report) -> StepResult:
+        outputs: Any = report.outputs if call.outputs else None
+        if outputs and not report.presplit:
+            outputs = merge(outputs, output_dim(self._rules))
+        result = replace(report.result, outputs=outputs)
+        if not call.record:
+            return result
+        schedule = report.schedule
+        if self._transport is None and schedule.ranks > 1:
+            timeline = replay(schedule, _durations(report.spans))
+            return replace(
+                result, timeline=timeline, timeline_kind="replayed", bubble=timeline.bubble
+            )
+        rows = self._runner.gather([[s.rank, str(s.action), s.start, s.end] for s in report.spans])
+        spans = tuple(
+            Span(rank, action, start, end)
+            for row in rows
+            for rank, text, start, end in row
+            for action in flat((parse_action(text),))
+        )
+        timeline = Timeline(spans, schedule.ranks, "s", schedule.pairs)
+        return replace(result, timeline=timeline, timeline_kind="measured", bubble=timeline.bubble)
+
+    def _meet_nonfinite(self, result: StepResult) -> None:
+        """Raise, skip or warn about a step that is not finite, the same on every rank."""
+        assert self._loss is not None
+        step, nonfinite = self._randomness.step, self._loss.nonfinite
+        what = f"the loss is {result.loss:g}"
+        if torch.isfinite(torch.tensor(result.loss)):
+            what += ", but gradients are not finite"
+        if nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {step}: {what}; do not step the optimizer. find_nonfinite of this batch says which "
+                'module made it; nonfinite="skip" drops the gradients of such steps, and "warn" only '
+                "logs them"
+            )
+        if self.leads:
+            skipped = ", its gradients are dropped" if nonfinite == "skip" else ""
+            logger.warning("penstock: step %d is not finite%s: %s", step, skipped, what)
+        if nonfinite == "skip":
+            for stage in self._stages:
+                for parameter in stage.module.parameters():
+                    parameter.grad = None
+
+    # ---- hooks, messages between ranks, and the end
 
     def on(
         self,
@@ -517,12 +729,8 @@ class Pipeline(WeightMethods):
 
     def agree(self, value: Any) -> list[Any]:
         """Exchange JSON values: every rank gets the values of all ranks, in rank order."""
-        return self._local.each(lambda rank: rank.exchange(value))
-
-    def wrap_transports(self, wrap: Callable[[Transport], Transport]) -> None:
-        """Put something between the ranks of this process and their transports, such as a counter."""
-        for rank in self._local.ranks:
-            rank.wrap_transport(wrap)
+        values = self._runner.gather(value)
+        return values * self._schedules.ranks if self._transport is None else values
 
     def patient(self, seconds: float) -> AbstractContextManager[None]:
         """Let this rank take longer than ``timeout`` allows between two steps, such as to save.
@@ -530,11 +738,12 @@ class Pipeline(WeightMethods):
         Args:
             seconds: the time that it may need. The ranks that wait for it need not call this.
         """
-        return self._local.patient(seconds)
+        return nullcontext() if self._transport is None else self._transport.watch.patient(seconds)
 
     def report_failures_to(self, folder: str | os.PathLike[str]) -> None:
         """Have a report of a failed rank written to ``failure.json`` in a folder."""
-        self._local.report_failures_to(Path(folder))
+        if self._transport is not None:
+            self._transport.watch.keep_in(Path(folder))
 
     def close(self, error: BaseException | None = None) -> None:
         """Release what the transport holds, and end the process group if this Pipeline started it.
@@ -542,7 +751,13 @@ class Pipeline(WeightMethods):
         Args:
             error: the reason, if it is an error; the other ranks then stop because of it.
         """
-        self._local.close(error)
+        # An error after close(), in a with block that closes again, is no failure of the pipeline.
+        if self._closed or self._transport is None:
+            return
+        self._closed = True
+        if error is not None and self._runner.usable:
+            self._runner.fail(error)
+        self._transport.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -554,3 +769,17 @@ class Pipeline(WeightMethods):
         trace: TracebackType | None,
     ) -> None:
         self.close(error)
+
+
+def before_first(error: Exception) -> StageError:
+    """What every rank raises for an error in the user's code before the first microbatch."""
+    refusal = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
+    refusal.__cause__ = error.with_traceback(without_own_frames(error))
+    return refusal
+
+
+def _durations(spans: Sequence[Span]) -> dict[Action, float]:
+    durations: dict[Action, float] = {}
+    for span in spans:
+        durations[span.action] = durations.get(span.action, 0.0) + span.duration
+    return durations

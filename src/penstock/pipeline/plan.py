@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from penstock import plan as planning
 from penstock.errors import PartitionError, ScheduleError, UsageError
 from penstock.parallel import spreads_over_processes
-from penstock.partition import Example, Partition, find_shared, partition, unit_paths
+from penstock.partition import Example, Partition, find_shared, partition
+from penstock import plan as planning
 from penstock.plan import measure, search
 from penstock.schedule import (
     Schedule,
@@ -22,7 +22,6 @@ from penstock.schedule import (
     build,
     compute_only,
     load,
-    release_sends,
     validate,
 )
 from penstock.schedule.base import Edges, whole_number
@@ -204,7 +203,7 @@ def _built(builder: Builder, ranks: int, microbatches: int) -> Schedule:
 
 
 def prove(schedule: Schedule) -> Schedule:
-    """Add the messages of a schedule, prove that it cannot hang, and add the releases of sends.
+    """Add the messages of a schedule and prove that it cannot hang.
 
     Raises:
         ScheduleError: it lists every problem that was found.
@@ -213,7 +212,7 @@ def prove(schedule: Schedule) -> Schedule:
     report = validate(lowered)
     if not report.ok:
         raise ScheduleError(f"the schedule {schedule.name!r} cannot run:\n{report}")
-    return release_sends(lowered)
+    return lowered
 
 
 def make_plan(
@@ -273,7 +272,7 @@ def _ranks_for(schedule: str | Builder, stages: int | None) -> int:
     if stages is None or not isinstance(schedule, str):
         raise UsageError(
             "the number of ranks is not known: give ranks= or stages=, or start one process per rank "
-            "with torchrun or penstock run"
+            "with torchrun"
         )
     each = build(schedule, ranks=1, microbatches=2).stages
     return max(1, stages // each)
@@ -318,7 +317,7 @@ def planned(
     model: nn.Module,
     world: int | None,
     example: Example | WithTarget | None,
-    found: Sequence[Transport],
+    transport: Transport | None,
     loss_fn: Callable[..., Any] | None,
 ) -> tuple[planning.Plan, Asked]:
     """The fastest plan for a model; rank 0 finds it for all ranks.
@@ -328,7 +327,7 @@ def planned(
         model: the model, with data.
         world: the number of ranks, if each is a process.
         example: arguments for one microbatch, and the target.
-        found: this process's end of the transport, or nothing.
+        transport: this process's end, if each rank is a process.
         loss_fn: the loss function, which the last stage computes too.
 
     Returns:
@@ -346,7 +345,7 @@ def planned(
     if asked.stages is not None or asked.checkpoint:
         raise UsageError('schedule="auto" decides stages= and checkpoint= itself; leave them out')
     text = ""
-    if not found or found[0].rank == 0:
+    if transport is None or transport.rank == 0:
         count = asked.microbatches or 2 * ranks
         args, kwargs, *rest = example
         samples = split_batch(tuple(args), dict(kwargs), MISSING, None, 1).samples or (1,)
@@ -362,8 +361,8 @@ def planned(
             keep=1,
         )
         text = plans[0].to_json()
-    if found:
-        text = found[0].agree(text).take()[0]
+    if transport is not None:
+        text = transport.exchange(text)[0]
     return planning.Plan.from_json(text), Asked(None, None, None, None, checkpoint=False)
 
 
@@ -376,47 +375,6 @@ def _needs_no_target(loss_fn: Callable[..., Any] | None) -> bool:
     return True
 
 
-def computed_again(
-    model: nn.Module,
-    made: Partition,
-    checkpoint: bool | Sequence[str],
-    *,
-    compiled: bool = False,
-) -> list[list[nn.Module]]:
-    """For each stage, the modules whose forward backward computes again.
-
-    Args:
-        model: the model.
-        made: its stages.
-        checkpoint: True for all units, or the paths of modules.
-        compiled: whether the stages will be compiled.
-
-    Raises:
-        UsageError: there is no module of a path, or no stage runs it as a module.
-    """
-    if isinstance(checkpoint, str):
-        raise UsageError(f"checkpoint={checkpoint!r}: must be True, or a list of module paths")
-    if checkpoint and compiled:
-        raise UsageError("checkpoint= cannot be used with compile=; leave one of them out")
-    paths = list(unit_paths(model, len(made.modules)) if checkpoint is True else checkpoint or ())
-    known = dict(model.named_modules(remove_duplicate=False))
-    unknown = [path for path in paths if path not in known]
-    if unknown:
-        raise UsageError(
-            f"checkpoint=: the model has no module {unknown[0]!r}; its paths are such as "
-            f"{', '.join(list(known)[1:6])}"
-        )
-    wanted = [known[path] for path in dict.fromkeys(paths)]
-    inside = [set(part.modules()) for part in made.modules]
-    lost = [path for path in paths if not any(known[path] in own for own in inside)]
-    if lost:
-        raise UsageError(
-            f"checkpoint=: no stage runs {lost[0]!r} as a module; name units of the model, and cut it by "
-            "calls or as a chain"
-        )
-    return [[module for module in wanted if module in own] for own in inside]
-
-
 def check_model(model: nn.Module, stages: Stages = None) -> None:
     """Check that a model can be cut.
 
@@ -425,9 +383,9 @@ def check_model(model: nn.Module, stages: Stages = None) -> None:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: must be an nn.Module, not a {type(model).__name__}")
-    found = None if isinstance(stages, Partition) else spreads_over_processes(model)
-    if found is not None:
-        path, by = found
+    spread = None if isinstance(stages, Partition) else spreads_over_processes(model)
+    if spread is not None:
+        path, by = spread
         where = f"its module {path!r}" if path else "the model"
         raise UsageError(
             f"{where} was wrapped by {by} before the cut, so it would gather and reduce across stages of "
@@ -442,21 +400,29 @@ _REMEDIES = {
 }
 
 
-def cut(model: nn.Module, stages: Stages, count: int, example: Example | None = None) -> Partition:
+def cut(
+    model: nn.Module,
+    stages: Stages,
+    count: int,
+    example: Example | None = None,
+    checkpoint: bool | Sequence[str] = False,
+) -> Partition:
     """Cut a model into ``count`` stages.
 
     Raises:
         PartitionError: it cannot be cut like that; the message says what to give instead.
-        UsageError: an example was given for a model that is already cut.
+        UsageError: an example or checkpoints were asked for of a model that is already cut.
     """
-    if isinstance(stages, Partition):
-        if example is not None:
-            raise UsageError(
-                "example= is used to cut a model, but stages= is a Partition, which is already cut; give "
-                "example= to penstock.partition.partition"
-            )
-        found = () if stages.shared else find_shared(model, stages.modules)
-        made = replace(stages, shared=found) if found else stages
-        made.check_covers(model)
-        return made
-    return partition(model, count if stages is None else stages, example=example)
+    if not isinstance(stages, Partition):
+        where = count if stages is None else stages
+        return partition(model, where, example=example, checkpoint=checkpoint)
+    if example is not None or checkpoint:
+        name = "checkpoint" if example is None else "example"
+        raise UsageError(
+            f"{name}= is used to cut a model, but stages= is a Partition, which is already cut; give "
+            f"{name}= to penstock.partition.partition"
+        )
+    if not stages.shared and (shared := find_shared(model, stages.modules)):
+        stages = replace(stages, shared=shared)
+    stages.check_covers(model)
+    return stages

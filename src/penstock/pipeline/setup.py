@@ -13,14 +13,10 @@ import torch
 from torch import nn
 
 from penstock.errors import UnknownArgumentError, UsageError
-from penstock.faults import Patience
+from penstock.faults import Activity, Patience, Watch, meet
 from penstock.parallel import group_across, group_of
 from penstock.pipeline.plan import Plan
-from penstock.runtime import Rank, check_stages
-from penstock.runtime.describing import Describe
-from penstock.schedule import Schedule
-from penstock.stage import PipelineStage, home_of
-from penstock.step import (
+from penstock.runtime import (
     Loss,
     LossFunction,
     LossOptions,
@@ -30,7 +26,9 @@ from penstock.step import (
     Reduction,
     Replicas,
 )
-from penstock.transport import Circle, Transport, connect, in_process, launched
+from penstock.schedule import Schedule
+from penstock.stage import PipelineStage, device_of
+from penstock.transport import Circle, Transport, launched
 
 
 def placed_on(device: torch.device | str | None) -> torch.device | None:
@@ -38,14 +36,14 @@ def placed_on(device: torch.device | str | None) -> torch.device | None:
     if device is None:
         return None
     try:
-        found = torch.device(device)
+        chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         said = str(error).partition(" at start of")[0]
         raise UsageError(f"device={device!r}: {said}") from None
-    if found.type != "cpu" and found.index is None:
-        found = torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
-    _check_there(found, device)
-    return found
+    if chosen.type != "cpu" and chosen.index is None:
+        chosen = torch.device(chosen.type, int(os.environ.get("LOCAL_RANK", "0")))
+    _check_there(chosen, device)
+    return chosen
 
 
 def _check_there(device: torch.device, asked: torch.device | str) -> None:
@@ -71,18 +69,18 @@ def _check_there(device: torch.device, asked: torch.device | str) -> None:
         )
 
 
-def home_for(
+def device_for(
     model: nn.Module, device: torch.device | str | None, *, filled: bool
 ) -> torch.device | None:
     """The device for the stages; the CPU for a model on the meta device that is about to be filled."""
-    found = placed_on(device)
-    if found is None and filled and home_of(model).type == "meta":
+    chosen = placed_on(device)
+    if chosen is None and filled and device_of(model).type == "meta":
         return torch.device("cpu")
-    return found
+    return chosen
 
 
-def check_given(stages: Sequence[PipelineStage]) -> None:
-    """Check that what was given are stages.
+def check_are_stages(stages: Sequence[PipelineStage]) -> None:
+    """Check that there are stages.
 
     Raises:
         UsageError: no stages were given, or something that is not a stage.
@@ -122,18 +120,18 @@ def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:
     """
     for stage in stages if wrap is not None else ():
         before = stage.module
-        found = wrap(before, stage.index)  # type: ignore[misc] # checked above
-        if not isinstance(found, nn.Module | None):
+        wrapped = wrap(before, stage.index)  # type: ignore[misc] # checked above
+        if not isinstance(wrapped, nn.Module | None):
             raise UsageError(
-                f"wrap returned {found!r} for stage {stage.index}; it must return the wrapped module, or "
+                f"wrap returned {wrapped!r} for stage {stage.index}; it must return the wrapped module, or "
                 "None if it has changed the module in place"
             )
-        if found is not None and all(part is not before for part in found.modules()):
+        if wrapped is not None and all(part is not before for part in wrapped.modules()):
             raise UsageError(
-                f"wrap returned a {type(found).__name__} for stage {stage.index} that does not contain the "
+                f"wrap returned a {type(wrapped).__name__} for stage {stage.index} that does not contain the "
                 "stage's module; it must return that module, wrapped or as it is"
             )
-        stage.module = before if found is None else found
+        stage.module = before if wrapped is None else wrapped
 
 
 def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
@@ -143,8 +141,8 @@ def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> N
         UnknownArgumentError: there is no such argument; the message names the nearest one.
     """
     parameters = inspect.signature(function).parameters.values()
-    own = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    known = [*own, *LossOptions.__annotations__]
+    named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    known = [*named, *LossOptions.__annotations__]
     for name in options.keys() - LossOptions.__annotations__.keys():
         near = get_close_matches(name, known, n=1)
         hint = _INSTEAD.get(name) or (f"did you mean {near[0]}=?" if near else "there are")
@@ -154,7 +152,10 @@ def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> N
 
 _CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
 _INSTEAD = {
-    **{name: _CUT.format(name) for name in ("balance", "placement", "how")},
+    **{name: _CUT.format(name) for name in ("balance", "placement")},
+    "how": "a model is cut by count, paths or lists of paths, see stages=; penstock.pipelining.pipeline traces",
+    "engine": "there is one way to cut backward in two, which suits every schedule",
+    "batch_statistics": "batch norms use and update each microbatch's statistics",
     "chunks": "did you mean microbatches=?",
     "loss": "did you mean loss_fn=?",
     "criterion": "did you mean loss_fn=?",
@@ -182,8 +183,8 @@ def loss_of(  # noqa: PLR0913 - as LossOptions
     if function is None:
         return None
     others = replicas_of(replicas)
-    given = {} if metrics is None else metrics
-    return Loss(function, reduction, loss_weight, given, accumulate, others, nonfinite)
+    measures = {} if metrics is None else metrics
+    return Loss(function, reduction, loss_weight, measures, accumulate, others, nonfinite)
 
 
 def replicas_of(replicas: Any) -> Replicas:
@@ -200,90 +201,94 @@ def replicas_of(replicas: Any) -> Replicas:
     return Replicas(circle.size, circle.sum, index=circle.rank, exchange=circle.exchange)
 
 
-def connect_if_launched(
-    device: torch.device, group: Any, patience: Patience, mesh: Any = None
-) -> list[Transport]:
-    """This process's end of the transport, if each rank is a process; otherwise an empty list.
+def connect(
+    device: torch.device, group: Any, mesh: Any, patience: Patience
+) -> Transport | None:
+    """This process's end of the pipeline, if each rank is a process; all of them call this together.
 
     Args:
         device: where its stages live.
         group: the pipeline's ranks, as :func:`penstock.parallel.group_of` takes them.
-        patience: how long ranks may take.
         mesh: a mesh in place of the group.
+        patience: how long ranks may take to meet, and how long they may later make no progress.
+
+    Raises:
+        UsageError: this process is not in the group, or its environment is wrong.
+        AgreementError: not all ranks came in time.
+        PeerFailed: another rank has failed, or is silent.
     """
-    found = group_of(group, mesh)
-    if found is None and not launched():
-        return []
-    return [connect(device, found, patience)]
+    members = group_of(group, mesh)
+    if members is None and not launched():
+        return None
+    meeting = meet(members, patience, device)
+    activity = Activity(meeting.rank)
+    watch = Watch(activity, meeting, patience)
+    try:
+        activity.prepare("connects with the others")
+        return Transport(meeting, watch, activity, device, patience.rendezvous)
+    except BaseException as error:
+        cause = watch.failed(error)
+        watch.close()
+        meeting.close()
+        if cause is error:
+            raise
+        raise cause from None
 
 
 @contextmanager
-def being_made(ends: Sequence[Transport]) -> Iterator[Callable[[str], None]]:
+def set_up(transport: Transport | None) -> Iterator[Callable[[str], None]]:
     """The context in which a pipeline is made: an error in it is told to the other ranks, and ends them.
 
     It gives a function that notes what is being done, so that the other ranks can tell.
     """
-    watch = ends[0].watch if ends else None
+    if transport is None:
+        yield lambda doing: None
+        return
     try:
-        yield watch.activity.make if watch is not None else _told_to_nobody
+        yield transport.activity.prepare
     except BaseException as error:
-        cause = error if watch is None else watch.failed(error)
-        for end in ends:
-            end.close()
+        cause = transport.watch.failed(error)
+        transport.close()
         if cause is error:
             raise
         raise cause from None
-    if watch is not None:
-        watch.made()
+    transport.watch.made()
 
 
-def _told_to_nobody(doing: str) -> None:
-    """Does nothing, as all ranks live in this process."""
-
-
-def world_of(ends: Sequence[Transport]) -> int | None:
-    """The number of ranks, if each is a process."""
-    return ends[0].ranks if ends else None
-
-
-def ends_of(plan: Plan, found: Sequence[Transport]) -> Sequence[Transport]:
-    """The ends that were connected; or new ones for all ranks, within this process.
+def check_ranks(plan: Plan, transport: Transport | None) -> None:
+    """Check that there are as many processes as ranks.
 
     Raises:
-        UsageError: there are more or fewer processes than ranks.
+        UsageError: there are more or fewer.
     """
-    if found and found[0].ranks != plan.ranks:
+    if transport is not None and transport.ranks != plan.ranks:
         raise UsageError(
-            f"{found[0].ranks} processes were started for a pipeline of "
-            f"{plan.ranks} ranks; start one process per rank"
+            f"{transport.ranks} processes were started for a pipeline of {plan.ranks} ranks; start one "
+            "process per rank"
         )
-    return found or in_process(plan.ranks)
 
 
-def ranks_of(
-    plan: Plan,
-    ends: Sequence[Transport],
-    stages: Sequence[PipelineStage],
-    describe: Describe | None = None,
-    *,
-    by_hand: bool = False,
-) -> list[Rank]:
-    """The ranks that live in this process, each with its end and its stages."""
-    return [
-        Rank(end, _held_by(plan.training, end, stages, len(ends)), describe, by_hand=by_hand)
-        for end in ends
-    ]
-
-
-def _held_by(
-    schedule: Schedule, end: Transport, stages: Sequence[PipelineStage], ends: int
-) -> list[PipelineStage]:
-    """The stages of a rank; if all ranks share this process, those of other ranks are left out.
+def check_stages(
+    schedule: Schedule, stages: Sequence[PipelineStage], transport: Transport | None
+) -> None:
+    """Check that this process has exactly its stages.
 
     Raises:
-        UsageError: the rank was not given exactly its stages.
+        UsageError: it has others; the message lists those that the schedule places here.
     """
-    expected = schedule.placement.stages_on(end.rank)
-    held = [stage for stage in stages if stage.index in expected or ends == 1]
-    check_stages(schedule, end.rank, held)
-    return held
+    indices = sorted(stage.index for stage in stages)
+    rank = None if transport is None else transport.rank
+    expected = list(range(schedule.stages) if rank is None else schedule.placement.stages_on(rank))
+    if indices != expected:
+        where = "this process" if rank is None else f"rank {rank}"
+        raise UsageError(f"{where} holds stages {indices}; {schedule.name} places {expected} there")
+    counts = sorted({stage.count for stage in stages})
+    if counts != [schedule.stages]:
+        raise UsageError(
+            f"the stages were made for pipelines of {counts} stages; {schedule.name} has {schedule.stages}"
+        )
+
+
+def first_of_all(transport: Transport | None, value: Any) -> Any:
+    """The value that rank 0 has, on every rank; JSON data."""
+    return value if transport is None else transport.exchange(value)[0]

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from penstock.errors import UsageError
-from penstock.runtime import HookHandle
-from penstock.step import StepResult
+from penstock.runtime import HookHandle, StepResult
 
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
@@ -68,16 +67,16 @@ class Watchers:
         self._hooks[handle] = (after, before)
         return handle
 
-    def around(self, coming: Callable[[], StepEvent], run: Callable[[], StepResult]) -> StepResult:
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+    def around(self, event: StepEvent, run: Callable[[], StepResult]) -> StepResult:
         """Run a step, and call the functions before and after it.
 
         Args:
-            coming: describes the step that is about to run.
+            event: the step that is about to run.
             run: runs it.
         """
-        if not self._hooks:
-            return run()
-        event = coming()
         self._call(1, event)
         started = perf_counter()
         result = run()

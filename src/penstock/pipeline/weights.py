@@ -5,21 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
-from penstock.errors import AgreementError, UsageError
-from penstock.parallel import whole
-from penstock.partition import Shared, Watched
-from penstock.pipeline.ranks import LocalRanks
-from penstock.runtime import Rank, Task
-from penstock.values import version_of
+from penstock.parallel import Siblings, whole
+from penstock.partition import Shared
+from penstock.runtime import Runner
+from penstock.stage import PipelineStage
 from penstock.weights import (
     Init,
     initialise,
@@ -29,95 +25,41 @@ from penstock.weights import (
     scale_gradients,
     total_norm,
 )
+from penstock.weights.exchange import exchange
 from penstock.weights.norms import all_norms
 from penstock.weights.optimizers import (
-    OWN,
     NamedStates,
-    check_named,
-    copies,
-    find_groups,
+    find_states,
     named_state_dict,
     read_states,
     remember_names,
     write_states,
 )
-from penstock.weights.sharing import Sharing
+from penstock.weights.sharing import SharedWeights
 from penstock.weights.states import (
-    Contents,
     LoadResult,
     Names,
     Weights,
     check_contents,
     check_fits,
-    compare_state,
-    describe_state,
+    gather_optimizer,
     gather_state,
-    gather_states,
+    load_state,
 )
 
 
-class LeftBehind:
-    """The weights that a Pipeline trains in other processes, while this process keeps their old values.
-
-    A later Pipeline of the same model, with other stages in this process, would start from the old values.
-    That is checked at its first call, since new values may be loaded before.
-
-    Args:
-        model: the model that was cut.
-        here: the stages of this process.
-    """
-
-    def __init__(self, model: nn.Module, here: Sequence[nn.Module]) -> None:
-        held = {id(one) for stage in here for one in stage.parameters()}
-        named = dict(model.named_parameters())
-        now = {id(one): version_of(one) for one in named.values() if not one.is_meta}
-        # Only ids and versions are kept, so that no weights stay alive that the model has dropped.
-        self._here = {one: version for one, version in now.items() if one in held}
-        self._others = {one: version for one, version in now.items() if one not in held}
-        earlier = _EARLIER.get(model, [])
-        self._suspects = {
-            name: (one, now[id(one)])
-            for name, one in named.items()
-            if id(one) in self._here and any(pipe._has_left(id(one), now) for pipe in earlier)
-        }
-        if self._others:
-            _EARLIER[model] = [*earlier, self]
-
-    def _has_left(self, one: int, now: Mapping[int, int]) -> bool:
-        """Whether other processes have trained a weight since, and its values here are still the old ones."""
-        if self._others.get(one) != now[one]:
-            return False
-        return any(now.get(own, version) != version for own, version in self._here.items())
-
-    def check(self) -> None:
-        """Check that no weight of the stages here has been trained in another process since.
-
-        Raises:
-            UsageError: one has.
-        """
-        suspects, self._suspects = self._suspects, {}
-        old = [name for name, (one, version) in suspects.items() if version_of(one) == version]
-        if old:
-            raise UsageError(
-                f"{', '.join(map(repr, old[:5]))}: an earlier Pipeline of this model has trained these "
-                "weights in another process, and this process still has their old values; save a "
-                "checkpoint with the earlier Pipeline, and load it with this one before its first call"
-            )
-
-
-_EARLIER: Any = WeakIdKeyDictionary()
-"""For each model, by identity: its Pipelines in this process that have trained weights elsewhere."""
+LONG = 300.0
+"""Seconds that a rank may take to read or write its weights while the others wait."""
 
 
 class HeldWeights:
-    """The weights of the ranks that live in this process, and those that they share with other ranks.
+    """The weights of the stages of this process, and those that they share with other stages.
 
     Args:
-        local: these ranks.
+        stages: those of this process.
+        ranks: how this process reaches the others.
         shared: the table of weights that stages share.
         rank_of: the rank of each stage.
-        model: the model that was cut, if it is known.
-        parts: all of its stages.
 
     Raises:
         AgreementError: a shared weight has different shapes or types on different ranks.
@@ -125,131 +67,44 @@ class HeldWeights:
 
     def __init__(
         self,
-        local: LocalRanks,
+        stages: Sequence[PipelineStage],
+        ranks: Runner,
         shared: Sequence[Shared],
         rank_of: Sequence[int],
-        model: nn.Module | None = None,
-        parts: Sequence[nn.Module] = (),
     ) -> None:
-        self.local = local
-        self._rank_of = rank_of
+        self.stages = stages
+        self.ranks = ranks
         self.stage_count = len(rank_of)
-        self._share(shared)
-        here = {stage.index: stage.own for stage in local.stages}
-        self._watched = Watched(model, parts or list(here.values()), here)
-        self._by_identity = self._watched.table()
-        self._left = None if model is None else LeftBehind(model, list(here.values()))
-        # Before channels are opened for it, which ranks do together.
-        self._introduce()
-        for rank in local.ranks:
-            rank.transport.open(self._sharing.channels)
+        self.names = Names(shared)
+        self._sharing = SharedWeights(stages, shared, rank_of, ranks)
         self.align()
         remember_names(self.weights.named_parameters())
 
-    def _share(self, shared: Sequence[Shared]) -> None:
-        self._shared = tuple(shared)
-        self.names = Names(shared)
-        self._sharing = Sharing(self.local.stages, shared, self._rank_of)
-
-    def prepare(self) -> None:
-        """Take over what the user has changed in the model before a call, and refuse outdated weights.
-
-        Raises:
-            UsageError: a change cannot be taken over, or an earlier Pipeline has trained weights elsewhere.
-        """
-        if self._left is not None:
-            self._left.check()
-        self.follow()
-
-    def follow(self) -> None:
-        """Take over what the user has changed in the model since the last call.
-
-        Raises:
-            UsageError: a change cannot be taken over.
-        """
-        self._watched.check_modules()
-        if not self._watched.is_changed():
-            return
-        remember_names(Weights(self.local.stages, self.names).named_parameters())
-        if len(self.local.stages) < self.stage_count:
-            self._watched.check_ties(self._shared)
-            return
-        self._sharing.tie_filled()
-        before, self._by_identity = self._by_identity, self._watched.table()
-        if self._by_identity != before:
-            told = [one for one in self._shared if one not in before]
-            self._share([*self._by_identity, *told])
-            self._introduce()
-
-    def _introduce(self) -> None:
-        """Check that all ranks have the same table of shared weights."""
-        told = self.local.each(lambda rank: rank.exchange(self._sharing.table))
-        if any(table != told[0] for table in told):
-            raise AgreementError(
-                f"ranks were given different tables of shared weights, by rank: {told}; "
-                "give all of them the same shared="
-            )
-
     def align(self, level: int = logging.WARNING) -> None:
         """Make copies of weights that ranks share equal, and log where they differed."""
-        self.local.run([self._sharing.align(rank.transport, level) for rank in self.local.ranks])
+        self._sharing.align(level)
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """A context around a training step: it adds up the gradients of weights that stages share."""
         self._sharing.prepare()
-        before = self._watched.foreign_gradients()
         yield
-        self._check_foreign(before)
-        if self._sharing.idle:
-            return
-        self._sharing.collect()
-        self.local.run([self._sharing.exchange(rank.transport) for rank in self.local.ranks])
-        self._sharing.add_up()
-
-    def _check_foreign(self, before: Mapping[nn.Parameter, Tensor]) -> None:
-        """Check that a step added no gradient to weights whose stages are in other processes."""
-        found = self._watched.foreign_gradients()
-        names = self._watched.names_of([p for p, g in found.items() if g is not before.get(p)])
-        if names:
-            raise UsageError(
-                f"the loss uses {', '.join(map(repr, names[:5]))}, whose stages are in other processes: the "
-                "copies in this process are not trained. Use such a weight inside the model, where several "
-                "stages may share it; the loss may use only weights of the last stage"
-            )
+        self._sharing.sum_gradients()
 
     @property
     def weights(self) -> Weights:
         """The parameters and buffers that live in this process."""
-        self.follow()
-        return Weights(self.local.stages, self.names)
+        return Weights(self.stages, self.names)
 
     def names_by_identity(self) -> dict[int, str]:
         """The name of each parameter that lives in this process, by its ``id``."""
         return {id(parameter): name for name, parameter in self.weights.named_parameters()}
 
-    def norms(self, order: float) -> Tensor:
-        """The norms of the gradients of all ranks' parameters, each counted once."""
-        return self.local.each(lambda rank: self._norms(rank, order))
-
-    def _norms(self, rank: Rank, order: float) -> Task[Tensor]:
-        counted = Weights(list(rank.stages.values()), self.names).counted()
-        return all_norms(rank.transport, counted, order)
-
-    def contents(self) -> list[Contents]:
-        """What each stage has to save, after a check that no two weights have the same name."""
-        contents = self.local.each(lambda rank: describe_state(rank, self.names))
-        check_contents(contents)
-        return contents
-
     def load(self, state: Mapping[str, Any], *, strict: bool, any_name: bool) -> LoadResult:
         """Load values by name; with ``any_name``, one of a weight's names is enough."""
-        self.weights.check_filled()
-        result, sizes = self.local.each(
-            lambda rank: compare_state(rank, self.names, state, any_name=any_name)
+        result = load_state(
+            self.ranks, self.weights, self.names, state, strict=strict, any_name=any_name
         )
-        check_fits(result, sizes, strict=strict)
-        self.weights.load(state)
         self.align()
         return result
 
@@ -258,6 +113,12 @@ class WeightMethods:
     """The methods of a Pipeline that deal with weights."""
 
     _held: HeldWeights
+    leads: bool
+    siblings: Siblings
+
+    def patient(self, seconds: float) -> AbstractContextManager[None]:
+        """Let this rank take longer between two steps."""
+        raise NotImplementedError
 
     @property
     def held_weights(self) -> Weights:
@@ -292,9 +153,9 @@ class WeightMethods:
             NonFiniteError: the norm is not finite.
         """
         order = float(norm_type)
-        norms = self._held.norms(order)
+        norms = all_norms(self._held.ranks, self._held.weights.counted(), order)
         return total_norm(
-            norms, order, error_if_nonfinite=error_if_nonfinite, steps=self._held.local.steps
+            norms, order, error_if_nonfinite=error_if_nonfinite, steps=self._held.ranks.steps
         )
 
     def clip_grad_norm_(
@@ -316,7 +177,7 @@ class WeightMethods:
 
     def init_weights(self, seed: int, init: Init | None = None) -> None:
         """Give all weights their first values, as :func:`penstock.init_weights` does. Every rank calls it."""
-        initialise([(stage.own, stage.device) for stage in self._held.local.stages], seed, init)
+        initialise([(stage.code, stage.device) for stage in self._held.stages], seed, init)
         # A shared weight may have been filled differently in each process.
         self._held.align(logging.DEBUG)
 
@@ -334,8 +195,7 @@ class WeightMethods:
         """
         if not full:
             return self._held.weights.state_dict()
-        contents = self._held.contents()
-        return self._held.local.each(lambda rank: gather_state(rank, self._held.names, contents))
+        return gather_state(self._held.ranks, self._held.weights, self._held.names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Load the unsplit model's weights: each process picks those of its stages.
@@ -375,11 +235,7 @@ class WeightMethods:
         held = read_states(optimizer, self._held.names_by_identity(), "the optimizer")
         if not full:
             return named_state_dict(held)
-        if len(self._held.local.ranks) > 1:
-            return named_state_dict(
-                replace(held, states=copies(held.states), rest=copies(held.rest))
-            )
-        return self._held.local.each(lambda rank: gather_states(rank, self._held.names, held))
+        return gather_optimizer(self._held.ranks, self._held.names, held)
 
     def load_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True
@@ -400,31 +256,11 @@ class WeightMethods:
         Raises:
             StateDictError: it does not fit, or holds positions; nothing is changed then.
         """
-        check_named(state_dict)
         names = self._held.names_by_identity()
-        own = read_states(optimizer, names, "the optimizer")
-        members = [list(group["params"]) for group in state_dict["param_groups"]]
-        settings = [
-            {key: value for key, value in group.items() if key not in OWN}
-            for group in state_dict["param_groups"]
-        ]
-        numbers, problems = find_groups(own.groups, members, settings)
-        known, here = {n for of in members for n in of}, {n for of in own.groups for n in of}
-        mine = [sorted(here - known), sorted(here), problems]
-        told = self._held.local.each(lambda rank: rank.exchange(mine))
-        missing = sorted({name for one in told for name in one[0]})
-        unexpected = sorted(known.difference(*(one[1] for one in told)))
-        result = LoadResult(missing, unexpected)
-        check_fits(
-            result,
-            [text for one in told for text in one[2]],
-            strict=strict,
-            what="optimizer's states",
-        )
-        own.settings = [{} if number is None else settings[number] for number in numbers]
-        given = state_dict["state"]
-        own.states = {n: copies(given[n]) for of in own.groups for n in of if n in given}
-        write_states(optimizer, names, own, "the optimizer")
+        states, fits, problems = find_states(self._held.ranks, optimizer, names, state_dict)
+        result = LoadResult(*fits)
+        check_fits(result, problems, strict=strict, what="optimizer's states")
+        write_states(optimizer, names, states, "the optimizer")
         return result
 
     def optimizer_state(self, optimizer: Optimizer) -> NamedStates:
@@ -451,23 +287,19 @@ class WeightMethods:
         A weight that has several names or stages is written once. :func:`penstock.read_weights` gives it
         under all its names, so that the unsplit model loads it.
         """
-        self._held.contents()
-        path, count = Path(folder), self._held.stage_count
-
-        def write(rank: Rank) -> list[Any]:
-            files = Weights(list(rank.stages.values()), self._held.names).files()
-            whole_ones = {i: {n: whole(t) for n, t in held.items()} for i, held in files.items()}
-            if not self._held.local.siblings.first:
-                return []
-            return [[i, save_stage(held, path, i, count)] for i, held in whole_ones.items()]
-
-        with self._held.local.patient():
-            gathered: list[Any] = self._held.local.each(lambda rank: rank.exchange(write(rank)))
-        sizes = {index: found for of in gathered for index, found in of}
-        if self._held.local.leads:
-            save_index(path, sizes, self._held.names.tied)
-        with self._held.local.patient():
-            self._held.local.siblings.wait()
+        check_contents(self._held.ranks, self._held.weights)
+        path, count, sizes = Path(folder), self._held.stage_count, list[Any]()
+        with self.patient(LONG):
+            for index, held in self._held.weights.files().items():
+                state = {name: whole(tensor) for name, tensor in held.items()}
+                if self.siblings.first:
+                    sizes.append([index, save_stage(state, path, index, count)])
+            of_ranks = exchange(self._held.ranks, sizes)
+        if self.leads:
+            of_stages = {index: size for of_rank in of_ranks for index, size in of_rank}
+            save_index(path, of_stages, self._held.names.tied)
+        with self.patient(LONG):
+            self.siblings.wait()
 
     def load(self, folder: str | os.PathLike[str], strict: bool = True) -> LoadResult:
         """Load weights from safetensors files; each process reads only those of its stages.
@@ -480,5 +312,5 @@ class WeightMethods:
             InputFileError: there are no such files.
             StateDictError: they hold another model.
         """
-        with self._held.local.patient():
+        with self.patient(LONG):
             return self._held.load(read_weights(folder), strict=strict, any_name=True)

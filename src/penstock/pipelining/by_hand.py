@@ -115,8 +115,6 @@ class ByHand:
     """
 
     def __init__(self, own: OwnStage, wires: Wires, example: Any = None) -> None:
-        # As in torch, no weight gets a gradient before the weights' half.
-        own.prefer_engine("graph")
         self.own = own
         self._wires = wires
         self._example = example

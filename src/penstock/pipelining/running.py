@@ -43,7 +43,6 @@ from penstock.schedule import (
     compute_only,
     prefetch,
     reduce_gradients,
-    remove_wait_sends,
     to_csv,
 )
 from penstock.step import Loss
@@ -204,8 +203,8 @@ class PipelineSchedule:
         self._take(order)
 
     def _spelt_out(self) -> Schedule:
-        """The schedule with its messages, but without the releases of sends, which files do not have."""
-        return remove_wait_sends(prove(self.schedule))
+        """The schedule with its messages."""
+        return prove(self.schedule)
 
     def _take(self, order: dict[int, list[ActionTuple | None]]) -> None:
         """Use actions that were written by hand, after a proof that they complete."""

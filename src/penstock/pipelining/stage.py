@@ -57,7 +57,7 @@ class OwnWeights(HeldStage):
     """
 
     def __init__(self, *args: Any, build: Build) -> None:
-        super().__init__(*args, engine="none")
+        super().__init__(*args)
         self._build = build
         self._put_off: dict[int, Callable[[], object]] = {}
 
@@ -71,13 +71,12 @@ class OwnWeights(HeldStage):
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None
     ) -> Gradients:
         """The inputs' half; the user's part is made, but put off."""
-        found = super().backward_input(microbatch, output_grads)
+        found = super().backward(microbatch, output_grads)
         self._put_off[microbatch] = self._build()
         return found
 
     def backward_weight(self, microbatch: int) -> None:
         """The weights' half, which is the user's part."""
-        super().backward_weight(microbatch)
         self._put_off.pop(microbatch)()
 
     def clear(self) -> None:

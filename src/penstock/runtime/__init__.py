@@ -1,44 +1,51 @@
-"""Run a schedule: bind every rank's program once, agree on calls, and run the steps."""
+"""Runs a step: the interpreter of a program, what the ranks agree on before it, and its result."""
 
-from penstock.runtime.agreement import (
-    Call,
-    Refusal,
-    Report,
-    agree_plan,
-    describe_stages,
-    reports_of,
+from penstock.runtime.calls import Call, Offer, check_plans, describe_stages, differences
+from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
+from penstock.runtime.interpreter import Interpreter, Program, StepData
+from penstock.runtime.loss import (
+    Loss,
+    LossFunction,
+    LossOptions,
+    LossWeight,
+    Metric,
+    NonFinite,
+    Reduction,
+    Replicas,
+    add_loss,
+    collect_losses,
 )
-from penstock.runtime.bind import BoundProgram, Wanted
-from penstock.runtime.driver import Task, Wait, drive
-from penstock.runtime.explain import explain, table
-from penstock.runtime.instrumentation import ActionEvent, ActionHook, HookHandle, Hooks, Which
-from penstock.runtime.program import RankProgram, channels, engine_for
-from penstock.runtime.rank import Rank, check_stages
-from penstock.runtime.work import StepData
+from penstock.runtime.result import StepResult, TimelineKind
+from penstock.runtime.runner import Report, Runner
+from penstock.runtime.scaler import LossScaler
 
 __all__ = [
     "ActionEvent",
     "ActionHook",
-    "BoundProgram",
     "Call",
     "HookHandle",
     "Hooks",
-    "Rank",
-    "RankProgram",
-    "Refusal",
+    "Interpreter",
+    "Loss",
+    "LossFunction",
+    "LossOptions",
+    "LossScaler",
+    "LossWeight",
+    "Metric",
+    "NonFinite",
+    "Offer",
+    "Program",
+    "Reduction",
+    "Replicas",
     "Report",
+    "Runner",
     "StepData",
-    "Task",
-    "Wait",
-    "Wanted",
+    "StepResult",
+    "TimelineKind",
     "Which",
-    "agree_plan",
-    "channels",
-    "check_stages",
+    "add_loss",
+    "check_plans",
+    "collect_losses",
     "describe_stages",
-    "drive",
-    "engine_for",
-    "explain",
-    "reports_of",
-    "table",
+    "differences",
 ]

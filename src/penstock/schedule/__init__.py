@@ -10,95 +10,49 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.schedule.action import Action, Op, Overlap, matching, parse_action
-    from penstock.schedule.base import Edge, Placement, Schedule, chain, looped, v_shaped
-    from penstock.schedule.clock import Costs
-    from penstock.schedule.dependencies import Dependencies
-    from penstock.schedule.drawing import draw_svg, draw_text
-    from penstock.schedule.files import Limits, from_csv, from_json, load, save, to_csv, to_json
-    from penstock.schedule.library import build, names, register
-    from penstock.schedule.passes import (
-        Pass,
-        add_communication,
-        add_wait_sends,
-        compose,
-        compute_only,
-        delay_receives,
-        merge_backward,
-        prefetch,
-        reduce_gradients,
-        release_sends,
-        remove_wait_sends,
-    )
-    from penstock.schedule.searching import lower_bound, search
-    from penstock.schedule.simulation import Gap, Simulation, Span, Timeline, replay, simulate
-    from penstock.schedule.validation import Problem, Report, validate
+    from penstock.schedule.action import Action as Action
+    from penstock.schedule.action import Op as Op
+    from penstock.schedule.action import Overlap as Overlap
+    from penstock.schedule.action import matching as matching
+    from penstock.schedule.action import parse_action as parse_action
+    from penstock.schedule.base import Edge as Edge
+    from penstock.schedule.base import Placement as Placement
+    from penstock.schedule.base import Schedule as Schedule
+    from penstock.schedule.base import chain as chain
+    from penstock.schedule.base import looped as looped
+    from penstock.schedule.base import v_shaped as v_shaped
+    from penstock.schedule.clock import Costs as Costs
+    from penstock.schedule.dependencies import Dependencies as Dependencies
+    from penstock.schedule.drawing import draw_svg as draw_svg
+    from penstock.schedule.drawing import draw_text as draw_text
+    from penstock.schedule.files import Limits as Limits
+    from penstock.schedule.files import from_csv as from_csv
+    from penstock.schedule.files import from_json as from_json
+    from penstock.schedule.files import load as load
+    from penstock.schedule.files import save as save
+    from penstock.schedule.files import to_csv as to_csv
+    from penstock.schedule.files import to_json as to_json
+    from penstock.schedule.library import build as build
+    from penstock.schedule.library import names as names
+    from penstock.schedule.library import register as register
+    from penstock.schedule.order import merged as merged
+    from penstock.schedule.passes import Pass as Pass
+    from penstock.schedule.passes import add_communication as add_communication
+    from penstock.schedule.passes import compose as compose
+    from penstock.schedule.passes import compute_only as compute_only
+    from penstock.schedule.passes import merge_backward as merge_backward
+    from penstock.schedule.passes import prefetch as prefetch
+    from penstock.schedule.passes import reduce_gradients as reduce_gradients
+    from penstock.schedule.searching import lower_bound as lower_bound
+    from penstock.schedule.searching import search as search
+    from penstock.schedule.simulation import Gap as Gap
+    from penstock.schedule.simulation import Simulation as Simulation
+    from penstock.schedule.simulation import Span as Span
+    from penstock.schedule.simulation import Timeline as Timeline
+    from penstock.schedule.simulation import replay as replay
+    from penstock.schedule.simulation import simulate as simulate
+    from penstock.schedule.validation import Problem as Problem
+    from penstock.schedule.validation import Report as Report
+    from penstock.schedule.validation import validate as validate
 
-
-__all__ = [
-    "Action",
-    "Costs",
-    "Dependencies",
-    "Edge",
-    "Gap",
-    "Limits",
-    "Op",
-    "Overlap",
-    "Pass",
-    "Placement",
-    "Problem",
-    "Report",
-    "Schedule",
-    "Simulation",
-    "Span",
-    "Timeline",
-    "add_communication",
-    "add_wait_sends",
-    "build",
-    "chain",
-    "compose",
-    "compute_only",
-    "delay_receives",
-    "draw_svg",
-    "draw_text",
-    "from_csv",
-    "from_json",
-    "load",
-    "looped",
-    "lower_bound",
-    "matching",
-    "merge_backward",
-    "names",
-    "parse_action",
-    "prefetch",
-    "reduce_gradients",
-    "register",
-    "release_sends",
-    "remove_wait_sends",
-    "replay",
-    "save",
-    "search",
-    "simulate",
-    "to_csv",
-    "to_json",
-    "v_shaped",
-    "validate",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "action": "Action Op Overlap matching parse_action",
-        "base": "Edge Placement Schedule chain looped v_shaped",
-        "dependencies": "Dependencies",
-        "drawing": "draw_svg draw_text",
-        "files": "Limits from_csv from_json load save to_csv to_json",
-        "library": "build names register",
-        "passes": "Pass add_communication add_wait_sends compose compute_only delay_receives merge_backward "
-        "prefetch reduce_gradients release_sends remove_wait_sends",
-        "searching": "lower_bound search",
-        "clock": "Costs",
-        "simulation": "Gap Simulation Span Timeline replay simulate",
-        "validation": "Problem Report validate",
-    },
-)
+__all__, __getattr__, __dir__ = lazily(__name__)

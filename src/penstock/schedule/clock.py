@@ -1,20 +1,30 @@
-"""What the actions of a schedule cost, and when each runs on simulated clocks, one per rank."""
+"""What actions cost, and the one loop that runs programs on simulated clocks, one per rank."""
 
 from __future__ import annotations
 
 import math
-from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from penstock.errors import ScheduleError, UsageError
-from penstock.schedule.action import COMPUTE_OPS, GRADIENT_OPS, SEND_OPS, Action, Op
+from penstock.errors import UsageError
+from penstock.schedule.action import (
+    MESSAGE_OPS,
+    NEIGHBOUR,
+    RECV_OPS,
+    SEND_OPS,
+    STAGE_OPS,
+    Action,
+    Op,
+    Overlap,
+    Program,
+)
 from penstock.schedule.base import Schedule
-from penstock.schedule.packed import CODE, NOWHERE, Packed, Wiring
+from penstock.schedule.dependencies import Dependencies, Half, Need
+
+T = TypeVar("T")
 
 Cost = float | Sequence[float]
 """One number for every stage, or one per stage."""
@@ -102,269 +112,435 @@ def _check(name: str, cost: Cost) -> None:
             raise UsageError(f"{name}={number}: must be a finite number, at least 0")
 
 
-# ---- from costs per stage to prices per action
+# ---- a schedule in numbers
+# The validator and the simulator look at millions of actions, and a search runs programs ten thousand times.
+# So each action is a number. The actions of one stage, op and peer, its *lane*, follow each other by
+# microbatch; since the rule of ``dependencies.py`` speaks of lanes, one look at it answers for all of them.
 
 
-Numbers = NDArray[np.float64]
+Lane = tuple[int, Op, int | None]
+"""A stage, an op, and for a message to another than the neighbour its peer."""
+Place = tuple[int, int]
+"""A rank and a position in its program."""
+Link = tuple[int, int]
+"""A number, and one that it needs."""
+_NONE = -1
+"""A number that no action has."""
+
+
+class Numbered:
+    """The actions of a schedule by numbers, with their places and what they need.
+
+    Args:
+        schedule: any schedule.
+
+    Attributes:
+        rule: what must come before each action.
+        lanes: the lanes in the order of their numbers; that of number ``n`` is ``lanes[n // microbatches]``.
+        programs: for each rank the numbers of its actions, an overlapped pair as its two halves.
+        pairs: the forward and the backward half of each overlapped pair.
+        place: where each action stands first.
+        again: the actions that stand somewhere already, and where they stand again.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.rule = Dependencies(schedule)
+        self.lanes: list[Lane] = []
+        self.pairs: dict[int, int] = {}
+        self.place: dict[int, Place] = {}
+        self.again: list[tuple[int, Place]] = []
+        self._first: dict[Lane, int] = {}
+        self.programs = [self._numbers(*ranked) for ranked in enumerate(schedule.programs)]
+
+    def _numbers(self, rank: int, program: Program) -> list[int]:
+        numbers: list[int] = []
+        first, place = self._first, self.place
+        for position, entry in enumerate(program):
+            for stage, op, microbatch, peer in entry if isinstance(entry, Overlap) else (entry,):
+                base = first.get((stage, op, peer))
+                if base is None:
+                    base = self._add_lane(stage, op, peer)
+                number = base + (microbatch or 0)
+                numbers.append(number)
+                if number in place:
+                    self.again.append((number, (rank, position)))
+                else:
+                    place[number] = rank, position
+            if isinstance(entry, Overlap):
+                self.pairs[numbers[-2]] = numbers[-1]
+        return numbers
+
+    def _add_lane(self, stage: int, op: Op, peer: int | None) -> int:
+        near = peer is None or peer == stage + NEIGHBOUR[op]
+        lane = (stage, op, None if near else peer)
+        if lane not in self._first:
+            self._first[lane] = len(self.lanes) * self.schedule.microbatches
+            self.lanes.append(lane)
+        self._first[stage, op, peer] = self._first[lane]
+        return self._first[lane]
+
+    def __len__(self) -> int:
+        return len(self.lanes) * self.schedule.microbatches
+
+    def number(self, action: Action) -> int | None:
+        """The number of an action, if the schedule has it."""
+        base = self._first.get((action.stage, action.op, action.peer))
+        number = None if base is None else base + (action.microbatch or 0)
+        return number if number in self.place else None
+
+    def has(self, stage: int, op: Op) -> list[bool]:
+        """For each microbatch whether the schedule has the action."""
+        return [number in self.place for number in self.numbers_of(stage, op)]
+
+    def action(self, number: int) -> Action:
+        """The action of a number."""
+        lane, microbatch = divmod(number, self.schedule.microbatches)
+        stage, op, peer = self.lanes[lane]
+        return Action(stage, op, None if op in STAGE_OPS else microbatch, peer)
+
+    def per_lane(self, figure: Callable[[Lane], T]) -> list[T]:
+        """For each number the figure of its lane."""
+        m = self.schedule.microbatches
+        return [number for lane in self.lanes for number in [figure(lane)] * m]
+
+    def priced(self, table: Mapping[Op, Sequence[float]]) -> list[float]:
+        """For each number what a table says for its op and stage; 0 for an op that is not in it."""
+        return self.per_lane(lambda lane: table[lane[1]][lane[0]] if lane[1] in table else 0.0)
+
+    @cached_property
+    def needs(self) -> list[tuple[Lane, Need, list[Link]]]:
+        """For each lane each of its needs, with every action there and what meets its need.
+
+        What meets it may be in no program; it is then a number at which nothing is placed.
+        """
+        return [
+            (lane, need, self._links(base, lane, self._meeting(need)))
+            for base, lane in zip(self._bases, self.lanes, strict=True)
+            for need in self.rule.needs(*lane)
+        ]
+
+    @property
+    def _bases(self) -> range:
+        return range(0, len(self), self.schedule.microbatches)
+
+    def _links(self, base: int, lane: Lane, met: Sequence[int]) -> list[Link]:
+        """Each action of a lane with what meets one of its needs."""
+        if lane[1] is Op.REDUCE_GRAD:
+            return [(base, number) for number in met]
+        if lane[1] in STAGE_OPS:
+            return [(base, met[0])]
+        pairs = enumerate(met, base)
+        return [pair for pair in pairs if pair[0] in self.place]
+
+    def _meeting(self, need: Need) -> Sequence[int]:
+        """For each microbatch the number of the action that meets a need."""
+        stage, op, peer = need
+        if not isinstance(op, Half):
+            return self.numbers_of(stage, op, peer)
+        whole, half = self.numbers_of(stage, Op.B), self.numbers_of(stage, op.value)
+        return [b if b in self.place else h for b, h in zip(whole, half, strict=True)]
+
+    def numbers_of(self, stage: int, op: Op, peer: int | None = None) -> Sequence[int]:
+        """For each microbatch the number of a lane, or one that no action has."""
+        m = self.schedule.microbatches
+        base = self._first.get((stage, op, peer))
+        if base is None:
+            return [_NONE] * m
+        return [base] * m if op in STAGE_OPS else range(base, base + m)
+
+    @cached_property
+    def partner(self) -> dict[int, int]:
+        """For each SEND and RECV the one at the other end, where there is one."""
+        ends: dict[int, int] = {}
+        for lane, _, links in self.needs:
+            if lane[1] in RECV_OPS:
+                met = [(receive, send) for receive, send in links if send in self.place]
+                ends.update(met)
+                ends.update((send, receive) for receive, send in met)
+        return ends
+
+
+# ---- the loop: programs on simulated clocks, one per rank
+
+
+NOT_YET = -1.0
+
+
+@dataclass
+class Waits:
+    """What numbers wait for: actions of other ranks, and messages. Ranks do their own actions in order.
+
+    Attributes:
+        awaited: for each number what it waits for, or the length of this list for nothing.
+        lag: for each number how long after its end that arrives.
+        several: all of these and their lags, for numbers that wait for more than one.
+        partner: for each SEND and RECV the one at the other end.
+        transfer: for each SEND and RECV of which it is known how long it keeps which channel busy.
+        latency: how long after its transfer a message arrives.
+        pairs: the forward and the backward half of each overlapped pair, which waits at its forward for both.
+        hidden: how long before the end of its forward half a backward half starts.
+    """
+
+    awaited: list[int]
+    lag: list[float]
+    several: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    partner: dict[int, int] = field(default_factory=dict)
+    transfer: dict[int, tuple[object, float]] = field(default_factory=dict)
+    latency: float = 0.0
+    pairs: dict[int, int] = field(default_factory=dict)
+    hidden: dict[int, float] = field(default_factory=dict)
+
+    def add(self, number: int, awaited: int, lag: float) -> None:
+        """Let a number wait for one more."""
+        if self.awaited[number] == len(self.awaited):
+            self.awaited[number], self.lag[number] = awaited, lag
+        else:
+            first = (self.awaited[number], self.lag[number])
+            self.several.setdefault(number, [first]).append((awaited, lag))
+
+
+class Ran(NamedTuple):
+    """How far programs got.
+
+    Attributes:
+        start: for each number when it started, or ``NOT_YET``.
+        there: for each number when its result was there; of a message, when it had arrived.
+        order: the numbers in an order in which one process may run them.
+        stuck: for each rank that did not come to its end the number at which it stands, and what that
+            waits for.
+    """
+
+    start: list[float]
+    there: list[float]
+    order: list[int]
+    stuck: dict[int, tuple[int, int]]
+
+
+def run(programs: Sequence[Sequence[int]], duration: Sequence[float], waits: Waits) -> Ran:
+    """Run programs on simulated clocks: each action starts as soon as its rank and what it waits for allow.
+
+    This is the only place where programs are run without work: it tells when each action runs, whether all
+    ranks come to their ends and, if not, who waits for whom. A rank runs until it must wait for what is not
+    known yet, so that the time taken is linear in the number of actions.
+
+    Args:
+        programs: for each rank its numbers, in order.
+        duration: for each number how long it keeps its rank busy.
+        waits: what they wait for.
+    """
+    awaited_by, lag, several = waits.awaited, waits.lag, waits.several
+    start = [NOT_YET] * len(awaited_by)
+    there = [*start, 0.0]
+    order: list[int] = []
+    clock, at = [0.0] * len(programs), [0] * len(programs)
+    asleep: dict[int, list[int]] = {}
+    ready = deque(range(len(programs)))
+
+    def arrive(number: int, when: float) -> None:
+        there[number] = when
+        ready.extend(asleep.pop(number, ()))
+
+    special = _Special(waits, duration, start, arrive)
+    while ready:
+        rank = ready.popleft()
+        now, program = clock[rank], programs[rank]
+        for place in range(at[rank], len(program)):
+            number = program[place]
+            awaited = awaited_by[number]
+            when = there[awaited] + lag[number]
+            if several and number in several:
+                awaited, when = _latest(several[number], there)
+            if there[awaited] < 0:
+                at[rank] = place
+                asleep.setdefault(awaited, []).append(rank)
+                break
+            if when > now:
+                now = when
+            order.append(number)
+            start[number] = now
+            now += duration[number]
+            if number in special.numbers:
+                now = special.end(number, now)
+                continue
+            there[number] = now
+            if number in asleep:
+                ready.extend(asleep.pop(number))
+        else:
+            at[rank] = len(program)
+        clock[rank] = now
+    stuck = {
+        rank: (programs[rank][at[rank]], awaited)
+        for awaited, ranks in asleep.items()
+        for rank in ranks
+    }
+    return Ran(start, there, order, stuck)
+
+
+def _latest(needed: list[tuple[int, float]], there: list[float]) -> tuple[int, float]:
+    """Of several awaited numbers one that is not there yet, or else the last to arrive; and when it does."""
+    latest, when = needed[0][0], NOT_YET
+    for awaited, lag in needed:
+        if there[awaited] < 0:
+            return awaited, NOT_YET
+        if there[awaited] + lag > when:
+            latest, when = awaited, there[awaited] + lag
+    return latest, when
+
+
+class _Special:
+    """What messages and overlapped pairs do; other actions are there as soon as they end.
+
+    Args:
+        waits: what there is to wait for.
+        duration: for each number how long it keeps its rank busy.
+        start: for each number when it started.
+        arrive: is called with a number when it is known when its result is there.
+    """
+
+    def __init__(
+        self,
+        waits: Waits,
+        duration: Sequence[float],
+        start: list[float],
+        arrive: Callable[[int, float], None],
+    ) -> None:
+        self._waits, self._duration, self._start, self._arrive = waits, duration, start, arrive
+        self._forward = {backward: forward for forward, backward in waits.pairs.items()}
+        self._free: dict[object, float] = {}
+        self.numbers = {*waits.partner, *waits.pairs, *self._forward}
+
+    def end(self, number: int, now: float) -> float:
+        """End an action; returns when its rank is free."""
+        if number in self._forward:
+            return self._end_pair(self._forward[number], number)
+        if number in self._waits.partner:
+            self._post(number, self._waits.partner[number], now)
+        return now
+
+    def _post(self, number: int, other: int, now: float) -> None:
+        if self._start[other] < 0:
+            return
+        when = max(now, self._start[other] + self._duration[other])
+        if number in self._waits.transfer:
+            channel, takes = self._waits.transfer[number]
+            when = self._free[channel] = max(when, self._free.get(channel, when)) + takes
+        for end in (number, other):
+            self._arrive(end, when + self._waits.latency)
+
+    def _end_pair(self, forward: int, backward: int) -> float:
+        """Both halves' results are there when the pair is done."""
+        self._start[backward] -= self._waits.hidden.get(backward, 0.0)
+        over = max(self._start[half] + self._duration[half] for half in (forward, backward))
+        for half in (forward, backward):
+            self._arrive(half, over)
+        return over
+
+
+# ---- what the actions of a schedule wait for, and what they cost
+
+
 _COST_OF = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
 
 
-@dataclass(frozen=True)
-class Prices:
-    """What each action costs, by its number.
+def durations(costs: Costs, stages: int) -> dict[Op, list[float]]:
+    """For each op that takes time how long it takes on each stage."""
+    return {op: costs.per_stage(name, stages) for op, name in _COST_OF.items()}
 
-    Attributes:
-        duration: how long the action keeps its rank busy.
-        transfer: how long its message keeps its channel busy.
-        hidden: how much earlier than the end of its forward half a backward half may start.
-        latency: the time from the end of a transfer until the message has arrived.
+
+def half_of(need: Need) -> Op:
+    """The op that meets a need, where each backward is in two halves."""
+    return need.op.value if isinstance(need.op, Half) else need.op
+
+
+def waits_of(numbered: Numbered, costs: Costs | None = None) -> Waits:
+    """What the actions of a schedule wait for.
+
+    Where its messages are not spelled out, a transfer starts when the value is made, and channels carry any
+    number at once. A need that nothing meets counts as met: ``validation.py`` reports it.
+
+    Args:
+        numbered: the schedule.
+        costs: what messages and overlapped pairs take; by default nothing.
     """
-
-    duration: Numbers
-    transfer: Numbers
-    hidden: Numbers
-    latency: float
-
-
-def prices(wiring: Wiring, costs: Costs) -> Prices:
-    """What each action of a schedule costs."""
-    packed = wiring.packed
-    table = np.zeros((len(CODE), packed.schedule.stages))
-    for op in COMPUTE_OPS:
-        table[CODE[op]] = costs.per_stage(_COST_OF[op], packed.schedule.stages)
-    duration = table[packed.op, packed.stage]
-    return Prices(
-        duration, _transfers(wiring, costs), _hidden(packed, duration, costs), costs.latency
-    )
-
-
-def _hidden(packed: Packed, duration: Numbers, costs: Costs) -> Numbers:
-    hidden = np.zeros(len(packed))
-    shorter = np.minimum(duration[packed.halves], duration[packed.halves - 1])
-    hidden[packed.halves] = costs.overlap * shorter
-    return hidden
-
-
-def _transfers(wiring: Wiring, costs: Costs) -> Numbers:
-    """How long each message is under way, at its SEND and RECV or at the action that makes its value."""
-    packed = wiring.packed
-    transfer = np.zeros(len(packed))
-    if not costs.message:
-        return transfer
-    ops = SEND_OPS if packed.schedule.communicates else frozenset({Op.F}) | GRADIENT_OPS
-    for lane, at in packed.lanes():
-        if lane.op in ops:
-            there = at[at != NOWHERE]
-            transfer[there] = (
-                _bytes(packed, Action(lane.stage, lane.op, 0, lane.peer), costs) / costs.bandwidth
-            )
-    sends = packed.messages & (wiring.partner != NOWHERE)
-    transfer[sends] = np.maximum(transfer[sends], transfer[wiring.partner[sends]])
-    return transfer
+    costs = costs or Costs()
+    size = len(numbered)
+    waits = Waits([size] * size, [0.0] * size, partner=numbered.partner, latency=costs.latency)
+    waits.pairs = numbered.pairs
+    waiting = {backward: forward for forward, backward in numbered.pairs.items()}
+    schedule = numbered.schedule
+    rank_of = schedule.placement.rank_of
+    for (stage, op, _), need, links in numbered.needs:
+        is_message = need.op in MESSAGE_OPS
+        is_local = not is_message and rank_of[need.stage] == rank_of[stage]
+        if op in MESSAGE_OPS or op in STAGE_OPS or is_local:
+            continue
+        lag = 0.0 if is_message else under_way(schedule, numbered.rule, need, costs)
+        for number, awaited in links:
+            if awaited in numbered.place:
+                waits.add(waiting.get(number, number), awaited, lag)
+    if costs.message:
+        waits.transfer = _transfers(numbered, costs)
+    if costs.overlap:
+        takes = numbered.priced(durations(costs, schedule.stages))
+        waits.hidden = {
+            backward: costs.overlap * min(takes[forward], takes[backward])
+            for forward, backward in numbered.pairs.items()
+        }
+    return waits
 
 
-def _bytes(packed: Packed, action: Action, costs: Costs) -> float:
-    """The bytes of a SEND, or of the largest message that an action makes possible."""
-    sends = [action] if action.op in SEND_OPS else packed.rule.sends(action)
-    return max((_message_bytes(packed.schedule, send, costs) for send in sends), default=0)
+def block_sends(numbered: Numbered, waits: Waits) -> None:
+    """Let each rank wait after each SEND until the message is taken."""
+    is_send = numbered.per_lane(lambda lane: lane[1] in SEND_OPS)
+    is_free = numbered.per_lane(lambda lane: lane[1] in STAGE_OPS)
+    for program in numbered.programs:
+        sent: int | None = None
+        for number in program:
+            if is_free[number]:
+                continue
+            if sent is not None:
+                waits.add(number, sent, 0.0)
+            sent = number if is_send[number] else None
 
 
-def _message_bytes(schedule: Schedule, send: Action, costs: Costs) -> float:
+def transfer_of(schedule: Schedule, send: Action, costs: Costs) -> float:
+    """How long a message, given by its SEND, keeps its channel busy."""
     forward = send.op is Op.SEND_F
     maker, user = (send.stage, send.peer_stage) if forward else (send.peer_stage, send.stage)
     rank_of = schedule.placement.rank_of
-    return sum(
+    size = sum(
         costs.bytes_of(edge.value)
         for edge in schedule.edges
         if edge.source == maker
         and (forward or edge.gradient)
         and rank_of[user] in {rank_of[target] for target in edge.targets}
     )
+    return size / costs.bandwidth
 
 
-# ---- simulated clocks
+def under_way(schedule: Schedule, rule: Dependencies, need: Need, costs: Costs) -> float:
+    """How long a needed result takes to another rank where messages are not spelled out."""
+    if not costs.message:
+        return costs.latency
+    sends = rule.sends(Action(need.stage, half_of(need), 0))
+    transfers = (transfer_of(schedule, send, costs) for send in sends)
+    return costs.latency + max(transfers, default=0.0)
 
 
-@dataclass(frozen=True)
-class Times:
-    """When each action ran, by its number.
+def _transfers(numbered: Numbered, costs: Costs) -> dict[int, tuple[object, float]]:
+    """For each SEND and RECV its channel, and how long it keeps that busy."""
+    rank_of = numbered.schedule.placement.rank_of
 
-    Attributes:
-        start: when it started; of a message, when it was posted.
-        end: when it ended.
-        there: when its result was available to another rank; for a message, when it arrived.
-    """
+    def channel_of(lane: Lane) -> tuple[object, float] | None:
+        send = Action(lane[0], lane[1], 0, lane[2])
+        if send.op not in SEND_OPS:
+            return None
+        channel = rank_of[send.stage], rank_of[send.peer_stage], send.op
+        return channel, transfer_of(numbered.schedule, send, costs)
 
-    start: Numbers
-    end: Numbers
-    there: Numbers
-
-
-def run_clocks(wiring: Wiring, prices: Prices) -> Times:
-    """Work out when each action runs if each starts as soon as its rank and its needs allow.
-
-    Raises:
-        ScheduleError: the schedule does not complete.
-    """
-    _check_needs(wiring)
-    clocks = _Clocks(wiring, prices)
-    clocks.run()
-    return Times(*(np.frombuffer(column, np.float64) for column in clocks.columns))
-
-
-def _check_needs(wiring: Wiring) -> None:
-    packed = wiring.packed
-    lonely = np.flatnonzero(packed.messages & (wiring.partner == NOWHERE))
-    if len(lonely):
-        raise _refusal(packed, int(lonely[0]), "has nothing at its other end")
-    for block in wiring.blocks:
-        wrong = np.flatnonzero(wiring.late(block) | (block.before == NOWHERE))
-        if len(wrong):
-            needed = packed.rule.settle(block.need, int(block.microbatch[wrong[0]]))
-            why = f"needs {needed}, which does not stand before it"
-            raise _refusal(packed, int(block.after[wrong[0]]), why)
-
-
-def _refusal(packed: Packed, number: int, why: str) -> ScheduleError:
-    where = f"rank {packed.rank[number]}, position {packed.position(number)}"
-    return ScheduleError(
-        f"{packed.schedule.name} does not complete: {where}: {packed.action(number)} {why}; "
-        "validate() lists everything that is wrong"
-    )
-
-
-def _doubles(values: Numbers) -> array[float]:
-    return array("d", values.astype(np.float64).tobytes())
-
-
-def _integers(values: NDArray[np.int32]) -> array[int]:
-    return array("i", values.astype(np.int32).tobytes())
-
-
-NOT_YET = -1.0
-"""Stands for the time of what has not happened yet."""
-
-
-@dataclass
-class _Channels:
-    """The messages under way, and until when each channel is busy."""
-
-    partner: array[int]
-    transfer: array[float]
-    channel: array[int]
-    latency: float
-    busy_until: dict[int, float] = field(default_factory=dict)
-
-    def arrival(self, number: int, first: float, second: float) -> float:
-        """When a message arrives whose two ends were posted at these times."""
-        posted = max(first, second)
-        transfer = self.transfer[number]
-        if transfer:
-            channel = self.channel[number]
-            posted = max(posted, self.busy_until.get(channel, posted)) + transfer
-            self.busy_until[channel] = posted
-        return posted + self.latency
-
-
-class _Clocks:
-    """Runs each rank until it must wait for an action whose time is not known yet."""
-
-    def __init__(self, wiring: Wiring, prices: Prices) -> None:
-        packed = wiring.packed
-        size = len(packed)
-        self._packed = packed
-        self._at = packed.starts[:-1].tolist()
-        self._last = packed.starts[1:].tolist()
-        self._clock = [0.0] * len(self._at)
-        self._start = _doubles(np.full(size, NOT_YET))
-        self._end = _doubles(np.full(size, NOT_YET))
-        self._there = _doubles(np.full(size, NOT_YET))
-        self._duration = _doubles(prices.duration)
-        self._hidden = _doubles(prices.hidden)
-        self._waits = [_integers(column) for column in wiring.waits]
-        self._first_halves = frozenset((packed.halves - 1).tolist())
-        """The forward halves of overlapped pairs: their results are there when both halves are done."""
-        self._message = bytes(packed.messages.astype(np.uint8))
-        partner = _integers(wiring.partner)
-        transfer = _doubles(prices.transfer)
-        self._channels = _Channels(partner, transfer, _integers(_channel(wiring)), prices.latency)
-        self._sleepers: dict[int, list[int]] = {}
-        self._ready = deque(range(len(self._at)))
-
-    @property
-    def columns(self) -> tuple[array[float], array[float], array[float]]:
-        """The times of starts, ends and arrivals."""
-        return self._start, self._end, self._there
-
-    def run(self) -> None:
-        """Run all ranks to their ends."""
-        while self._ready:
-            self._advance(self._ready.popleft())
-        stands = next(
-            (at for at, last in zip(self._at, self._last, strict=True) if at < last), None
-        )
-        if stands is not None:
-            raise _refusal(self._packed, stands, "waits forever")
-
-    def _advance(self, rank: int) -> None:
-        clock = self._clock[rank]
-        message, start, end, duration = self._message, self._start, self._end, self._duration
-        first_halves = self._first_halves
-        number = self._at[rank]
-        for number in range(self._at[rank], self._last[rank]):
-            ready = self._ready_at(number, rank, clock - self._hidden[number])
-            if ready < 0:
-                break
-            over = ready + duration[number]
-            start[number] = ready
-            end[number] = over
-            clock = max(clock, over)
-            if message[number]:
-                self._post(number, over)
-            elif number not in first_halves:
-                self._give(number, over)
-            if number - 1 in first_halves:
-                self._give(number - 1, clock)
-        else:
-            number = self._last[rank]
-        self._at[rank], self._clock[rank] = number, clock
-
-    def _ready_at(self, number: int, rank: int, ready: float) -> float:
-        """When all that an action waits for is there; ``NOT_YET`` where that is not known."""
-        for column in self._waits:
-            awaited = column[number]
-            if awaited >= 0:
-                there = self._there[awaited]
-                if there < 0:
-                    self._sleepers.setdefault(awaited, []).append(rank)
-                    return NOT_YET
-                ready = max(ready, there)
-        return ready
-
-    def _post(self, number: int, clock: float) -> None:
-        other = self._channels.partner[number]
-        posted = self._end[other]
-        if posted >= 0:
-            there = self._channels.arrival(number, clock, posted)
-            self._there[number] = self._there[other] = there
-            self._wake(number)
-            self._wake(other)
-
-    def _give(self, number: int, clock: float) -> None:
-        self._there[number] = clock + self._channels.transfer[number] + self._channels.latency
-        self._wake(number)
-
-    def _wake(self, number: int) -> None:
-        if number in self._sleepers:
-            self._ready.extend(self._sleepers.pop(number))
-
-
-def _channel(wiring: Wiring) -> NDArray[np.int32]:
-    """For each SEND and RECV the number of its channel, made of its two ranks and the kind of message."""
-    packed = wiring.packed
-    other = packed.rank[wiring.partner]
-    is_send = packed.having(SEND_OPS)
-    sender = np.where(is_send, packed.rank, other)
-    receiver = np.where(is_send, other, packed.rank)
-    gradient = packed.having(frozenset({Op.SEND_B, Op.RECV_B}))
-    return (sender * packed.schedule.ranks + receiver) * 2 + gradient
+    transfers = {}
+    for number, taken in enumerate(numbered.per_lane(channel_of)):
+        if taken and number in numbered.partner:
+            transfers[number] = transfers[numbered.partner[number]] = taken
+    return transfers

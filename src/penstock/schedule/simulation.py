@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, compress
+from operator import add, neg, sub
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import UsageError
 from penstock.schedule.action import COMPUTE_OPS, MESSAGE_OPS, WAIT_SEND_OPS, Action, Op, Overlap
 from penstock.schedule.base import Schedule, paused_collection
-from penstock.schedule.clock import Costs, Numbers, Prices, Times, prices, run_clocks
-from penstock.schedule.packed import CODE, NOWHERE, Packed, Wiring
+from penstock.schedule.clock import Costs, Numbered, durations, waits_of
+from penstock.schedule.validation import completed
 
 # ---- the timeline of a step, simulated or measured
 
@@ -173,40 +171,43 @@ class Simulation:
     """A schedule run on simulated clocks; made by :func:`simulate`.
 
     Args:
-        wiring: the schedule.
+        numbered: the schedule.
         costs: what its actions cost.
-        times: when each action ran.
+
+    Raises:
+        ScheduleError: the schedule does not complete.
     """
 
-    def __init__(self, wiring: Wiring, costs: Costs, times: Times) -> None:
-        packed = wiring.packed
-        self._wiring = wiring
-        self.schedule = packed.schedule
+    def __init__(self, numbered: Numbered, costs: Costs) -> None:
+        self.schedule = numbered.schedule
         self.costs = costs
-        self._packed = packed
-        self._times = times
-        self._is_computing = packed.having(COMPUTE_OPS)
-        self._computes = np.flatnonzero(self._is_computing)
+        self._numbered = numbered
+        self._waits = waits_of(numbered, costs)
+        self._duration = numbered.priced(durations(costs, numbered.schedule.stages))
+        self._ran = completed(numbered, self._duration, self._waits)
+        self._end = list(map(add, self._ran.start, self._duration))
+        self._computes = numbered.per_lane(lambda lane: lane[1] in COMPUTE_OPS)
 
     @cached_property
     def makespan(self) -> float:
         """When the last computing action ends; all clocks start at 0."""
-        return float(self._times.end[self._computes].max(initial=0.0))
+        return max(compress(self._end, self._computes), default=0.0)
 
     @cached_property
     def timeline(self) -> Timeline:
         """The computing actions as spans."""
-        spans = tuple(map(self._span, self._computes.tolist()))
-        return Timeline(spans, self.schedule.ranks, self.costs.unit, self.schedule.pairs)
+        spans = (
+            self._span(number) for rank in range(self.schedule.ranks) for number in self._of(rank)
+        )
+        return Timeline(tuple(spans), self.schedule.ranks, self.costs.unit, self.schedule.pairs)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """For each rank how long it computes; time in which a pair overlaps counts once."""
-        if len(self._packed.halves) and self.costs.overlap:
+        if self._waits.hidden:
             return self.timeline.busy
-        start, end = self._times.start[self._computes], self._times.end[self._computes]
-        ranks = self._packed.rank[self._computes]
-        return tuple(np.bincount(ranks, end - start, self.schedule.ranks).tolist())
+        ranks = range(self.schedule.ranks)
+        return tuple(sum(self._duration[number] for number in self._of(rank)) for rank in ranks)
 
     @property
     def bubble(self) -> float:
@@ -220,12 +221,11 @@ class Simulation:
 
         The zero-bubble papers measure a step by it, since the idle ends of two steps overlap.
         """
-        ranks = self._packed.rank[self._computes]
-        first = np.full(self.schedule.ranks, np.inf)
-        last = np.zeros(self.schedule.ranks)
-        np.minimum.at(first, ranks, self._times.start[self._computes])
-        np.maximum.at(last, ranks, self._times.end[self._computes])
-        return float((last - first).max(initial=0.0))
+        start, end = self._ran.start, self._end
+        rows = filter(None, map(self._of, range(self.schedule.ranks)))
+        return max(
+            (max(end[n] for n in row) - min(start[n] for n in row) for row in rows), default=0.0
+        )
 
     @property
     def longest_stage_bubble(self) -> float:
@@ -233,33 +233,43 @@ class Simulation:
         return 1 - max(self.busy) / self.longest_stage if self.longest_stage else 0.0
 
     @cached_property
-    def _changes(self) -> Numbers:
-        activation = self.costs.per_stage("activation", self.schedule.stages)
-        stash = self.costs.per_stage("stash", self.schedule.stages)
-        return changes(self._packed, activation, stash)
+    def _held(self) -> list[list[float]]:
+        """For each rank what it holds after each of its computing actions."""
+        stages = self.schedule.stages
+        activation = self.costs.per_stage("activation", stages)
+        stash = self.costs.per_stage("stash", stages)
+        growth: dict[Op, list[float]] = {
+            Op.F: activation,
+            Op.I: list(map(sub, stash, activation)),
+            Op.W: list(map(neg, stash)),
+            Op.B: list(map(neg, activation)),
+        }
+        grows = self._numbered.priced(growth)
+        ranks = range(self.schedule.ranks)
+        return [list(accumulate(grows[number] for number in self._of(rank))) for rank in ranks]
 
-    @cached_property
+    @property
     def peak_memory(self) -> tuple[float, ...]:
         """For each rank the most that it holds at any time, in units of ``activation`` and ``stash``."""
-        return peaks(self._packed, self._changes)
+        return tuple(max([0.0, *held]) for held in self._held)
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """What a rank holds over time: pairs of a time and what the rank holds from then on.
 
         An F takes memory when it starts; the others give memory back when they end.
         """
-        numbers = self._numbers(rank)
-        held = np.cumsum(self._changes[numbers]).tolist()
-        forward = self._packed.op[numbers] == CODE[Op.F]
-        when = np.where(forward, self._times.start[numbers], self._times.end[numbers]).tolist()
-        return list(zip(when, held, strict=True))
+        spans = map(self._span, self._of(rank))
+        when = (span.start if span.action.op is Op.F else span.end for span in spans)
+        return list(zip(when, self._held[rank], strict=True))
 
     @cached_property
     def messages(self) -> int:
         """How many messages cross between ranks."""
         if self.schedule.communicates:
-            return int(self._packed.messages.sum()) // 2
-        return sum(int((column != NOWHERE).sum()) for column in self._wiring.waits)
+            return len(self._numbered.partner) // 2
+        awaited, several = self._waits.awaited, self._waits.several
+        one = sum(number < len(awaited) for number in awaited)
+        return one + sum(len(links) - 1 for links in several.values())
 
     def span(self, action: Action) -> Span:
         """When an action ran.
@@ -267,88 +277,92 @@ class Simulation:
         Raises:
             UsageError: the schedule has no such action.
         """
-        number = self._packed.number(action)
-        if number == NOWHERE:
+        number = self._numbered.number(action)
+        if number is None:
             raise UsageError(f"{self.schedule.name} has no action {action}")
         return self._span(number)
 
     def gaps(self, rank: int) -> list[Gap]:
         """The idle times of a rank before and between its computing actions, each with its reason."""
-        found = []
+        gaps = []
         before = 0.0
-        for number in self._numbers(rank).tolist():
+        for number in self._of(rank):
             span = self._span(number)
             if span.start > before:
-                awaited = self._packed.action(self._awaited(number))
-                found.append(Gap(rank, before, span.start, span.action, awaited))
+                awaited = self._numbered.action(self._reasons[number])
+                gaps.append(Gap(rank, before, span.start, span.action, awaited))
             before = max(before, span.end)
-        return found
+        return gaps
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
         """The computing actions, first to last, that determine how long the step takes."""
+        start, partner = self._ran.start, self._numbered.partner
+        number: int | None = max(
+            compress(range(len(self._end)), self._computes), key=self._end.__getitem__
+        )
         path = []
-        number = int(self._computes[np.argmax(self._times.end[self._computes])])
-        while number != NOWHERE:
-            path.append(self._span(number))
-            number = self._cause(number)
+        while number is not None:
+            if number in partner:
+                number = max(number, partner[number], key=start.__getitem__)
+            else:
+                path.append(self._span(number))
+            number = self._reasons.get(number, self._previous.get(number))
         return tuple(reversed(path))
 
     # ---- why an action started when it did
 
-    def _awaited(self, number: int) -> int:
-        """The action that the rank last waited for before ``number`` could start, or ``NOWHERE``.
+    @cached_property
+    def _reasons(self) -> dict[int, int]:
+        """For actions that started after idle time what the rank waited for last.
 
         Messages and other actions that take no time stand between two computing actions; the rank may have
         waited at any of them.
         """
-        at: int | None = number
-        while at is not None:
-            if self._idle_before(at):
-                return self._latest_wait(at)
-            at = self._before(at)
-            if at is not None and self._is_computing[at]:
-                return NOWHERE
-        return NOWHERE
+        reasons: dict[int, int] = {}
+        for program in self._numbered.programs:
+            free, reason = 0.0, None
+            for number in program:
+                if self._ran.start[number] > free:
+                    reason = self._awaited(number)
+                if reason is not None:
+                    reasons[number] = reason
+                if self._computes[number]:
+                    reason = None
+                free = max(free, self._end[number])
+        return reasons
 
-    def _cause(self, number: int) -> int:
-        """The computing action whose end let ``number`` start; ``NOWHERE`` for the first."""
-        awaited = self._awaited(number)
-        if awaited == NOWHERE:
-            return self._compute_before(number)
-        if self._is_computing[awaited]:
-            return awaited
-        other = int(self._wiring.partner[awaited])
-        later = max(awaited, other, key=lambda end: float(self._times.start[end]))
-        return self._cause(later)
+    def _awaited(self, number: int) -> int:
+        """What arrived last of all that an action waited for."""
+        one = (self._waits.awaited[number], self._waits.lag[number])
+        links = self._waits.several.get(number, [one])
+        return max(links, key=lambda link: self._ran.there[link[0]] + link[1])[0]
 
-    def _before(self, number: int) -> int | None:
-        first = self._packed.starts[self._packed.rank[number]]
-        return number - 1 if number > first else None
+    @cached_property
+    def _previous(self) -> dict[int, int]:
+        """For each action the computing action before it on its rank."""
+        previous: dict[int, int] = {}
+        for program in self._numbered.programs:
+            last: int | None = None
+            for number in program:
+                if last is not None:
+                    previous[number] = last
+                if self._computes[number]:
+                    last = number
+        return previous
 
-    def _compute_before(self, number: int) -> int:
-        at = self._before(number)
-        while at is not None and not self._is_computing[at]:
-            at = self._before(at)
-        return NOWHERE if at is None else at
+    @cached_property
+    def _computing(self) -> list[list[int]]:
+        computes = self._computes
+        return [[n for n in program if computes[n]] for program in self._numbered.programs]
 
-    def _idle_before(self, number: int) -> bool:
-        before = self._before(number)
-        free = 0.0 if before is None else self._times.end[before]
-        return bool(self._times.start[number] > free)
-
-    def _latest_wait(self, number: int) -> int:
-        waits = [int(column[number]) for column in self._wiring.waits]
-        found = [awaited for awaited in waits if awaited != NOWHERE]
-        return max(found, key=lambda awaited: float(self._times.there[awaited]), default=NOWHERE)
-
-    def _numbers(self, rank: int) -> NDArray[np.int64]:
-        bounds = np.searchsorted(self._computes, self._packed.starts[rank : rank + 2])
-        return self._computes[bounds[0] : bounds[1]]
+    def _of(self, rank: int) -> list[int]:
+        """The computing actions of a rank."""
+        return self._computing[rank]
 
     def _span(self, number: int) -> Span:
-        start, end = float(self._times.start[number]), float(self._times.end[number])
-        return Span(int(self._packed.rank[number]), self._packed.action(number), start, end)
+        rank, _ = self._numbered.place[number]
+        return Span(rank, self._numbered.action(number), self._ran.start[number], self._end[number])
 
 
 @paused_collection()
@@ -365,9 +379,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     Raises:
         ScheduleError: the schedule does not complete.
     """
-    costs = costs or Costs()
-    wiring = Wiring(schedule)
-    return Simulation(wiring, costs, run_clocks(wiring, prices(wiring, costs)))
+    return Simulation(Numbered(schedule), costs or Costs())
 
 
 @paused_collection()
@@ -387,44 +399,18 @@ def replay(
         ScheduleError: the schedule does not complete.
         UsageError: a computing action has no duration.
     """
-    wiring = Wiring(schedule)
-    packed = wiring.packed
-    actions = [action for rank in range(schedule.ranks) for action in schedule.actions(rank)]
-    lacking = [str(a) for a in actions if a.op in COMPUTE_OPS and a not in durations]
+    numbered = Numbered(schedule)
+    actions = {number: numbered.action(number) for number in numbered.place}
+    lacking = [str(a) for a in actions.values() if a.op in COMPUTE_OPS and a not in durations]
     if lacking:
         raise UsageError(f"no duration for {len(lacking)} actions: {', '.join(lacking[:5])}")
-    duration = np.array([durations.get(action, 0.0) for action in actions])
-    none = np.zeros(len(packed))
-    times = run_clocks(wiring, Prices(duration, none, none, latency))
-    shown = [i for i, action in enumerate(actions) if action.op not in MESSAGE_OPS | WAIT_SEND_OPS]
-    rank, start, end = packed.rank.tolist(), times.start.tolist(), times.end.tolist()
-    spans = tuple(Span(rank[i], actions[i], start[i], end[i]) for i in shown)
-    return Timeline(spans, schedule.ranks, "s", schedule.pairs)
-
-
-# ---- what each rank holds
-
-
-def changes(packed: Packed, activation: Sequence[float], stash: Sequence[float]) -> Numbers:
-    """By how much each action changes what its rank holds.
-
-    Args:
-        packed: the schedule.
-        activation: for each stage what its F holds until I or B.
-        stash: for each stage what its I leaves until W.
-    """
-    table = np.zeros((len(CODE), packed.schedule.stages))
-    table[CODE[Op.F]] = activation
-    table[CODE[Op.B]] = np.negative(activation)
-    table[CODE[Op.I]] = np.subtract(stash, activation)
-    table[CODE[Op.W]] = np.negative(stash)
-    found: Numbers = table[packed.op, packed.stage]
-    return found
-
-
-def peaks(packed: Packed, changed: Numbers) -> tuple[float, ...]:
-    """The most that each rank holds at any time."""
-    ends = packed.starts.tolist()
-    return tuple(
-        float(np.cumsum(changed[first:last]).max(initial=0.0)) for first, last in pairwise(ends)
+    takes = [0.0] * len(numbered)
+    for number, action in actions.items():
+        takes[number] = durations.get(action, 0.0)
+    start = completed(numbered, takes, waits_of(numbered, Costs(latency=latency))).start
+    spans = tuple(
+        Span(numbered.place[number][0], action, start[number], start[number] + takes[number])
+        for number, action in actions.items()
+        if action.op not in MESSAGE_OPS | WAIT_SEND_OPS
     )
+    return Timeline(spans, schedule.ranks, "s", schedule.pairs)

@@ -28,6 +28,7 @@ How = Literal[
     "SIGSTOP",
     "SIGTERM",
     "SIGINT",
+    "SIGSEGV",
     "exit",
     "sleep",
     "hold the GIL",
@@ -72,7 +73,7 @@ def fail_at(
             the rank's first action of the step. ``"between"``: in your own code before the step, where
             ``fault.over(batches)`` gives its batch.
         how: ``"exception"``, ``"out of memory"``: raise. ``"SIGKILL"``, ``"SIGSTOP"``, ``"SIGTERM"``,
-            ``"SIGINT"``: send this process that signal. ``"exit"``: end it silently, with status 0.
+            ``"SIGINT"``, ``"SIGSEGV"``: send this process that signal. ``"exit"``: end it silently, with status 0.
             ``"sleep"``: make no progress. ``"hold the GIL"``: likewise, and let no other thread run.
             ``"dtype"``, ``"shape"``, ``"layout"``, ``"detach"``, ``"nan"``: change the tensors that a stage
             returns from a forward. ``"short iterator"``: ``fault.over(batches)`` ends before the step.
@@ -191,6 +192,7 @@ _FAULTS: dict[str, Callable[[], None]] = {
     "SIGSTOP": _send(signal.SIGSTOP),
     "SIGTERM": _send(signal.SIGTERM),
     "SIGINT": _send(signal.SIGINT),
+    "SIGSEGV": _send(signal.SIGSEGV),
     "exit": lambda: os._exit(0),
     "sleep": lambda: time.sleep(LONG),
     "hold the GIL": _hold_the_gil,

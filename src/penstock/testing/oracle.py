@@ -64,10 +64,8 @@ class Verdict:
 
     def differences(self) -> dict[str, float]:
         """The largest absolute difference of the loss and of each gradient."""
-        found = {
-            name: _distance(grad, self.expected[name]) for name, grad in self.gradients.items()
-        }
-        return {"loss": abs(self.loss - self.expected_loss), **found}
+        gaps = {name: _distance(grad, self.expected[name]) for name, grad in self.gradients.items()}
+        return {"loss": abs(self.loss - self.expected_loss), **gaps}
 
     def check(self, tolerance: float) -> None:
         """Check that nothing differs by more than the tolerance.
@@ -83,15 +81,15 @@ class Verdict:
 
     def digest(self) -> dict[str, str]:
         """For the loss and each gradient a text, which is equal for two of them exactly if all bits are."""
-        found = {name: _fingerprint(grad) for name, grad in self.gradients.items()}
-        return {"loss": self.loss.hex(), **found}
+        prints = {name: _fingerprint(grad) for name, grad in self.gradients.items()}
+        return {"loss": self.loss.hex(), **prints}
 
 
-def _distance(found: Tensor | None, expected: Tensor | None) -> float:
-    if found is None or expected is None:
-        return 0.0 if found is expected else float("inf")
-    found, expected = found.to_dense(), expected.to_dense()
-    return float((found - expected).abs().max()) if found.numel() else 0.0
+def _distance(gradient: Tensor | None, expected: Tensor | None) -> float:
+    if gradient is None or expected is None:
+        return 0.0 if gradient is expected else float("inf")
+    gradient, expected = gradient.to_dense(), expected.to_dense()
+    return float((gradient - expected).abs().max()) if gradient.numel() else 0.0
 
 
 def _fingerprint(gradient: Tensor | None) -> str:

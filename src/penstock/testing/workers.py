@@ -1,8 +1,8 @@
 """A pool of gloo worker processes, started once and used by many tests.
 
-The workers are forked from one process that has imported torch and Penstock. Tasks and results travel as
-JSON over pipes. A task names a function as ``module:function``, which is called on each of the first
-``ranks`` workers with a process group of these and the task's arguments, and returns JSON data.
+The workers are forked from one process that has imported torch and Penstock. Tasks and replies travel as JSON
+over pipes. A task names a function as ``module:function``, which is called on each of the first ``ranks``
+workers with a process group of these and the task's arguments, and returns JSON data.
 """
 
 from __future__ import annotations
@@ -11,32 +11,28 @@ import contextlib
 import json
 import multiprocessing
 import os
-import queue
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Iterator
 from importlib import import_module
-from multiprocessing.connection import Connection
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from penstock.errors import PenstockError
-from penstock.transport.process_group import Groups
 
 PATIENCE = 10.0
 """How many seconds idle workers have to end by themselves."""
 STARTING = 60.0
-"""How many seconds new workers may take to start."""
+"""How many seconds new workers may take to start: they import torch, which takes long on a busy machine."""
 AFTER = 3.0
 """How many seconds the other workers have to report their errors after the first one did."""
-_METHODS = multiprocessing.get_all_start_methods()
-_CONTEXT: Any = multiprocessing.get_context("forkserver" if "forkserver" in _METHODS else "spawn")
-_Lines = queue.SimpleQueue[tuple[int, str]]
+_FORKSERVER = "forkserver" in multiprocessing.get_all_start_methods()
+_CONTEXT: Any = multiprocessing.get_context("forkserver" if _FORKSERVER else "spawn")
 
 
 class WorkerError(PenstockError, RuntimeError):
@@ -56,8 +52,8 @@ class WorkerPool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._workers: list[_Worker] = []
-        self._lines: _Lines = queue.SimpleQueue()
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: str, ranks: int, timeout: float = 60.0, **arguments: Any) -> list[Any]:
@@ -75,68 +71,77 @@ class WorkerPool:
         Raises:
             WorkerError: a worker failed, died or did not end in time.
         """
-        # New processes import torch, which on a busy machine takes as long as a test.
-        timeout += 0.0 if self._workers else STARTING
+        task = json.dumps({"function": function, "ranks": ranks, "arguments": arguments}).encode()
+        timeout += 0.0 if self._processes else STARTING
         self._start()
-        task = json.dumps({"function": function, "ranks": ranks, "arguments": arguments})
         try:
-            for worker in self._workers[:ranks]:
-                worker.send(task)
-            answers = self._answers(ranks, time.monotonic() + timeout)
+            for pipe in self._pipes[:ranks]:
+                with contextlib.suppress(OSError):  # it has died, which shows when it is read
+                    pipe.send_bytes(task)
+            return self._replies(ranks, time.monotonic() + timeout)
         except BaseException:
-            self._end(at_once=True)
+            self._end(patience=0.0)
             raise
-        return [answers[rank] for rank in range(ranks)]
 
-    def _answers(self, ranks: int, deadline: float) -> dict[int, Any]:
-        """The workers' answers, as they come; after an error the others are not waited for long."""
-        answers: dict[int, Any] = {}
-        while len(answers) < ranks:
-            try:
-                rank, line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                late = sorted(set(range(ranks)) - set(answers))
-                raise WorkerError(f"workers {late} did not end in time") from None
-            try:
-                answers[rank] = self._workers[rank].read(line)
-            except WorkerError as error:
-                raise self._with_others(error, ranks - len(answers) - 1) from None
-        return answers
-
-    def _with_others(self, first: WorkerError, missing: int) -> WorkerError:
-        """The first error and those that come soon after, since the cause may be reported later."""
-        errors, deadline = [str(first)], time.monotonic() + AFTER
-        for _ in range(missing):
-            try:
-                rank, line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-                self._workers[rank].read(line)
-            except queue.Empty:
+    def _replies(self, ranks: int, deadline: float) -> list[Any]:
+        """The workers' replies; after an error the others are not waited for long."""
+        replies: dict[int, dict[str, Any]] = {}
+        while len(replies) < ranks:
+            waiting = {self._pipes[rank]: rank for rank in range(ranks) if rank not in replies}
+            ready: Any = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
                 break
-            except WorkerError as error:
-                errors.append(str(error))
-        return WorkerError("\n".join(errors))
+            for rank in (waiting[pipe] for pipe in ready):
+                replies[rank] = self._reply(rank)
+                if "error" in replies[rank]:
+                    deadline = min(deadline, time.monotonic() + AFTER)
+        if errors := [reply["error"] for reply in replies.values() if "error" in reply]:
+            raise WorkerError("\n".join(errors))
+        if late := sorted(set(range(ranks)) - set(replies)):
+            raise WorkerError(f"workers {late} did not end in time")
+        return [replies[rank]["result"] for rank in range(ranks)]
+
+    def _reply(self, rank: int) -> dict[str, Any]:
+        try:
+            reply: dict[str, Any] = json.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, OSError):
+            file = Path(self._folder.name if self._folder else "", f"errors-{rank}")
+            text = file.read_text() if file.exists() else ""
+            return {"error": f"worker {rank} died:\n{text[-4000:]}"}
+        return {"error": f"worker {rank}:\n{reply['error']}"} if "error" in reply else reply
 
     def _start(self) -> None:
-        if self._workers:
+        if self._processes:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-workers-")
-        self._lines = queue.SimpleQueue()
         # Without an effect where that process runs already, which may have imported more.
         _CONTEXT.set_forkserver_preload([__name__])
-        self._workers = [
-            _Worker(rank, self.size, self._folder.name, self._lines) for rank in range(self.size)
-        ]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }
+        for rank in range(self.size):
+            pipe, end = _CONTEXT.Pipe()
+            task = (rank, self.size, self._folder.name, end, environment)
+            self._processes.append(_CONTEXT.Process(target=work, args=task, daemon=True))
+            self._pipes.append(pipe)
+            self._processes[-1].start()
+            end.close()
 
     def close(self) -> None:
         """End all workers; the next task starts new ones."""
-        self._end(at_once=False)
+        self._end(PATIENCE)
 
-    def _end(self, *, at_once: bool) -> None:
-        for worker in self._workers:
-            worker.let_go()
-        for worker in self._workers:
-            worker.end(0.0 if at_once else PATIENCE)
-        self._workers = []
+    def _end(self, patience: float) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(b"")
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join(patience)
+            process.kill()
+            process.join()
+            pipe.close()
+        self._processes, self._pipes = [], []
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -148,100 +153,33 @@ class WorkerPool:
         self.close()
 
 
-class _Worker:
-    """A process that gets tasks and gives results, and a thread that reads them."""
-
-    def __init__(self, rank: int, size: int, folder: str, lines: _Lines) -> None:
-        self._rank = rank
-        self._lines = lines
-        self._errors = Path(folder, f"errors-{rank}")
-        self._pipe, there = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(
-            target=work, args=(rank, size, folder, there, _environment()), daemon=True
-        )
-        self._process.start()
-        there.close()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        for line in _received(self._pipe):
-            self._lines.put((self._rank, line))
-        self._lines.put((self._rank, ""))
-
-    def send(self, task: str) -> None:
-        try:
-            self._pipe.send_bytes(task.encode())
-        except OSError:
-            raise self._died() from None
-
-    def read(self, line: str) -> Any:
-        """The answer that a line holds; an empty line means that the worker has ended."""
-        if not line:
-            raise self._died()
-        answer = json.loads(line)
-        if "error" in answer:
-            raise WorkerError(f"worker {self._rank}:\n{answer['error']}")
-        return answer["result"]
-
-    def _died(self) -> WorkerError:
-        text = self._errors.read_text() if self._errors.exists() else ""
-        return WorkerError(f"worker {self._rank} died:\n{text[-4000:]}")
-
-    def let_go(self) -> None:
-        """Tell the worker that there are no more tasks."""
-        with contextlib.suppress(OSError):
-            self._pipe.send_bytes(b"")
-
-    def end(self, patience: float) -> None:
-        """Give the worker some seconds to end by itself, then kill it."""
-        self._process.join(patience)
-        self._process.kill()
-        self._process.join()
-        self._reader.join()
-        self._pipe.close()
-
-
-def _received(pipe: Connection) -> Iterator[str]:
-    """What comes through a pipe, until an empty message or its end."""
-    with contextlib.suppress(EOFError, OSError):
-        while found := pipe.recv_bytes():
-            yield found.decode()
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment, with one torch thread, and gloo on the loopback device."""
-    return os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-    }
-
-
 # ---- in a worker
 
 
-def work(rank: int, size: int, folder: str, pipe: Connection, environment: dict[str, str]) -> None:
-    """Serve tasks until there are no more."""
+def work(rank: int, size: int, folder: str, pipe: Any, environment: dict[str, str]) -> None:
+    """Serve tasks until an empty one comes, or the pool is gone."""
     os.environ |= environment
     torch.set_num_threads(1)
     errors = Path(folder, f"errors-{rank}").open("w", buffering=1)  # noqa: SIM115 - open to the end
     for number in (1, 2):
         os.dup2(errors.fileno(), number)
     sys.stdout = sys.stderr = errors
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        Groups(rank, size, f"{folder}/store") as groups,
-    ):
-        for line in _received(pipe):
-            pipe.send_bytes(serve(json.loads(line), groups))
+    store = Path(folder, "store").absolute().as_uri()
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    # All groups are made at the start by all processes, since torch counts the groups of each process.
+    groups = [dist.new_group(list(range(count))) for count in range(1, size + 1)]
+    with contextlib.suppress(KeyboardInterrupt, EOFError, OSError):
+        while task := pipe.recv_bytes():
+            pipe.send_bytes(serve(json.loads(task), groups))
+    dist.destroy_process_group()
 
 
-def serve(task: dict[str, Any], groups: Groups) -> bytes:
+def serve(task: dict[str, Any], groups: list[Any]) -> bytes:
     """Run a task, and return its result, or the traceback of its error, as JSON."""
     module, _, name = task["function"].partition(":")
     try:
         function = getattr(import_module(module), name)
-        result = function(group=groups.first(task["ranks"]), **task["arguments"])
+        result = function(group=groups[task["ranks"] - 1], **task["arguments"])
         return json.dumps({"result": result}).encode()
     except Exception:
         return json.dumps({"error": traceback.format_exc()}).encode()

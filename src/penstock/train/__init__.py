@@ -1,7 +1,4 @@
-"""The ready-made trainer: a byte-level GPT over real text, through pipeline stages.
-
-Modules are imported when a name is first used, so that ``penstock --help`` does not wait for torch.
-"""
+"""The ready-made trainer: a byte-level GPT over real text, through pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,28 +7,12 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.train.config import TrainConfig
-    from penstock.train.model import GPT
-    from penstock.train.settings import processes_needed, ranks_of, resolve
-    from penstock.train.trainer import Outcome, profile_of, train
+    from penstock.train.config import TrainConfig as TrainConfig
+    from penstock.train.config import ranks_of as ranks_of
+    from penstock.train.config import resolve as resolve
+    from penstock.train.model import GPT as GPT
+    from penstock.train.trainer import Outcome as Outcome
+    from penstock.train.trainer import profile_of as profile_of
+    from penstock.train.trainer import train as train
 
-__all__ = [
-    "GPT",
-    "Outcome",
-    "TrainConfig",
-    "processes_needed",
-    "profile_of",
-    "ranks_of",
-    "resolve",
-    "train",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "model": "GPT",
-        "trainer": "Outcome profile_of train",
-        "config": "TrainConfig",
-        "settings": "processes_needed ranks_of resolve",
-    },
-)
+__all__, __getattr__, __dir__ = lazily(__name__)

@@ -1,17 +1,38 @@
-"""The settings of a training run: one table for the flags, the config file and the docs."""
+"""The settings of a training run: one table for flags, config file and docs, checked in one place.
+
+Flags win over the config file, and the file over the defaults. Nothing here needs torch, so a mistake is
+reported at once.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import tomllib
 from collections.abc import Mapping
-from typing import Annotated, Any
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
-Count = Annotated[int, Field(ge=1)]
-Amount = Annotated[int, Field(ge=0)]
+from penstock.errors import ConfigError, InputFileError
+from penstock.schedule import Schedule, build
+from penstock.train.runfolder import AUTO, run_folder_of
+
+# ---- the table
+
+Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Amount = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
+
+DEFAULT_RANKS = 4
+LARGEST_SCHEDULE = 1_000_000
+"""Microbatches times stages. A schedule of more would take minutes to build."""
 
 
 def _setting(default: Any, group: str, description: str) -> Any:
@@ -22,8 +43,8 @@ class TrainConfig(BaseModel):
     """Every setting of ``penstock train``: the keys of a config file, and the names of the flags.
 
     Raises:
-        pydantic.ValidationError: an unknown key, or a value of the wrong type or range.
-            :func:`penstock.train.resolve` turns it into one line.
+        pydantic.ValidationError: an unknown key, a value of the wrong type or range, or settings that
+            contradict each other. :func:`penstock.train.resolve` turns it into one line.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -44,10 +65,16 @@ class TrainConfig(BaseModel):
     plan: Text | None = _setting(
         None,
         "Pipeline",
-        "A file written by penstock plan --json, or auto: the fastest plan, found from measured costs. It "
-        "decides schedule, stages and microbatches.",
+        "A file written by penstock plan --json, which decides schedule, stages and microbatches; or auto: "
+        "the fastest schedule and stages for this many microbatches, found from measured costs.",
     )
     microbatches: Count = _setting(8, "Pipeline", "Number of parts that each batch is split into.")
+    checkpoint: Text | None = _setting(
+        None,
+        "Pipeline",
+        "Modules whose activations backward computes again, to save memory: all, or paths such as "
+        "blocks.0,blocks.1.",
+    )
     device: Text = _setting("cpu", "Pipeline", "Where to compute: cpu, cuda or cuda:<index>.")
     threads: Count = _setting(
         1,
@@ -68,7 +95,7 @@ class TrainConfig(BaseModel):
     )
     weight_decay: NotNegative = _setting(0.05, "Training", "Weight decay of the matrices.")
     clip: Positive = _setting(1.0, "Training", "Largest gradient norm.")
-    seed: Amount = _setting(0, "Training", "Seed of weights, batches and sample.")
+    seed: Seed = _setting(0, "Training", "Seed of weights, batches and sample.")
 
     save_every: Count | None = _setting(
         None, "Checkpoints", "Steps between checkpoints. Default: only when the run is stopped."
@@ -77,10 +104,10 @@ class TrainConfig(BaseModel):
     resume: Text | None = _setting(
         None,
         "Checkpoints",
-        "Go on from a run folder or a folder of checkpoints; auto: from --out if that has one.",
+        "Resume from a run folder or a folder of checkpoints; auto: from --out if that has one.",
     )
     time_limit: Positive | None = _setting(
-        None, "Checkpoints", "Seconds after which the run is saved and stops."
+        None, "Checkpoints", "Seconds, counted anew by a resumed run, after which to save and stop."
     )
 
     data: Text | None = _setting(
@@ -95,8 +122,212 @@ class TrainConfig(BaseModel):
     log_every: Count = _setting(10, "Text and output", "Steps between printed lines.")
     out: Text | None = _setting(None, "Text and output", "Run folder. Default: runs/<date-time>.")
 
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        """Refuse settings that contradict each other; causes come before their consequences."""
+        replicas, microbatches, batch = self.replicas, self.microbatches, self.batch
+        samples = batch // replicas
+        over = f" over replicas={replicas}" if replicas > 1 else ""
+        for wrong, text in (
+            (
+                self.shard and replicas == 1,
+                "shard=True without replicas: weights are sharded over replicas; set replicas to at least 2",
+            ),
+            (
+                self.plan is not None and replicas > 1,
+                f"plan={self.plan!r} with replicas={replicas}: a plan is for one pipeline; leave one out",
+            ),
+            (
+                self.plan is not None and self.checkpoint is not None,
+                f"plan={self.plan!r} with checkpoint={self.checkpoint!r}: the plan decides what is computed "
+                "again; leave one out",
+            ),
+            (
+                microbatches > samples,
+                f"microbatches={microbatches} of batch={batch}{over}: a microbatch needs a sample; ask for "
+                f"at most {samples} microbatches or a batch of {microbatches * replicas} or more",
+            ),
+            (
+                self.width % (2 * self.heads) != 0,
+                f"width={self.width} with heads={self.heads}: each head needs an even number of features; "
+                f"choose a width that {2 * self.heads} divides",
+            ),
+            (
+                self.resume == AUTO and self.out is None,
+                "resume='auto' continues in the run folder; name it with out=",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(text)
+        self._check_schedule()
+        return self
+
+    def _check_schedule(self) -> None:
+        # Before a schedule is built: building one of a billion actions would take the machine.
+        stages = ranks_of(self) * (self.stages_per_rank or 1)
+        self._check_stages(stages)
+        if stages * self.microbatches > LARGEST_SCHEDULE:
+            raise ConfigError(
+                f"microbatches={self.microbatches} in {stages} stages: a schedule of more than "
+                f"{LARGEST_SCHEDULE} forward passes; ask for fewer microbatches or stages"
+            )
+        schedule = schedule_of(self)
+        if not schedule.trains:
+            raise ConfigError(f"schedule={self.schedule!r} has no backward; choose one that trains")
+        self._check_stages(schedule.stages)
+
+    def _check_stages(self, stages: int) -> None:
+        if stages > self.layers:
+            raise ConfigError(
+                f"{stages} stages for layers={self.layers}: every stage needs a layer; "
+                f"ask for fewer ranks or stages per rank, or for at least {stages} layers"
+            )
+
+
+def ranks_of(config: TrainConfig) -> int:
+    """The ranks of a pipeline: as set, or under ``torchrun`` the world size over the replicas, or else 4."""
+    if config.ranks:
+        return config.ranks
+    world = world_size()
+    return DEFAULT_RANKS if world is None else max(1, world // config.replicas)
+
+
+def world_size() -> int | None:
+    """How many processes torchrun has started; None without it."""
+    world = os.environ.get("WORLD_SIZE")
+    if world is None:
+        return None
+    if not world.isdecimal() or len(world) > 9 or int(world) < 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world!r}: must be a number of processes; start with torchrun"
+        )
+    return int(world)
+
+
+def schedule_of(config: TrainConfig) -> Schedule:
+    """The schedule that the settings name."""
+    per_rank = {} if config.stages_per_rank is None else {"stages_per_rank": config.stages_per_rank}
+    return build(
+        config.schedule, ranks=ranks_of(config), microbatches=config.microbatches, **per_rank
+    )
+
 
 def group_of(name: str) -> str:
     """The heading under which a setting is listed."""
     extra = TrainConfig.model_fields[name].json_schema_extra
     return str(extra["group"]) if isinstance(extra, Mapping) else ""
+
+
+# ---- flags and a file become settings
+
+
+LARGEST_CONFIG = 64 << 10
+"""Bytes. Settings need far less; a larger file is not a config file."""
+
+_MUST_BE = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be more than {gt:g}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+}
+
+
+def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
+    """Settle the settings of a run.
+
+    Args:
+        flags: settings by name that win over the file.
+        file: a TOML file with settings; by default that of the run folder that is resumed.
+
+    Raises:
+        ConfigError: the flags are wrong, or contradict the file or the defaults.
+        InputFileError: the file is not TOML, or its settings are wrong whatever the flags are.
+    """
+    if file is None and isinstance(flags.get("resume"), str):
+        folder = run_folder_of(flags["resume"])
+        if folder is not None and (folder / "config.toml").is_file():
+            file = folder / "config.toml"
+    table = {} if file is None else read(file)
+    complaint = _complaint({**table, **flags})
+    if complaint and file is not None and complaint == _complaint(table):
+        raise InputFileError(f"{file}: {complaint}")
+    if complaint:
+        raise ConfigError(complaint)
+    return TrainConfig(**{**table, **flags})
+
+
+def _complaint(settings: Mapping[str, Any]) -> str:
+    """What is wrong with settings, in one line; nothing if they will do."""
+    try:
+        TrainConfig(**settings)
+    except ValidationError as error:
+        return "; ".join(map(_sentence, error.errors()))
+    return ""
+
+
+def _sentence(detail: ErrorDetails) -> str:
+    """A complaint of pydantic's, in our words."""
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    name = str(detail["loc"][0])
+    if detail["type"] == "extra_forbidden":
+        near = get_close_matches(name, TrainConfig.model_fields, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"unknown setting {name!r}{hint} Known: {', '.join(TrainConfig.model_fields)}"
+    rule = _MUST_BE.get(detail["type"], detail["msg"])
+    return f"{name}={_shown(detail['input'])} {rule.format(**detail.get('ctx', {}))}"
+
+
+def _shown(value: Any) -> str:
+    """A value, unless it is so long that nobody could read it: Python refuses to write giants at all."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"<a number of {value.bit_length()} bits>"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The contents of a TOML file.
+
+    Raises:
+        ConfigError: there is no such file.
+        InputFileError: it is too large, not UTF-8 or not TOML.
+    """
+    if not file.is_file():
+        raise ConfigError(
+            f"config={str(file)!r}: there is no such file; give the path of a TOML file"
+        )
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(LARGEST_CONFIG + 1)
+    except OSError as error:
+        raise InputFileError(
+            f"{file}: cannot be read: {error.strerror}; check its permissions"
+        ) from error
+    if len(content) > LARGEST_CONFIG:
+        raise InputFileError(
+            f"{file}: larger than {LARGEST_CONFIG} bytes; such a file is not a config file"
+        )
+    try:
+        return tomllib.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputFileError(
+            f"{file}: not TOML: {error}; write lines such as steps = 100"
+        ) from error
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The settings as a config file that repeats the run, without those of where it is stored."""
+    values = config.model_dump(exclude_none=True, exclude={"out", "resume"})
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+
+
+def _toml(value: str | float) -> str:
+    """A value in TOML, which of these types writes all as JSON does, but escapes DEL too."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""The text to train on: found, split into a training and a held-out part, and cut into batches.
+"""The text to train on: read, split into a training and a held-out part, and cut into batches.
 
 Everything follows from the text and the seed alone, so every rank makes the same batches without any
 message.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -89,104 +89,78 @@ def load(data: str | None, sequence: int) -> Corpus:
         UsageError: there is no such file or folder.
         InputFileError: the text is too short, or cannot be read.
     """
-    corpus = _standard_library() if data is None else _given(Path(data))
-    needed = sequence + 1
-    shorter = min(len(corpus.training), len(corpus.held_out))
-    if shorter < needed:
-        total = len(corpus.training) + len(corpus.held_out)
+    path = Path(data or sysconfig.get_path("stdlib"))
+    if data is None:
+        sources = [file for file in _files(path, skip=NOT_LIBRARY) if file.suffix == ".py"]
+        if not sources:
+            raise UsageError(f"there are no Python sources in {path}; name a text with --data")
+        corpus = _from_files("Python standard library", path, sources)
+    elif path.is_dir():
+        corpus = _from_files(data, path, list(_files(path)))
+    elif path.is_file():
+        corpus = _split_by_position(data, 1, _mapped(path))
+    else:
+        raise UsageError(f"data={data!r}: there is no such file or folder; give the path of a text")
+    total = len(corpus.training) + len(corpus.held_out)
+    if min(len(corpus.training), len(corpus.held_out)) <= sequence:
         raise InputFileError(
             f"{corpus.name}: {total} bytes are not enough text for sequence={sequence}: the training and "
-            f"the held-out part need {needed} bytes each; give more text or a shorter sequence"
+            f"the held-out part need {sequence + 1} bytes each; give more text or a shorter sequence"
         )
     return corpus
-
-
-def _given(path: Path) -> Corpus:
-    if path.is_dir():
-        return _from_files(str(path), path, list(_files(path)))
-    if path.is_file():
-        return _from_file(path)
-    raise UsageError(
-        f"data={str(path)!r}: there is no such file or folder; give the path of a text"
-    )
-
-
-def _standard_library() -> Corpus:
-    root = Path(sysconfig.get_path("stdlib"))
-    sources = [path for path in _files(root, skip=NOT_LIBRARY) if path.suffix == ".py"]
-    if not sources:
-        raise UsageError(f"there are no Python sources in {root}; name a text with --data")
-    return _from_files("Python standard library", root, sources)
 
 
 def _files(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
     """The regular files below ``folder`` in the order of their names, without hidden ones."""
     for where, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in skip and name[0] != ".")
-        yield from (Path(where, name) for name in sorted(files) if name[0] != ".")
+        paths = (Path(where, name) for name in sorted(files) if name[0] != ".")
+        yield from (path for path in paths if path.is_file())
 
 
-def _from_file(path: Path) -> Corpus:
-    """Map one file; its end is held out."""
+def _mapped(path: Path) -> Bytes:
     try:
-        size = path.stat().st_size
-        text: Bytes = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+        return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     except OSError as error:
-        raise _unreadable(path, error) from error
-    return _split_by_position(str(path), 1, text)
+        raise InputFileError(
+            f"{path}: cannot be read: {error.strerror or error}; check its permissions"
+        ) from error
 
 
-def _from_files(name: str, root: Path, paths: list[Path]) -> Corpus:
+def _from_files(name: str, root: Path, paths: Sequence[Path]) -> Corpus:
     """Read all text files; their names decide which are held out."""
-    _check_size(name, paths)
-    texts = {path: text for path in paths if (text := _text(path))}
-    held_out = {path: _is_held_out(path.relative_to(root).as_posix()) for path in texts}
-    if len(set(held_out.values())) < 2:
-        return _split_by_position(name, len(texts), _join(list(texts.values())))
-    return Corpus(
-        name,
-        len(texts),
-        training=_join([text for path, text in texts.items() if not held_out[path]]),
-        held_out=_join([text for path, text in texts.items() if held_out[path]]),
-    )
-
-
-def _check_size(name: str, paths: list[Path]) -> None:
-    total = sum(path.stat().st_size for path in paths if path.is_file())
+    total = sum(path.stat().st_size for path in paths)
     if total > LARGEST_FOLDER:
         raise InputFileError(
             f"{name}: {total} bytes in {len(paths)} files, more than the {LARGEST_FOLDER} that are "
             f"read from a folder; name a smaller folder or one file"
         )
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    for path in paths:
+        if text := _text(path):
+            digest = sha256(path.relative_to(root).as_posix().encode()).digest()
+            parts[int.from_bytes(digest[:8], "little") % HELD_OUT_SHARE == 0].append(text)
+    training, held_out = (np.frombuffer(b"".join(part), np.uint8) for part in parts.values())
+    files = sum(map(len, parts.values()))
+    if not (len(training) and len(held_out)):
+        return _split_by_position(name, files, np.concatenate((training, held_out)))
+    return Corpus(name, files, training, held_out)
+
+
+def _text(path: Path) -> bytes:
+    """The contents of a file; nothing if that is not UTF-8 text."""
+    try:
+        content = path.read_bytes()
+        content.decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return b""
+    return b"" if b"\0" in content else content
 
 
 def _split_by_position(name: str, files: int, text: Bytes) -> Corpus:
+    """Hold out the end of a text."""
     border = len(text) - len(text) // HELD_OUT_SHARE
     return Corpus(name, files, training=text[:border], held_out=text[border:])
-
-
-def _text(path: Path) -> bytes | None:
-    """The contents of a file, if that is UTF-8 text."""
-    try:
-        content = path.read_bytes() if path.is_file() else b""
-        content.decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    return None if b"\0" in content else content
-
-
-def _join(texts: list[bytes]) -> Bytes:
-    return np.frombuffer(b"".join(texts), np.uint8)
-
-
-def _is_held_out(name: str) -> bool:
-    return int.from_bytes(sha256(name.encode()).digest()[:8], "little") % HELD_OUT_SHARE == 0
-
-
-def _unreadable(path: Path, error: OSError) -> InputFileError:
-    return InputFileError(
-        f"{path}: cannot be read: {error.strerror or error}; check its permissions"
-    )
 
 
 def _windows(text: Bytes, starts: npt.NDArray[np.int64], sequence: int) -> Batch:

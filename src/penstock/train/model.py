@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 
@@ -26,63 +25,18 @@ VOCABULARY = 256
 """Every byte is a token."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The size of a :class:`GPT`.
-
-    Args:
-        layers: number of blocks.
-        width: features of the residual stream.
-        heads: attention heads; ``width / heads`` must be an even whole number.
-        sequence: the longest sequence, in bytes.
-
-    Raises:
-        ConfigError: the heads do not divide the width into even parts.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    sequence: int
-
-    def __post_init__(self) -> None:
-        if self.width % (2 * self.heads):
-            raise ConfigError(
-                f"width={self.width} with heads={self.heads}: each head needs an even number of "
-                f"features; choose a width that {2 * self.heads} divides"
-            )
-
-    @property
-    def hidden(self) -> int:
-        """Features inside the feed-forward part: 8/3 of the width, rounded up to a multiple of 32."""
-        return 32 * math.ceil(8 * self.width / 3 / 32)
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations per byte of text, forward and backward: two per product and its sum."""
-        products = self.parameters - (VOCABULARY + 1 + 2 * self.layers) * self.width
-        attention = 2 * self.layers * self.width * self.sequence
-        return 6 * (products + attention)
-
-    @property
-    def parameters(self) -> int:
-        """How many weights the model has."""
-        block = (4 * self.width + 3 * self.hidden + 2) * self.width
-        return (2 * VOCABULARY + 1) * self.width + self.layers * block
-
-
 class Attention(nn.Module):
     """Causal self-attention with rotary positions: ``(batch, length, width)`` to the same."""
 
     cosine: Tensor
     sine: Tensor
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, width: int, heads: int, sequence: int) -> None:
         super().__init__()
-        self.heads = shape.heads
-        self.inputs = nn.Linear(shape.width, 3 * shape.width, bias=False)
-        self.output = nn.Linear(shape.width, shape.width, bias=False)
-        cosine, sine = rotations(shape.sequence, shape.width // shape.heads)
+        self.heads = heads
+        self.inputs = nn.Linear(width, 3 * width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+        cosine, sine = rotations(sequence, width // heads)
         self.register_buffer("cosine", cosine, persistent=False)
         self.register_buffer("sine", sine, persistent=False)
 
@@ -106,12 +60,16 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: ``(batch, length, width)`` to the same."""
+    """SwiGLU: ``(batch, length, width)`` to the same.
 
-    def __init__(self, shape: Shape) -> None:
+    Its inner width is 8/3 of the outer one, rounded up to a multiple of 32.
+    """
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.inputs = nn.Linear(shape.width, 2 * shape.hidden, bias=False)
-        self.output = nn.Linear(shape.hidden, shape.width, bias=False)
+        hidden = 32 * math.ceil(8 * width / 3 / 32)
+        self.inputs = nn.Linear(width, 2 * hidden, bias=False)
+        self.output = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position alone."""
@@ -120,15 +78,15 @@ class FeedForward(nn.Module):
         return result
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and feed-forward, each normalised before and added to the stream."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, width: int, heads: int, sequence: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.width)
-        self.attention = Attention(shape)
-        self.feed_forward_norm = nn.RMSNorm(shape.width)
-        self.feed_forward = FeedForward(shape)
+        self.attention_norm = nn.RMSNorm(width)
+        self.attention = Attention(width, heads, sequence)
+        self.feed_forward_norm = nn.RMSNorm(width)
+        self.feed_forward = FeedForward(width)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(batch, length, width)`` to the same."""
@@ -143,17 +101,25 @@ class GPT(nn.Module):
     Its parts in call order are ``embed``, ``blocks.0`` …, ``norm``, ``head``: :meth:`chain` names them.
 
     Args:
-        shape: its size.
+        layers: number of blocks.
+        width: features of the residual stream.
+        heads: attention heads; ``width / heads`` must be an even whole number.
+        sequence: the longest sequence, in bytes.
         seed: the seed of the weights, see :func:`initialise`.
     """
 
-    def __init__(self, shape: Shape, seed: int = 0) -> None:
+    def __init__(self, layers: int, width: int, heads: int, sequence: int, seed: int = 0) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
-        initialise(self, seed, shape.layers)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads, sequence) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        initialise(self, seed)
+        matrices = sum(weight.numel() for weight in self.parameters() if weight.ndim > 1)
+        self.parameter_count = sum(weight.numel() for weight in self.parameters())
+        """How many weights it has."""
+        self.flops = 6 * (matrices - VOCABULARY * width + 2 * layers * width * sequence)
+        """Floating-point operations per byte of text, forward and backward: two per product and its sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Predict at each position the byte that follows it."""
@@ -173,32 +139,24 @@ def rotations(length: int, features: int) -> tuple[Tensor, Tensor]:
     return angle.cos().float(), angle.sin().float()
 
 
-def initialise(model: nn.Module, seed: int, layers: int) -> None:
+def initialise(model: GPT, seed: int) -> None:
     """Draw every matrix from a generator of its own, seeded from ``seed`` and its name.
 
     So a weight depends neither on the cut nor on the weights made before it. Matrices that write to the
     residual stream are scaled down by the number of writers (GPT-2); the head starts at zero, so that the
     first loss is that of a uniform guess.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            nn.init.normal_(
-                parameter, 0.0, _spread(name, parameter, layers), _generator(seed, name)
-            )
-
-
-def _spread(name: str, parameter: Tensor, layers: int) -> float:
-    if name.startswith("head."):
-        return 0.0
-    if name.startswith("embed."):
-        return 1.0
-    spread: float = parameter.shape[-1] ** -0.5
-    return spread / math.sqrt(2 * layers) if name.endswith("output.weight") else spread
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    for name, weight in model.named_parameters():
+        if weight.ndim < 2:
+            continue
+        spread: float = {"embed": 1.0, "head": 0.0}.get(
+            name.split(".")[0], weight.shape[-1] ** -0.5
+        )
+        if name.endswith("output.weight"):
+            spread /= math.sqrt(2 * len(model.blocks))
+        digest = sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        nn.init.normal_(weight, 0.0, spread, generator)
 
 
 def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -221,20 +179,12 @@ def cut(layers: int, stages: int) -> list[list[str]]:
         ConfigError: there are more stages than layers.
     """
     if stages > layers:
-        raise ConfigError(
-            f"{stages} stages for layers={layers}: every stage needs a layer; "
-            f"ask for fewer ranks or stages per rank, or for at least {stages} layers"
-        )
+        raise ConfigError(f"{stages} stages for layers={layers}: every stage needs a layer")
     bounds = [math.ceil(stage * layers / stages) for stage in range(stages + 1)]
     blocks = [[f"blocks.{i}" for i in range(*ends)] for ends in pairwise(bounds)]
-    return [
-        [
-            *(["embed"] if stage == 0 else []),
-            *paths,
-            *(["norm", "head"] if stage == stages - 1 else []),
-        ]
-        for stage, paths in enumerate(blocks)
-    ]
+    blocks[0].insert(0, "embed")
+    blocks[-1] += ["norm", "head"]
+    return blocks
 
 
 # ---- AdamW that decays matrices only, and the learning rate of each step
@@ -248,9 +198,10 @@ def make_optimizer(
     parameters: Iterable[tuple[str, Tensor]], config: TrainConfig
 ) -> torch.optim.AdamW:
     """AdamW for named parameters; vectors (the gains of norms) and the embedding do not decay."""
-    named = list(parameters)
-    decaying = [weight for name, weight in named if _decays(name, weight)]
-    rest = [weight for name, weight in named if not _decays(name, weight)]
+    decaying: list[Tensor] = []
+    rest: list[Tensor] = []
+    for name, weight in parameters:
+        (decaying if weight.ndim > 1 and not name.startswith("embed.") else rest).append(weight)
     groups = [
         {"params": decaying, "weight_decay": config.weight_decay},
         {"params": rest, "weight_decay": 0.0},
@@ -273,69 +224,40 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.learning_rate * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)
 
 
-def _decays(name: str, weight: Tensor) -> bool:
-    return weight.ndim > 1 and not name.startswith("embed.")
-
-
 # ---- text from a trained model, which is the same on every rank
 
 
-Predict = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How text is drawn.
-
-    Args:
-        length: bytes to generate.
-        temperature: below 1 the likely bytes become likelier.
-        window: the longest context, in bytes, that the model takes.
-        seed: the same seed draws the same text.
-    """
-
-    length: int
-    temperature: float
-    window: int
-    seed: int
-
-
-def generate(predict: Predict, prompt: bytes, sampling: Sampling) -> bytes:
+def generate(predict: Callable[[Tensor], Tensor], prompt: bytes, config: TrainConfig) -> bytes:
     """Draw bytes that go on from a prompt, one at a time.
 
+    What comes after the prompt cannot influence a prediction, since attention only looks back; so the text is
+    padded to the length of a sample, and no shape changes from byte to byte.
+
     Args:
-        predict: ``(1, window)`` int64 to logits ``(1, window, 256)``.
+        predict: ``(1, sequence)`` int64 to logits ``(1, sequence, 256)``.
         prompt: at least one byte.
-        sampling: how to draw.
+        config: ``sample_length`` bytes are drawn, at its ``temperature``, with its ``seed``.
 
     Returns:
         The generated bytes, without the prompt.
     """
-    random = torch.Generator().manual_seed(sampling.seed)
+    random = torch.Generator().manual_seed(config.seed)
     text = bytearray(prompt)
-    for _ in range(sampling.length):
-        logits = _last_logits(predict, text[-sampling.window :], sampling.window)
-        chances = torch.softmax(logits.double() / sampling.temperature, dim=-1)
+    for _ in range(config.sample_length):
+        context = text[-config.sequence :]
+        padded = context.ljust(config.sequence, b"\0")
+        logits = predict(torch.frombuffer(padded, dtype=torch.uint8).long()[None])
+        last = logits[0, len(context) - 1].cpu().double()
+        chances = torch.softmax(last / config.temperature, dim=-1)
         text.append(int(torch.multinomial(chances, 1, generator=random)))
     return bytes(text[len(prompt) :])
 
 
-def _last_logits(predict: Predict, context: bytearray, window: int) -> Tensor:
-    """The prediction after ``context``.
-
-    What comes after the context cannot influence it, since attention only looks back; so the context is
-    padded to a fixed length, and no shape changes from byte to byte.
-    """
-    padded = context.ljust(window, b"\0")
-    tokens = torch.frombuffer(padded, dtype=torch.uint8).long()[None]
-    return predict(tokens)[0, len(context) - 1].cpu()
-
-
 def readable(text: bytes) -> str:
     """Bytes as text that is safe to print: invalid UTF-8 and terminal control characters are replaced."""
-    return "".join(map(_printable, text.decode("utf-8", errors="replace")))
-
-
-def _printable(character: str) -> str:
-    control = unicodedata.category(character) in {"Cc", "Cf", "Cs"}
-    return "\N{REPLACEMENT CHARACTER}" if control and character not in "\n\t" else character
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}"
+        if unicodedata.category(character) in {"Cc", "Cf", "Cs"} and character not in "\n\t"
+        else character
+        for character in text.decode("utf-8", errors="replace")
+    )

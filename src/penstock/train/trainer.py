@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -21,15 +22,14 @@ from penstock.parallel import over_replicas, replicated_mesh
 from penstock.pipeline import Pipeline, peak_memory
 from penstock.plan import Plan, Profile
 from penstock.plan.report import report_of
-from penstock.schedule import Schedule, Timeline
-from penstock.train import corpus as texts
-from penstock.train.config import TrainConfig
-from penstock.train.corpus import Corpus
-from penstock.train.display import StepMetrics, make_display, peak_flops, say
+from penstock.schedule import Timeline, draw_svg
+from penstock.train.config import TrainConfig, ranks_of, schedule_of, to_toml, world_size
+from penstock.train.corpus import Batch, Corpus, load
+from penstock.train.display import Display, peak_flops, say
 from penstock.train.model import (
     GPT,
     VOCABULARY,
-    Sampling,
+    cut,
     generate,
     learning_rate,
     make_optimizer,
@@ -42,174 +42,11 @@ from penstock.train.runfolder import (
     CHECKPOINTS,
     RunFolder,
     Stop,
-    command_to_go_on,
+    command_to_resume,
     create_folder,
     run_folder_of,
     source_of,
-    why,
 )
-from penstock.train.settings import device_of, ranks_of, schedule_of, shape_of, stages_of, to_toml
-
-# ---- plans for training runs: the costs of the model decide what the settings leave open
-
-
-PLANNING = 5.0
-"""How many seconds the best plans are improved."""
-
-
-def profile_of(
-    config: TrainConfig, device: planning.Device | str | None = None, *, repeats: int = 3
-) -> Profile:
-    """What the model of a run costs.
-
-    Args:
-        config: the settings.
-        device: the device for which to predict; by default the costs are measured on that of the run.
-        repeats: how often to measure.
-    """
-    tokens = torch.zeros(config.batch, config.sequence, dtype=torch.long)
-    given: dict[str, Any] = {"target": tokens, "loss_fn": next_byte_loss, "tokens": config.sequence}
-    if device is not None:
-        with torch.device("meta"):
-            model = GPT(shape_of(config))
-        return planning.predict(model, tokens, device=device, **given)
-    torch.set_num_threads(config.threads)
-    model = GPT(shape_of(config), config.seed).to(device_of(config))
-    return planning.measure(model, tokens, repeats=repeats, **given)
-
-
-def chosen_plan(config: TrainConfig, usual: Pipeline | None, batch: Any) -> Plan | None:
-    """The plan of a run, which is the same on every rank.
-
-    Args:
-        config: the settings.
-        usual: if a plan is to be found, a pipeline made by the other settings: a step of it is recorded, and
-            corrects what was measured of the model alone.
-        batch: tokens and target of that step.
-
-    Raises:
-        ConfigError: there is no such file, or the plan is for another run.
-        InputFileError: the file does not hold a plan.
-    """
-    if config.plan is None:
-        return None
-    if usual is None:
-        return _fitting(config, _read(Path(config.plan)))
-    tokens, target = batch
-    # The first step only warms up.
-    usual.step(tokens, target=target)
-    step = planning.costs_from(usual.step(tokens, target=target, record=True))
-    text = ""
-    if usual.leads:
-        profile = profile_of(config)
-        units = [unit.path for unit in profile.at(config.batch // config.microbatches).units]
-        cut = planning.cut_of(units, stages_of(config))
-        profile = step.correct(profile, config.batch // config.microbatches, cut)
-        text = planning.search(
-            profile,
-            ranks=ranks_of(config),
-            pipeline=ranks_of(config),
-            batch=config.batch,
-            keep=1,
-            seconds=PLANNING,
-        )[0].to_json()
-    told: list[str] = usual.agree(text)
-    return Plan.from_json(told[0])
-
-
-def plans_itself(config: TrainConfig) -> bool:
-    """Whether a plan is to be found rather than read.
-
-    Raises:
-        ConfigError: there is a plan and there are replicas: a plan is for one pipeline.
-    """
-    if config.plan is not None and config.replicas > 1:
-        raise ConfigError(
-            f"plan={config.plan!r} with replicas={config.replicas}: a plan is for one pipeline; "
-            "leave one of them out"
-        )
-    return config.plan == AUTO
-
-
-def _read(path: Path) -> Plan:
-    if not path.is_file():
-        raise ConfigError(
-            f"plan={str(path)!r}: there is no such file; give auto, or what penstock plan --json has written"
-        )
-    try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError) as error:
-        raise InputFileError(f"{path}: cannot be read: {error}") from error
-    except InputFileError as error:
-        raise InputFileError(f"{path}: {error}") from error
-
-
-def _fitting(config: TrainConfig, plan: Plan) -> Plan:
-    batch = plan.microbatches * plan.shape.samples
-    for name, mine, planned in (
-        ("ranks", ranks_of(config), plan.ranks),
-        ("batch", config.batch, batch * plan.replicas),
-        ("replicas", 1, plan.replicas),
-    ):
-        if mine != planned:
-            raise ConfigError(
-                f"plan={config.plan!r} is for {name}={planned}, but this run has {mine}; "
-                "plan it with the settings of the run: penstock plan --config"
-            )
-    return plan
-
-
-def report_of_run(
-    config: TrainConfig, pipe: Pipeline, plan: Plan | None, timeline: Timeline, title: str
-) -> str:
-    """The report of a run: a measured step beside the same step simulated with the model's costs."""
-    if plan is None:
-        profile = profile_of(config, repeats=2)
-        plan = planning.plan_for(
-            profile, pipe.schedule, stages_of(config), batch=config.batch // config.replicas
-        )
-    return report_of([plan], title=title, measured=timeline)
-
-
-# ---- A training run from its settings to its run folder
-
-
-# ---- replicas: which one this process belongs to, and its share of each batch
-
-
-class Side:
-    """This process's place among the replicas of a run.
-
-    Args:
-        config: the settings.
-    """
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.count, self.index = config.replicas, 0
-        self._shard = config.shard
-        self._mesh: Any = None
-        if self.count > 1:
-            device = torch.device(config.device).type
-            self._mesh = replicated_mesh(device, self.count, ranks_of(config))
-            self.index = self._mesh.get_local_rank("dp")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What a Pipeline is told about the replicas."""
-        if self._mesh is None:
-            return {}
-        return {"mesh": self._mesh, "replicas": self._mesh["dp"], "wrap": self._wrap}
-
-    def _wrap(self, module: nn.Module, stage: int) -> nn.Module:
-        return over_replicas(module, self._mesh, shard=self._shard)
-
-    def part(self, batch: Tensor) -> Tensor:
-        """The samples of this replica."""
-        return batch.tensor_split(self.count)[self.index]
-
-
-# ---- the run
-
 
 CLOCKS = {
     "measured": "measured on the clocks of the ranks",
@@ -246,91 +83,175 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
 
     Raises:
         UsageError: the settings cannot be used here.
-        InputFileError: the text is too short.
+        InputFileError: the text is too short, or the file of a plan is wrong.
     """
+    device = device_of(config)
+    mesh = mesh_of(config)
     torch.set_num_threads(config.threads)
-    corpus = texts.load(config.data, config.sequence)
-    side = Side(config)
-    with make_pipeline(config, side, find_plan(config, side, corpus)) as pipe:
+    corpus = load(config.data, config.sequence)
+    with make_pipeline(config, corpus, device, mesh) as pipe:
         out = (console or Console()) if pipe.leads else Console(quiet=True)
-        folder, checkpoints = _claim(pipe, config)
+        folder, checkpoints = _claim_folder(pipe, config)
         pipe.report_failures_to(folder.path)
-        say(out, introduction(config, corpus, pipe.schedule))
         with checkpoints, Stop(config.time_limit, lambda text: say(out, text)) as stop:
-            return Run(config, pipe, corpus, folder, checkpoints, out, side).complete(stop)
+            run = Run(config, pipe, corpus, folder, checkpoints, out)
+            outcome = run.complete(stop)
+    # Only now, so that no rank takes the end of another for a failure.
+    if run.stopped in signal.Signals.__members__:
+        signal.raise_signal(signal.Signals[run.stopped])
+    return outcome
 
 
-def find_plan(config: TrainConfig, side: Side, corpus: Corpus) -> Plan | None:
-    """The plan that the settings ask for, if any: from a file, or found with a pipeline made without it."""
-    if not plans_itself(config):
-        return chosen_plan(config, None, None)
-    batch = corpus.training_batch(1, seed=config.seed, batch=config.batch, sequence=config.sequence)
-    with make_pipeline(config, side) as usual:
-        return chosen_plan(config, usual, batch)
+# ---- from the settings to a pipeline
+
+
+def device_of(config: TrainConfig) -> torch.device:
+    """The device; one that this machine does not have is refused."""
+    usable = {"cpu": 1, "cuda": torch.cuda.device_count()}
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        device = torch.device("meta")
+    if (device.index or 0) >= usable.get(device.type, 0):
+        raise ConfigError(
+            f"device={config.device!r}: there is no such device here; "
+            f"use cpu{' or cuda' if usable['cuda'] else ''}"
+        )
+    return device
+
+
+def mesh_of(config: TrainConfig) -> Any:
+    """The mesh of replicas (``dp``) and ranks (``pp``); None without replicas."""
+    if config.replicas == 1:
+        return None
+    needed, world = config.replicas * ranks_of(config), world_size() or 1
+    if world != needed:
+        raise ConfigError(
+            f"replicas={config.replicas} of {ranks_of(config)} ranks need {needed} processes, not {world}: "
+            f"torchrun --standalone --nproc-per-node {needed} -m penstock train"
+        )
+    return replicated_mesh(torch.device(config.device).type, config.replicas, ranks_of(config))
+
+
+def make_model(config: TrainConfig, device: torch.device | str = "cpu") -> GPT:
+    """The model of a run."""
+    with torch.device("meta" if device == "meta" else "cpu"):
+        model = GPT(config.layers, config.width, config.heads, config.sequence, config.seed)
+    return model.to(device)
 
 
 def make_pipeline(
-    config: TrainConfig, side: Side | None = None, plan: Plan | None = None
+    config: TrainConfig, corpus: Corpus, device: torch.device, mesh: Any = None
 ) -> Pipeline:
-    """The pipeline of the run, or one of its replicas."""
-    decided: dict[str, Any] = {"plan": plan}
-    if plan is None:
-        decided = {
-            "schedule": schedule_of(config),
-            "microbatches": config.microbatches,
-            "stages": stages_of(config),
-        }
-    return Pipeline(
-        GPT(shape_of(config), config.seed),
-        **decided,
-        loss_fn=next_byte_loss,
-        device=device_of(config),
-        seed=config.seed,
-        **(side.options if side else {}),
+    """The pipeline of a run, or this process's one of its replicas."""
+    model = make_model(config, device if config.plan == AUTO else "cpu")
+    options: dict[str, Any] = {"loss_fn": next_byte_loss, "device": device, "seed": config.seed}
+    if mesh is not None:
+
+        def wrap(module: nn.Module, stage: int) -> nn.Module:
+            del stage
+            return over_replicas(module, mesh, shard=config.shard)
+
+        options |= {"mesh": mesh, "replicas": mesh["dp"], "wrap": wrap}
+    if config.checkpoint is not None:
+        options["checkpoint"] = config.checkpoint == "all" or config.checkpoint.split(",")
+    if config.plan == AUTO:
+        samples = config.batch // config.microbatches
+        batch = _training_batch(config, corpus, step=1)
+        tokens, target = (part[:samples].to(device) for part in batch)
+        options |= {"schedule": "auto", "ranks": ranks_of(config)}
+        options |= {"microbatches": config.microbatches, "example": ((tokens,), {}, target)}
+    elif config.plan is not None:
+        options["plan"] = _read_plan(config, Path(config.plan))
+    else:
+        schedule = schedule_of(config)
+        options |= {"schedule": schedule.name, "microbatches": config.microbatches}
+        options["stages"] = cut(config.layers, schedule.stages)
+    return Pipeline(model, **options)
+
+
+def _training_batch(config: TrainConfig, corpus: Corpus, step: int) -> Batch:
+    return corpus.training_batch(
+        step, seed=config.seed, batch=config.batch, sequence=config.sequence
     )
 
 
-def introduction(config: TrainConfig, corpus: Corpus, schedule: Schedule) -> str:
-    """What is trained, how and on which text, in three lines."""
-    shape = shape_of(config)
-    return (
-        f"model: {shape.parameters:,} parameters, {config.layers} layers in {schedule.stages} stages on "
-        f"{schedule.ranks} ranks{_replicas(config)}\n"
-        f"schedule: {schedule.name}, {schedule.microbatches} microbatches; {config.device}, "
-        f"threads per process: {config.threads}\n"
-        f"text: {corpus.name}, {corpus.files:,} files, {len(corpus.training) / 1e6:.2f} MB to train on, "
-        f"{len(corpus.held_out) / 1e6:.2f} MB held out"
-    )
+def _read_plan(config: TrainConfig, path: Path) -> Plan:
+    """Read a plan, and check that it is one for this run."""
+    if not path.is_file():
+        raise ConfigError(
+            f"plan={str(path)!r}: there is no such file; give auto, or what penstock plan --json has written"
+        )
+    try:
+        plan = Plan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError) as error:
+        raise InputFileError(f"{path}: cannot be read: {error}") from error
+    except InputFileError as error:
+        raise InputFileError(f"{path}: {error}") from error
+    batch = plan.microbatches * plan.shape.samples * plan.replicas
+    for name, ours, planned in (
+        ("ranks", ranks_of(config), plan.ranks),
+        ("batch", config.batch, batch),
+        ("replicas", 1, plan.replicas),
+    ):
+        if ours != planned:
+            raise ConfigError(
+                f"plan={config.plan!r} is for {name}={planned}, but this run has {ours}; "
+                "plan it with the settings of the run: penstock plan --config"
+            )
+    return plan
 
 
-def _replicas(config: TrainConfig) -> str:
-    if config.replicas == 1:
-        return ""
-    return f", {config.replicas} replicas{', weights sharded over them' if config.shard else ''}"
+def profile_of(
+    config: TrainConfig, device: planning.Device | str | None = None, *, repeats: int = 3
+) -> Profile:
+    """What the model of a run costs.
+
+    Args:
+        config: the settings.
+        device: the device for which to predict; by default the costs are measured on that of the run.
+        repeats: how often to measure.
+    """
+    tokens = torch.zeros(config.batch, config.sequence, dtype=torch.long)
+    about: dict[str, Any] = {"target": tokens, "loss_fn": next_byte_loss, "tokens": config.sequence}
+    if device is not None:
+        return planning.predict(make_model(config, "meta"), tokens, device=device, **about)
+    torch.set_num_threads(config.threads)
+    model = make_model(config, device_of(config))
+    return planning.measure(model, tokens, repeats=repeats, **about)
 
 
-def _claim(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Checkpoints]:
+def exchange(pipe: Pipeline, value: Any) -> list[Any]:
+    """The JSON values of all processes of all replicas, in the same order on each."""
+    values = pipe.agree(value)
+    replicas = pipe.replicas.exchange
+    return values if replicas is None else [one for part in replicas(values) for one in part]
+
+
+def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Checkpoints]:
     """Let the leading process make the run folder, and all processes fail if it cannot."""
-    made = {"path": "", "problem": ""}
+    path = problem = ""
     if pipe.leads:
         try:
-            going_on = run_folder_of(config.resume) if config.resume else None
-            out = config.out or (None if going_on is None else str(going_on))
-            same = config.resume == AUTO or (going_on is not None and out == str(going_on))
-            made["path"] = str(create_folder(out, resumes=same))
-            Checkpoints(Path(made["path"], CHECKPOINTS)).claim()
+            resumed = run_folder_of(config.resume) if config.resume else None
+            out = config.out or (None if resumed is None else str(resumed))
+            same = config.resume == AUTO or (resumed is not None and out == str(resumed))
+            path = str(create_folder(out, resumes=same))
+            Checkpoints(Path(path, CHECKPOINTS)).claim()
         except (UsageError, CheckpointError) as error:
-            made["problem"] = str(error)
-    agreed = pipe.agree(made)[0]
-    if pipe.replicas.exchange is not None:
-        agreed = pipe.replicas.exchange(agreed)[0]
-    if agreed["problem"]:
-        raise UsageError(agreed["problem"])
-    path = Path(agreed["path"])
-    kept = Checkpoints(path / CHECKPOINTS, config.keep, asynchronous=True)
-    return RunFolder(path, writes=pipe.leads), kept
+            problem = str(error)
+    # The process that leads is the first one.
+    path, problem = exchange(pipe, [path, problem])[0]
+    if problem:
+        raise UsageError(problem)
+    folder = RunFolder(Path(path), writes=pipe.leads)
+    return folder, Checkpoints(folder.path / CHECKPOINTS, config.keep, asynchronous=True)
 
 
+# ---- the run
+
+
+@dataclass
 class Run:
     """The steps of a run, and what comes after them.
 
@@ -339,32 +260,27 @@ class Run:
         pipe: the pipeline.
         corpus: the text.
         folder: the run folder, for the results.
-        checkpoints: the states from which to go on.
+        checkpoints: the states from which to resume.
         console: where to print.
-        side: which of the replicas this is.
+
+    Attributes:
+        stopped: why the run was stopped, if it was: the name of a signal, or ``"time limit"``.
     """
 
-    def __init__(  # noqa: PLR0913 - what a run has, by name
-        self,
-        config: TrainConfig,
-        pipe: Pipeline,
-        corpus: Corpus,
-        folder: RunFolder,
-        checkpoints: Checkpoints,
-        console: Console,
-        side: Side,
-    ) -> None:
-        self._side = side
-        self._config = config
-        self._pipe = pipe
-        self._corpus = corpus
-        self._folder = folder
-        self._checkpoints = checkpoints
-        self._console = console
-        self._device = device_of(config)
-        self._plan = pipe.plan
-        self._optimizer = make_optimizer(pipe.named_parameters(), config)
-        self._timeline: tuple[int, Timeline, str] | None = None
+    config: TrainConfig
+    pipe: Pipeline
+    corpus: Corpus
+    folder: RunFolder
+    checkpoints: Checkpoints
+    console: Console
+    stopped: str = ""
+    _timeline: tuple[int, Timeline, str] | None = None
+
+    def __post_init__(self) -> None:
+        self._device = device_of(self.config)
+        self._sizes = make_model(self.config, "meta")
+        self._display = Display(self.console, self.config.steps, self.config.log_every)
+        self._optimizer = make_optimizer(self.pipe.named_parameters(), self.config)
 
     def complete(self, stop: Stop) -> Outcome:
         """Train, then measure, save and sample.
@@ -372,193 +288,193 @@ class Run:
         Args:
             stop: tells when to stop early.
         """
+        say(self.console, self._introduction())
         first = self._resume()
-        self._folder.write_config(to_toml(self._config))
-        losses, stopped = self._train(first, stop)
-        if stopped:
-            self._leave(first + len(losses), stopped)
-            stop.deliver(stopped)
-            return Outcome(tuple(losses), None, b"", self._folder.path)
-        held_out_loss = self._held_out_loss()
+        self.folder.write("config.toml", to_toml(self.config))
+        losses = self._train(first, stop)
+        if self.stopped:
+            self.checkpoints.wait()
+            say(self.console, f"{self.stopped}: {self.checkpoints.last}")
+            say(self.console, f"resume with: {command_to_resume(self.folder.path)}")
+            return Outcome(losses, None, b"", self.folder.path)
+        held_out_loss = self._measure_held_out()
         sample = self._sample()
-        self._pipe.save(self._folder.weights)
-        self._keep_timeline()
-        say(self._console, f"run folder: {self._folder.path}")
-        return Outcome(tuple(losses), held_out_loss, sample, self._folder.path)
+        self.pipe.save(self.folder.path / "weights")
+        if self._timeline is not None and self.pipe.leads:
+            self._report(*self._timeline)
+        say(self.console, f"run folder: {self.folder.path}")
+        return Outcome(losses, held_out_loss, sample, self.folder.path)
 
-    def _train(self, first: int, stop: Stop) -> tuple[list[float], int]:
-        """The losses of the steps, and why these ended early, if they did."""
-        display = make_display(self._console, self._config.steps)
-        losses, stopped = [], 0
-        with display.running():
-            for step in range(first + 1, self._config.steps + 1):
-                metrics = self._step(step)
-                losses.append(metrics.loss)
-                self._folder.log(metrics.as_json())
-                display.step(metrics)
-                stopped = stop.agreed(self._pipe)
-                if stopped or self._saves(step):
-                    self._save(step)
-                if stopped:
-                    break
-        return losses, stopped
+    def _introduction(self) -> str:
+        """What is trained, how and on which text, in three lines."""
+        config, corpus, schedule = self.config, self.corpus, self.pipe.schedule
+        sharded = ", weights sharded over them" if config.shard else ""
+        replicas = f", {config.replicas} replicas{sharded}" if config.replicas > 1 else ""
+        return (
+            f"model: {self._sizes.parameter_count:,} parameters, {config.layers} layers in "
+            f"{schedule.stages} stages on {schedule.ranks} ranks{replicas}\n"
+            f"schedule: {schedule.name}, {schedule.microbatches} microbatches; {config.device}, "
+            f"threads per process: {config.threads}\n"
+            f"text: {corpus.name}, {corpus.files:,} files, {len(corpus.training) / 1e6:.2f} MB to train on, "
+            f"{len(corpus.held_out) / 1e6:.2f} MB held out"
+        )
 
-    # ---- stop and go on
+    # ---- resume and save
 
     def _resume(self) -> int:
-        """Go on from a checkpoint, if the settings ask for it; returns its step."""
-        if self._config.resume is None:
+        """Load a checkpoint, if the settings ask for it; returns its step."""
+        resume = self.config.resume
+        if resume is None:
             return 0
-        source = source_of(self._config.resume, self._folder.path)
-        reader = self._checkpoints if source == self._checkpoints.folder else Checkpoints(source)
-        step = reader.load(pipe=self._pipe, optimizer=self._optimizer)
-        if step is None and self._config.resume != AUTO:
-            raise UsageError(f"resume={self._config.resume!r}: there is no checkpoint in {source}")
-        self._folder.rewind(step or 0)
+        source = source_of(resume, self.folder.path)
+        ours = source == self.checkpoints.folder
+        reader = self.checkpoints if ours else Checkpoints(source)
+        step = reader.load(pipe=self.pipe, optimizer=self._optimizer)
+        if step is None and resume != AUTO:
+            raise UsageError(f"resume={resume!r}: there is no checkpoint in {source}")
+        self.folder.rewind(step or 0)
         if step is not None:
-            say(self._console, f"goes on after step {step} of {source}")
+            say(self.console, f"resumed from step {step} of {source}")
             self._warn(reader.extra)
         return step or 0
 
-    def _data(self) -> dict[str, Any]:
-        """What determines the text on which a step trains."""
-        config = self._config
-        about = {"seed": config.seed, "batch": config.batch, "sequence": config.sequence}
-        return {**about, "text": len(self._corpus.training)}
-
     def _warn(self, before: dict[str, Any]) -> None:
-        for name, value in self._data().items():
+        for name, value in self._origin().items():
             if before.get(name) != value:
                 changed = f"{name} was {before.get(name)} and is {value}"
-                say(self._console, f"{changed}: the text is not that of a run without a stop")
+                say(self.console, f"{changed}: the text is not that of a run without a stop")
 
-    def _saves(self, step: int) -> bool:
-        every = self._config.save_every
-        return every is not None and (step % every == 0 or step == self._config.steps)
+    def _origin(self) -> dict[str, Any]:
+        """What determines the text on which a step trains."""
+        config = self.config
+        numbers = {"seed": config.seed, "batch": config.batch, "sequence": config.sequence}
+        return {**numbers, "text": len(self.corpus.training)}
 
     def _save(self, step: int) -> None:
-        saved = self._checkpoints.save(
-            step, pipe=self._pipe, optimizer=self._optimizer, extra=self._data()
+        saved = self.checkpoints.save(
+            step, pipe=self.pipe, optimizer=self._optimizer, extra=self._origin()
         )
-        self._folder.log({"step": step, "checkpoint": True, "stall": saved.stall})
+        self.folder.log({"step": step, "checkpoint": True, "stall": saved.stall})
 
-    def _leave(self, step: int, stopped: int) -> None:
-        self._checkpoints.wait()
-        say(self._console, f"{why(stopped)}: {self._checkpoints.last}")
-        say(self._console, f"go on with: {command_to_go_on(self._folder.path)}")
-        # All ranks leave together, so that none takes the end of another for a failure.
-        self._pipe.close()
+    # ---- the steps
 
-    # ---- a step
+    def _train(self, first: int, stop: Stop) -> tuple[float, ...]:
+        """Train from the step after ``first``; returns the losses of the steps."""
+        losses, every = [], self.config.save_every
+        with self._display.running():
+            for step in range(first + 1, self.config.steps + 1):
+                losses.append(self._step(step, stop))
+                due = every is not None and (step % every == 0 or step == self.config.steps)
+                if due or self.stopped:
+                    self._save(step)
+                if self.stopped:
+                    break
+        return tuple(losses)
 
-    def _step(self, step: int) -> StepMetrics:
+    def _step(self, step: int, stop: Stop) -> float:
         started = perf_counter()
-        config = self._config
-        tokens, target = self._corpus.training_batch(
-            step, seed=config.seed, batch=config.batch, sequence=config.sequence
-        )
+        # On a GPU, recording when each action runs slows a step down.
+        record = self._device.type == "cpu" or self._display.shows(step)
+        tokens, target = _training_batch(self.config, self.corpus, step)
         try:
-            mine = self._side.part
-            result = self._pipe.step(mine(tokens), target=mine(target), record=self._records(step))
+            result = self.pipe.step(self._share(tokens), target=self._share(target), record=record)
         except NonFiniteError as error:
-            given = f"learning_rate={self._config.learning_rate:g}"
-            raise NonFiniteError(f"{given}: {error}; use a lower learning rate") from None
-        norm = self._pipe.clip_grad_norm_(config.clip)
-        rate = self._update(step)
-        seconds = perf_counter() - started
-        if result.timeline is not None:
-            self._timeline = (step, result.timeline, str(result.timeline_kind))
-        return StepMetrics(
-            step=step,
-            time=time(),
-            rank=self._rank,
-            loss=result.loss,
-            gradient_norm=norm,
-            learning_rate=rate,
-            seconds=seconds,
-            tokens_per_second=tokens.numel() / seconds,
-            memory=self._peak_memory(),
-            mfu=self._mfu(tokens.numel() / seconds),
-            bubble=result.bubble,
-            clocks=result.timeline_kind,
-            shown=self._shows(step),
-        )
-
-    def _records(self, step: int) -> bool:
-        """Whether to record when each action runs: always where that costs nothing."""
-        return self._device.type == "cpu" or self._shows(step)
-
-    def _shows(self, step: int) -> bool:
-        """Whether to show the step: now and then, and at the end."""
-        return step % self._config.log_every == 0 or step == self._config.steps
-
-    def _update(self, step: int) -> float:
-        rate = learning_rate(step, self._config)
+            raise NonFiniteError(
+                f"learning_rate={self.config.learning_rate:g}: {error}; use a lower learning rate"
+            ) from None
+        norm = self.pipe.clip_grad_norm_(self.config.clip)
+        rate = learning_rate(step, self.config)
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
-        self._pipe.zero_grad()
-        return rate
+        self.pipe.zero_grad()
+        seconds = perf_counter() - started
+        memory, reasons = zip(
+            *exchange(self.pipe, [peak_memory(self._device), stop.reason]), strict=True
+        )
+        # A signal comes before the time limit: it decides the exit status.
+        self.stopped = min(filter(None, reasons), default="")
+        if result.timeline is not None:
+            self._timeline = (step, result.timeline, str(result.timeline_kind))
+        metrics = {
+            "step": step,
+            "time": time(),
+            "rank": self.pipe.ranks[0],
+            "loss": result.loss,
+            "gradient_norm": norm,
+            "learning_rate": rate,
+            "seconds": seconds,
+            "tokens_per_second": tokens.numel() / seconds,
+            "memory": max(memory),
+            "mfu": self._mfu(tokens.numel() / seconds),
+            "bubble": result.bubble,
+            "clocks": result.timeline_kind,
+        }
+        self.folder.log({name: value for name, value in metrics.items() if value is not None})
+        self._display.step(metrics)
+        return result.loss
 
-    @property
-    def _rank(self) -> int:
-        """The first rank of this process."""
-        return self._pipe.schedule.placement.rank_of[self._pipe.stages[0].index]
+    def _share(self, batch: Tensor) -> Tensor:
+        """The samples of this replica."""
+        return batch.tensor_split(self.config.replicas)[self.pipe.replicas.index]
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         """The share of the devices' peak that the model's own operations use, if the peak is known."""
         peak = peak_flops(self._device)
         if peak is None:
             return None
-        schedule = self._pipe.schedule
-        alone = len(self._pipe.stages) == schedule.stages
-        devices = self._config.replicas * (1 if alone else schedule.ranks)
-        return shape_of(self._config).flops * tokens_per_second / (peak * devices)
+        devices = self.config.replicas * (
+            self.pipe.schedule.ranks if len(self.pipe.ranks) == 1 else 1
+        )
+        return self._sizes.flops * tokens_per_second / (peak * devices)
 
-    def _peak_memory(self) -> int:
-        """The peak memory of the process that holds most."""
-        peaks: list[int] = self._pipe.agree(peak_memory(self._device))
-        return max(peaks)
+    # ---- what comes after them
 
-    def _held_out_loss(self) -> float:
-        config = self._config
-        batches = self._corpus.held_out_batches(
+    def _measure_held_out(self) -> float:
+        """The loss on held-out text, in nats per byte."""
+        config = self.config
+        batches = self.corpus.held_out_batches(
             config.held_out_batches, batch=config.batch, sequence=config.sequence
         )
-        mine = self._side.part
-        losses = [self._pipe.eval(mine(x), target=mine(y)).loss for x, y in batches]
+        losses = [self.pipe.eval(self._share(x), target=self._share(y)).loss for x, y in batches]
         loss, measured = fmean(losses), len(losses) * config.batch * config.sequence
-        self._folder.log({"held_out_loss": loss, "held_out_bytes": measured})
+        self.folder.log({"held_out_loss": loss, "held_out_bytes": measured})
         say(
-            self._console,
+            self.console,
             f"held-out loss {loss:.4f} nats/byte on {measured:,} bytes "
             f"(a uniform guess: {math.log(VOCABULARY):.4f})",
         )
         return loss
 
     def _sample(self) -> bytes:
-        config = self._config
-        prompt = config.prompt.encode()
-        sampling = Sampling(config.sample_length, config.temperature, config.sequence, config.seed)
-        text = generate(self._pipe.predict, prompt, sampling)
+        """Text that the model generates."""
+        prompt = self.config.prompt.encode()
+        text = generate(self.pipe.predict, prompt, self.config)
         if text:
-            self._console.rule("sample", align="left")
-            self._console.print(
-                Text(readable(prompt), style="dim").append(readable(text), style="not dim"),
-                soft_wrap=True,
-            )
-            self._console.rule()
+            shown = Text(readable(prompt), style="dim").append(readable(text), style="not dim")
+            self.console.rule("sample", align="left")
+            self.console.print(shown, soft_wrap=True)
+            self.console.rule()
         return text
 
-    def _keep_timeline(self) -> None:
-        """Keep the timeline of the last step that was recorded."""
-        if self._timeline is None:
-            return
-        step, timeline, clocks = self._timeline
-        kind = CLOCKS[clocks]
-        schedule = self._pipe.schedule
-        title = f"{schedule.name}: step {step}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"
-        self._folder.write_timeline(timeline, title=title, note=kind)
-        if self._pipe.leads:
-            report = report_of_run(self._config, self._pipe, self._plan, timeline, title)
-            self._folder.write_report(report)
-        say(self._console, f"timeline of step {step}: bubble {timeline.bubble:.1%}, {kind}")
+    def _report(self, step: int, timeline: Timeline, clocks: str) -> None:
+        """Keep a trace, a drawing and a report of a step that was recorded."""
+        schedule, kind = self.pipe.schedule, CLOCKS[clocks]
+        size = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
+        title = f"{schedule.name}: step {step}, {size}"
+        report = report_of([self._plan()], title=title, measured=timeline)
+        self.folder.write("timeline.json", timeline.to_chrome_trace())
+        self.folder.write("timeline.svg", draw_svg(timeline, title=title, note=kind))
+        self.folder.write("report.html", report)
+        say(self.console, f"timeline of step {step}: bubble {timeline.bubble:.1%}, {kind}")
+
+    def _plan(self) -> Plan:
+        """The plan of the run, to be shown beside a measured step; without one, what its settings cost."""
+        if self.pipe.plan is not None:
+            return self.pipe.plan
+        config, schedule = self.config, self.pipe.schedule
+        return planning.plan_for(
+            profile_of(config, repeats=2),
+            schedule,
+            cut(config.layers, schedule.stages),
+            batch=config.batch // config.replicas,
+        )

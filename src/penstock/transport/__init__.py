@@ -1,26 +1,5 @@
-"""How messages and agreements travel between ranks."""
+"""What carries messages between ranks that are processes: gloo, NCCL, and sockets for small messages."""
 
-from penstock.transport.base import BACKWARD, FORWARD, SHARED, Channel, Relay, Ticket, Transport
-from penstock.transport.in_process import InProcessTransport, in_process
-from penstock.transport.process_group import (
-    Circle,
-    ProcessGroupTransport,
-    connect,
-    launched,
-)
+from penstock.transport.groups import FIRST_TAG, Arrival, Circle, Transport, launched
 
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "SHARED",
-    "Channel",
-    "Circle",
-    "InProcessTransport",
-    "ProcessGroupTransport",
-    "Relay",
-    "Ticket",
-    "Transport",
-    "connect",
-    "in_process",
-    "launched",
-]
+__all__ = ["FIRST_TAG", "Arrival", "Circle", "Transport", "launched"]

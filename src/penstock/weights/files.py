@@ -1,101 +1,31 @@
-"""Safetensors files that together hold the unsplit model's weights: write them, read them, fill stages."""
+"""Safetensors files that together hold the unsplit model's weights: one writer, one reader, stages filled.
+
+The safetensors package maps files into memory, where the mapped pages count in addition to the tensors made
+of them, and a file that is cut short while it is mapped ends the process. So a tensor's bytes are read straight
+into the tensor, and written block by block with their checksum. The files are the format's own.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from zlib import crc32
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from penstock.errors import InputFileError, StateDictError, UsageError
+from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
 from penstock.partition.base import Partition, Shared, named_tensors
 
-# ---- write one file per stage, and an index
-
-
 INDEX = "model.safetensors.index.json"
-
-
-def stage_file(stage: int, stages: int) -> str:
-    """The name of a stage's file."""
-    return f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
-
-
-def save_stage(
-    state: Mapping[str, Tensor], folder: Path, stage: int, stages: int
-) -> dict[str, int]:
-    """Write a stage's file.
-
-    Args:
-        state: the tensors by their names in the unsplit model.
-        folder: the folder, which is created if it does not exist.
-        stage: the index of the stage.
-        stages: the number of stages.
-
-    Returns:
-        The size of each tensor in bytes, by its name in the unsplit model.
-    """
-    tensors = _apart(state)
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / stage_file(stage, stages)
-    partial = target.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    os.replace(partial, target)
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
-
-
-def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that share no memory, as the format requires."""
-    seen: set[int] = set()
-    found: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        data = tensor.detach().cpu().contiguous()
-        place = data.untyped_storage().data_ptr()
-        found[name] = data.clone() if place in seen else data
-        seen.add(place)
-    return found
-
-
-def save_index(
-    folder: Path, sizes: Mapping[int, Mapping[str, int]], tied: Mapping[str, str] | None = None
-) -> None:
-    """Write which tensor is in which file, in the form that transformers reads.
-
-    Args:
-        folder: where the files are.
-        sizes: for each stage, what :func:`save_stage` returned.
-        tied: further names of tensors, each with the name that the tensor is written under.
-    """
-    stages = len(sizes)
-    about: dict[str, Any] = {"total_size": sum(sum(of.values()) for of in sizes.values())}
-    if tied:
-        about["tied"] = dict(tied)
-    index: dict[str, Any] = {
-        "metadata": about,
-        "weight_map": {
-            name: stage_file(stage, stages) for stage in sorted(sizes) for name in sizes[stage]
-        },
-    }
-    partial = folder / f"{INDEX}.partial"
-    partial.write_text(json.dumps(index, indent=2) + "\n")
-    os.replace(partial, folder / INDEX)
-
-
-# ---- read tensors from safetensors files straight into their memory
-# The safetensors package maps files into memory, and the mapped pages then count in addition to the tensors
-# that are made from them. Here a tensor's bytes are read once, into the tensor itself.
-
-
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -115,8 +45,217 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 """The format's names of types."""
-_LONGEST_HEADER = 100_000_000
-"""The limit that the format sets."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LONGEST_HEADER = 100_000_000
+"""The limit that the format sets, in bytes."""
+LONGEST_JSON = 256_000_000
+DEEPEST_JSON = 100
+_BLOCK = 4 << 20
+
+
+def quoted(names: Iterable[str], most: int = 20) -> str:
+    """Names from a file or a model, for a message: in quotes, escaped, and neither too long nor too many."""
+    listed = list(names)
+    shown = ", ".join(json.dumps(n if len(n) <= 120 else f"{n[:117]}...") for n in listed[:most])
+    return shown if len(listed) <= most else f"{shown} and {len(listed) - most} more"
+
+
+# ---- bytes and JSON
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to read; anything but a regular file is refused, since a pipe or device might never end.
+
+    Raises:
+        InputFileError: it is no regular file, or it cannot be read.
+    """
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InputFileError(f"{path} cannot be read: it is not a regular file")
+            yield file
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputFileError):
+            raise
+        text = getattr(error, "strerror", None) or error
+        raise InputFileError(f"{str(path)[:300]} cannot be read: {text}") from error
+
+
+def read_bytes(path: Path, most: int = LONGEST_JSON) -> bytes:
+    """A file's content.
+
+    Raises:
+        InputFileError: it has more than ``most`` bytes, or cannot be read.
+    """
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+        # A read of a raw file may return less than there is.
+        while content and len(content) <= most and (more := file.read(most + 1 - len(content))):
+            content += more
+    if len(content) > most:
+        raise InputFileError(f"{path} has more than {most:,} bytes")
+    return content
+
+
+def parse_json(content: bytes, path: Path) -> Any:
+    """The JSON value of a file's content.
+
+    Raises:
+        InputFileError: it is no JSON, or is nested deeper than ``DEEPEST_JSON``.
+    """
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InputFileError(f"{path} is not JSON ({error})") from error
+    if _is_deeper(value, DEEPEST_JSON):
+        raise InputFileError(f"{path} is nested deeper than {DEEPEST_JSON} levels")
+    return value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return not levels or any(_is_deeper(one, levels - 1) for one in inner)
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    if not tensor.numel():
+        return memoryview(b"")
+    memory: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return memory
+
+
+def fill(path: Path, memory: memoryview, begin: int) -> None:
+    """Read from an offset in a file into memory.
+
+    Raises:
+        InputFileError: the file is too short, or cannot be read.
+    """
+    done = 0
+    with open_regular(path) as file:
+        file.seek(begin)
+        while done < len(memory) and (count := file.readinto(memory[done:])):  # type: ignore[attr-defined]
+            done += count
+    if done < len(memory):
+        raise InputFileError(f"{path} is damaged: its end is missing")
+
+
+# ---- write
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written into a file.
+
+    Args:
+        size: the bytes of the file.
+        header: the length and the checksum of what precedes the tensors.
+        tensors: for each tensor by name the offset of its bytes in the file, and their checksum.
+    """
+
+    size: int
+    header: tuple[int, int]
+    tensors: dict[str, tuple[int, int]]
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    """Write tensors into a new safetensors file, one after the other, and flush it to disk.
+
+    Raises:
+        CheckpointError: it cannot be written, or the format has no name for a tensor's type.
+    """
+    # The widest types first, like the format's own writer, so that each is aligned to its size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor, begin = tensors[name], end
+        if tensor.dtype not in NAMES:
+            raise CheckpointError(
+                f"{name} has the type {tensor.dtype}, which safetensors files cannot hold"
+            )
+        end += tensor.nbytes
+        shape = list(tensor.shape)
+        about[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(about).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    try:
+        with path.open("xb", buffering=0) as file:
+            _write(file, memoryview(head))
+            sums = {name: _write_tensor(file, tensors[name]) for name in order}
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+    places = {n: (len(head) + about[n]["data_offsets"][0], sums[n]) for n in order}
+    return Written(len(head) + end, (len(head), crc32(head)), places)
+
+
+def _write_tensor(file: Any, tensor: Tensor) -> int:
+    memory, summed = raw_bytes(tensor.detach().cpu().contiguous()), 0
+    for begin in range(0, len(memory), _BLOCK):
+        block = memory[begin : begin + _BLOCK]
+        summed = crc32(block, summed)
+        _write(file, block)
+    return summed
+
+
+def _write(file: Any, memory: memoryview) -> None:
+    while len(memory):
+        memory = memory[file.write(memory) :]
+
+
+def stage_file(stage: int, stages: int) -> str:
+    """The name of a stage's file."""
+    return f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
+
+
+def save_stage(
+    state: Mapping[str, Tensor], folder: Path, stage: int, stages: int
+) -> dict[str, int]:
+    """Write a stage's file; a file of that name is replaced once the new one is complete.
+
+    Args:
+        state: the tensors by their names in the unsplit model.
+        folder: the folder, which is created if it does not exist.
+        stage: the index of the stage.
+        stages: the number of stages.
+
+    Returns:
+        The size of each tensor in bytes, by its name in the unsplit model.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / stage_file(stage, stages)
+    partial = target.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    write_file(partial, state)
+    os.replace(partial, target)
+    return {name: tensor.nbytes for name, tensor in state.items()}
+
+
+def save_index(
+    folder: Path, sizes: Mapping[int, Mapping[str, int]], tied: Mapping[str, str] | None = None
+) -> None:
+    """Write which tensor is in which file, in the form that transformers reads.
+
+    Args:
+        folder: where the files are.
+        sizes: for each stage, what :func:`save_stage` returned.
+        tied: further names of tensors, each with the name that the tensor is written under.
+    """
+    about: dict[str, Any] = {"total_size": sum(sum(of.values()) for of in sizes.values())}
+    if tied:
+        about["tied"] = dict(tied)
+    files = {name: stage_file(i, len(sizes)) for i in sorted(sizes) for name in sizes[i]}
+    partial = folder / f"{INDEX}.partial"
+    partial.write_text(json.dumps({"metadata": about, "weight_map": files}, indent=2) + "\n")
+    os.replace(partial, folder / INDEX)
+
+
+# ---- read
 
 
 @dataclass(frozen=True)
@@ -135,38 +274,42 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
 
-    def read(self) -> Tensor:
-        """Read the tensor into new memory."""
-        made = torch.empty(self.shape, dtype=self.dtype)
-        fill(self.path, raw_bytes(made), self.begin)
-        return made
+    @property
+    def nbytes(self) -> int:
+        """The length of its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
+        """The tensor, or a box of it, in new memory; only the rows that contain the box are read."""
+        sizes = tuple(sizes) if self.shape and sizes else self.shape
+        offsets = tuple(offsets) if self.shape and offsets else (0,) * len(sizes)
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        rows = torch.empty((*sizes[:1], *self.shape[1:]), dtype=self.dtype)
+        fill(self.path, raw_bytes(rows), self.begin + (offsets[0] * row if offsets else 0))
+        for dim in range(1, len(sizes)):
+            rows = rows.narrow(dim, offsets[dim], sizes[dim])
+        return rows
+
+    def checksum(self) -> int:
+        """The checksum of its bytes, which are read block by block."""
+        return checksum(self.path, self.begin, self.nbytes)
 
 
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    found: memoryview = (
-        tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-    )
-    return found
-
-
-def fill(path: Path, memory: memoryview, begin: int) -> None:
-    """Read from an offset in a file into memory.
+def checksum(path: Path, begin: int, size: int) -> int:
+    """The CRC-32 of some bytes of a file.
 
     Raises:
         InputFileError: the file is too short, or cannot be read.
     """
-    count, done = 1, 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(begin)
-            while count and done < len(memory):
-                count = file.readinto(memory[done:])
-                done += count
-    except OSError as error:
-        raise InputFileError(f"{path} cannot be read: {error.strerror or error}") from error
-    if done < len(memory):
-        raise InputFileError(f"{path} is damaged: its end is missing")
+    buffer, summed = memoryview(bytearray(min(size, _BLOCK))), 0
+    with open_regular(path) as file:
+        file.seek(begin)
+        while size:
+            count = file.readinto(buffer[: min(size, _BLOCK)])  # type: ignore[attr-defined]
+            if not count:
+                raise InputFileError(f"{path} is damaged: its end is missing")
+            summed, size = crc32(buffer[:count], summed), size - count
+    return summed
 
 
 def entries(path: Path) -> dict[str, Entry]:
@@ -175,35 +318,35 @@ def entries(path: Path) -> dict[str, Entry]:
     Raises:
         InputFileError: it is not a safetensors file, or is damaged.
     """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= min(LONGEST_HEADER, size - 8):
+        raise InputFileError(f"{path}: not a safetensors file (a header of {length} bytes)")
+    content = bytearray(length)
+    fill(path, memoryview(content), 8)
+    header = parse_json(bytes(content), path)
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-                raise InputFileError(f"{path}: not a safetensors file (a header of {length} bytes)")
-            header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         return {name: _entry(path, about, 8 + length, size) for name, about in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         if isinstance(error, InputFileError):
             raise
-        raise InputFileError(f"{path}: not a safetensors file ({error})") from error
+        text = str(error)[:200]
+        raise InputFileError(f"{path}: not a safetensors file ({text})") from error
 
 
 def _entry(path: Path, about: Any, start: int, size: int) -> Entry:
-    dtype, shape = DTYPES[about["dtype"]], tuple(map(int, about["shape"]))
     begin, end = map(int, about["data_offsets"])
-    bytes_of_one = torch.empty(0, dtype=dtype).element_size()
+    shape = tuple(map(int, about["shape"]))
+    entry = Entry(path, DTYPES[about["dtype"]], shape, start + begin)
     if min((0, *shape)) < 0 or not 0 <= begin <= end <= size - start:
         raise InputFileError(
             f"{path}: a tensor lies beyond the end of the file; copy the file again"
         )
-    if end - begin != math.prod(shape) * bytes_of_one:
+    if end - begin != entry.nbytes:
         raise InputFileError(f"{path}: a tensor of {list(shape)} has {end - begin} bytes")
-    return Entry(path, dtype, shape, start + begin)
-
-
-# ---- read weights from safetensors files, one tensor at a time
+    return entry
 
 
 class WeightFiles(Mapping[str, Tensor]):
@@ -217,15 +360,26 @@ class WeightFiles(Mapping[str, Tensor]):
     def __init__(self, files: Mapping[str, Path], tied: Mapping[str, str]) -> None:
         self._files = dict(files)
         self._tied = {name: first for name, first in tied.items() if first in files}
-        self._open: dict[Path, Any] = {}
+        self._entries: dict[Path, dict[str, Entry]] = {}
 
-    def __getitem__(self, name: str) -> Tensor:
+    def entry(self, name: str) -> Entry:
+        """Where a tensor is.
+
+        Raises:
+            InputFileError: the file that the index names does not hold it.
+        """
         first = name if name in self._files else self._tied[name]
         path = self._files[first]
-        if path not in self._open:
-            self._open[path] = _opened(path)
-        found: Tensor = self._open[path].get_tensor(first)
-        return found
+        if path not in self._entries:
+            self._entries[path] = entries(path)
+        if first not in self._entries[path]:
+            raise InputFileError(
+                f"{path} does not hold {quoted([first])}, as its index says; copy the whole folder again"
+            )
+        return self._entries[path][first]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.entry(name).read()
 
     def __contains__(self, name: object) -> bool:
         # Without this, Mapping would read the tensor to find out.
@@ -239,7 +393,7 @@ class WeightFiles(Mapping[str, Tensor]):
         return len(self._files.keys() | self._tied.keys())
 
 
-def read_weights(folder: str | os.PathLike[str]) -> Mapping[str, Tensor]:
+def read_weights(folder: str | os.PathLike[str]) -> WeightFiles:
     """The weights in a folder of safetensors files, under all their names.
 
     ``model.load_state_dict(penstock.read_weights(folder))`` fills the unsplit model.
@@ -251,81 +405,57 @@ def read_weights(folder: str | os.PathLike[str]) -> Mapping[str, Tensor]:
         InputFileError: it holds no such files, or they cannot be read.
     """
     path = Path(folder)
-    found = _meant(path)
-    if found == path / INDEX:
+    for file in (path, path / INDEX, path / "model.safetensors"):
+        if file.exists() and not file.is_dir():
+            break
+    else:
+        raise InputFileError(
+            f"{path}: it holds neither {INDEX} nor model.safetensors; pass a folder that Pipeline.save or "
+            "transformers has written"
+        )
+    if file == path / INDEX:
         return WeightFiles(*_read_index(path))
-    return WeightFiles(dict.fromkeys(_opened(found).keys(), found), {})
-
-
-def weight_files(path: Path) -> dict[Path, set[str] | None]:
-    """The files of a folder, or a single file, each with the names to read from it; ``None`` stands for all.
-
-    Raises:
-        InputFileError: there are no files, or the index names files elsewhere.
-    """
-    meant = _meant(path)
-    if meant != path / INDEX:
-        return {meant: None}
-    found: dict[Path, set[str] | None] = {}
-    for name, file in _read_index(path)[0].items():
-        found[file] = {*(found.get(file) or ()), name}
-    return found
-
-
-def _meant(path: Path) -> Path:
-    """The file itself; for a folder, its index or its only file."""
-    for found in (path, path / INDEX, path / "model.safetensors"):
-        if found.is_file():
-            return found
-    raise InputFileError(
-        f"{path}: it holds neither {INDEX} nor model.safetensors; pass a folder that Pipeline.save or "
-        "transformers has written"
-    )
+    return WeightFiles(dict.fromkeys(entries(file), file), {})
 
 
 def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
     """The file of each tensor; and further names, each with the name in the file."""
-    try:
-        index = json.loads((folder / INDEX).read_text())
-        files = {
-            str(name): folder / _inside(folder, file) for name, file in index["weight_map"].items()
-        }
-        tied = dict(index.get("metadata", {}).get("tied", {}))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, InputFileError):
-            raise
-        raise InputFileError(
-            f"{folder / INDEX}: not an index of weights ({type(error).__name__}: {error}); write it again"
-        ) from error
-    lacking = sorted({path.name for path in files.values() if not path.is_file()})
+    path = folder / INDEX
+    index = parse_json(read_bytes(path), path)
+    about = index.get("metadata", {}) if isinstance(index, dict) else None
+    files: Any = index.get("weight_map") if isinstance(index, dict) else None
+    tied: Any = about.get("tied", {}) if isinstance(about, dict) else None
+    for table in (files, tied):
+        if not isinstance(table, dict) or not all(isinstance(one, str) for one in table.values()):
+            raise InputFileError(
+                f"{path}: not an index of weights (its weight_map must give each name a file); write it again"
+            )
+    for file in set(files.values()):
+        if not file or Path(file).is_absolute() or ".." in Path(file).parts:
+            raise InputFileError(
+                f"{path}: it names {quoted([file])}, which is outside of its folder; do not trust this index"
+            )
+    lacking = sorted(file for file in set(files.values()) if not _is_there(folder / file))
     if lacking:
         raise InputFileError(
-            f"{folder}: the index names {', '.join(lacking)}, which are missing; copy the whole folder"
+            f"{folder}: the index names {quoted(lacking)}, which are missing; copy the whole folder"
         )
-    return files, tied
+    return {name: folder / file for name, file in files.items()}, tied
 
 
-def _inside(folder: Path, file: str) -> Path:
-    """A path that an index names, after a check that it stays inside the folder."""
-    path = Path(file)
-    if path.is_absolute() or ".." in path.parts:
-        raise InputFileError(
-            f"{folder / INDEX}: it names {file!r}, which is outside of its folder; do not trust this index"
-        )
-    return path
-
-
-def _opened(path: Path) -> Any:
+def _is_there(path: Path) -> bool:
     try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise InputFileError(f"{path}: not a safetensors file ({error})") from error
+        return path.is_file()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 # ---- fill stages from files: each process reads only its own, and stages without memory get some
 
 
 Folder = str | os.PathLike[str]
+_Wanted = dict[str, tuple[Tensor, Entry | None]]
+"""For each tensor that a stage saves: the tensor, and its entry in the files."""
 
 
 @contextmanager
@@ -336,7 +466,7 @@ def parameters_on_meta() -> Iterator[None]:
     as the frequencies of rotary embeddings, would be lost.
     """
 
-    def emptied(
+    def on_meta(
         module: nn.Module, name: str, parameter: nn.Parameter | None
     ) -> nn.Parameter | None:
         del module, name
@@ -344,7 +474,7 @@ def parameters_on_meta() -> Iterator[None]:
             return parameter  # a tied parameter stays the same object
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    hook: Any = emptied  # torch's annotation does not say that a hook may return another parameter
+    hook: Any = on_meta  # torch's annotation does not say that a hook may return another parameter
     handle = register_module_parameter_registration_hook(hook)
     try:
         yield
@@ -374,6 +504,19 @@ def load_stage(
     load_stages([module], folder, shared=shared, device=device)
 
 
+def load_stages(
+    modules: Sequence[nn.Module],
+    folder: Folder,
+    *,
+    shared: Sequence[Shared] = (),
+    device: torch.device | str = "cpu",
+) -> None:
+    """Like :func:`load_stage`, for several stages; what they share is read once and stays one tensor."""
+    wanted = _wanted(modules, read_weights(folder), shared)
+    _check(wanted, [])
+    _fill(modules, wanted, torch.device(device), str)
+
+
 def load_partition(
     partition: Partition,
     stages: Iterable[int],
@@ -397,116 +540,83 @@ def load_partition(
             belongs to no stage; nothing is changed then.
     """
     seen("looks for its weights")
-    files = _found(folder)
-    names = _names(partition.shared)
-    every = [_wanted(module, files, names) for module in partition.modules]
-    known = {name for wanted in every for name in wanted} | names.keys()
-    _check([*map(_problems, every)], [name for name in files if name not in known])
-    held = sorted(stages)
-    modules, wanted = [partition.modules[s] for s in held], [every[s] for s in held]
-    _fill(modules, wanted, torch.device(device), seen)
-
-
-def load_stages(
-    modules: Sequence[nn.Module],
-    folder: Folder,
-    *,
-    shared: Sequence[Shared] = (),
-    device: torch.device | str = "cpu",
-) -> None:
-    """Like :func:`load_stage`, for several stages; what they share is read once and stays one tensor."""
-    files, names = _found(folder), _names(shared)
-    every = [_wanted(module, files, names) for module in modules]
-    _check([*map(_problems, every)], [])
-    _fill(modules, every, torch.device(device))
-
-
-def _found(folder: Folder) -> dict[str, Entry]:
-    return {
-        name: entry
-        for path, wanted in weight_files(Path(folder)).items()
-        for name, entry in entries(path).items()
-        if wanted is None or name in wanted
-    }
-
-
-def _names(shared: Sequence[Shared]) -> dict[str, tuple[str, ...]]:
-    """For each name of a shared weight, all of its names."""
-    return {name: one.names for one in shared for name in one.names}
-
-
-# ---- which tensors are wanted, and whether the files have them
-
-_Wanted = dict[str, tuple[Tensor, Entry | None]]
+    files = read_weights(folder)
+    wanted = _wanted(partition.modules, files, partition.shared)
+    known = {name for of in wanted for name in of} | {n for s in partition.shared for n in s.names}
+    _check(wanted, [name for name in files if name not in known])
+    indices = sorted(stages)
+    modules = [partition.modules[index] for index in indices]
+    _fill(modules, [wanted[index] for index in indices], torch.device(device), seen)
 
 
 def _wanted(
-    module: nn.Module, files: Mapping[str, Entry], names: Mapping[str, tuple[str, ...]]
-) -> _Wanted:
-    """For each tensor that a stage saves: the tensor, and its entry in the files."""
-    own = dict(named_tensors(module))
-    tied: dict[int, list[str]] = {}
-    for name, tensor in own.items():
-        tied.setdefault(id(tensor), []).extend(names.get(name, (name,)))
-    saved = [name for name in module.state_dict(keep_vars=True) if name in own]
-    return {name: (own[name], _first(files, tied[id(own[name])])) for name in saved}
+    modules: Sequence[nn.Module], files: WeightFiles, shared: Sequence[Shared]
+) -> list[_Wanted]:
+    aliases = {name: one.names for one in shared for name in one.names}
+    wanted = []
+    for module in modules:
+        tensors = dict(named_tensors(module))
+        tied: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            tied.setdefault(id(tensor), []).extend(aliases.get(name, (name,)))
+        of_module: _Wanted = {}
+        for name in module.state_dict(keep_vars=True):
+            if name in tensors:
+                names = [one for one in tied[id(tensors[name])] if one in files]
+                of_module[name] = tensors[name], files.entry(names[0]) if names else None
+        wanted.append(of_module)
+    return wanted
 
 
-def _first(files: Mapping[str, Entry], names: Iterable[str]) -> Entry | None:
-    return next((files[name] for name in names if name in files), None)
-
-
-def _problems(wanted: _Wanted) -> list[str]:
-    missing = [f'"{name}"' for name, (_, entry) in wanted.items() if entry is None]
-    sizes = [
+def _check(wanted: Sequence[_Wanted], extra: Sequence[str]) -> None:
+    pairs = {name: pair for of in wanted for name, pair in of.items()}
+    missing = [name for name, (_, entry) in pairs.items() if entry is None]
+    problems = [f"not in the files: {quoted(missing)}"] if missing else []
+    problems += [
         f"{name}: {list(entry.shape)} in {entry.path.name}, {list(tensor.shape)} in the model"
-        for name, (tensor, entry) in wanted.items()
+        for name, (tensor, entry) in pairs.items()
         if entry is not None and entry.shape != tuple(tensor.shape)
     ]
-    return ([f"not in the files: {', '.join(missing)}"] if missing else []) + sizes
-
-
-def _check(problems: Sequence[Sequence[str]], extra: Sequence[str]) -> None:
-    found = list(dict.fromkeys(text for texts in problems for text in texts))
     if extra:
-        found.append("in the files but in no stage: " + ", ".join(f'"{name}"' for name in extra))
-    if found:
+        problems.append(f"in the files but in no stage: {quoted(extra)}")
+    if problems:
         raise StateDictError(
-            "the weights do not fit, and none were loaded:\n\t" + "\n\t".join(found)
+            "the weights do not fit, and none were loaded:\n\t" + "\n\t".join(problems)
         )
 
 
-# ---- filling
-
-
+@torch.no_grad()
 def _fill(
     modules: Sequence[nn.Module],
-    every: Sequence[_Wanted],
+    wanted: Sequence[_Wanted],
     device: torch.device,
-    seen: Callable[[str], object] = str,
+    seen: Callable[[str], object],
 ) -> None:
-    _check_computed(modules, every)
-    made: dict[int, Tensor] = {}
-    for module, wanted in zip(modules, every, strict=True):
-        for name, (tensor, entry) in wanted.items():
-            if entry is None:
-                continue
+    _check_computed(modules, wanted)
+    filled: dict[int, Tensor] = {}
+    for module, of_module in zip(modules, wanted, strict=True):
+        for name, (tensor, entry) in of_module.items():
+            assert entry is not None  # _check has found all
             seen(f"loads {name}")
             if not tensor.is_meta:
-                _copy(tensor, entry)
+                tensor.copy_(entry.read())
                 continue
-            if id(tensor) not in made:
-                made[id(tensor)] = _made(tensor, entry, device)
-            _put(module, name, made[id(tensor)])
+            if id(tensor) not in filled:
+                data = entry.read().to(device=device, dtype=tensor.dtype)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                filled[id(tensor)] = (
+                    nn.Parameter(data, tensor.requires_grad) if is_parameter else data
+                )
+            put_tensor(module, name, filled[id(tensor)])
 
 
-def _check_computed(modules: Sequence[nn.Module], every: Sequence[_Wanted]) -> None:
+def _check_computed(modules: Sequence[nn.Module], wanted: Sequence[_Wanted]) -> None:
     """Refuse buffers that are in no file and on the meta device: only the model's code can compute them."""
     lost = [
         name
-        for module, wanted in zip(modules, every, strict=True)
+        for module, of_module in zip(modules, wanted, strict=True)
         for name, tensor in named_tensors(module)
-        if tensor.is_meta and name not in wanted
+        if tensor.is_meta and name not in of_module
     ]
     if lost:
         raise UsageError(
@@ -515,20 +625,8 @@ def _check_computed(modules: Sequence[nn.Module], every: Sequence[_Wanted]) -> N
         )
 
 
-@torch.no_grad()
-def _copy(tensor: Tensor, entry: Entry) -> None:
-    tensor.copy_(entry.read())
-
-
-def _made(tensor: Tensor, entry: Entry, device: torch.device) -> Tensor:
-    data = entry.read().to(device=device, dtype=tensor.dtype)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(data, tensor.requires_grad)
-    return data
-
-
-def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter or buffer."""
+def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put another parameter or buffer in the place of the one of this name."""
     path, _, last = name.rpartition(".")
     holder: Any = module.get_submodule(path)
     if isinstance(tensor, nn.Parameter):

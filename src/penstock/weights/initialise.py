@@ -276,7 +276,7 @@ def _home(stage: Any, device: torch.device | str | None) -> tuple[nn.Module, tor
     if isinstance(stage, nn.Module):
         return stage, torch.device(device or "cpu")
     if isinstance(stage, _Stage):
-        return stage.own, torch.device(device or stage.device)
+        return stage.code, torch.device(device or stage.device)
     raise UsageError(
         f"{type(stage).__name__} is neither a module nor a stage; give modules, PipelineStages or a Pipeline"
     )

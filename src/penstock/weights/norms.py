@@ -3,57 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from penstock.errors import NonFiniteError, UsageError
 from penstock.parallel import global_norms
-from penstock.runtime import Task, Wait
-from penstock.transport import Transport
+from penstock.weights.exchange import Ranks, exchange
 
 
-def gradient_norms(parameters: Sequence[Tensor], order: float = 2.0) -> Tensor:
-    """The norm of each parameter's gradient, and 1 if it has a gradient or else 0.
+def gradient_norms(parameters: Iterable[Tensor], order: float = 2.0) -> Tensor:
+    """The norms of the gradients: one for each parameter, or for all of them that are sharded alike.
 
     Args:
-        parameters: if they are DTensors, in the same order on every process of their mesh.
+        parameters: if some are DTensors, in the same order on every process of their mesh.
         order: as for :func:`torch.linalg.vector_norm`.
 
     Returns:
-        Two rows, in float64 on the CPU.
+        The norms, in float64 on the CPU.
     """
-    found = torch.zeros(2, len(parameters), dtype=torch.float64)
-    present = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if present:
-        found[0, present] = global_norms(gradients, order)
-        found[1, present] = 1.0
-    return found
+    return global_norms([p.grad for p in parameters if p.grad is not None], order)
 
 
-def all_norms(
-    transport: Transport, counted: Mapping[int, Sequence[Tensor]], order: float
-) -> Task[Tensor]:
-    """The norms of all gradients of the pipeline, stage by stage, as from :func:`gradient_norms`.
-
-    Their numbers are exchanged too, since parameters may come and go between steps.
+def all_norms(ranks: Ranks, counted: Mapping[int, Sequence[Tensor]], order: float) -> Tensor:
+    """The norms of the gradients of all ranks, in the order of the stages.
 
     Args:
-        transport: this rank's end.
-        counted: for each stage of this rank, the parameters that count there.
+        ranks: how this process reaches the others.
+        counted: for each stage here, the parameters that count there.
         order: as for :func:`torch.linalg.vector_norm`.
     """
-    stages = sorted(counted)
-    own = gradient_norms([parameter for stage in stages for parameter in counted[stage]], order)
-    split = own.split([len(counted[stage]) for stage in stages], dim=1)
-    mine = [[stage, part.tolist()] for stage, part in zip(stages, split, strict=True)]
-    ticket = transport.agree(mine)
-    yield Wait(ticket, transport.rank, "waits for the norm of all gradients")
-    told: list[list[Any]] = sorted(part for of in ticket.take() for part in of)
-    parts = [torch.tensor(norms, dtype=torch.float64).reshape(2, -1) for _, norms in told]
-    return torch.cat(parts, dim=1)
+    own = [[stage, gradient_norms(counted[stage], order).tolist()] for stage in sorted(counted)]
+    stages = sorted(pair for of_rank in exchange(ranks, own) for pair in of_rank)
+    return torch.tensor([norm for _, norms in stages for norm in norms], dtype=torch.float64)
 
 
 def total_norm(
@@ -62,7 +45,7 @@ def total_norm(
     """The norm of all gradients together.
 
     Args:
-        norms: two rows, as from :func:`gradient_norms`.
+        norms: as from :func:`gradient_norms`.
         order: the same as there.
         error_if_nonfinite: whether a norm that is infinite or ``nan`` is an error.
         steps: the number of training steps so far, for the error.
@@ -70,15 +53,14 @@ def total_norm(
     Raises:
         NonFiniteError: the norm is not finite.
     """
-    each = norms[0, norms[1] > 0]
-    found = float(torch.linalg.vector_norm(each, order)) if each.numel() else 0.0
-    if error_if_nonfinite and not torch.tensor(found).isfinite():
+    total = torch.linalg.vector_norm(norms, order) if norms.numel() else torch.zeros(())
+    if error_if_nonfinite and not total.isfinite():
         raise NonFiniteError(
-            f"after step {steps}: the gradients' norm of order {order} is {found}, so they cannot be "
+            f"after step {steps}: the gradients' norm of order {order} is {float(total)}, so they cannot be "
             "clipped; look for the first loss or gradient that is not finite, or pass "
             "error_if_nonfinite=False"
         )
-    return found
+    return float(total)
 
 
 def scale_gradients(parameters: Iterable[Tensor], norm: float, largest: float) -> None:
@@ -91,8 +73,5 @@ def scale_gradients(parameters: Iterable[Tensor], norm: float, largest: float) -
     """
     if not largest >= 0:
         raise UsageError(f"max_norm={largest}: must be at least 0")
-    factor = largest / (norm + 1e-6)
-    if not factor >= 1.0:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+    if not norm + 1e-6 <= largest:
+        clip_grads_with_norm_(parameters, largest, torch.tensor(norm, dtype=torch.float64))

@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from penstock.errors import StateDictError, UsageError
+from penstock.errors import StateDictError, UsageError, printable
 from penstock.parallel import is_sharded, replicated_like, spread, whole
+from penstock.weights.exchange import Ranks, exchange
+from penstock.weights.files import quoted
 
 MARK = "penstock"
 """The key in a parameter group that says what the group holds."""
@@ -60,17 +62,17 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
         UsageError: it has parameters without a name, or keeps its state in another form.
     """
     check_kept_per_parameter(optimizer, called)
-    told = optimizer.state_dict()
+    state_dict = optimizer.state_dict()
     known = _names(optimizer, names, called)
-    positions = [place for group in told["param_groups"] for place in group["params"]]
+    positions = [place for group in state_dict["param_groups"] for place in group["params"]]
     name_at = dict(zip(positions, (name for group in known for name in group), strict=True))
-    rest = {key: value for key, value in told.items() if key not in ("state", "param_groups")}
-    others = {key: value for key, value in told["state"].items() if key not in name_at}
+    rest = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+    others = {key: value for key, value in state_dict["state"].items() if key not in name_at}
     return OptimizerStates(
         type(optimizer).__name__,
-        [{k: v for k, v in group.items() if k not in OWN} for group in told["param_groups"]],
+        [{k: v for k, v in group.items() if k not in OWN} for group in state_dict["param_groups"]],
         known,
-        {name_at[key]: value for key, value in told["state"].items() if key in name_at},
+        {name_at[key]: value for key, value in state_dict["state"].items() if key in name_at},
         rest | ({"state": others} if others else {}),
     )
 
@@ -87,15 +89,15 @@ def write_states(
             their states.
         called: the name of the optimizer in messages.
     """
-    told, known = optimizer.state_dict(), _names(optimizer, names, called)
+    state_dict, known = optimizer.state_dict(), _names(optimizer, names, called)
     kept = {
         id(parameter): {key: _as_kept(v, parameter, key) for key, v in held.states[name].items()}
         for group, own in zip(optimizer.param_groups, known, strict=True)
         for parameter, name in zip(group["params"], own, strict=True)
         if name in held.states
     }
-    states, groups = dict(told["state"]), []
-    both = zip(told["param_groups"], optimizer.param_groups, held.settings, strict=True)
+    states, groups = dict(state_dict["state"]), []
+    both = zip(state_dict["param_groups"], optimizer.param_groups, held.settings, strict=True)
     for group, now, settings in both:
         here = {key: group[key] for key in HERE | OWN if key in group}
         groups.append({**group, **settings, **here})
@@ -103,7 +105,7 @@ def write_states(
         states |= {place: kept[id(of)] for place, of in pairs if id(of) in kept}
     rest = dict(held.rest)
     states.update(rest.pop("state", {}))
-    optimizer.load_state_dict({**told, **rest, "state": states, "param_groups": groups})
+    optimizer.load_state_dict({**state_dict, **rest, "state": states, "param_groups": groups})
     for parameter in (one for group in optimizer.param_groups for one in group["params"]):
         _keep_types(optimizer.state.get(parameter), kept.get(id(parameter)))
 
@@ -169,45 +171,28 @@ def _as_kept(value: Any, parameter: Tensor, key: str) -> Any:
 # ---- groups of all ranks' optimizers, as those of one optimizer
 
 
-@dataclass
-class Groups:
-    """The groups of all ranks' optimizers together.
-
-    Args:
-        settings: of each group.
-        members: for each group, the names of its parameters.
-        numbers: for each rank and each of its groups, the index of the group here.
-    """
-
-    settings: list[Any]
-    members: list[list[str]]
-    numbers: list[list[int]]
-
-
-def merge_groups(told: Sequence[Sequence[tuple[Any, Sequence[str]]]]) -> Groups:
-    """Merge the groups of several ranks.
+def merge_groups(
+    ranks: Sequence[Sequence[tuple[Any, Sequence[str]]]],
+) -> list[tuple[Any, list[str]]]:
+    """The groups of several ranks' optimizers as those of one optimizer: settings, and names of parameters.
 
     Usually all ranks make the same groups in the same order, each of its own parameters. If they do not, as
     with one group per layer, groups with the same settings are merged.
 
     Args:
-        told: for each rank, the settings of its groups, as JSON data, and their parameters' names.
+        ranks: for each rank, the settings of its groups, as JSON data, and their parameters' names.
     """
-    first = [settings for settings, _ in told[0]]
-    alike = all([settings for settings, _ in groups] == first for groups in told)
-    found: list[Any] = list(first) if alike else []
-    members: list[dict[str, None]] = [{} for _ in found]
-    numbers: list[list[int]] = []
-    for groups in told:
-        numbers.append([])
+    first = [settings for settings, _ in ranks[0]]
+    alike = all([settings for settings, _ in groups] == first for groups in ranks)
+    merged: list[Any] = list(first) if alike else []
+    members: list[dict[str, None]] = [{} for _ in merged]
+    for groups in ranks:
         for place, (settings, names) in enumerate(groups):
-            if not alike and settings not in found:
-                found.append(settings)
+            if not alike and settings not in merged:
+                merged.append(settings)
                 members.append({})
-            number = place if alike else found.index(settings)
-            members[number].update(dict.fromkeys(names))
-            numbers[-1].append(number)
-    return Groups(found, [list(of) for of in members], numbers)
+            members[place if alike else merged.index(settings)].update(dict.fromkeys(names))
+    return [(settings, list(names)) for settings, names in zip(merged, members, strict=True)]
 
 
 def find_groups(
@@ -221,29 +206,30 @@ def find_groups(
         settings: of the saved groups.
     """
     number_of = {name: number for number, names in enumerate(saved) for name in names}
-    found: list[int | None] = []
+    continued: list[int | None] = []
     problems = []
     for place, names in enumerate(own):
         numbers = list(dict.fromkeys(number_of[name] for name in names if name in number_of))
         if any(settings[number] != settings[numbers[0]] for number in numbers):
+            listed = (f"{quoted(saved[n][:1])} with {_listed(settings[n])}" for n in numbers)
             problems.append(
                 f"group {place} has parameters that were saved in groups with different settings: "
-                + "; ".join(f"{saved[n][0]!r} with {_told(settings[n])}" for n in numbers)
+                + "; ".join(listed)
             )
         by_place = place if len(own) == len(saved) else None
-        found.append(numbers[0] if numbers else by_place)
-    return found, problems
+        continued.append(numbers[0] if numbers else by_place)
+    return continued, problems
 
 
-def _told(settings: Any) -> str:
-    return ", ".join(f"{key}={value}" for key, value in settings.items())
+def _listed(settings: Mapping[str, Any]) -> str:
+    return printable(", ".join(f"{key}={value}" for key, value in settings.items()), "")
 
 
 # ---- find states of one rank that were loaded on another
 
 _NAME = "penstock_name"
 """The attribute of a parameter that holds its name. (A weak reference would keep torch from swapping it.)"""
-_SEEN: WeakKeyDictionary[Optimizer, list[tuple[int, str]]] = WeakKeyDictionary()
+_SEEN: WeakKeyDictionary[Optimizer, list[tuple[int, Any]]] = WeakKeyDictionary()
 _hooked = False
 
 
@@ -253,42 +239,38 @@ def remember_names(parameters: Iterable[tuple[str, Tensor]]) -> None:
     for name, parameter in parameters:
         setattr(parameter, _NAME, name)
     if not _hooked:
-        register_optimizer_step_pre_hook(_check_mark)
+        register_optimizer_step_pre_hook(_check_names)
         _hooked = True
 
 
-def _check_mark(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before each step, check that the marks of the groups, which load_state_dict replaces, are their own."""
+def _check_names(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before each step, check that the marks of the groups, which load_state_dict replaces, are their own.
+
+    torch's ``param_names`` do not serve for this: they may be any names that a user has given, and once one
+    group has them, torch refuses to add a group without.
+    """
     del args, kwargs
     groups = optimizer.param_groups
     seen = _SEEN.get(optimizer, [])
     if seen == [(len(group["params"]), group.get(MARK)) for group in groups]:
         return
-    marks = [_mark(group["params"]) for group in groups]
-    for number, (group, mark) in enumerate(zip(groups, marks, strict=True)):
+    for number, group in enumerate(groups):
+        names = [getattr(parameter, _NAME, "") for parameter in group["params"]]
+        if not names or not all(names):
+            continue
+        digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+        mark = f"{len(names)} parameters from {names[0]!r} to {names[-1]!r} ({digest})"
         # A group that has grown since still has its own, older mark.
-        grown = number < len(seen) and seen[number][0] != len(group["params"])
-        if mark and not grown and group.get(MARK, mark) != mark:
+        grown = number < len(seen) and seen[number][0] != len(names)
+        if not grown and group.get(MARK, mark) != mark:
             raise StateDictError(
                 f"this optimizer was given the state of another one: its group {number} holds {mark}, but "
                 f"the state is of {group[MARK]}. An optimizer's own state_dict() holds positions, which mean "
                 "different parameters on each rank; save and load with penstock.Checkpoints, or with "
                 "pipe.optimizer_state_dict(optimizer, full=True) and pipe.load_optimizer_state_dict()"
             )
-        if mark:
-            group[MARK] = mark
-    _SEEN[optimizer] = [
-        (len(group["params"]), mark) for group, mark in zip(groups, marks, strict=True)
-    ]
-
-
-def _mark(parameters: Sequence[Tensor]) -> str:
-    """A short text for what a group holds; empty if its parameters are not a pipeline's."""
-    names: list[str] = [getattr(parameter, _NAME, "") for parameter in parameters]
-    if not names or not all(names):
-        return ""
-    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
-    return f"{len(names)} parameters from {names[0]!r} to {names[-1]!r} ({digest})"
+        group[MARK] = mark
+    _SEEN[optimizer] = [(len(group["params"]), group.get(MARK)) for group in groups]
 
 
 # ---- state dicts by name
@@ -314,23 +296,41 @@ def copies(state: Any) -> Any:
     return state
 
 
-def check_named(state: Mapping[str, Any]) -> None:
-    """Check that a state dict's keys are names.
+def find_states(
+    ranks: Ranks, optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, Any]
+) -> tuple[OptimizerStates, tuple[list[str], list[str]], list[str]]:
+    """What an optimizer here gets of a state dict whose keys are names, after all ranks have compared theirs.
+
+    Returns:
+        The states; the names that are missing and unexpected, over all ranks; and other problems.
 
     Raises:
-        StateDictError: they are positions, as in an optimizer's own, or it is not a state dict at all.
+        StateDictError: its keys are positions, as in an optimizer's own, or it is not a state dict at all.
     """
     if not {"state", "param_groups"} <= state.keys():
         raise StateDictError(
             f"an optimizer's state dict has 'state' and 'param_groups', not {sorted(map(str, state))}; pass "
             "what pipe.optimizer_state_dict(optimizer) returned"
         )
-    members = [name for group in state["param_groups"] for name in group["params"]]
-    if not all(isinstance(name, str) for name in (*members, *state["state"])):
+    groups = state["param_groups"]
+    members = [list(group["params"]) for group in groups]
+    if not all(
+        isinstance(name, str) for name in [*state["state"], *(n for of in members for n in of)]
+    ):
         raise StateDictError(
             "this optimizer's state dict holds positions, which mean different parameters on each rank; save "
             "what pipe.optimizer_state_dict(optimizer, full=True) returns, or use penstock.Checkpoints"
         )
+    settings = [{key: one for key, one in group.items() if key not in OWN} for group in groups]
+    own = read_states(optimizer, names, "the optimizer")
+    numbers, problems = find_groups(own.groups, members, settings)
+    known, here = {n for of in members for n in of}, {n for of in own.groups for n in of}
+    replies = exchange(ranks, [sorted(here - known), sorted(here), problems])
+    missing = sorted({name for one in replies for name in one[0]})
+    unexpected = sorted(known.difference(*(one[1] for one in replies)))
+    own.settings = [{} if number is None else settings[number] for number in numbers]
+    own.states = {name: copies(of) for name, of in state["state"].items() if name in here}
+    return own, (missing, unexpected), [text for one in replies for text in one[2]]
 
 
 class NamedStates:

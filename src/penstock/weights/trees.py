@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.errors import CheckpointError, InputFileError
+from penstock.errors import CheckpointError, InputFileError, printable
 
 MARK = "$"
 """The key that marks a JSON object as standing for something other than a dict."""
@@ -87,8 +87,8 @@ def _leaf(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         content = base64.b64encode(value.tobytes()).decode()
         return {MARK: "number", "dtype": str(value.dtype), "of": content}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        found = _tensor(torch.from_numpy(np.ascontiguousarray(value)), path, tensors)
-        return {**found, MARK: "array"}
+        tensor = torch.from_numpy(np.ascontiguousarray(value))
+        return {**_tensor(tensor, path, tensors), MARK: "array"}
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: "
         "it can hold numbers, strings, bytes, dicts, lists, tuples, sets, tensors and arrays of numbers; "
@@ -126,10 +126,18 @@ def decode(value: Any, read: Read) -> Any:
         return {key: decode(one, read) for key, one in value.items()}
     try:
         return _decoded(value[MARK], value, read)
-    except (KeyError, TypeError, ValueError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         if isinstance(error, InputFileError):
             raise
-        raise InputFileError(f"{value} stands for nothing that a checkpoint holds") from error
+        text = printable(str(value), "")[:200]
+        raise InputFileError(f"{text} stands for nothing that a checkpoint holds") from error
 
 
 def _decoded(kind: str, value: Mapping[str, Any], read: Read) -> Any:
@@ -140,10 +148,10 @@ def _decoded(kind: str, value: Mapping[str, Any], read: Read) -> Any:
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](decode(value["of"], read))
     if kind in ("dict", "OrderedDict", "Counter"):
-        made: Any = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind]()
+        mapping: Any = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind]()
         # As a dict, since a Counter would count pairs instead of taking them as items.
-        made.update({decode(key, read): decode(one, read) for key, one in value["of"]})
-        return made
+        mapping.update({decode(key, read): decode(one, read) for key, one in value["of"]})
+        return mapping
     if kind == "deque":
         return deque(decode(value["of"], read), value["longest"])
     return _scalar(kind, value["of"], value)
@@ -172,7 +180,7 @@ def keys_of(value: Any) -> Iterator[str]:
             yield from keys_of(one)
     elif isinstance(value, dict):
         if value.get(MARK) in _TENSORS:
-            yield value["key"]
+            yield str(value.get("key"))
         else:
             for one in value.values():
                 yield from keys_of(one)
@@ -201,12 +209,12 @@ def encode_inline(value: Any, path: str) -> Any:
             "dtype": str(value.dtype).removeprefix("torch."),
         }
     tensors: dict[str, Tensor] = {}
-    found = encode(value, path, tensors)
+    encoded = encode(value, path, tensors)
     if tensors:
         raise CheckpointError(
             f"{path} holds tensors, which can only be saved in an object with a state_dict()"
         )
-    return found
+    return encoded
 
 
 def decode_inline(value: Any, now: Any) -> Any:
@@ -219,7 +227,18 @@ def decode_inline(value: Any, now: Any) -> Any:
     if not isinstance(value, dict) or value.get(MARK) != "setting":
         return decode(value, _no_tensor)
     device = now.device if isinstance(now, Tensor) else None
-    return torch.tensor(value["of"], dtype=getattr(torch, value["dtype"]), device=device)
+    try:
+        return torch.tensor(value["of"], dtype=getattr(torch, value["dtype"]), device=device)
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
+        text = printable(str(value), "")[:200]
+        raise InputFileError(f"{text} is no setting of an optimizer") from error
 
 
 def _no_tensor(key: str) -> Any:

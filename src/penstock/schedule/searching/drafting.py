@@ -422,7 +422,8 @@ class Annealer:
         """The longest path through a changed stretch of a program, if nothing else changed."""
         draft = self._draft
         program, duration, end, after = draft.programs[rank], draft.duration, draft.end, draft.after
-        (need, lag, _), (feed, lead, _) = self._problem.across, self._problem.onward
+        across, onward = self._problem.across, self._problem.onward
+        need, lag, feed, lead = across.awaited, across.lag, onward.awaited, onward.lag
         now = end[program[first - 1]] if first else 0.0
         starts = []
         for number in window:

@@ -16,19 +16,15 @@ from graphlib import TopologicalSorter
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.base import Edges, Placement, Schedule
-from penstock.schedule.clock import Costs, prices
-from penstock.schedule.dependencies import Half
-from penstock.schedule.packed import Wiring
+from penstock.schedule.clock import Costs, Waits, durations, half_of, run, under_way
+from penstock.schedule.dependencies import Dependencies
 
 PARTS = (Op.F, Op.I, Op.W)
 FORWARD, GRADIENT, WEIGHT = range(3)
 FIRST_LANE = {Op.F: FORWARD, Op.I: GRADIENT, Op.B: GRADIENT, Op.W: WEIGHT}
 Numbers = list[int]
-NOT_YET = -1.0
 Link = tuple[int, float]
 """Another lane or number, and how long the way to or from it takes."""
-Across = tuple[list[int], list[float], dict[int, list[Link]]]
-"""For each number its link to another rank, or one past the last number; and all links where several."""
 SLACK = 1e-9
 """The share by which sums of the same numbers may differ when they are added in another order."""
 
@@ -90,22 +86,18 @@ class Problem:
         self.fusible = [stage for stage in range(stages) if self._may_fuse(stage)]
 
     def _wire(self) -> None:
-        """Ask `Dependencies` what each lane needs, and the simulator's prices how long that takes."""
-        placement = self.empty.placement
-        actions = [[_action(lane, 0) for lane in lanes] for lanes in self.lanes]
-        wiring = Wiring(Schedule("one", placement, 1, tuple(map(tuple, actions)), self.empty.edges))
-        priced = prices(wiring, self.costs)
-        lanes = range(3 * placement.stages)
-        at = [wiring.packed.number(_action(lane, 0)) for lane in lanes]
-        self.duration = [float(priced.duration[number]) for number in at]
+        """Ask `Dependencies` what each lane needs, and the simulator how long that is under way."""
+        stages = range(self.empty.stages)
+        rule = Dependencies(self.empty.with_programs(self._one_microbatch()))
+        lanes = [(stage, op) for stage in stages for op in PARTS]
+        self.duration = [durations(self.costs, self.empty.stages)[op][stage] for stage, op in lanes]
         self.needs: list[list[Link]] = [[] for _ in lanes]
         self.feeds: list[list[Link]] = [[] for _ in lanes]
-        for lane in lanes:
-            for need in wiring.packed.rule.needs(lane // 3, PARTS[lane % 3]):
-                op = need.op.value if isinstance(need.op, Half) else need.op
-                source = 3 * need.stage + PARTS.index(op)
-                under_way = float(priced.transfer[at[source]]) + priced.latency
-                lag = 0.0 if self.rank[source] == self.rank[lane] else under_way
+        for lane, (stage, op) in enumerate(lanes):
+            for need in rule.needs(stage, op):
+                source = 3 * need.stage + PARTS.index(half_of(need))
+                is_local = self.rank[source] == self.rank[lane]
+                lag = 0.0 if is_local else under_way(self.empty, rule, need, self.costs)
                 self.needs[lane].append((source, lag))
                 self.feeds[source].append((lane, lag))
         self.within, self.within_onward = self._within(self.needs), self._within(self.feeds)
@@ -113,24 +105,25 @@ class Problem:
         graph = {lane: [source for source, _ in needs] for lane, needs in enumerate(self.needs)}
         self.order = list(TopologicalSorter(graph).static_order())
 
+    def _one_microbatch(self) -> list[list[Action]]:
+        return [[_action(lane, 0) for lane in lanes] for lanes in self.lanes]
+
     def _within(self, table: Sequence[Sequence[Link]]) -> list[list[int]]:
         return [
             [other for other, _ in links if self.rank[other] == self.rank[lane]]
             for lane, links in enumerate(table)
         ]
 
-    def _across(self, table: Sequence[Sequence[Link]]) -> Across:
-        m = self.microbatches
-        none = len(table) * m
-        one, lags, several = [none] * none, [0.0] * none, {}
+    def _across(self, table: Sequence[Sequence[Link]]) -> Waits:
+        """The links to other ranks, for each number."""
+        m, none = self.microbatches, len(table) * self.microbatches
+        waits = Waits([none] * none, [0.0] * none)
         for lane, links in enumerate(table):
             beyond = [link for link in links if self.rank[link[0]] != self.rank[lane]]
             for k in range(m if beyond else 0):
-                found = [(other * m + k, lag) for other, lag in beyond]
-                one[lane * m + k], lags[lane * m + k] = found[0]
-                if len(found) > 1:
-                    several[lane * m + k] = found
-        return one, lags, several
+                for other, lag in beyond:
+                    waits.add(lane * m + k, other * m + k, lag)
+        return waits
 
     def _may_fuse(self, stage: int) -> bool:
         halves = self.duration[3 * stage + GRADIENT] + self.duration[3 * stage + WEIGHT]
@@ -171,9 +164,6 @@ def _action(lane: int, microbatch: int) -> Action:
 
 class Draft:
     """A schedule in the making: for each rank the numbers of its actions in order, and when they run.
-
-    Its clock does what the simulator does in as few steps as Python needs, since a search runs it ten
-    thousand times; the result is judged by the simulator itself.
 
     Args:
         problem: what is to be scheduled.
@@ -239,49 +229,19 @@ class Draft:
 
     def accept(self, bound: float) -> bool:
         """Time the programs as they are now; keep these times if they complete within a bound."""
-        makespan, end, order = self._run()
-        if len(order) < len(self.duration) or makespan > bound:
+        ran = run(self.programs, self.duration, self.problem.across)
+        makespan = max(ran.there)
+        if ran.stuck or makespan > bound:
             return False
-        self.makespan, self.end, self._order = makespan, end, order
+        self.makespan, self.end, self._order = makespan, ran.there, ran.order
         self._look_back()
         return True
-
-    def _run(self) -> tuple[float, list[float], Numbers]:
-        """The makespan, when each action ends, and an order in which they may run, of those that can."""
-        programs, duration = self.programs, self.duration
-        need, lag, needs = self.problem.across
-        end = [NOT_YET] * len(duration) + [0.0]
-        order: Numbers = []
-        clock = [0.0] * len(programs)
-        at = [0] * len(programs)
-        sleepers: dict[int, Numbers] = {}
-        ready = list(range(len(programs)))
-        while ready:
-            rank = ready.pop()
-            now, program = clock[rank], programs[rank]
-            for place in range(at[rank], len(program)):
-                number = program[place]
-                awaited = need[number]
-                there = end[awaited] + lag[number]
-                if needs and number in needs:
-                    awaited, there = _latest(needs[number], end)
-                if end[awaited] < 0:
-                    at[rank] = place
-                    sleepers.setdefault(awaited, []).append(rank)
-                    break
-                now = (there if there > now else now) + duration[number]
-                end[number] = now
-                order.append(number)
-                if number in sleepers:
-                    ready += sleepers.pop(number)
-            clock[rank] = now
-        return max(clock), end, order
 
     def _look_back(self) -> None:
         """Work out how long the step takes from the start of each action, once the ends are known."""
         problem, m = self.problem, self.problem.microbatches
         rank_of, duration = problem.rank, self.duration
-        feed, lead, feeds = problem.onward
+        feed, lead, feeds = problem.onward.awaited, problem.onward.lag, problem.onward.several
         after = [0.0] * (len(duration) + 1)
         following = [0.0] * len(self.programs)
         for number in reversed(self._order):
@@ -298,17 +258,6 @@ class Draft:
     def schedule(self) -> Schedule:
         """The draft as a schedule."""
         return self.problem.schedule(self.programs, self.fused)
-
-
-def _latest(needs: Sequence[tuple[int, float]], end: Sequence[float]) -> tuple[int, float]:
-    """Of several needs one that is not met yet, or else the last to arrive; and when it arrives."""
-    latest, when = needs[0][0], NOT_YET
-    for awaited, lag in needs:
-        if end[awaited] < 0:
-            return awaited, NOT_YET
-        if end[awaited] + lag > when:
-            latest, when = awaited, end[awaited] + lag
-    return latest, when
 
 
 def draft_of(problem: Problem, schedule: Schedule) -> Draft:

@@ -1,0 +1,148 @@
+"""The contents of a folder of checkpoints in words, and the weights of one as plain files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.checkpoint.contents import MODEL
+from penstock.checkpoint.folder import find
+from penstock.checkpoint.table import TABLE, Table
+from penstock.errors import InputFileError, UsageError, printable
+from penstock.weights.files import save_index, save_stage
+
+LARGEST = 2 << 30
+"""The most bytes of an exported file, which are in memory at once."""
+
+
+def _checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints of a folder, or of a run folder; or a single one.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = Path(folder)
+    if (path / TABLE).exists():
+        return [path]
+    paths = [one.path for one in find(path) or find(path / "checkpoints")]
+    if not paths:
+        raise UsageError(
+            f"{str(path)!r} holds no checkpoint; give a run folder, a folder of checkpoints, or one of them"
+        )
+    return paths
+
+
+def describe(folder: str | os.PathLike[str], *, check: bool = False) -> str:
+    """Which checkpoints a folder holds, and what is in the latest of them, as text.
+
+    Args:
+        folder: a run folder, a folder of checkpoints, or one of these.
+        check: whether to read everything, and compare it with the checksums.
+
+    Raises:
+        UsageError: there is no checkpoint.
+    """
+    lines, latest = [], None
+    for path in _checkpoints(folder):
+        try:
+            table = Table(path)
+            if check:
+                table.verify_all()
+        except InputFileError as error:
+            lines.append(f"{path.name}  DAMAGED: {error}")
+            continue
+        latest = latest or table
+        size = sum(file.bytes for file in table.contents.files.values())
+        checked = "  all bytes are those that were written" if check else ""
+        lines.append(f"{path.name}  {table.contents.written}  {_bytes(size)}{checked}")
+    return printable("\n".join([*lines, *(["", *_contents(latest)] if latest else [])]), "\n")
+
+
+def _contents(table: Table) -> Iterator[str]:
+    contents = table.contents
+    yield f"step {table.step}, in {table.path.name}:"
+    layout = contents.layout
+    cut = f"{layout.schedule}, {layout.stages} stages on {layout.ranks} ranks"
+    yield (
+        f"  written by {layout.processes} processes in {layout.replicas} replicas, "
+        f"{'unsplit' if layout.schedule is None else cut}, torch {contents.torch}"
+    )
+    for label, weights in contents.weights.items():
+        keys = [key for key in contents.tensors if key.startswith(f"{label}/")]
+        count = sum(math.prod(table.shape(key)) for key in keys)
+        types = sorted({str(table.dtype(key)).removeprefix("torch.") for key in keys})
+        tied = f", {len(weights.tied)} further names of tied ones" if weights.tied else ""
+        yield f"  {label}: {count:,} numbers in {len(keys)} tensors of {', '.join(types)}{tied}"
+    for label, optimizer in contents.optimizers.items():
+        yield f"  {label}: {optimizer.kind}, states of {len(optimizer.states)} parameters"
+        for number, group in enumerate(optimizer.groups):
+            settings = (f"{k}={_setting(v)}" for k, v in group.settings.items() if "/" not in k)
+            yield f"    group {number}: {len(group.parameters)} parameters, {', '.join(settings)}"
+    for label, state in contents.states.items():
+        kinds = len(state.variants)
+        yield f"  {label}: {'the same on all processes' if kinds == 1 else f'{kinds} different ones'}"
+    if contents.extra is not None:
+        yield f"  extra: {json.dumps(contents.extra)}"
+
+
+def _setting(value: Any) -> Any:
+    return value["of"] if isinstance(value, Mapping) and "of" in value else value
+
+
+def _bytes(size: float) -> str:
+    if size < 1000:
+        return f"{size:,.0f} bytes"
+    for unit in ("kB", "MB"):
+        size /= 1000
+        if size < 1000:
+            return f"{size:,.1f} {unit}"
+    return f"{size / 1000:,.1f} GB"
+
+
+def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[Path]:
+    """Write the weights of a checkpoint (of several, the latest) as plain safetensors files and an index.
+
+    :func:`penstock.read_weights`, ``Pipeline(weights=)`` and transformers read them.
+
+    Args:
+        folder: a run folder, a folder of checkpoints, or one of these.
+        out: the folder to write to, which must not hold such files yet.
+
+    Returns:
+        The files.
+
+    Raises:
+        UsageError: there is no checkpoint with a model's weights, or there are such files already.
+        InputFileError: the checkpoint is damaged.
+    """
+    table, path = Table(_checkpoints(folder)[0]), Path(out)
+    if MODEL not in table.contents.weights:
+        raise UsageError(f"{table.path} holds no weights of a pipeline or of model=")
+    if path.exists() and any(path.glob("*.safetensors*")):
+        raise UsageError(f"{str(path)!r} holds weights already; choose another folder")
+    keys = [key for key in table.contents.tensors if key.startswith(f"{MODEL}/")]
+    table.verify([(key, None) for key in keys])
+    files = list(_split(table, keys))
+    sizes = {}
+    for number, of_file in enumerate(files):
+        state = {key.partition("/")[2]: table.read(key) for key in of_file}
+        sizes[number] = save_stage(state, path, number, len(files))
+    save_index(path, sizes, table.contents.weights[MODEL].tied)
+    return sorted(path.glob("*.safetensors"))
+
+
+def _split(table: Table, keys: list[str]) -> Iterator[list[str]]:
+    """The weights in parts of bounded size."""
+    part, size = list[str](), 0
+    for key in keys:
+        nbytes = math.prod(table.shape(key)) * table.dtype(key).itemsize
+        if part and size + nbytes > LARGEST:
+            yield part
+            part, size = [], 0
+        part.append(key)
+        size += nbytes
+    yield part

@@ -1,0 +1,207 @@
+"""What a rank is doing, and how long it may make no progress.
+
+The thread that runs the program writes it by plain assignments, at every action; the watch's threads read
+it. So a reader may see parts of two moments, which no verdict depends on: those wait for seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import monotonic
+from typing import Any
+
+from penstock.errors import UsageError
+from penstock.faults.silence import Place
+
+Probe = Callable[["Activity", Any], object]
+_PROBES: list[Probe] = []
+
+
+def add_probe(probe: Probe) -> Callable[[], None]:
+    """Call a function at every action and part of the set-up; fault injection does so.
+
+    Args:
+        probe: called with the activity and the action, or the text given to :meth:`Activity.prepare`.
+
+    Returns:
+        A function that removes it.
+    """
+    _PROBES.append(probe)
+    return lambda: _PROBES.remove(probe) if probe in _PROBES else None
+
+
+class Activity:
+    """What one rank is doing.
+
+    Args:
+        rank: the rank.
+
+    Attributes:
+        rank: the rank.
+        calls: how many steps and evaluations it has begun.
+        step: the number of the last training step that it began, from 1.
+        inside: whether it is in a step or an evaluation.
+        setup: the part of the set-up that it is in; ``None`` once the pipeline is made.
+        action: the current action, or the last one.
+        waits: what it waits for; ``None`` while it works.
+        peer: the rank that it waits for; ``None`` for all.
+        since: when it last made progress, on this process's monotonic clock.
+        slack: seconds that it may need for what it does now, if that is more than usual.
+        durations: seconds of the latest training steps.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.calls = 0
+        self.step = 0
+        self.inside = False
+        self.setup: str | None = "starts"
+        self.action: Any = None
+        self.waits: str | None = None
+        self.peer: int | None = None
+        self.since = monotonic()
+        self.slack = 0.0
+        self.durations: deque[float] = deque(maxlen=50)
+        self._began: float | None = None
+        self._working: Any = None
+        self._busy: dict[int, list[float]] = {}
+        self._beats = itertools.count(1)
+
+    def prepare(self, what: str) -> None:
+        """A part of the set-up begins, such as ``"cuts the model"``; it counts as progress."""
+        self.setup = what
+        self._move(None)
+        for probe in tuple(_PROBES):
+            probe(self, what)
+
+    def begin(self, step: int) -> None:
+        """A step, or an evaluation after it, begins.
+
+        Args:
+            step: the number of the training step, from 1; for an evaluation, that of the last one.
+        """
+        self._move(None)
+        self._began = self.since if step != self.step else None
+        self.step = step
+        self.calls += 1
+        self.inside = True
+
+    def act(self, action: Any) -> None:
+        """An action begins, and any wait is over; ``None`` for what is no action of the program."""
+        self._move(action)
+        if action is not None:
+            if len(getattr(action, "op", "")) == 1:  # F, B, I, W: the stage computes
+                self._working = action
+            if _PROBES:
+                for probe in tuple(_PROBES):
+                    probe(self, action)
+
+    def wait(self, what: str, peer: int | None = None) -> None:
+        """A wait begins; the next :meth:`act`, :meth:`prepare` or :meth:`rest` ends it.
+
+        Args:
+            what: a message, such as ``"1RECV_F0"``, or what the ranks do together.
+            peer: the rank whose message it is; ``None`` for something that all ranks do together.
+        """
+        self._move(self.action)
+        self.peer = peer
+        self.waits = what
+
+    def rest(self) -> None:
+        """The step or evaluation is over."""
+        self._move(None)
+        if self._began is not None:
+            self.durations.append(self.since - self._began)
+        self.inside = False
+
+    def _move(self, action: Any) -> None:
+        now = monotonic()
+        working = self._working
+        if working is not None:
+            self._working = None
+            busy = self._busy.setdefault(working.stage, [0.0, 0])
+            busy[0] += now - self.since
+            busy[1] += 1
+        self.waits = None
+        self.action = action
+        self.since = now
+
+    def place(self, status: str = "runs") -> Place:
+        """A copy of it, as it is sent to the other ranks; each has a number of its own."""
+        action, waits = self.action, self.waits
+        return Place(
+            self.rank,
+            number=next(self._beats),
+            status=status,
+            calls=self.calls,
+            step=self.step,
+            inside=self.inside,
+            setup=self.setup,
+            stage=getattr(action, "stage", None),
+            microbatch=getattr(action, "microbatch", None),
+            action=None if action is None else str(action),
+            waits=waits,
+            peer=None if waits is None else self.peer,
+            age=max(0.0, monotonic() - self.since),
+            slack=self.slack,
+            busy={str(stage): [*pair] for stage, pair in list(self._busy.items())},
+        )
+
+
+# ---- how long a rank may make no progress
+
+RENDEZVOUS = 30.0
+"""Seconds until all ranks must be there, and that a rank may make no progress during the set-up."""
+FIRST_STEP = 300.0
+"""Seconds for the first step, in which much is compiled, allocated and connected."""
+FLOOR = 30.0
+FACTOR = 10.0
+
+Timeout = float | tuple[float | None, float | None] | None
+"""Seconds; or a pair for the first step and for later ones; or ``None`` for the defaults."""
+
+
+class Patience:
+    """How long a rank may make no progress while others wait for it.
+
+    Args:
+        timeout: seconds; or a pair for the first step and for later ones. ``None`` stands for 300 s in the
+            first step, and then the larger of 30 s and ten times the median step.
+        rendezvous_timeout: seconds until all ranks must be there, and for each part of the set-up.
+
+    Raises:
+        UsageError: one of them is not above 0.
+    """
+
+    def __init__(self, timeout: Timeout = None, rendezvous_timeout: float = RENDEZVOUS) -> None:
+        pair = timeout if isinstance(timeout, tuple) else (timeout, timeout)
+        if len(pair) != 2 or not all(seconds is None or _is_positive(seconds) for seconds in pair):
+            raise UsageError(
+                f"timeout={timeout!r}: must be more than 0 seconds, None, or a pair of these for the first "
+                "step and the later ones"
+            )
+        if not _is_positive(rendezvous_timeout):
+            raise UsageError(
+                f"rendezvous_timeout={rendezvous_timeout!r}: must be more than 0 seconds"
+            )
+        self.rendezvous = float(rendezvous_timeout)
+        self._first, self._later = pair
+
+    def limit(self, durations: Sequence[float]) -> float:
+        """The limit in seconds.
+
+        Args:
+            durations: how long the latest steps took, in seconds; empty before the first one is done.
+        """
+        if not durations:
+            return FIRST_STEP if self._first is None else float(self._first)
+        if self._later is not None:
+            return float(self._later)
+        return max(FLOOR, FACTOR * median(durations))
+
+
+def _is_positive(seconds: object) -> bool:
+    return isinstance(seconds, int | float) and seconds > 0

@@ -1,0 +1,86 @@
+"""Tensors inside of nested values: lists, dictionaries, dataclasses, outputs of transformers and the like."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES
+
+_ATOMS = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch.device, slice})
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors inside a value, in order."""
+    tensors: list[Tensor] = []
+    _collect(value, tensors.append)
+    return tensors
+
+
+def _collect(value: Any, add: Callable[[Tensor], None]) -> None:
+    if isinstance(value, Tensor):
+        add(value)
+        return
+    kind = type(value)
+    if kind in _ATOMS:
+        return
+    for child in _children(value, kind):
+        _collect(child, add)
+
+
+def _children(value: Any, kind: type) -> Any:
+    if kind is tuple or kind is list or isinstance(value, tuple | list):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    if kind in SUPPORTED_NODES:
+        return SUPPORTED_NODES[kind].flatten_fn(value)[0]
+    if isinstance(value, UserDict) or (is_dataclass(value) and not isinstance(value, type)):
+        return vars(value).values()
+    return ()
+
+
+def replaced(value: Any, put: Callable[[Tensor], Any]) -> Any:
+    """A value with other tensors in it: containers are new, everything else is the same object."""
+    if isinstance(value, Tensor):
+        return put(value)
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is list:
+        return [replaced(child, put) for child in value]
+    if kind is tuple:
+        return tuple([replaced(child, put) for child in value])
+    if kind is dict:
+        return {name: replaced(child, put) for name, child in value.items()}
+    return _rebuilt(value, kind, put)
+
+
+def _rebuilt(value: Any, kind: type, put: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Mapping) and isinstance(value, dict):
+        twin: Any = copy.copy(value)
+        for name, child in value.items():
+            twin[name] = replaced(child, put)
+        return twin
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        # Also for a subclass such as PackedSequence, whose constructor does other things.
+        return tuple.__new__(kind, [replaced(child, put) for child in value])
+    if kind in SUPPORTED_NODES:
+        node = SUPPORTED_NODES[kind]
+        children, context = node.flatten_fn(value)
+        return node.unflatten_fn([replaced(child, put) for child in children], context)
+    if isinstance(value, UserDict) or (is_dataclass(value) and not isinstance(value, type)):
+        twin = copy.copy(value)
+        for name, child in vars(value).items():
+            object.__setattr__(twin, name, replaced(child, put))
+        return twin
+    if isinstance(value, list):
+        twin = copy.copy(value)
+        twin[:] = [replaced(child, put) for child in value]
+        return twin
+    return value

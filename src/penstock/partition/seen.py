@@ -1,0 +1,304 @@
+"""See what an author's forward does between its units, for as long as it runs.
+
+Functions of PyTorch are seen by a ``TorchFunctionMode``. What no mode sees is seen here: the calls of units,
+custom functions and checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as checkpointing
+
+Run = Callable[..., Any]
+"""Does what would have been done."""
+
+# ---- the calls of units
+
+
+_CALL = "_compiled_call_impl"
+"""Where ``nn.Module.__call__`` looks first, before hooks, for what to call. It is what ``Module.compile``
+sets. As of torch 2.13."""
+
+
+class Door:
+    """The place where calls of one module can be taken over, without a trace in the module.
+
+    Args:
+        module: the module.
+        path: its path in the model.
+    """
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self.module, self.path = module, path
+        self._state = vars(module)
+        self._saved: dict[str, Any] = {}
+
+    def open(self, call: Callable[[Door, Run, Any, Any], Any], *, direct: bool) -> None:
+        """Let ``call(door, run, args, kwargs)`` answer for calls of the module.
+
+        Args:
+            call: answers; ``run`` is the module's own call, with its hooks.
+            direct: whether calls of ``module.forward`` are taken over too.
+        """
+        state = self._state
+        self._saved = {name: state[name] for name in (_CALL, "forward") if name in state}
+        run = state.get(_CALL) or self.module._call_impl
+        state[_CALL] = lambda *args, **kwargs: call(self, run, args, kwargs)
+        if direct:
+            forward = self.module.forward
+            state["forward"] = lambda *args, **kwargs: call(self, forward, args, kwargs)
+
+    def close(self) -> None:
+        """Leave the module as it was."""
+        state = self._state
+        for name in (_CALL, "forward"):
+            if name in self._saved:
+                state[name] = self._saved[name]
+            else:
+                state.pop(name, None)
+
+
+# ---- what draws random numbers
+
+
+@functools.cache
+def _drawing_names() -> frozenset[str]:
+    names = {
+        packet
+        for packet in dir(torch._C._VariableFunctions) + dir(Tensor)
+        if isinstance(operator := getattr(torch.ops.aten, packet, None), torch._ops.OpOverloadPacket)
+        and any(
+            torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags
+            for overload in operator.overloads()
+        )
+    }
+    more = "gumbel_softmax multi_head_attention_forward scaled_dot_product_attention rrelu rrelu_ "
+    more += "dropout1d dropout2d dropout3d feature_alpha_dropout alpha_dropout "
+    more += "fractional_max_pool2d fractional_max_pool3d uniform_ normal_ trunc_normal_ kaiming_uniform_ "
+    more += "kaiming_normal_ xavier_uniform_ xavier_normal_"
+    return frozenset(names | set(more.split()))
+
+
+_DRAWS: dict[Any, bool] = {}
+
+
+def may_draw(function: Any) -> bool:
+    """Whether a function of PyTorch may draw random numbers."""
+    answer = _DRAWS.get(function)
+    if answer is None:
+        name = getattr(function, "__name__", "")
+        answer = _DRAWS[function] = name in _drawing_names()
+    return answer
+
+
+class Draws(Protocol):
+    """What seeds the generators."""
+
+    def enter(self, path: str, number: int) -> None:
+        """Seed them for one call of a unit, or for one draw between units."""
+
+
+BETWEEN = ":between"
+"""Stands for a unit's path where the author's code draws between units."""
+
+
+# ---- custom functions and checkpoints
+
+
+class Listener(Protocol):
+    """Answers for custom functions and checkpoints."""
+
+    def applied(self, function: type[Function], run: Run, args: Any, kwargs: Any) -> Any:
+        """A custom function is applied."""
+
+    def checkpointed(self, run: Run, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
+        """A checkpoint ``run`` is called with a function and its arguments."""
+
+
+_APPLY: Any = vars(Function)["apply"]
+_CHECKPOINT: Any = inspect.unwrap(checkpointing.checkpoint)
+_SWITCH = "__dynamo_disable"
+"""At each call the checkpoint looks at this attribute of itself for what to run instead, so that setting it
+works under whatever name the author has imported the function. It is torch's own switch and has no public
+name. As of torch 2.13."""
+_OPTIONS = {"preserve_rng_state"} | {
+    name
+    for name, parameter in inspect.signature(checkpointing.checkpoint).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
+}
+"""The arguments of a checkpoint that are not passed on to the function."""
+
+
+@contextlib.contextmanager
+def others_seen(listener: Listener) -> Iterator[None]:
+    """Tell ``listener`` of custom functions and checkpoints."""
+    apply_before, switch_before = vars(Function)["apply"], vars(_CHECKPOINT).get(_SWITCH)
+
+    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(_APPLY.__func__, function)
+        return listener.applied(function, run, args, kwargs)
+
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}
+        return listener.checkpointed(_CHECKPOINT, args, kwargs, options)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    setattr(_CHECKPOINT, _SWITCH, checkpoint)
+    try:
+        yield
+    finally:
+        Function.apply = apply_before  # type: ignore[method-assign]
+        # Torch takes None for not set.
+        setattr(_CHECKPOINT, _SWITCH, switch_before)
+
+
+def is_checkpoint(function: type[Function]) -> bool:
+    """Whether a custom function is the reentrant checkpoint's own."""
+    return function is checkpointing.CheckpointFunction
+
+
+@contextlib.contextmanager
+def uncheckpointed(args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[None]:
+    """Run what was checkpointed without that, so that it still gives the same gradients.
+
+    A reentrant checkpoint gives gradients only if one of its arguments requires them.
+    """
+    reentrant = options.get("use_reentrant") is not False
+    given = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and (given or not reentrant)):
+        yield
+
+
+# ---- a plain run of the model with the generators seeded
+
+
+class Seeded(TorchFunctionMode):
+    """Runs code of the model's author with the generators seeded, as the stages of a pipeline are.
+
+    Args:
+        doors: the units.
+        draws: seeds the generators.
+        calls: how often each unit was called before, by path.
+        drawn: how often was drawn between units before.
+        recomputes: the paths of the units to checkpoint.
+    """
+
+    def __init__(
+        self,
+        doors: Sequence[Door],
+        draws: Draws | None,
+        calls: Mapping[str, int],
+        drawn: int = 0,
+        recomputes: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        self._recomputes = recomputes
+        self._doors, self._draws = doors, draws
+        self._before = Counter(calls), drawn
+        self._inside = False
+
+    def run(self, function: Run, args: Any, kwargs: Any) -> Any:
+        """Run a function; each time it draws the same."""
+        self._calls, self._drawn = Counter(self._before[0]), self._before[1]
+        for door in self._doors:
+            door.open(self._unit, direct=False)
+        try:
+            with self, others_seen(self):
+                return function(*args, **kwargs)
+        finally:
+            for door in self._doors:
+                door.close()
+
+    def _unit(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
+        if self._inside:
+            return run(*args, **kwargs)
+        number = self._calls[door.path]
+        self._calls[door.path] += 1
+        if self._draws is not None:
+            self._draws.enter(door.path, number)
+        if door.path in self._recomputes:
+            run = checkpointed(run, door.path, number, self._draws, {"use_reentrant": False})
+        self._inside = True
+        try:
+            with left(self):
+                return run(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._inside and self._draws is not None and may_draw(func):
+            self._draws.enter(BETWEEN, self._drawn)
+            self._drawn += 1
+        return func(*args, **(kwargs or {}))
+
+    def applied(self, function: type[Function], run: Run, args: Any, kwargs: Any) -> Any:
+        """Draws inside a custom function count as those of one unit would: they are not seen one by one."""
+        return run(*args, **kwargs)
+
+    def checkpointed(self, run: Run, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
+        """What is recomputed is seeded again."""
+        if self._inside:
+            return run(*args, **kwargs, **options)
+        function, *rest = args
+        again = recomputed(function, self._doors, self._draws, self._calls, self._drawn)
+        return run(again, *rest, **kwargs, **options)
+
+
+def checkpointed(
+    run: Run, path: str, number: int, draws: Draws | None, options: Mapping[str, Any]
+) -> Run:
+    """A unit's call as a checkpoint: what is recomputed draws the same."""
+
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        if draws is not None:
+            draws.enter(path, number)
+        return run(*args, **kwargs)
+
+    return lambda *args, **kwargs: checkpointing.checkpoint(seeded, *args, **options, **kwargs)
+
+
+@contextlib.contextmanager
+def left(mode: TorchFunctionMode) -> Iterator[None]:
+    """Leave a mode of functions for a while, if it is the innermost one."""
+    top = torch._C._len_torch_function_stack()
+    if not top or torch._C._get_function_stack_at(top - 1) is not mode:
+        yield
+        return
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()
+
+
+def recomputed(
+    function: Run,
+    doors: Sequence[Door],
+    draws: Draws | None,
+    calls: Mapping[str, int],
+    drawn: int,
+) -> Run:
+    """A function whose first call is plain, and whose later ones draw what the first one drew."""
+    if draws is None:
+        return function
+    seeded = Seeded(doors, draws, dict(calls), drawn)
+    been = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal been
+        if been:
+            return seeded.run(function, args, kwargs)
+        been = True
+        return function(*args, **kwargs)
+
+    return run

@@ -1,0 +1,548 @@
+"""A stage that runs its own part of the author's forward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+
+from penstock.errors import PartitionError, StageError
+from penstock.partition.nested import replaced, tensors_in
+from penstock.partition.plan import CallPlan, Homes, Step
+from penstock.partition.seen import (
+    BETWEEN,
+    Door,
+    Draws,
+    Run,
+    Seeded,
+    checkpointed,
+    is_checkpoint,
+    may_draw,
+    others_seen,
+    recomputed,
+    uncheckpointed,
+)
+from penstock.partition.trace import is_ours, where
+from penstock.stage import StageCall, StageModule
+
+_ITERATE: Any = Tensor.__iter__
+
+
+class _Left(BaseException):
+    """The stage has nothing more to do in this forward."""
+
+
+class Author:
+    """The model whose forward all stages run.
+
+    Args:
+        model: the model.
+        doors: its units.
+        forward: runs it.
+        recomputes: the paths of the units to checkpoint.
+        stages: how many there are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        doors: Sequence[Door],
+        forward: Callable[..., Any],
+        recomputes: Collection[str],
+        stages: int,
+    ) -> None:
+        self.model, self.doors, self.forward, self.stages = model, doors, forward, stages
+        self.recomputes = frozenset(recomputes)
+        inside = {id(part) for door in doors for part in door.module.modules()}
+        # Modules of torch keep nothing in attributes.
+        self.around = [
+            module
+            for module in model.modules()
+            if id(module) not in inside and not type(module).__module__.startswith("torch.nn.")
+        ]
+        self.paths = {id(module): path for path, module in model.named_modules()}
+
+
+class CutStage(StageModule):
+    """One stage of a model.
+
+    Args:
+        author: the model.
+        index: which stage.
+        homes: the stages of each unit by path, and of each parameter outside of them by name.
+    """
+
+    def __init__(self, author: Author, index: int, homes: Homes) -> None:
+        super().__init__()
+        # Not as a submodule: its parameters are not this stage's.
+        self.__dict__["_author"] = author
+        self.index = index
+        self.training = author.model.training
+        self.__dict__["_loose"] = _fill(self, author, index, homes)
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """The modules that run here as a whole."""
+        mine = set(self.modules())
+        return [door.module for door in self.__dict__["_author"].doors if door.module in mine]
+
+    @property
+    def initialisers(self) -> dict[str, Callable[[nn.Module], Any]]:
+        """The ``_init_weights`` of the models around the units, by their paths."""
+        author: Author = self.__dict__["_author"]
+        inside = {id(part) for door in author.doors for part in door.module.modules()}
+        return {
+            path: _shell(module)._init_weights
+            for path, module in author.model.named_modules()
+            if id(module) not in inside and callable(getattr(module, "_init_weights", None))
+        }
+
+    def train(self, mode: bool = True) -> CutStage:
+        """Set the mode, also of the author's modules around the units."""
+        super().train(mode)
+        for module in self.__dict__["_author"].around:
+            module.training = mode
+        return self
+
+    def forward(
+        self, call: StageCall, values: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Run this stage's part of the author's forward."""
+        author: Author = self.__dict__["_author"]
+        self._follow()
+        if author.stages == 1:
+            return self._whole(author, call, args, kwargs), {}
+        with _attributes_kept(author.around):
+            return _Runner(self.index, author, call, values).run(args, kwargs)
+
+    def _whole(self, author: Author, call: StageCall, args: Any, kwargs: Any) -> Any:
+        if call.draws is None and not author.recomputes:
+            return author.forward(*args, **kwargs)
+        return Seeded(author.doors, call.draws, {}, recomputes=author.recomputes).run(
+            author.forward, args, kwargs
+        )
+
+    def _follow(self) -> None:
+        """Let the author's modules use the tensors held here, which may have been moved or wrapped."""
+        for table, name, mine in self.__dict__["_loose"]:
+            if table.get(name) is not mine[name]:
+                table[name] = mine[name]
+
+    def release(self, kept: Collection[Tensor]) -> None:
+        """Let go of all data except that of the tensors in ``kept``."""
+        others = {id(tensor) for tensor in kept}
+        metas: dict[int, Tensor] = {}
+        for module in self.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is None or id(tensor) in others or tensor.is_meta:
+                        continue
+                    if id(tensor) not in metas:
+                        bare: Tensor = torch.empty_like(tensor, device="meta")
+                        if isinstance(tensor, nn.Parameter):
+                            bare = nn.Parameter(bare, tensor.requires_grad)
+                        metas[id(tensor)] = bare
+                    table[name] = metas[id(tensor)]  # type: ignore[assignment]
+        self._follow()
+
+
+def _shell(module: nn.Module) -> Any:
+    """The module without its contents: a stage must not keep the others' alive."""
+    shell = copy.copy(module)
+    vars(shell).update(_parameters={}, _buffers={}, _modules={})
+    return shell
+
+
+def _fill(stage: nn.Module, author: Author, index: int, homes: Homes) -> list[Any]:
+    """Put the stage's units, and its share of what is outside of them, under the paths they have."""
+    units = {id(door.module): door.path for door in author.doors}
+    loose: list[Any] = []
+    inside: tuple[str, ...] = ()
+    for path, module in author.model.named_modules(remove_duplicate=False):
+        if inside and path.startswith(inside):
+            continue
+        if id(module) in units:
+            inside = (*inside, f"{path}.")
+            if index in homes[units[id(module)]]:
+                holder, name = _holder(stage, path)
+                holder._modules[name] = module
+            continue
+        _share(stage, path, module, index, homes, loose)
+    return loose
+
+
+def _share(
+    stage: nn.Module, path: str, module: nn.Module, index: int, homes: Homes, loose: list[Any]
+) -> None:
+    prefix = f"{path}." if path else ""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and index in homes.get(f"{prefix}{name}", ()):
+            holder, last = _holder(stage, f"{prefix}{name}")
+            holder._parameters[last] = parameter
+            loose.append((module._parameters, name, holder._parameters))
+    for name, buffer in module._buffers.items():
+        holder, last = _holder(stage, f"{prefix}{name}")
+        holder.register_buffer(last, buffer, name not in module._non_persistent_buffers_set)
+        loose.append((module._buffers, name, holder._buffers))
+
+
+def _holder(root: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that is to hold what has this path, and its name there; modules on the way are made."""
+    *way, name = path.split(".")
+    holder = root
+    for step in way:
+        if step not in holder._modules:
+            holder._modules[step] = nn.Module()
+        inner = holder._modules[step]
+        assert inner is not None
+        holder = inner
+    return holder, name
+
+
+@contextlib.contextmanager
+def _attributes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Leave the attributes of the modules around the units as they were."""
+    states = [(vars(module), dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for state, before in states:
+            if len(state) != len(before) or any(state.get(n) is not v for n, v in before.items()):
+                state.clear()
+                state.update(before)
+
+
+class _Runner(TorchFunctionMode):
+    """One forward of one stage: its own events run, others are answered."""
+
+    def __init__(
+        self, stage: int, author: Author, call: StageCall, values: Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        plan: CallPlan = call.plan
+        self._stage, self._author, self._plan, self._values = stage, author, plan, values
+        self._draws = call.draws
+        self._at, self._last = -1, plan.last[stage]
+        self._sends, self._arrives = plan.sends[stage], plan.arrives[stage]
+        self._followed: dict[int, Tensor] = {}
+        self._instead: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tensors: dict[int, Tensor] = {}
+        self._busy = False
+        self._sent: dict[str, Any] = {}
+        self._drawn = self._region = 0
+        self._recomputes: Mapping[str, Any] | None = None
+
+    def run(self, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        plan, author = self._plan, self._author
+        is_last = self._stage == author.stages - 1
+        if self._last < 0 and not is_last:
+            return None, self._send_parameters()
+        if plan.changed_arguments or any(t.is_meta for t in tensors_in((args, kwargs))):
+            args, kwargs = self._arguments(args, kwargs)
+        for name in plan.buffers:
+            self._follow(_tensor(author.model, name))
+        direct = plan.trace.direct
+        output = None
+        try:
+            for door in author.doors:
+                door.open(self._unit, direct=door.path in direct)
+            others = plan.trace.has_custom or plan.regions
+            with self, others_seen(self) if others else contextlib.nullcontext():
+                output = author.forward(*args, **kwargs)
+                if self._at < len(plan.steps) - 1:
+                    raise self._diverged("ended", self._at + 1)
+        except _Left:
+            pass
+        finally:
+            for door in author.doors:
+                door.close()
+        sent = {**self._send_parameters(), **self._sent}
+        return (self._output(output) if is_last else None), sent
+
+    def _arguments(self, args: Any, kwargs: Any) -> Any:
+        """Copies of arguments that are changed, and stand-ins for those that this process was not given."""
+        plan, trace = self._plan, self._plan.trace
+        places = {id(t): i for i, t in enumerate(tensors_in((args, kwargs)))}
+
+        def put(tensor: Tensor) -> Tensor:
+            if tensor.is_meta and not isinstance(tensor, FakeTensor):
+                with trace.mode:
+                    return torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=trace.device
+                    )
+            return tensor.clone() if places[id(tensor)] in plan.changed_arguments else tensor
+
+        return replaced((args, kwargs), put)
+
+    def _send_parameters(self) -> dict[str, Any]:
+        named = self._plan.parameters[self._stage]
+        return {
+            edge: (tensor := _tensor(self._author.model, name)).view_as(tensor)
+            for name, edge in named.items()
+        }
+
+    def _output(self, output: Any) -> Any:
+        plan = self._plan
+        slots = plan.trace.slots
+        tensors = tensors_in(output)
+        if len(tensors) != len(slots):
+            return _without_opaque(output, plan)
+        for place, name in plan.output_swaps.items():
+            self._instead[id(tensors[place])] = (tensors[place], self._values[name])
+        output = replaced(output, self._stand_in) if self._instead else output
+        return _without_opaque(output, plan)
+
+    # ---- events
+
+    def _next(self, what: Any) -> Step:
+        self._at = at = self._at + 1
+        if at > self._last:
+            raise _Left
+        step = self._plan.steps[at]
+        if step.what is not what and step.what != what:
+            raise self._diverged(what, at)
+        return step
+
+    def _unit(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
+        if self._busy:
+            return run(*args, **kwargs)
+        step = self._next(door.path)
+        if step.owner != self._stage:
+            return self._answer(step, args, kwargs)
+        if self._draws is not None:
+            self._draws.enter(door.path, step.event.number)
+        if door.path in self._author.recomputes or self._recomputes is not None:
+            options = self._recomputes or {"use_reentrant": False}
+            run = checkpointed(run, door.path, step.event.number, self._draws, options)
+        top = torch._C._len_torch_function_stack() - 1
+        alone = top >= 0 and torch._C._get_function_stack_at(top) is self
+        self._busy = True
+        if alone:
+            # Functions inside of units are not looked at.
+            self.__exit__(None, None, None)
+        try:
+            return self._done(step, run, args, kwargs)
+        finally:
+            self._busy = False
+            if alone:
+                self.__enter__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._busy or func in self._plan.trace.metadata:
+            return func(*args, **kwargs)
+        if func is _ITERATE and self._is_event(args):
+            return iter(self.__torch_function__(Tensor.unbind, types, args))
+        draws = self._draws is not None and may_draw(func)
+        if not is_ours(func) and not self._is_event(args) and not self._is_event(kwargs.values()):
+            if draws:
+                self._draw()
+            return func(*args, **kwargs)
+        step = self._next(func)
+        if draws:
+            self._draw()
+        if step.owner != self._stage:
+            return self._answer(step, args, kwargs)
+        return self._done(step, func, args, kwargs)
+
+    def _draw(self) -> None:
+        assert self._draws is not None
+        self._draws.enter(BETWEEN, self._drawn)
+        self._drawn += 1
+
+    def _is_event(self, values: Any) -> bool:
+        """Whether a tensor that units or parameters have given is among some arguments."""
+        followed = self._followed
+        for value in values:
+            if isinstance(value, Tensor):
+                if id(value) in followed or isinstance(value, nn.Parameter) or _is_placeholder(value):
+                    return True
+            elif isinstance(value, list | tuple | dict):
+                inner = value.values() if isinstance(value, dict) else value
+                if self._is_event(inner):
+                    return True
+        return False
+
+    def _done(self, step: Step, run: Run, args: Any, kwargs: Any) -> Any:
+        """Run an event of this stage."""
+        event = step.event
+        given: list[Tensor] = []
+        if step.swaps or step.follows or self._instead:
+            given = tensors_in((args, kwargs))
+            for place, name in step.swaps.items():
+                self._instead[id(given[place])] = (given[place], self._values[name])
+            args, kwargs = replaced((args, kwargs), self._stand_in)
+            given = tensors_in((args, kwargs))
+        output = run(*args, **kwargs)
+        for position in step.follows:
+            self._follow(given[position])
+        for position, name in step.sends.items():
+            self._sent[name] = given[position]
+        if step.aliases:
+            self._change_aliases(step)
+        results = tensors_in(output)
+        if len(results) != len(event.slots):
+            raise self._different(
+                step, f"{len(results)} tensors where the run without data gave {len(event.slots)}"
+            )
+        for tensor, slot in zip(results, event.slots, strict=True):
+            if slot >= 0:
+                self._keep(step, tensor, slot)
+            elif event.inputs:
+                self._follow(tensor)
+        return output
+
+    def _keep(self, step: Step, tensor: Tensor, number: int) -> None:
+        """Follow a result, and send it if others use it."""
+        value = self._plan.trace.values[number]
+        if tensor.shape != value.tensor.shape and not (
+            step.event.needs_data and self._stage == self._author.stages - 1
+        ):
+            raise self._different(
+                step,
+                f"a tensor of shape {tuple(tensor.shape)} where the run without data gave "
+                f"{tuple(value.tensor.shape)}",
+            )
+        if isinstance(tensor, FakeTensor):
+            raise self._absent(step)
+        self._followed[id(tensor)] = tensor
+        if number in self._plan.kept:
+            self._tensors[number] = tensor
+        name = self._sends.get(number)
+        if name is not None:
+            self._sent[name] = tensor.clone() if number in self._plan.copies else tensor
+
+    def _change_aliases(self, step: Step) -> None:
+        for old, (new, name) in step.aliases.items():
+            tensor = self._tensors.get(old)
+            if tensor is not None:
+                self._tensors[new] = tensor
+                if name is not None:
+                    self._sent[name] = tensor
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """What has arrived for a tensor that another stage has changed."""
+        pair = self._instead.get(id(tensor))
+        return tensor if pair is None else pair[1]
+
+    def _follow(self, tensor: Tensor) -> None:
+        self._followed[id(tensor)] = tensor
+
+    def _answer(self, step: Step, args: Any, kwargs: Any) -> Any:
+        """What stands in place of the result of another stage's event."""
+        event = step.event
+        values = self._plan.trace.values
+        given: list[Tensor] = []
+        if step.follows or any(slot < 0 for slot in event.slots):
+            given = tensors_in((args, kwargs))
+            for position in step.follows:
+                self._follow(given[position])
+        slots = iter(event.slots)
+
+        def put(_: Tensor) -> Tensor:
+            slot = next(slots)
+            if slot < 0:
+                return given[-1 - slot]
+            name = self._arrives.get(slot)
+            if name is None:
+                return values[slot].tensor
+            tensor: Tensor = self._values[name]
+            self._followed[id(tensor)] = tensor
+            return tensor
+
+        return replaced(event.result, put)
+
+    # ---- custom functions and checkpoints
+
+    def applied(self, function: type[Function], run: Run, args: Any, kwargs: Any) -> Any:
+        if self._busy or is_checkpoint(function):
+            return run(*args, **kwargs)
+        if not self._is_event(args):
+            return run(*args, **kwargs)
+        step = self._next(function)
+        if step.owner != self._stage:
+            return self._answer(step, args, kwargs)
+        self._busy = True
+        try:
+            return self._done(step, run, args, kwargs)
+        finally:
+            self._busy = False
+
+    def checkpointed(self, run: Run, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
+        if self._busy:
+            return run(*args, **kwargs, **options)
+        number, self._region = self._region, self._region + 1
+        if number >= len(self._plan.regions):
+            return run(*args, **kwargs, **options)
+        stages = self._plan.regions[number]
+        function, *rest = args
+        if stages == {self._stage}:
+            calls = Counter(s.what for s in self._plan.steps[: self._at + 1] if s.event.is_unit)
+            again = recomputed(function, self._author.doors, self._draws, calls, self._drawn)
+            output = run(again, *rest, **kwargs, **options)
+            self._after_checkpoint(output, number)
+            return output
+        before = self._recomputes
+        self._recomputes = options if self._stage in stages else before
+        try:
+            with uncheckpointed(tuple(rest), options):
+                return function(*rest, **kwargs)
+        finally:
+            self._recomputes = before
+
+    def _after_checkpoint(self, output: Any, number: int) -> None:
+        """A checkpoint may return other tensors than were made inside of it."""
+        for tensor, slot in zip(
+            tensors_in(output), self._plan.trace.regions[number].slots, strict=False
+        ):
+            self._follow(tensor)
+            if slot is not None and slot in self._sends:
+                self._sent[self._sends[slot]] = tensor
+
+    # ---- errors
+
+    def _diverged(self, what: Any, at: int) -> PartitionError:
+        steps = self._plan.steps
+        name = what if isinstance(what, str) else getattr(what, "__name__", str(what))
+        expected = steps[at].event
+        return PartitionError(
+            f"{where(self._author.paths)}: the model's forward went another way in stage {self._stage} "
+            f"({name}) than in the run without data ({expected.name} {expected.where}): what it does between "
+            "its units depends on numbers, on chance or on something that has changed since. Put that code "
+            "into a module that is placed as a whole, or give example=(args, kwargs) with typical numbers"
+        )
+
+    def _different(self, step: Step, found: str) -> PartitionError:
+        return PartitionError(
+            f"{step.event.where}: {step.event.name} in stage {self._stage} gave {found}: what it gives depends "
+            "on the numbers in its tensors, or on something that has changed since. Place what uses it in the "
+            "same module, or give example=(args, kwargs) with typical numbers"
+        )
+
+    def _absent(self, step: Step) -> StageError:
+        return StageError(
+            f"{step.event.where}: {step.event.name} in stage {self._stage} needs an argument of the model that "
+            "this process was not given; give the same arguments on every rank"
+        )
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    path, _, last = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(path), last)
+    return tensor
+
+
+def _is_placeholder(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def _without_opaque(output: Any, plan: CallPlan) -> Any:
+    return output

@@ -1,0 +1,712 @@
+"""One run of an author's forward on fake tensors: what happens in it, in order.
+
+An *event* is the call of a unit, or of a function of PyTorch on tensors that units or parameters have given.
+What is made of the model's arguments alone is no event: every stage makes it for itself, of the arguments'
+own numbers. The run takes ones for these, or those of an example.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from penstock.errors import PartitionError
+from penstock.partition.base import Example
+from penstock.partition.nested import replaced, tensors_in
+from penstock.partition.seen import Door, Run, is_checkpoint, left, others_seen, uncheckpointed
+from penstock.partition.state import Snapshot
+
+_TENSOR: Any = Tensor
+_GIVE_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad", "_grad", "grad_fn", "_base"}
+_METADATA = frozenset(
+    prop.__get__
+    for name, prop in vars(torch._C.TensorBase).items()
+    if inspect.isgetsetdescriptor(prop) and name not in _GIVE_TENSORS
+)
+"""What a tensor is, which its placeholder is too."""
+_EFFECTS = {
+    _TENSOR.register_hook,
+    _TENSOR.register_post_accumulate_grad_hook,
+    _TENSOR.retain_grad,
+    # The node of the graph, on which hooks can be set as well.
+    _TENSOR.grad_fn.__get__,
+}
+"""Functions that give no tensor, but must be called in the stage that has the tensor."""
+_SET_DATA = _TENSOR.data.__set__
+_GRADIENTS = {torch.autograd.grad, torch.autograd.backward, _TENSOR.backward}
+
+
+def is_ours(function: Any) -> bool:
+    """Whether it is a function of Penstock, such as ``add_loss``, that asks modes as PyTorch's do."""
+    return str(getattr(function, "__module__", "")).startswith("penstock.")
+
+_MODEL = -1
+"""Stands for the event that made a tensor where that is the model's own."""
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor that events give or take.
+
+    Attributes:
+        name: unique in the trace.
+        event: the index of the event that made or changed it; ``None`` for a parameter or a unit's buffer.
+        tensor: the fake tensor, without its graph; what stages without it have in its place.
+        requires_grad: whether it requires a gradient.
+        parameter: its name in the model, if it is a parameter or buffer.
+        is_result: whether it is a result of its event, rather than an argument that the event changed.
+        is_buffer: whether it is a unit's buffer.
+    """
+
+    name: str
+    event: int | None
+    tensor: Tensor
+    requires_grad: bool
+    parameter: str | None = None
+    is_result: bool = False
+    is_buffer: bool = False
+
+
+@dataclass(eq=False)
+class Change:
+    """A tensor that an event changed: what it was, what it is now, and the argument that it is.
+
+    It is no argument where it shares the memory of one that was changed.
+    """
+
+    old: int | None
+    new: int
+    argument: int | None
+
+
+@dataclass(eq=False)
+class Event:
+    """One event.
+
+    Attributes:
+        what: the function, or the unit's path.
+        name: for messages.
+        number: for a unit, the number of its call.
+        inputs: the positions among the tensors of its arguments, each with the value.
+        result: what it gave, with fake tensors.
+        slots: for each tensor of the result: the value, or the argument (as ``-1 - position``) that it is.
+        changes: the tensors that it changed.
+        reads: the events whose tensors it used without being given them.
+        needs_data: whether the result depends on the numbers of a tensor.
+        where: the module and line of the author's code.
+    """
+
+    what: Any
+    name: str
+    where: str
+    number: int = 0
+    inputs: list[tuple[int, int]] = field(default_factory=list)
+    result: Any = None
+    slots: list[int] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    reads: set[int] = field(default_factory=set)
+    needs_data: bool = False
+
+    @property
+    def is_unit(self) -> bool:
+        """Whether a unit is called."""
+        return isinstance(self.what, str)
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """One call of a unit.
+
+    Attributes:
+        path: of the unit.
+        args: by position, with fake tensors.
+        kwargs: by name.
+        outputs: what it returned.
+    """
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: Any
+
+
+@dataclass(eq=False)
+class Region:
+    """A checkpoint of the author's around units: the events in it, and the values that it returns."""
+
+    first: int
+    stop: int = 0
+    slots: list[int | None] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Trace:
+    """What happened in one run of a model without data.
+
+    Attributes:
+        events: in order.
+        values: by number.
+        output: what the model returned.
+        slots: for each tensor of the output its value, or ``None`` if it was made of the arguments alone.
+        units: the calls of the units, in order.
+        regions: the author's checkpoints around units.
+        metadata: functions that give no tensor, such as ``Tensor.size``.
+        direct: the units whose ``forward`` was called without the module.
+        changed_arguments: the positions of the model's arguments that its code changed.
+        mode: of the fake tensors.
+        has_custom: whether a custom function was applied between units.
+    """
+
+    mode: FakeTensorMode
+    device: torch.device
+    events: list[Event] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    output: Any = None
+    slots: list[int | None] = field(default_factory=list)
+    units: list[UnitCall] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
+    metadata: set[Any] = field(default_factory=lambda: set(_METADATA))
+    direct: set[str] = field(default_factory=set)
+    changed_arguments: set[int] = field(default_factory=set)
+    state: list[str] = field(default_factory=list)
+    has_custom: bool = False
+
+    def calls(self) -> list[str]:
+        """The paths of the units in the order of their calls."""
+        return [event.what for event in self.events if event.is_unit]
+
+
+def home_of(model: nn.Module) -> torch.device:
+    """Where a model is; the CPU for one without data."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
+
+
+def record(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    doors: Sequence[Door],
+    call: Example,
+    numbers: Example | None = None,
+) -> Trace:
+    """Run a model's forward without data.
+
+    Args:
+        model: the whole model; afterwards it is as it was.
+        forward: its forward.
+        doors: its units.
+        call: ``(args, kwargs)``; of their tensors only shapes and types count.
+        numbers: other arguments like these, whose numbers the run takes.
+    """
+    snapshot = Snapshot(model, [door.module for door in doors])
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    silent, logger.disabled = logger.disabled, True
+    try:
+        trace = _recorded(model, forward, doors, call, numbers)
+        if trace.state and not snapshot.has_new_tensors():
+            # What is set once, such as a setting that is found out in the first call, may be set.
+            trace.state = _recorded(model, forward, doors, call, numbers).state
+    finally:
+        logger.disabled = silent
+        snapshot.restore()
+    return trace
+
+
+def _recorded(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    doors: Sequence[Door],
+    call: Example,
+    numbers: Example | None,
+) -> Trace:
+    recorder = _Recorder(model, doors)
+    recorder.run(forward, *recorder.arguments(call, numbers))
+    return recorder.trace
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module, doors: Sequence[Door]) -> None:
+        super().__init__()
+        self.model, self.doors = model, doors
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.trace = Trace(self.mode, home_of(model))
+        self.current: Event | None = None
+        self._numbers: dict[int, int] = {}
+        self._held: list[Any] = []
+        self._by_storage: dict[int, list[tuple[Tensor, int]]] = {}
+        self._made: dict[int, int] = {}
+        self._claimed: set[int] = set()
+        self._calls: Counter[str] = Counter()
+        self._names: Counter[str] = Counter()
+        self._latest = ""
+        self._region: list[int] = []
+        self._paths = {id(module): path for path, module in model.named_modules()}
+
+    # ---- the model without data
+
+    def arguments(self, call: Example, numbers: Example | None) -> tuple[Any, Any]:
+        def ones(tensor: Tensor) -> Tensor:
+            other = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.trace.device
+            )
+            other.fill_(1)
+            return other.requires_grad_(tensor.requires_grad)
+
+        def copied(tensor: Tensor) -> Tensor:
+            other = tensor.detach().to(self.trace.device, copy=True)
+            return other.requires_grad_(tensor.requires_grad)
+
+        args, kwargs = call if numbers is None else numbers
+        put = ones if numbers is None else copied
+        return replaced((tuple(args), dict(kwargs)), put)
+
+    @contextlib.contextmanager
+    def _without_data(self) -> Iterator[None]:
+        """Give the model fake parameters, and copies of the buffers that are outside of its units."""
+        inside = {id(m) for door in self.doors for m in door.module.modules()}
+        fakes: dict[int, Tensor] = {}
+        names = {id(t): n for n, t in self.model.named_parameters()}
+        names |= {id(t): n for n, t in self.model.named_buffers()}
+        before: list[tuple[Any, str, Tensor]] = []
+
+        def fake(tensor: Tensor, *, real: bool) -> Tensor:
+            if id(tensor) not in fakes:
+                parameter = isinstance(tensor, nn.Parameter)
+                if real:
+                    twin = self._twin_with_data(tensor)
+                else:
+                    with self.mode, torch.no_grad():
+                        twin = torch.empty_strided(
+                            tensor.shape,
+                            tensor.stride(),
+                            dtype=tensor.dtype,
+                            device=self.trace.device,
+                        )
+                if parameter:
+                    twin = nn.Parameter(twin, tensor.requires_grad)
+                fakes[id(tensor)] = twin
+                if not real:
+                    name = names.get(id(tensor), "?")
+                    number = self._new_value(twin, name, None, parameter=name)
+                    self.trace.values[number].is_buffer = not parameter
+            return fakes[id(tensor)]
+
+        try:
+            for module in self.model.modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        before.append((module._parameters, name, parameter))
+                        module._parameters[name] = fake(parameter, real=False)  # type: ignore[assignment]
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        before.append((module._buffers, name, buffer))
+                        module._buffers[name] = fake(buffer, real=id(module) not in inside)
+            yield
+        finally:
+            for table, name, tensor in reversed(before):
+                table[name] = tensor
+
+    def _twin_with_data(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
+        return tensor.detach().clone()
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        trace = self.trace
+        given = tensors_in((args, kwargs))
+        self._arguments = {id(t): i for i, t in enumerate(given)}
+        versions = [t._version for t in given]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[], enabled=True))
+            stack.enter_context(self._without_data())
+            snapshot = Snapshot(self.model, [door.module for door in self.doors])
+            for door in self.doors:
+                door.open(self._unit, direct=True)
+                stack.callback(door.close)
+            stack.enter_context(others_seen(self))
+            with self:
+                output = forward(*args, **kwargs)
+            trace.state = snapshot.changes()
+        trace.output = output
+        trace.slots = [self._output_slot(t) for t in tensors_in(output)]
+        changed = (i for i, t in enumerate(given) if t._version != versions[i])
+        trace.changed_arguments.update(changed)
+
+    def _output_slot(self, tensor: Tensor) -> int | None:
+        return self._numbers.get(id(tensor))
+
+    # ---- values
+
+    def _new_value(
+        self, tensor: Tensor, name: str, event: int | None, parameter: str | None = None
+    ) -> int:
+        self._names[name] += 1
+        if self._names[name] > 1:
+            name = f"{name}#{self._names[name]}"
+        number = len(self.trace.values)
+        shown = self._fake_of(tensor)
+        with torch.no_grad():
+            placeholder = shown.detach()
+            placeholder.requires_grad_(shown.requires_grad)
+        self.trace.values.append(
+            Value(name, event, placeholder, shown.requires_grad, parameter, is_result=False)
+        )
+        self._numbers[id(tensor)] = number
+        self._held.append(tensor)
+        key = _storage(shown)
+        self._by_storage.setdefault(key, []).append((tensor, number))
+        self._made.setdefault(key, _MODEL if event is None else event)
+        return number
+
+    def _fake_of(self, tensor: Tensor) -> Tensor:
+        """The fake tensor that stands for one with data; always the same."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        twin: Tensor = self.mode.from_tensor(tensor)
+        self._held.append((tensor, twin))
+        return twin
+
+    # ---- events
+
+    def _unit(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
+        if self.current is not None:
+            return run(*args, **kwargs)
+        if run is not getattr(door.module, "_call_impl", None) and "forward" in str(
+            getattr(run, "__name__", "")
+        ):
+            self.trace.direct.add(door.path)
+        elif isinstance(door.module, nn.Module) and not isinstance(
+            door.module, torch.jit.ScriptModule
+        ):
+            # What was compiled runs as it was written.
+            written = getattr(door.module, "_orig_mod", door.module)
+            run = written._call_impl
+        path, number = door.path, self._calls[door.path]
+        self._calls[path] += 1
+        event = Event(path, path, f"in {path}", number)
+        # Not as a function between units: the mode is left for as long as the unit runs.
+        with left(self):
+            output = self._event(event, path, run, args, kwargs)
+        self._latest = path
+        self.trace.units.append(UnitCall(path, tuple(args), dict(kwargs), output))
+        return output
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.current is not None or func in self.trace.metadata:
+            return func(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        if not is_ours(func) and not any(self._is_followed(t) for t in tensors):
+            return func(*args, **kwargs)
+        if func is _TENSOR.__iter__:
+            return iter(self.__torch_function__(Tensor.unbind, types, args))
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__" or name == "__set__":
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        event = Event(func, name, self._where())
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise PartitionError(
+                f"{event.where}: the model calls {name} under a transform of torch.func, such as vmap, "
+                "between its units, which cannot be cut; put it into a module that is placed as a whole"
+            )
+        if func in _GRADIENTS:
+            raise PartitionError(
+                f"{event.where}: the model takes gradients between its units, which no stage has whole; put "
+                "that into a module that is placed as a whole"
+            )
+        label = f"{name.strip('_')} after {self._latest}" if self._latest else name.strip("_")
+        return self._event(event, label, func, args, kwargs)
+
+    def _is_followed(self, tensor: Tensor) -> bool:
+        if id(tensor) in self._numbers:
+            return True
+        if isinstance(tensor, FakeTensor):
+            raise PartitionError(
+                f"{self._where()}: a tensor was made between units by something that is no function of "
+                "PyTorch, such as a transform, compiled code or the apply of a custom function under another "
+                "name; put it into a module that is placed as a whole"
+            )
+        if self._claimed and tensor.untyped_storage()._cdata in self._claimed:
+            raise PartitionError(
+                f"{self._where()}: what units gave was written into a tensor, and is read through another "
+                "that was made of it before and shares its memory; write into a clone"
+            )
+        return False
+
+    def _event(self, event: Event, label: str, run: Run, args: Any, kwargs: Any) -> Any:
+        index = len(self.trace.events)
+        originals = tensors_in((args, kwargs))
+        for position, tensor in enumerate(originals):
+            number = self._numbers.get(id(tensor))
+            if number is not None:
+                event.inputs.append((position, number))
+        twins = {id(t): t for t in originals}
+        if any(not isinstance(t, FakeTensor) for t in originals):
+            fakes = {id(t): self._fake_of(t) for t in originals}
+            twins = {id(fake): t for t in originals for fake in (fakes[id(t)],)}
+            args, kwargs = replaced((args, kwargs), lambda t: fakes[id(t)])
+        shown = tensors_in((args, kwargs))
+        before = [_looks(t) for t in shown]
+        aliases = self._aliases(shown)
+        alias_looks = [_looks(self._fake_of(t)) for t, _ in aliases]
+        self._given = {_storage(t) for t in shown}
+        output = self._run(event, index, run, args, kwargs)
+        forced = event.what is _SET_DATA
+        for position, tensor in enumerate(shown):
+            if _looks(tensor) != before[position] or (forced and position == 0):
+                self._note_change(event, index, position, originals[position])
+        mine = {id(t) for t in originals}
+        for (tensor, _), look in zip(aliases, alias_looks, strict=True):
+            if id(tensor) not in mine and _looks(self._fake_of(tensor)) != look:
+                old = self._numbers[id(tensor)]
+                new = self._new_value(tensor, f"{self.trace.values[old].name}!", index)
+                event.changes.append(Change(old, new, None))
+        results = tensors_in(output)
+        if not results and not event.is_unit and not event.changes and not is_ours(event.what):
+            if event.needs_data:
+                pass
+            elif event.what not in _EFFECTS:
+                self.trace.metadata.add(event.what)
+                return output
+        output = replaced(output, lambda t: twins.get(id(t), t))
+        self._note_results(event, index, label, output, originals)
+        self.trace.events.append(event)
+        return output
+
+    def _aliases(self, shown: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+        """The latest values that share memory with arguments."""
+        found: dict[int, tuple[Tensor, int]] = {}
+        for key in {_storage(t) for t in shown}:
+            for tensor, number in self._by_storage.get(key, ()):
+                if self._numbers[id(tensor)] == number:
+                    found[id(tensor)] = (tensor, number)
+        return list(found.values())
+
+    def _note_change(self, event: Event, index: int, position: int, tensor: Tensor) -> None:
+        old = self._numbers.get(id(tensor))
+        if any(change.argument is not None and change.old == old for change in event.changes):
+            if old is not None:
+                return
+        name = event.name if old is None else self.trace.values[old].name
+        if old is None and not isinstance(tensor, FakeTensor):
+            self._claimed.add(tensor.untyped_storage()._cdata)
+            if id(tensor) in self._arguments:
+                self.trace.changed_arguments.add(self._arguments[id(tensor)])
+        new = self._new_value(tensor, f"{name}!", index)
+        event.changes.append(Change(old, new, position))
+
+    def _note_results(
+        self, event: Event, index: int, label: str, output: Any, originals: Sequence[Tensor]
+    ) -> None:
+        positions = {id(t): -1 - i for i, t in reversed(list(enumerate(originals)))}
+        results = tensors_in(output)
+        for place, tensor in enumerate(results):
+            if id(tensor) in positions:
+                event.slots.append(positions[id(tensor)])
+                continue
+            maker = self._made.get(_storage(self._fake_of(tensor)))
+            self._note_read(event, index, maker, _storage(self._fake_of(tensor)))
+            name = label if len(results) == 1 else f"{label}[{place}]"
+            number = self._new_value(tensor, name, index)
+            self.trace.values[number].is_result = True
+            event.slots.append(number)
+        event.result = output
+
+    def _note_read(self, event: Event, index: int, maker: int | None, storage: int) -> None:
+        if maker is not None and maker not in (_MODEL, index) and storage not in self._given:
+            event.reads.add(maker)
+
+    def _run(self, event: Event, index: int, run: Run, args: Any, kwargs: Any) -> Any:
+        self.current, self._index = event, index
+        try:
+            with self.mode, _MadeUp(self):
+                return run(*args, **kwargs)
+        except PartitionError:
+            raise
+        except Exception as error:
+            if not event.is_unit:
+                if isinstance(error, DataDependentOutputException | RuntimeError | TypeError):
+                    raise PartitionError(
+                        f"{event.where}: {event.name} cannot be run on tensors without data, as each stage "
+                        f"has them of other stages ({error}); put it into a module that is placed as a whole"
+                    ) from error
+                raise
+            return self._run_with_data(event, run, args, kwargs, error)
+        finally:
+            self.current = None
+
+    def _run_with_data(
+        self, event: Event, run: Run, args: Any, kwargs: Any, reason: Exception
+    ) -> Any:
+        """Run a unit that does not run without data on ones."""
+        module = self.model.get_submodule(event.what)
+        before: list[tuple[Any, str, Any]] = []
+
+        def ones(tensor: Tensor) -> Tensor:
+            made = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
+            return made.requires_grad_(tensor.requires_grad)
+
+        try:
+            for part in module.modules():
+                if isinstance(part, torch.jit.ScriptModule):
+                    continue
+                for table in (part._parameters, part._buffers):
+                    for name, tensor in table.items():
+                        if isinstance(tensor, FakeTensor):
+                            before.append((table, name, tensor))
+                            twin = ones(tensor)
+                            if isinstance(tensor, nn.Parameter):
+                                twin = nn.Parameter(twin.detach(), tensor.requires_grad)
+                            table[name] = twin
+            args, kwargs = replaced((args, kwargs), ones)
+            output = run(*args, **kwargs)
+        except Exception as error:
+            raise PartitionError(
+                f"{event.what} can be run neither without data ({reason}) nor on made-up numbers ({error}), "
+                "but that is how the values between stages are found; give example=(args, kwargs), or name a "
+                "larger module in stages="
+            ) from reason
+        finally:
+            for table, name, tensor in before:
+                table[name] = tensor
+
+        def fake(tensor: Tensor) -> Tensor:
+            twin: Tensor = self.mode.from_tensor(tensor.detach())
+            return twin.requires_grad_(tensor.requires_grad)
+
+        return replaced(output, fake)
+
+    # ---- custom functions and checkpoints
+
+    def applied(self, function: type[Function], run: Run, args: Any, kwargs: Any) -> Any:
+        followed = not is_checkpoint(function) and self.current is None
+        if not followed or not any(self._is_followed(t) for t in tensors_in((args, kwargs))):
+            return run(*args, **kwargs)
+        self.trace.has_custom = True
+        event = Event(function, function.__name__, self._where())
+        label = f"{event.name} after {self._latest}"
+        with left(self):
+            return self._event(event, label, run, args, kwargs)
+
+    def checkpointed(self, run: Run, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
+        with uncheckpointed(args[1:], options):
+            if self.current is not None:
+                return args[0](*args[1:], **kwargs)
+            region = Region(len(self.trace.events))
+            self.trace.regions.append(region)
+            output = args[0](*args[1:], **kwargs)
+            region.stop = len(self.trace.events)
+            region.slots = [self._numbers.get(id(t)) for t in tensors_in(output)]
+            return output
+
+    # ---- for messages
+
+    def _where(self) -> str:
+        return where(self._paths)
+
+
+class _MadeUp(TorchDispatchMode):
+    """Answers with ones where an operation needs the numbers of a tensor, and sees what a unit reads."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        recorder = self._recorder
+        event = recorder.current
+        assert event is not None
+        if event.is_unit:
+            self._note_reads(event, args, kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except Exception as error:
+            # Whatever an operation cannot do without data; if it cannot with ones either, the first error counts.
+            event.needs_data |= isinstance(error, _NEED_DATA)
+            output = self._on_ones(func, args, kwargs, error)
+        for tensor in tensors_in(output):
+            if isinstance(tensor, FakeTensor) and (key := _storage(tensor)) not in recorder._given:
+                recorder._made.setdefault(key, recorder._index)
+                recorder._held.append(tensor)
+        return output
+
+    def _note_reads(self, event: Event, args: Any, kwargs: Any) -> None:
+        recorder = self._recorder
+        for tensor in tensors_in((args, kwargs)):
+            if isinstance(tensor, FakeTensor):
+                key = _storage(tensor)
+                recorder._note_read(event, recorder._index, recorder._made.get(key), key)
+
+    def _on_ones(self, func: Any, args: Any, kwargs: Any, reason: Exception) -> Any:
+        output = None
+        for number in (1, 0):
+            with _disable_current_modes():
+                try:
+                    given, named = replaced((args, kwargs), partial(_filled, number))
+                    output = func(*given, **named)
+                    break
+                except Exception:
+                    if number == 0:
+                        raise reason from None
+        mode = self._recorder.mode
+        return replaced(output, lambda t: mode.from_tensor(t.detach()))
+
+
+_NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def _filled(number: int, tensor: Tensor) -> Tensor:
+    twin = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return twin.fill_(number)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _looks(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor._version, tensor.requires_grad, tensor.shape
+
+
+_LIBRARIES = ("/torch/", "/penstock/")
+
+
+def where(paths: Mapping[int, str]) -> str:
+    """The module and the line of the author's code that runs now."""
+    frame = sys._getframe(1)
+    line = ""
+    while frame is not None:
+        name = frame.f_code.co_filename.replace("\\", "/")
+        if not any(part in name for part in _LIBRARIES) and not name.startswith("<"):
+            line = line or f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+            module = frame.f_locals.get("self")
+            if id(module) in paths and isinstance(module, nn.Module):
+                path = paths[id(module)] or f"the {type(module).__name__}"
+                return f"in {path} ({line})"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return f"in the model ({line})" if line else "in the model"

@@ -1,0 +1,227 @@
+"""Which modules of a model are placed as a whole, and in which stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from torch import nn
+
+from penstock.errors import PartitionError
+from penstock.partition.base import check_lists, check_paths, count_parameters
+
+LISTS = nn.ModuleList | nn.ModuleDict
+
+
+def worthy(module: nn.Module) -> bool:
+    """Whether a module holds something that must be in one stage: parameters, or buffers that are saved."""
+    return count_parameters(module) > 0 or bool(module.state_dict(keep_vars=True))
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called at all."""
+    return not isinstance(module, LISTS) and type(module).forward is not nn.Module.forward
+
+
+def is_sequential(model: nn.Module) -> bool:
+    """Whether a model calls its children one after the other, and does nothing else."""
+    return type(model).forward is nn.Sequential.forward
+
+
+def find_units(model: nn.Module, stages: int) -> list[str]:
+    """The units of a model for so many stages, by path, in the order in which the model holds them.
+
+    The model's parts are taken apart, the heaviest first, until there are enough of them, and none that
+    holds a chain is too heavy for a stage. The members of a chain stay whole while there are enough parts.
+    """
+    if is_sequential(model):
+        return [name for name, _ in model.named_children()]
+    units = list(parts(model, ""))
+    while (heaviest := _to_open(model, units, stages)) is not None:
+        place = units.index(heaviest)
+        units[place : place + 1] = parts(model.get_submodule(heaviest), heaviest)
+    return once(model, units)
+
+
+def once(model: nn.Module, paths: Iterable[str]) -> list[str]:
+    """Paths without those that are other names of a module that comes earlier."""
+    first: dict[int, str] = {}
+    for path in paths:
+        first.setdefault(id(model.get_submodule(path)), path)
+    return list(first.values())
+
+
+def parts(module: nn.Module, path: str) -> Iterator[str]:
+    """The units directly inside a module; a list is not a unit itself, but its members are."""
+    for name, child in module.named_children():
+        full = f"{path}.{name}" if path else name
+        if not worthy(child):
+            continue
+        if has_forward(child):
+            yield full
+        else:
+            yield from parts(child, full)
+
+
+def _to_open(model: nn.Module, units: list[str], stages: int) -> str | None:
+    """The unit that is to be taken apart next, if any is."""
+    weights = {path: count_parameters(model.get_submodule(path)) for path in units}
+    total = sum(weights.values())
+    inner = {path: list(parts(model.get_submodule(path), path)) for path in units}
+    wanted = [
+        path
+        for path in units
+        if inner[path]
+        and (
+            len(units) < stages
+            or (weights[path] * 2 * stages > total and _holds_chain(model, path))
+        )
+    ]
+    return max(wanted, key=lambda path: weights[path], default=None)
+
+
+def _holds_chain(model: nn.Module, path: str) -> bool:
+    """Whether a part, itself not a member of a chain, holds one that is worth taking apart."""
+    if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.Sequential | nn.ModuleList):
+        return False
+    module = model.get_submodule(path)
+    return any(_is_chain(inner, count_parameters(module)) for inner in module.modules())
+
+
+def _is_chain(module: nn.Module, whole: int) -> bool:
+    """Whether a module is a list of parts that are modules themselves, or most of a whole of this size."""
+    if not isinstance(module, nn.Sequential | nn.ModuleList):
+        return False
+    members = [child for child in module.children() if count_parameters(child) > 0]
+    if len(members) < 2:
+        return False
+    made_of_parts = all(next(member.children(), None) is not None for member in members)
+    return made_of_parts or (len(members) > 3 and 2 * count_parameters(module) > whole)
+
+
+# ---- stages by path
+
+
+def at_points(model: nn.Module, points: Sequence[str], calls: Sequence[str]) -> list[list[str]]:
+    """The units of each stage, where cuts are before some modules.
+
+    Args:
+        model: the whole model.
+        points: the paths before which to cut.
+        calls: the paths of modules in the order of their calls, as far as it is known.
+    """
+    check_paths(model, points)
+    units = list(parts(model, "")) if not is_sequential(model) else find_units(model, 1)
+    for point in points:
+        units = _opened(model, units, point)
+    units = sort_by(calls, units)
+    starts = [0, *(_first_at(model, units, point) for point in points)]
+    if any(a >= b for a, b in pairwise([*starts, len(units)])):
+        raise PartitionError(
+            f"cuts before {', '.join(points)} leave a stage without modules; the model's order is "
+            f"{', '.join(units)}"
+        )
+    return [units[a:b] for a, b in pairwise([*starts, len(units)])]
+
+
+def sort_by(order: Sequence[str], items: Sequence[str]) -> list[str]:
+    """Items by their first place in an order; one that is not in it stays behind the item before it."""
+    first = {name: index for index, name in reversed(list(enumerate(order)))}
+    places: dict[str, int] = {}
+    latest = -1
+    for item in items:
+        latest = places[item] = first.get(item, latest)
+    return sorted(items, key=places.__getitem__)
+
+
+def _opened(model: nn.Module, units: list[str], point: str) -> list[str]:
+    """The units, where the one that a point lies inside of is taken apart."""
+    while (outer := next((u for u in units if point.startswith(f"{u}.")), None)) is not None:
+        place = units.index(outer)
+        inner = list(parts(model.get_submodule(outer), outer))
+        if not inner:
+            return units
+        units = [*units[:place], *inner, *units[place + 1 :]]
+    return units
+
+
+def _first_at(model: nn.Module, units: list[str], point: str) -> int:
+    """The index of the first unit that stands at a path or after it."""
+    paths = [path for path, _ in model.named_modules() if path]
+    if point not in paths:
+        raise PartitionError(f"{point} is another name of a module that comes earlier; use that")
+    inside = [i for i, unit in enumerate(units) if unit == point or unit.startswith(f"{point}.")]
+    if inside:
+        return inside[0]
+    rest = set(paths[paths.index(point) :])
+    return next((i for i, unit in enumerate(units) if unit in rest), len(units))
+
+
+def in_lists(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The units of each stage, where the modules of each are listed."""
+    check_lists(model, stages)
+    _check_complete(model, stages)
+    return [[unit for path in paths for unit in _units_at(model, path)] for paths in stages]
+
+
+def _check_complete(model: nn.Module, placed: Sequence[Sequence[str]]) -> None:
+    """Check that the modules of the stages are apart from each other, and are all there are."""
+    paths = [path for of in placed for path in of]
+    nested = [p for p in paths if any(p.startswith(f"{other}.") for other in paths)]
+    if nested:
+        raise PartitionError(
+            "stages= names these modules and also a module that contains "
+            f"them: {', '.join(dict.fromkeys(nested))}"
+        )
+    missing = list(_uncovered(model, paths))
+    if missing:
+        shown = ", ".join(missing[:5]) + (" and more" if len(missing) > 5 else "")
+        raise PartitionError(f"in no stage: {shown}; name them, or the modules that hold them")
+
+
+def _uncovered(model: nn.Module, paths: Sequence[str]) -> list[str]:
+    """The largest modules with parameters that no path covers."""
+    covered = {id(m) for path in paths for m in model.get_submodule(path).modules()}
+    missing: list[str] = []
+
+    def look(module: nn.Module, at: str) -> None:
+        for name, child in module.named_children():
+            path = f"{at}{name}"
+            if id(child) in covered or not worthy(child):
+                continue
+            if any(other.startswith(f"{path}.") for other in paths):
+                look(child, f"{path}.")
+            else:
+                missing.append(path)
+
+    look(model, "")
+    return missing
+
+
+def _units_at(model: nn.Module, path: str) -> list[str]:
+    module = model.get_submodule(path)
+    return list(parts(module, path)) if isinstance(module, LISTS) else [path]
+
+
+def loose_parameters(model: nn.Module, units: Iterable[str]) -> dict[str, str]:
+    """The parameters that no unit holds, by every name, each with the unit that the model holds before it."""
+    inside = {id(p) for path in units for p in model.get_submodule(path).parameters()}
+    wanted = set(units)
+    before: dict[str, str] = {}
+    latest = ""
+
+    def look(module: nn.Module, prefix: str) -> None:
+        nonlocal latest
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in inside:
+                before[f"{prefix}{name}"] = latest
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            if f"{prefix}{name}" in wanted:
+                latest = f"{prefix}{name}"
+            else:
+                look(child, f"{prefix}{name}.")
+
+    look(model, "")
+    return before
+

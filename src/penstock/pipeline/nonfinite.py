@@ -1,0 +1,186 @@
+"""Find the first thing in a step that is not finite, by running the step once more with hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.runtime import ActionEvent, Hooks, Report
+from penstock.schedule import Action, Op, Schedule
+from penstock.stage import PipelineStage
+from penstock.values import tensors_in
+
+
+@dataclass(frozen=True)
+class NonFiniteFinding:
+    """The first thing in a step that is not finite; the same on every rank.
+
+    Attributes:
+        stage: the stage that made it; None for weights.
+        rank: the rank of that stage; None for weights.
+        microbatch: the microbatch it was made in; None for weights.
+        action: the action that made it, such as ``"1F2"``.
+        module: the path, in its stage, of the module that made it from finite inputs, if that was in
+            forward.
+        weights: the names of weights and buffers that were not finite before the step; then nothing was run.
+        what: all of this in words.
+    """
+
+    stage: int | None
+    rank: int | None
+    microbatch: int | None
+    action: str
+    module: str
+    weights: tuple[str, ...]
+    what: str
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def find_nonfinite(
+    stages: Sequence[PipelineStage],
+    schedule: Schedule,
+    gather: Callable[[Any], list[Any]],
+    run: Callable[[Hooks], Report],
+) -> NonFiniteFinding | None:
+    """Find the first thing that is not finite.
+
+    Args:
+        stages: those of this process.
+        schedule: of the step.
+        gather: gathers the JSON values of all processes.
+        run: carries out the training step with some hooks.
+
+    Returns:
+        The finding, or None if everything is finite.
+    """
+    names = [
+        name
+        for stage in stages
+        for name, tensor in stage.named_tensors()
+        if not _is_finite([tensor])
+    ]
+    weights = list(dict.fromkeys(name for row in gather(names) for name in row))
+    if weights:
+        what = f"weights are not finite before the step: {', '.join(weights)}"
+        return NonFiniteFinding(None, None, None, "", "", tuple(weights), what)
+    seen = _Seen(schedule.stages)
+    with _untouched(stages), seen.watch_modules(stages):
+        report = run(seen.hooks)
+    seen.add_losses(report.losses)
+    seen.add_weights(stages)
+    rows = [place for row in gather(sorted(seen.places)) for place in row]
+    return _finding(min(rows), schedule) if rows else None
+
+
+_OUTPUT, _LOSS, _GRADIENT, _WEIGHTS = range(4)
+"""What may not be finite, in the order in which a step makes them."""
+
+
+class _Seen:
+    """What is not finite in a step: (kind, microbatch, stages before it, stage, module)."""
+
+    def __init__(self, stages: int) -> None:
+        self.places: list[list[Any]] = []
+        self.hooks = Hooks()
+        self.hooks.add("*", self._before, self._after)
+        self._stages = stages
+        self._action: Action | None = None
+        self._modules: dict[tuple[int, int], str] = {}
+
+    def _before(self, event: ActionEvent) -> None:
+        self._action = event.action
+
+    def _after(self, event: ActionEvent) -> None:
+        action = event.action
+        stage, microbatch = action.stage, action.microbatch or 0
+        if action.op is Op.F and not _is_finite(tensors_in(_plain(event.outputs))):
+            module = self._modules.get((stage, microbatch), "")
+            self.places.append([_OUTPUT, microbatch, stage, stage, module])
+        elif action.op in (Op.I, Op.B) and not _is_finite(tensors_in(list(event.outputs))):
+            self.places.append([_GRADIENT, microbatch, self._stages - stage, stage, ""])
+        self._action = None
+
+    def add_losses(self, losses: Sequence[Tensor]) -> None:
+        """Note the losses of the microbatches, where the last stage is here."""
+        last = self._stages - 1
+        for microbatch, loss in enumerate(losses):
+            if not bool(loss.isfinite()):
+                self.places.append([_LOSS, microbatch, last, last, ""])
+
+    def add_weights(self, stages: Sequence[PipelineStage]) -> None:
+        """Note stages whose weights have gradients that are not finite."""
+        for stage in stages:
+            grads = [p.grad for p in stage.module.parameters() if p.grad is not None]
+            if not _is_finite(grads):
+                self.places.append([_WEIGHTS, 0, self._stages - stage.index, stage.index, ""])
+
+    @contextmanager
+    def watch_modules(self, stages: Sequence[PipelineStage]) -> Iterator[None]:
+        """Note, for each stage and microbatch, the first module with non-finite output of finite inputs."""
+        with ExitStack() as stack:
+            for stage in stages:
+                for path, _, module in stage.parts():
+                    note = self._note(stage.index, path)
+                    stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+            yield
+
+    def _note(self, stage: int, path: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            action = self._action
+            if action is None or action.stage != stage:
+                return
+            place = stage, action.microbatch or 0
+            finite = place in self._modules or _is_finite(tensors_in(_plain(output)))
+            if not finite and _is_finite(tensors_in((_plain(args), kwargs))):
+                self._modules[place] = path or type(module).__name__
+
+        return note
+
+
+def _plain(value: Any) -> Any:
+    """What tensors are looked for in; an output that is no nested value has none."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+@contextmanager
+def _untouched(stages: Sequence[PipelineStage]) -> Iterator[None]:
+    """Restore gradients and buffers afterwards."""
+    parameters = [p for stage in stages for p in stage.module.parameters()]
+    buffers = [b for stage in stages for b in stage.module.buffers()]
+    gradients, values = [p.grad for p in parameters], [b.detach().clone() for b in buffers]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.data.copy_(value)
+
+
+def _is_finite(tensors: Sequence[Tensor]) -> bool:
+    plain = (tensor for tensor in tensors if tensor.is_floating_point() and not tensor.is_meta)
+    return all(bool(torch.isfinite(tensor).all()) for tensor in plain)
+
+
+def _finding(place: list[Any], schedule: Schedule) -> NonFiniteFinding:
+    kind, microbatch, _, stage, module = place
+    rank = schedule.placement.rank_of[stage]
+    action = f"{stage}{'B' if kind in (_GRADIENT, _WEIGHTS) else 'F'}{microbatch}"
+    at = f"stage {stage}, rank {rank}"
+    if kind == _WEIGHTS:
+        what = f"the gradients of the weights of {at} are not finite"
+    else:
+        thing = {_OUTPUT: "output", _LOSS: "loss", _GRADIENT: "gradient of the inputs"}[kind]
+        what = f"the {thing} of microbatch {microbatch} in {at}, action {action}, is not finite"
+    if module:
+        what += f", made by the module {module!r} from finite inputs"
+    return NonFiniteFinding(stage, rank, microbatch, action, module, (), what)

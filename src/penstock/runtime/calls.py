@@ -1,0 +1,419 @@
+"""What the ranks agree on before a step: one word from each, and more only when something is new.
+
+The word of a rank is a number made of what it brings: the shapes of its arguments, whether it has a target,
+whether it trains. If all ranks have brought these numbers before, the call is known. If not, they exchange
+descriptions, and all of them number the new kinds of microbatches alike. A rank that refuses what it was
+given says so in its word; then all ranks refuse the call, and nothing has been sent or changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import (
+    AgreementError,
+    PenstockError,
+    UsageError,
+    error_named,
+    public_name,
+)
+from penstock.faults import versions
+from penstock.runtime.hooks import Hooks
+from penstock.runtime.loss import Loss, Scale
+from penstock.schedule import Schedule
+from penstock.transport import Transport
+from penstock.values import (
+    Batch,
+    Layout,
+    Microbatch,
+    TensorLayout,
+    check_plain,
+    flatten,
+    layout_of,
+    unflatten,
+)
+
+Key = int | str
+"""An argument, by position or name."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the pipeline. Every rank has one; they differ only in what their processes were given.
+
+    Args:
+        batch: what this process was given.
+        loss: how to compute the loss, if there is one.
+        trains: whether gradients are wanted.
+        outputs: whether every rank gets the last stage's outputs.
+        record: whether to note when each action ran.
+        seed: what random numbers are drawn from, (seed, step); None leaves torch's generators as they are.
+        keep: whether the rank of the last stage reports its outputs as they are.
+        hooks: what to call before and after actions, if anything.
+        scale: what else the gradients are scaled by.
+        finite: whether to check that the loss and the gradients are finite.
+        refusal: what is wrong with what this process was given; all ranks hear of it, and none begins.
+    """
+
+    batch: Batch
+    loss: Loss | None = None
+    trains: bool = True
+    outputs: bool = False
+    record: bool = False
+    seed: tuple[int, int] | None = None
+    keep: bool = False
+    hooks: Hooks | None = None
+    scale: Scale | None = None
+    finite: bool = False
+    refusal: PenstockError | None = None
+
+    @property
+    def mode(self) -> str:
+        """What the values that travel depend on besides arguments."""
+        doing = "train" if self.trains else "evaluate"
+        losses = "with" if self.loss else "without"
+        return " ".join([doing, losses, "loss", *autocast_types()])
+
+
+def autocast_types() -> list[str]:
+    """The types that autocast computes in now, by kind of device; empty outside of autocast."""
+    return [
+        f"{kind}:{torch.get_autocast_dtype(kind)}"
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+
+
+# ---- what one rank brings
+
+
+REFUSED = -1
+"""The word of a rank that refuses; all others are at least 0."""
+
+
+class Offer:
+    """What one rank brings to a call.
+
+    Args:
+        call: the call, with as much of the batch as this process was given.
+        traits: what else decides what travels: which parameters of this rank's stages learn.
+
+    Attributes:
+        refusal: what is wrong with what this process was given, if anything.
+    """
+
+    def __init__(self, call: Call, traits: str) -> None:
+        self.refusal = call.refusal
+        self._mode = call.mode
+        self._traits = traits
+        self._batch = call.batch
+        self._parts: list[Microbatch] = []
+        self._kinds: list[int] = []
+        numbers: dict[Any, int] = {}
+        for part in call.batch.parts or ():
+            key = ("kind", part.kind) if part.kind is not None else _shapes(part)
+            if key not in numbers:
+                numbers[key] = len(self._parts)
+                self._parts.append(part)
+            self._kinds.append(numbers[key])
+
+    @cached_property
+    def word(self) -> int:
+        """A number that differs if anything differs; :data:`REFUSED` if something is wrong."""
+        if self.refusal is not None:
+            return REFUSED
+        shapes = [_shapes(part) for part in self._parts]
+        text = repr((self._mode, self._traits, self._facts(), self._kinds, shapes))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 2
+
+    def _facts(self) -> dict[str, Any]:
+        batch = self._batch
+        return {
+            "count": batch.count,
+            "samples": None if batch.samples is None else list(batch.samples),
+            "target": batch.targets is not None,
+            "presplit": None if batch.count is None else batch.presplit,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data for :func:`merge_offers`."""
+        kinds = [
+            [[key, _layout(key, value).describe()] for key, value in _named(part).items()]
+            for part in self._parts
+        ]
+        return {"mode": self._mode, "kinds": kinds, "of": self._kinds, **self._facts()}
+
+
+def _named(part: Microbatch) -> dict[Key, Any]:
+    named: dict[Key, Any] = dict(enumerate(part.args))
+    return named | part.kwargs
+
+
+def _layout(key: Key, value: Any) -> Layout:
+    leaves, tree = flatten(value)
+    check_plain(value, f"argument {key!r}")
+    return Layout(tree, tuple(layout_of(x) if isinstance(x, Tensor) else x for x in leaves))
+
+
+def _shapes(part: Microbatch) -> Any:
+    """What tells microbatches of different kinds apart, quickly."""
+    shapes: list[Any] = []
+    for key, value in _named(part).items():
+        leaves, tree = flatten(value)
+        tensors = [
+            (tuple(x.shape), str(x.dtype), x.stride(), x.requires_grad)
+            if isinstance(x, Tensor)
+            else x
+            for x in leaves
+        ]
+        shapes.append((key, str(tree) if len(leaves) != 1 else "", tuple(map(repr, tensors))))
+    return tuple(shapes)
+
+
+# ---- what all ranks bring together
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """What the model is called with, on all ranks together.
+
+    Args:
+        kinds: of each microbatch, its arguments' layouts, by position or name.
+        descriptions: of each microbatch, the same as a text: equal for microbatches of one kind.
+        samples: how many samples each microbatch holds.
+        passed: for each rank, the arguments that it was passed.
+        targets: for each rank, whether it was passed the target.
+        presplit: whether the user split the batch.
+    """
+
+    kinds: tuple[Mapping[Key, Layout], ...]
+    descriptions: tuple[str, ...]
+    samples: tuple[int, ...]
+    passed: tuple[frozenset[Key], ...]
+    targets: tuple[bool, ...]
+    presplit: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many microbatches there are."""
+        return len(self.kinds)
+
+    @cached_property
+    def names(self) -> tuple[list[Key], list[str]]:
+        """The positions and the names of all arguments."""
+        keys = frozenset().union(*self.passed)
+        positions = [key for key in keys if isinstance(key, int)]
+        return sorted(positions), sorted(key for key in keys if isinstance(key, str))
+
+    def complete(self, rank: int, parts: Sequence[Microbatch] | None) -> Sequence[Microbatch]:
+        """A rank's microbatches, with tensors on the meta device for arguments that it was not passed."""
+        positions, names = self.names
+        if parts is not None and self.passed[rank] >= {*positions, *names}:
+            return parts
+        mine = parts or [Microbatch((), {}, 0)] * self.count
+        return [
+            _complete(part, kind, samples)
+            for part, kind, samples in zip(mine, self.kinds, self.samples, strict=True)
+        ]
+
+
+def _complete(part: Microbatch, kind: Mapping[Key, Layout], samples: int) -> Microbatch:
+    passed = _named(part)
+    full = {key: passed[key] if key in passed else _placeholder(of) for key, of in kind.items()}
+    positions = sorted(key for key in full if isinstance(key, int))
+    kwargs = {key: value for key, value in full.items() if isinstance(key, str)}
+    return Microbatch(tuple(full[p] for p in positions), kwargs, samples, part.kind, part.local)
+
+
+def _placeholder(layout: Layout) -> Any:
+    leaves = [
+        x.empty(torch.device("meta")).requires_grad_(x.learns) if isinstance(x, TensorLayout) else x
+        for x in layout.leaves
+    ]
+    return unflatten(leaves, layout.tree)
+
+
+def merge_offers(offers: Sequence[Mapping[str, Any]]) -> ModelCall:
+    """Put together what the ranks brought. The result is the same on every rank, and so are errors.
+
+    Args:
+        offers: each rank's :meth:`Offer.describe`, in rank order.
+
+    Raises:
+        AgreementError: ranks differ in what more than one was passed.
+        UsageError: something is missing on all ranks.
+    """
+    mode = _check_equal(offers, "mode", "what they do")
+    count = _check_equal(offers, "count", "the number of microbatches")
+    samples = _check_equal(offers, "samples", "the samples of the microbatches")
+    if count is None or not any(offer["kinds"] for offer in offers):
+        name = next(method for start, method in _METHODS.items() if mode.startswith(start))
+        raise UsageError(
+            f"{name}() was given no batch; call it with the model's arguments, at least on the rank of the "
+            "first stage. A Pipeline has no train() mode: step trains, and eval and predict evaluate"
+        )
+    texts = [_merge_kinds(offers, microbatch) for microbatch in range(count)]
+    layouts: dict[str, dict[Key, Layout]] = {}
+    for text in texts:
+        if text not in layouts:
+            layouts[text] = {key: Layout.read(of) for key, of in json.loads(text)}
+            _check_positions(layouts[text])
+    passed = tuple(frozenset(key for key, _ in _first_kind(offer)) for offer in offers)
+    return ModelCall(
+        tuple(layouts[text] for text in texts),
+        tuple(f"{mode} {text}" for text in texts),
+        tuple(samples or [0] * count),
+        passed,
+        tuple(bool(offer["target"]) for offer in offers),
+        bool(_check_equal(offers, "presplit", "whether the batch is split already")),
+    )
+
+
+_METHODS = {"train": "step", "evaluate with loss": "eval", "evaluate": "predict"}
+"""The method that the user called, by how the mode begins."""
+
+
+def _first_kind(offer: Mapping[str, Any]) -> list[Any]:
+    kinds: list[list[Any]] = offer["kinds"]
+    return kinds[0] if kinds else []
+
+
+def _check_equal(offers: Sequence[Mapping[str, Any]], key: str, what: str) -> Any:
+    """The value of those ranks that have one, which must all be equal."""
+    values = {rank: offer[key] for rank, offer in enumerate(offers) if offer[key] is not None}
+    if len({json.dumps(value) for value in values.values()}) > 1:
+        listed = "; ".join(f"rank {rank}: {value}" for rank, value in values.items())
+        raise AgreementError(f"ranks differ in {what}: {listed}")
+    return next(iter(values.values()), None)
+
+
+def _merge_kinds(offers: Sequence[Mapping[str, Any]], microbatch: int) -> str:
+    """The layouts of a microbatch's arguments on all ranks together, as JSON."""
+    merged: dict[Key, tuple[int, Any]] = {}
+    for rank, offer in enumerate(offers):
+        kind = offer["of"][microbatch] if offer["of"] else -1
+        for key, layout in offer["kinds"][kind] if kind >= 0 else ():
+            first, other = merged.setdefault(key, (rank, layout))
+            if other != layout:
+                shown = [", ".join(map(str, Layout.read(x).leaves)) for x in (other, layout)]
+                raise AgreementError(
+                    f"ranks were called with different shapes: argument {key!r} of microbatch {microbatch} "
+                    f"is {shown[0]} on rank {first} and {shown[1]} on rank {rank}; pass every rank the same "
+                    "batch"
+                )
+    return json.dumps([[key, layout] for key, (_, layout) in merged.items()])
+
+
+def _check_positions(layouts: Mapping[Key, Layout]) -> None:
+    positions = sorted(key for key in layouts if isinstance(key, int))
+    if positions != list(range(len(positions))):
+        raise UsageError(
+            f"arguments {positions} were passed by position, but the arguments before them are missing on "
+            "all ranks"
+        )
+
+
+def raise_refusals(transport: Transport | None, refusal: PenstockError | None) -> None:
+    """Raise the error of the first rank that refuses, on every rank."""
+    if transport is None:
+        assert refusal is not None
+        raise refusal
+    mine = None if refusal is None else [public_name(type(refusal)), str(refusal)]
+    reasons = transport.exchange(mine)
+    if refusal is not None and all(reason == mine for reason in reasons):
+        raise refusal
+    first = next(rank for rank, reason in enumerate(reasons) if reason is not None)
+    name, text = reasons[first]
+    here = refusal if first == transport.rank else None
+    error = (error_named(name) if here is None else type(here))(f"rank {first}: {text}")
+    error.rank = first
+    raise error from (None if here is None else here.__cause__)
+
+
+# ---- when a pipeline is made: that all ranks run the same plan
+
+
+def check_plans(
+    transport: Transport, schedule: Schedule, details: Mapping[str, str] | None = None
+) -> None:
+    """Check that all ranks run the same schedule of the same model with the same versions.
+
+    Args:
+        transport: the rank's end.
+        schedule: of a training step.
+        details: what else must be the same on every rank, by name.
+
+    Raises:
+        AgreementError: they do not; the message lists which rank has what.
+    """
+    mine = {
+        "schedule": f"{schedule.name} {_digest(str(schedule))}",
+        "microbatches": str(schedule.microbatches),
+        **versions(),
+        "precision": " ".join([str(torch.get_default_dtype()), *autocast_types()]),
+        **(details or {}),
+    }
+    differing = differences(transport.exchange(mine))
+    if differing:
+        raise AgreementError(
+            f"ranks differ in {'; in '.join(differing)}; give every rank the same code, settings and versions"
+        )
+
+
+def differences(plans: Sequence[Mapping[str, str]]) -> list[str]:
+    """The differences between the ranks' plans, as texts that say which ranks have what."""
+    names = dict.fromkeys(name for plan in plans for name in plan)
+    return [text for name in names if (text := _difference(name, plans))]
+
+
+def _difference(name: str, plans: Sequence[Mapping[str, str]]) -> str:
+    holders: dict[str, list[int]] = {}
+    for rank, plan in enumerate(plans):
+        holders.setdefault(plan.get(name, "none"), []).append(rank)
+    if len(holders) == 1:
+        return ""
+    listed = (
+        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        for value, ranks in holders.items()
+    )
+    return f"{name}: {', '.join(listed)}"
+
+
+def describe_stages(modules: Sequence[nn.Module]) -> dict[str, str]:
+    """For each stage, a text that is equal exactly if its tensors have the same names, shapes and types."""
+    return {f"stage {index}": _described(module) for index, module in enumerate(modules)}
+
+
+def _described(module: nn.Module) -> str:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+    return f"{len(lines)} tensors {_digest(chr(10).join(lines))}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@dataclass
+class Agreement:
+    """All that was agreed on for calls of which every rank brings the same.
+
+    Attributes:
+        model_call: what the model is called with.
+        kinds: the number of each microbatch's kind, the same on every rank.
+        plans: what the partition planned for each microbatch.
+        program: what this process does; made when it is first needed.
+    """
+
+    model_call: ModelCall
+    kinds: tuple[int, ...]
+    plans: tuple[Any, ...]
+    program: Any = field(repr=False, default=None)

@@ -1,0 +1,142 @@
+"""What looks on while a step runs: the user's hooks on actions, and a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from penstock.errors import StageError, UsageError
+from penstock.schedule import Action, Span, matching
+
+
+@dataclass(frozen=True)
+class ActionEvent:
+    """An action that is about to run, or has run. A hook may look at what it shows, but must not change it.
+
+    Attributes:
+        action: the action.
+        rank: the rank that runs it.
+        module: its stage's module.
+        inputs: for F, ``(args, kwargs)``; for B and I, the gradients of the stage's outputs, one or
+            ``None`` for each tensor; for a send, its tensors; else ``None``.
+        outputs: for F, the module's output; for B and I, the gradients of the inputs; for a receive, the
+            tensors that arrived. ``None`` before the action, and for all other actions.
+    """
+
+    action: Action
+    rank: int
+    module: nn.Module
+    inputs: Any = None
+    outputs: Any = None
+
+
+ActionHook = Callable[[ActionEvent], object]
+"""A function that is called before or after an action."""
+Which = str | Callable[[Action], bool]
+"""Which actions are meant: a pattern, or a function of an Action."""
+
+
+class _Hook(NamedTuple):
+    which: Which
+    matches: Callable[[Action], bool]
+    before: ActionHook | None
+    after: ActionHook | None
+
+
+class HookHandle:
+    """Removes what one call of ``on`` or ``on_step`` has added."""
+
+    def __init__(self, hooks: dict[HookHandle, Any]) -> None:
+        self._hooks = hooks
+
+    def remove(self) -> None:
+        """Remove it; a second time does nothing."""
+        self._hooks.pop(self, None)
+
+    def __enter__(self) -> HookHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class Hooks:
+    """The hooks of a pipeline, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._hooks: dict[HookHandle, _Hook] = {}
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+    def add(self, which: Which, before: ActionHook | None, after: ActionHook | None) -> HookHandle:
+        """Call functions before and after some actions.
+
+        Raises:
+            UsageError: neither function was passed, or something that cannot be called.
+            ScheduleError: ``which`` is a string, but not a valid pattern.
+        """
+        functions = [function for function in (before, after) if function is not None]
+        if not functions or not all(map(callable, functions)):
+            raise UsageError("a hook needs before= or after=, or both: functions of an ActionEvent")
+        if not isinstance(which, str) and not callable(which):
+            raise UsageError(
+                f"{which!r}: actions are named by a pattern or by a function of an Action"
+            )
+        handle = HookHandle(self._hooks)
+        matches = matching(which) if isinstance(which, str) else which
+        self._hooks[handle] = _Hook(which, matches, before, after)
+        return handle
+
+    def call(self, when: str, event: ActionEvent) -> None:
+        """An action is about to run (``"before"``), or has run (``"after"``).
+
+        Raises:
+            StageError: a hook raised.
+        """
+        for hook in tuple(self._hooks.values()):
+            function = hook.before if when == "before" else hook.after
+            if function is None:
+                continue
+            try:
+                if hook.matches(event.action):
+                    function(event)
+            except Exception as error:
+                raise StageError(
+                    f"the hook {when} {hook.which!r} raised {type(error).__name__}: {error}"
+                ) from error
+
+
+class Recorder:
+    """Notes the start and end of actions, in seconds since it was made.
+
+    On an accelerator the device is synchronised before each reading, so that a span measures the work
+    itself and not its launch. This slows a recorded step down.
+
+    Args:
+        device: where the actions run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.spans: list[Span] = []
+        self._synchronises = device.type != "cpu"
+        self._origin = self._now()
+        self._start = 0.0
+
+    def start(self) -> None:
+        """An action begins."""
+        self._start = self._now() - self._origin
+
+    def stop(self, rank: int, action: Action) -> None:
+        """The action ends."""
+        self.spans.append(Span(rank, action, self._start, self._now() - self._origin))
+
+    def _now(self) -> float:
+        if self._synchronises:
+            torch.accelerator.synchronize()
+        return perf_counter()

@@ -1,0 +1,794 @@
+"""The interpreter of a program: a loop over a rank's actions that calls one short method for each.
+
+What passes between the stages of this process lies in a store, by the edge's name and the microbatch; the
+last use of a value frees it. In one process all ranks' actions run in one order that respects every
+dependency (:func:`penstock.schedule.merged`), and the store is all there is. Between processes, SEND and RECV
+move what lies in the store. The first message of a kind tells its layout; later ones are received ahead.
+
+A *kind* is what a microbatch's arguments look like: all microbatches of a kind send values of one layout.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from penstock.errors import MessageError, PenstockError, SpecError, StageError
+from penstock.faults import failing_module
+from penstock.parallel import Adapter, gathered, put_together, replicated, settled, take_apart
+from penstock.rng import Draws
+from penstock.runtime.hooks import ActionEvent, Hooks, Recorder
+from penstock.runtime.loss import Loss, Losses, Weights, zero_loss
+from penstock.runtime.result import Tally
+from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
+from penstock.schedule.action import MESSAGE_OPS, RECV_OPS
+from penstock.stage import PipelineStage, StageCall, enter
+from penstock.transport import FIRST_TAG, Arrival, Transport
+from penstock.values import (
+    Layout,
+    Microbatch,
+    TensorLayout,
+    check_plain,
+    flatten,
+    layout_of,
+    map_tensors,
+    restrided,
+    tensors_in,
+    unflatten,
+)
+
+Grads = Sequence[Tensor | None]
+_FORWARD, _BACKWARD = 0, 1
+
+
+class Wire(NamedTuple):
+    """What the messages of an op, a stage and a peer stage carry, and between which ranks.
+
+    Attributes:
+        peer: the rank at the other end.
+        channel: (source rank, target rank, direction).
+        number: tells apart all wires of a schedule; a message's tag is made of it and its kind.
+        edges: the edges whose values travel; for gradients each with one stage that owes them.
+    """
+
+    peer: int
+    channel: tuple[int, int, int]
+    number: int
+    edges: tuple[tuple[Edge, int], ...]
+
+
+class Instruction(NamedTuple):
+    """An action, and the messages that must be here before it."""
+
+    action: Action
+    needs: tuple[Action, ...]
+
+
+class Program:
+    """What this process does in a step: the actions of its rank, or of all ranks in one order.
+
+    Args:
+        schedule: with its messages spelled out.
+        rank: which rank this process is; None if it is all of them.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int | None) -> None:
+        self.schedule = schedule
+        self._rank = rank
+        stages = range(schedule.stages)
+        self.inputs = [tuple(e for e in schedule.edges if s in e.targets) for s in stages]
+        self.outputs = [tuple(e for e in schedule.edges if e.source == s) for s in stages]
+        self.learned = [tuple(e for e in edges if e.gradient) for edges in self.outputs]
+        self._wires: dict[tuple[Op, int, int], Wire] = {}
+        rule = Dependencies(schedule)
+        actions = merged(schedule) if rank is None else schedule.actions(rank)
+        self.instructions = [
+            Instruction(a, () if rank is None else tuple(rule.receives(a))) for a in actions
+        ]
+        self.uses = {edge.value: self._count_uses(edge) for edge in schedule.edges}
+        rank_of = schedule.placement.rank_of
+        self.local = {e.value for e in schedule.edges if rank is None or rank_of[e.source] == rank}
+        """The values that are made here, whose makers may still use their memory."""
+
+    def _count_uses(self, edge: Edge) -> int:
+        """How often a value is read here: by the stages that use it, and by the messages that carry it."""
+        if self._rank is None:
+            return len(edge.targets)
+        rank_of = self.schedule.placement.rank_of
+        users = [rank_of[target] for target in edge.targets]
+        sends = set(users) - {self._rank} if rank_of[edge.source] == self._rank else ()
+        return users.count(self._rank) + len(sends)
+
+    def wire(self, action: Action) -> Wire:
+        """The wire of a message."""
+        key = action.op, action.stage, action.peer_stage
+        wire = self._wires.get(key)
+        if wire is None:
+            wire = self._wires[key] = self._make_wire(action)
+        return wire
+
+    def _make_wire(self, action: Action) -> Wire:
+        schedule, rank_of = self.schedule, self.schedule.placement.rank_of
+        home, peer = rank_of[action.stage], rank_of[action.peer_stage]
+        sends = action.op in (Op.SEND_F, Op.SEND_B)
+        direction = _FORWARD if action.op in (Op.SEND_F, Op.RECV_F) else _BACKWARD
+        source, carrier = sorted((action.stage, action.peer_stage))
+        edges: list[tuple[Edge, int]] = []
+        for edge in self.outputs[source]:
+            users = [target for target in edge.targets if rank_of[target] == rank_of[carrier]]
+            if direction == _FORWARD and users:
+                edges.append((edge, carrier))
+            elif direction == _BACKWARD and edge.gradient:
+                # One by one rather than summed, so that all gradients of a value are added in one order.
+                edges += [(edge, user) for user in users]
+        number = (source * schedule.stages + carrier) * 2 + direction
+        channel = (home, peer, direction) if sends else (peer, home, direction)
+        return Wire(peer, channel, number, tuple(edges))
+
+    @property
+    def channels(self) -> list[tuple[int, int, int]]:
+        """The channels that this schedule's messages use on any rank, in an order all ranks share."""
+        wires = (
+            self.wire(action).channel
+            for rank in range(self.schedule.ranks)
+            for action in self.schedule.actions(rank)
+            if action.op in MESSAGE_OPS
+        )
+        return sorted(set(wires))
+
+
+@dataclass
+class StepData:
+    """What one call brings to the interpreter.
+
+    Args:
+        parts: the arguments of each microbatch, complete with placeholders for what is not here.
+        kinds: the number of each microbatch's kind.
+        plans: what the partition planned for each microbatch, if it plans.
+        loss: how the loss is computed, if it is.
+        targets: of the microbatches.
+        weights: how much each microbatch counts.
+        tally: adds up losses and metrics.
+        seed: seeds the draws of the step (seed, step); None leaves the generators alone.
+        keeps_outputs: whether to keep the last stage's outputs.
+        trains: whether gradients are wanted.
+        recorder: notes when actions ran.
+        hooks: the user's hooks.
+        adapters: of replicated and sharded stages.
+    """
+
+    parts: Sequence[Microbatch]
+    kinds: Sequence[int]
+    plans: Sequence[Any]
+    loss: Loss | None
+    targets: Sequence[Any]
+    weights: Weights
+    tally: Tally
+    seed: tuple[int, int] | None = None
+    keeps_outputs: bool = False
+    trains: bool = True
+    recorder: Recorder | None = None
+    hooks: Hooks | None = None
+    adapters: Mapping[int, Adapter] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    batch_gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+class Interpreter:
+    """Runs programs for the stages of this process.
+
+    Args:
+        stages: by index: all of them, or those of this rank.
+        transport: this rank's end; None if all ranks share this process.
+        takes: for stages that are called plainly, the names of their arguments; see :meth:`_arguments`.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, PipelineStage], transport: Transport | None, takes: Takes
+    ) -> None:
+        self.stages = stages
+        self._transport = transport
+        self._takes = takes
+        self._layouts: dict[tuple[int, int], Layout] = {}
+        self._added = Losses()
+        self._methods: dict[Op, Callable[[Action], None]] = {
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.I: self._backward_input,
+            Op.W: self._backward_weight,
+            Op.SEND_F: self._send_values,
+            Op.SEND_B: self._send_gradients,
+            Op.RECV_F: self._receive,
+            Op.RECV_B: self._receive,
+            Op.WAIT_SEND_F: self._wait_send,
+            Op.WAIT_SEND_B: self._wait_send,
+            Op.UNSHARD: lambda action: self._adapt(action, "unshard"),
+            Op.RESHARD: lambda action: self._adapt(action, "reshard"),
+            Op.REDUCE_GRAD: lambda action: self._adapt(action, "reduce"),
+        }
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty the store; an interrupted step leaves values in it."""
+        self._values: dict[tuple[str, int], Any] = {}
+        self._reads: dict[tuple[str, int], int] = {}
+        self._gradients: defaultdict[tuple[str, int], dict[int, Grads]] = defaultdict(dict)
+        self._learners: dict[tuple[str, int], int] = {}
+        self._entered: dict[tuple[int, int], list[int]] = {}
+        self._seeds: dict[int, Tensor] = {}
+        self._arriving: dict[Action, Arrival | None] = {}
+        self._queued: defaultdict[tuple[int, int, int], deque[Action]] = defaultdict(deque)
+
+    def run(self, program: Program, data: StepData) -> None:
+        """Run a step, or an evaluation.
+
+        Raises:
+            StageError: the code of a stage, of the loss or of a hook raised.
+            MessageError: a message could not be carried.
+        """
+        self._program, self._data = program, data
+        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # it has no public name
+        watched = profiled or data.recorder is not None or data.hooks is not None
+        run = self._run_watched if watched else self._run
+        methods, transport = self._methods, self._transport
+        action = None
+        try:
+            with self._added:
+                for action, needs in program.instructions:
+                    if transport is not None:
+                        transport.activity.act(action)
+                        transport.watch.check()
+                        for message in needs:
+                            if message in self._arriving:
+                                self._take(message)
+                    run(methods[action.op], action)
+                action = None
+            if transport is not None:
+                transport.settle()
+                self._check_taken()
+        except Exception as error:
+            self.clear()
+            for stage in self.stages.values():
+                stage.clear()
+            self._raise_named(error, action)
+
+    def _run(self, method: Callable[[Action], None], action: Action) -> None:
+        method(action)
+
+    def _run_watched(self, method: Callable[[Action], None], action: Action) -> None:
+        """Run an action with what looks on: hooks, the clock and the profiler."""
+        data = self._data
+        self._seen: tuple[Any, Any] = (None, None)
+        if action.op not in (Op.F, Op.B, Op.I, Op.SEND_F, Op.SEND_B):
+            self._call_hooks("before", action)
+        if data.recorder is not None:
+            data.recorder.start()
+        with record_function(str(action)):
+            method(action)
+        if data.recorder is not None:
+            data.recorder.stop(self._rank_of(action), action)
+        if action.op not in RECV_OPS:
+            self._call_hooks("after", action)
+        self._seen = (None, None)
+
+    def _look(self, action: Action, inputs: Any) -> None:
+        """Show hooks what an action is about to work on."""
+        self._seen = (inputs, None)
+        self._call_hooks("before", action)
+
+    def _call_hooks(self, when: str, action: Action) -> None:
+        hooks = self._data.hooks
+        if hooks is not None:
+            inputs, outputs = self._seen
+            module = self.stages[action.stage].module
+            hooks.call(when, ActionEvent(action, self._rank_of(action), module, inputs, outputs))
+
+    def _rank_of(self, action: Action) -> int:
+        return self._program.schedule.placement.rank_of[action.stage]
+
+    def _raise_named(self, error: Exception, action: Action | None) -> NoReturn:
+        """Raise an error again with the place where it happened."""
+        if action is None:
+            raise error
+        rank = self._rank_of(action)
+        at = f"rank {rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
+        if isinstance(error, StageError):
+            raise _of_rank(StageError(f"{at}: {error}"), rank) from error.__cause__
+        if isinstance(error, PenstockError):
+            error.add_note(f"on rank {rank}, in {action}")
+            raise error
+        if action.op in MESSAGE_OPS and isinstance(error, RuntimeError):
+            # A process group raises this for a peer that is gone.
+            raise MessageError(f"rank {rank}, {action}: {error}") from error
+        module = failing_module(error)
+        where = f"{at}, module {module}" if module else at
+        failure = StageError(f"{where}: {type(error).__name__}: {error}")
+        raise _of_rank(failure, rank) from error
+
+    # ---- forward
+
+    def _forward(self, action: Action) -> None:
+        index, microbatch = action.stage, action.microbatch or 0
+        data, stage = self._data, self.stages[index]
+        leaves: list[Tensor] = []
+        counts: list[int] = []
+        args, kwargs = self._arguments(stage, microbatch, leaves, counts)
+        call = None
+        if data.seed is not None:
+            draws = Draws(*data.seed, microbatch, stage.device)
+        if stage.planned:
+            seeded = None if data.seed is None else draws
+            call = StageCall(data.plans[microbatch], microbatch, seeded)
+        elif data.seed is not None:
+            draws.enter(f"stage {index}", 0)
+        if data.hooks is not None:
+            self._look(action, (args, kwargs))
+        self._entered[index, microbatch] = counts
+        output = stage.run(
+            microbatch,
+            args,
+            kwargs,
+            leaves,
+            lambda output: self._finish_forward(stage, microbatch, output),
+            call,
+        )
+        if data.hooks is not None:
+            self._seen = (self._seen[0], output)
+
+    def _arguments(
+        self, stage: PipelineStage, microbatch: int, leaves: list[Tensor], counts: list[int]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """What a stage's module is called with: values of other stages, and arguments of the model.
+
+        Args:
+            stage: the stage.
+            microbatch: the microbatch.
+            leaves: gets a leaf for each tensor that requires grad.
+            counts: gets, for each edge, how many leaves there are after it.
+        """
+        edges = self._program.inputs[stage.index]
+        values = {}
+        for edge in edges:
+            value, copies = self._read(edge.value, microbatch)
+            values[edge.value] = enter(value, leaves, copies=copies)
+            counts.append(len(leaves))
+        part = self._data.parts[microbatch]
+        if stage.planned:
+            args = [values, *[enter(value, leaves, copies=True) for value in part.args]]
+            kwargs = {n: enter(x, leaves, copies=True) for n, x in part.kwargs.items()}
+            return args, {**kwargs, **part.local} if part.local else kwargs
+        kwargs = {}
+        if part.kwargs:
+            names = self._takes.names(stage.index, part.kwargs, first=not edges)
+            kwargs = {name: enter(part.kwargs[name], leaves, copies=True) for name in names}
+        if part.local:
+            kwargs |= part.local
+        if not edges:
+            return [enter(value, leaves, copies=True) for value in part.args], kwargs
+        if len(edges) > 1:
+            return (), values | kwargs
+        value = values[edges[0].value]
+        return value if type(value) in stage.spread else (value,), kwargs
+
+    def _read(self, name: str, microbatch: int) -> tuple[Any, bool]:
+        """A value of the store, and whether somebody else holds it too; the last read frees it."""
+        key = name, microbatch
+        left = self._reads[key] - 1
+        if left:
+            self._reads[key] = left
+            return self._values[key], True
+        del self._reads[key]
+        return self._values.pop(key), name in self._program.local
+
+    def _store(self, name: str, microbatch: int, value: Any) -> None:
+        uses = self._program.uses[name]
+        if uses:
+            self._values[name, microbatch] = value
+            self._reads[name, microbatch] = uses
+
+    def _finish_forward(self, stage: PipelineStage, microbatch: int, output: Any) -> list[Tensor]:
+        """Put a stage's values into the store, and give back what its backward starts from."""
+        index, edges = stage.index, self._program.outputs[stage.index]
+        if stage.planned:
+            output, values = output
+        else:
+            values = _values_of(edges, output) if edges else {}
+        roots: list[Tensor] = []
+        for edge in edges:
+            value = values[edge.value]
+            self._store(edge.value, microbatch, value)
+            if edge.gradient and self._data.trains:
+                learners = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+                self._learners[edge.value, microbatch] = len(learners)
+                roots += learners
+        if stage.is_last:
+            if self._data.keeps_outputs:
+                self._data.outputs[microbatch] = map_tensors(output, Tensor.detach)
+            roots += self._loss_of(index, microbatch, output)
+        elif len(self._added):
+            roots += self._added_loss(index, microbatch)
+        return roots
+
+    def _loss_of(self, stage: int, microbatch: int, output: Any) -> list[Tensor]:
+        """The loss of a microbatch, scaled by its weight when its backward starts."""
+        data = self._data
+        if data.loss is None:
+            return []
+        if data.weights.shares[microbatch]:
+            if data.seed is not None:
+                Draws(*data.seed, microbatch, self.stages[stage].device).enter("loss", 0)
+            target = _saveable(data.targets[microbatch])
+            loss = replicated(data.loss.of_microbatch(output, target))
+            if data.loss.metrics:
+                data.tally.measure(microbatch, stage, output, target)
+        else:
+            # A microbatch of weight 0: a mean over nothing is NaN, and so is its gradient.
+            loss = replicated(zero_loss(output))
+        data.tally.add_main(microbatch, stage, loss)
+        # Backward starts from the whole loss as a plain tensor, with a plain seed.
+        loss = gathered(loss)
+        if len(self._added):
+            data.tally.add_losses(microbatch, stage, self._added)
+            loss = loss + self._added.total()
+            self._added.clear()
+        return self._seeded(stage, microbatch, loss)
+
+    def _added_loss(self, stage: int, microbatch: int) -> list[Tensor]:
+        """The losses that a stage in the middle has added, as one more root of its backward."""
+        self._data.tally.add_losses(microbatch, stage, self._added)
+        loss = self._added.total()
+        self._added.clear()
+        return self._seeded(stage, microbatch, loss)
+
+    def _seeded(self, stage: int, microbatch: int, loss: Tensor) -> list[Tensor]:
+        if not loss.requires_grad:
+            return []
+        seed = torch.full_like(loss.detach(), self._data.weights.seeds[microbatch])
+        self._gradients[f"loss of {stage}", microbatch][stage] = (seed,)
+        return [loss]
+
+    # ---- backward
+
+    def _owed(self, stage: int, microbatch: int) -> list[Tensor | None]:
+        """The gradients of a stage's roots: of its values, each the sum over its users, and of the loss."""
+        gradients: list[Tensor | None] = []
+        for edge in self._program.learned[stage]:
+            key = edge.value, microbatch
+            by_user = self._gradients.pop(key, None)
+            learners = self._learners.pop(key)
+            if by_user is None:
+                gradients += [None] * learners
+            elif len(by_user) == 1:
+                gradients += next(iter(by_user.values()))
+            else:
+                users = sorted(by_user, reverse=True)
+                gradients += [_sum(column) for column in zip(*[by_user[u] for u in users], strict=True)]
+        loss = self._gradients.pop((f"loss of {stage}", microbatch), None)
+        if loss is not None:
+            gradients += loss[stage]
+        return gradients
+
+    def _backward(self, action: Action) -> None:
+        index, microbatch = action.stage, action.microbatch or 0
+        self._run_backward(action, self.stages[index].backward)
+        self._end_microbatch(index, microbatch)
+
+    def _backward_input(self, action: Action) -> None:
+        self._run_backward(action, self.stages[action.stage].backward_input)
+
+    def _run_backward(self, action: Action, half: Callable[[int, Grads | None], Grads]) -> None:
+        index, microbatch = action.stage, action.microbatch or 0
+        owed = self._owed(index, microbatch)
+        if self._data.hooks is not None:
+            self._look(action, owed)
+        gradients = half(microbatch, owed)
+        if self._data.hooks is not None:
+            self._seen = (owed, gradients)
+        start = 0
+        counts = self._entered.pop((index, microbatch))
+        for edge, end in zip(self._program.inputs[index], counts, strict=True):
+            if edge.gradient:
+                self._gradients[edge.value, microbatch][index] = gradients[start:end]
+            start = end
+        if start < len(gradients):
+            self._keep_batch_gradients(index, microbatch, gradients[start:])
+
+    def _keep_batch_gradients(self, stage: int, microbatch: int, gradients: Grads) -> None:
+        """Note the gradients of the batch's own tensors, for those that require grad."""
+        part = self._data.parts[microbatch]
+        plain = not self.stages[stage].planned
+        args = () if plain and self._program.inputs[stage] else part.args
+        names: Sequence[str] = list(part.kwargs)
+        if plain:
+            names = self._takes.names(stage, part.kwargs, first=not self._program.inputs[stage])
+        passed = [*args, *(part.kwargs[name] for name in names)]
+        learners = [tensor for tensor in tensors_in(passed) if tensor.requires_grad]
+        for tensor, gradient in zip(learners, gradients, strict=True):
+            if gradient is not None:
+                self._data.batch_gradients.append((tensor, gradient))
+
+    def _backward_weight(self, action: Action) -> None:
+        index, microbatch = action.stage, action.microbatch or 0
+        self.stages[index].backward_weight(microbatch)
+        self._end_microbatch(index, microbatch)
+
+    def _end_microbatch(self, stage: int, microbatch: int) -> None:
+        """The weights of a stage have a microbatch's gradients."""
+        if self._data.adapters and stage in self._data.adapters:
+            self._data.adapters[stage].done(microbatch)
+
+    # ---- messages
+
+    def _send_values(self, action: Action) -> None:
+        wire, microbatch = self._program.wire(action), action.microbatch or 0
+        values = [self._read(edge.value, microbatch)[0] for edge, _ in wire.edges]
+        if self._data.hooks is not None:
+            self._look(action, tensors_in(values))
+        payload = values[0] if len(values) == 1 else values
+        self._send(action, wire, *flatten(payload))
+
+    def _send_gradients(self, action: Action) -> None:
+        wire, microbatch = self._program.wire(action), action.microbatch or 0
+        gradients: list[Tensor | None] = []
+        for edge, user in wire.edges:
+            by_user = self._gradients[edge.value, microbatch]
+            gradients += by_user.pop(user)
+            if not by_user:
+                del self._gradients[edge.value, microbatch]
+        if self._data.hooks is not None:
+            self._look(action, gradients)
+        self._send(action, wire, gradients, None)
+
+    def _send(self, action: Action, wire: Wire, leaves: Sequence[Any], tree: Any) -> None:
+        assert self._transport is not None
+        kind = self._data.kinds[action.microbatch or 0]
+        layout = self._layouts.get((wire.number, kind))
+        tag = self._tag(wire, kind)
+        if layout is None:
+            layout = self._describe(action, leaves, tree)
+            self._layouts[wire.number, kind] = layout
+            self._transport.describe(wire.peer, tag, layout.describe())
+        tensors = _checked(action, leaves, layout)
+        if tensors:
+            self._transport.send(wire.peer, tag, tensors, wire.channel[2])
+
+    def _describe(self, action: Action, leaves: Sequence[Any], tree: Any) -> Layout:
+        """The layout of the first message of a kind."""
+        if tree is not None:
+            check_plain(unflatten(list(leaves), tree), f"{action}: what stage {action.stage} returned")
+        forward = tree is not None
+        return Layout(
+            flatten([0])[1] if tree is None else tree,
+            tuple(_layout(leaf, forward=forward) for leaf in leaves),
+        )
+
+    def _tag(self, wire: Wire, kind: int) -> int:
+        return FIRST_TAG + kind * 2 * self._program.schedule.stages**2 + wire.number
+
+    def _receive(self, action: Action) -> None:
+        """Start to receive, if it is known what; otherwise when the first message of the kind has told it."""
+        wire = self._program.wire(action)
+        queue = self._queued[wire.channel]
+        known = (wire.number, self._data.kinds[action.microbatch or 0]) in self._layouts
+        self._arriving[action] = None
+        if known and not queue:
+            self._post(action, wire)
+        else:
+            queue.append(action)
+
+    def _post(self, action: Action, wire: Wire) -> None:
+        assert self._transport is not None
+        kind = self._data.kinds[action.microbatch or 0]
+        layout = self._layouts[wire.number, kind]
+        self._arriving[action] = self._transport.post(
+            wire.peer, self._tag(wire, kind), layout.tensors, wire.channel[2]
+        ) if layout.tensors else None
+
+    def _take(self, action: Action) -> None:
+        """Wait for a message, and put what it brings into the store."""
+        transport, wire = self._transport, self._program.wire(action)
+        assert transport is not None
+        microbatch = action.microbatch or 0
+        transport.activity.wait(str(action), wire.peer)
+        queue = self._queued[wire.channel]
+        # Messages of a channel are posted in their order, also where an earlier one was not known.
+        while action in queue:
+            first = queue.popleft()
+            first_wire = self._program.wire(first)
+            kind = self._data.kinds[first.microbatch or 0]
+            if (first_wire.number, kind) not in self._layouts:
+                text = transport.described(first_wire.peer, self._tag(first_wire, kind))
+                self._layouts[first_wire.number, kind] = Layout.read(text)
+            self._post(first, first_wire)
+        arrival = self._arriving.pop(action)
+        layout = self._layouts[wire.number, self._data.kinds[microbatch]]
+        arrived = iter(arrival.take() if arrival is not None else ())
+        leaves = [
+            _rebuilt(next(arrived), leaf) if isinstance(leaf, TensorLayout) else leaf
+            for leaf in layout.leaves
+        ]
+        if action.op is Op.RECV_F:
+            self._store_arrived(wire, microbatch, unflatten(leaves, layout.tree))
+        else:
+            self._store_gradients(wire, microbatch, leaves)
+        if self._data.hooks is not None:
+            self._seen = (None, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            self._call_hooks("after", action)
+
+    def _store_arrived(self, wire: Wire, microbatch: int, payload: Any) -> None:
+        if len(wire.edges) == 1:
+            self._store(wire.edges[0][0].value, microbatch, payload)
+            return
+        for (edge, _), value in zip(wire.edges, payload, strict=True):
+            self._store(edge.value, microbatch, value)
+
+    def _store_gradients(self, wire: Wire, microbatch: int, gradients: list[Any]) -> None:
+        start = 0
+        for edge, user in wire.edges:
+            end = start + self._learners[edge.value, microbatch]
+            self._gradients[edge.value, microbatch][user] = gradients[start:end]
+            start = end
+
+    def _wait_send(self, action: Action) -> None:
+        assert self._transport is not None or not action
+        if self._transport is not None:
+            self._transport.settle()
+
+    def _check_taken(self) -> None:
+        if self._arriving:
+            unused = ", ".join(map(str, self._arriving))
+            raise MessageError(f"no action used what arrived with {unused}")
+
+    # ---- sharded stages
+
+    def _adapt(self, action: Action, method: str) -> None:
+        adapter = self._data.adapters.get(action.stage)
+        if adapter is not None:
+            getattr(adapter, method)()
+
+
+class Takes:
+    """Which keyword arguments of the model go to which plain stage.
+
+    Args:
+        named: for each stage, the names of its module's arguments; None for a stage that is called by plan.
+        by_stage: for each stage, the keyword arguments that its rank was passed for it. Where this is set, it
+            decides, and ``named`` does not.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[int, Sequence[str] | None],
+        by_stage: Mapping[int, frozenset[str]] | None = None,
+    ) -> None:
+        self.named = named
+        self.by_stage = by_stage
+
+    def names(self, stage: int, passed: Iterator[str] | Mapping[str, Any], *, first: bool) -> list[str]:
+        """The keyword arguments that go to a stage.
+
+        Args:
+            stage: which one.
+            passed: the names of all keyword arguments of the call.
+            first: whether the batch enters at this stage: it also gets the arguments that no other stage
+                takes.
+        """
+        if self.by_stage is not None:
+            return [name for name in passed if name in self.by_stage[stage]]
+        mine = self.named.get(stage) or ()
+        if not first:
+            # The first of its own arguments is the value that it uses.
+            return [name for name in passed if name in mine[1:]]
+        others = {n for s, names in self.named.items() if s != stage for n in (names or ())[1:]}
+        return [name for name in passed if name in mine or name not in others]
+
+
+def _of_rank(error: StageError, rank: int) -> StageError:
+    error.rank = rank
+    return error
+
+
+def _values_of(edges: Sequence[Edge], output: Any) -> dict[str, Any]:
+    """The values in a plain stage's output by name: the whole output, or several items of a dict.
+
+    Raises:
+        SpecError: several values are needed, and the output is not a dict that has them all.
+    """
+    if len(edges) == 1:
+        return {edges[0].value: output}
+    names = [edge.value for edge in edges]
+    if not isinstance(output, dict) or not output.keys() >= set(names):
+        returned = list(output) if isinstance(output, dict) else f"a {type(output).__name__}"
+        raise SpecError(
+            f"stage {edges[0].source} must return a dict with {names}, but it returned {returned}"
+        )
+    return output
+
+
+def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum of gradients in their order; None if there is none."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    total = present[0] + present[1]
+    for gradient in present[2:]:
+        total = total + gradient
+    return total
+
+
+def _layout(leaf: Any, *, forward: bool) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if type(leaf) is Tensor or isinstance(leaf, torch.nn.Parameter):
+        layout = layout_of(leaf)
+        return layout if forward else layout._replace(strides=None, learns=False)
+    leaf = settled(leaf)
+    local, sharding = take_apart(leaf)
+    learns = forward and leaf.requires_grad
+    return layout_of(local)._replace(strides=None, learns=learns, sharding=sharding)
+
+
+def _checked(action: Action, leaves: Sequence[Any], layout: Layout) -> list[Tensor]:
+    """The tensors of a message, after a check against the layout that its receiver knows.
+
+    Raises:
+        SpecError: a leaf is not what the first message of its kind told.
+    """
+    if len(leaves) != len(layout.leaves):
+        raise SpecError(
+            f"{action}: {len(leaves)} values, but the first message of this kind had {len(layout.leaves)}; "
+            "what a stage returns may depend on the shapes of its arguments, not on the numbers in them"
+        )
+    tensors = []
+    for leaf, expected in zip(leaves, layout.leaves, strict=True):
+        if isinstance(expected, TensorLayout):
+            tensor = _fitting(action, leaf, expected)
+            tensors.append(tensor)
+        elif isinstance(leaf, Tensor) or leaf != expected:
+            shown = str(layout_of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
+            raise SpecError(
+                f"{action}: {shown} where the first message of this kind had {expected!r}; what a stage "
+                "returns may depend on the shapes of its arguments, not on the numbers in them"
+            )
+    return tensors
+
+
+def _fitting(action: Action, leaf: Any, expected: TensorLayout) -> Tensor:
+    if leaf is None and action.op is Op.SEND_B:
+        return torch.zeros(expected.shape, dtype=expected.torch_dtype)
+    if isinstance(leaf, Tensor):
+        if expected.sharding is not None:
+            leaf = take_apart(settled(leaf))[0]
+        if leaf.shape == expected.shape and leaf.dtype == expected.torch_dtype:
+            return leaf
+        shown = str(layout_of(leaf))
+    else:
+        shown = repr(leaf)
+    raise SpecError(
+        f"{action}: {shown} where the first message of this kind had {expected}; what a stage returns may "
+        "depend on the shapes of its arguments, not on the numbers in them"
+    )
+
+
+def _rebuilt(tensor: Tensor, layout: TensorLayout) -> Tensor:
+    """An arrived tensor as its sender had it."""
+    if layout.sharding is not None:
+        tensor = put_together(tensor, layout.sharding)
+    elif layout.strides is not None:
+        tensor = restrided(tensor, layout.strides)
+    return tensor.requires_grad_() if layout.learns and torch.is_grad_enabled() else tensor
+
+
+def _saveable(target: Any) -> Any:
+    """A target that autograd can save for backward, which it refuses for tensors made in inference mode."""
+    if torch.is_grad_enabled() and any(tensor.is_inference() for tensor in tensors_in(target)):
+        return map_tensors(target, torch.clone)
+    return target
+
+

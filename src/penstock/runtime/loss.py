@@ -1,0 +1,531 @@
+"""The loss of a batch: from the losses of its microbatches, and from losses that the model adds itself.
+
+A model may call :func:`add_loss` anywhere in its forward, such as for a router's balance or for deep
+supervision. A pipeline adds the value to the loss of the microbatch, in whatever stage the call is; in a
+plain loop, :func:`collect_losses` does so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, SupportsFloat, TypedDict, cast, get_args
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from penstock.errors import UsageError
+from penstock.parallel import gathered
+from penstock.schedule.base import whole_number
+from penstock.values import tensors_in
+
+# ---- losses that a model adds in its forward
+
+
+MAIN = "main"
+"""The name under which the loss of ``loss_fn`` is reported, beside the names of added losses."""
+
+
+class Term(NamedTuple):
+    """One added loss."""
+
+    name: str
+    value: Tensor
+    weight: float
+
+
+class Losses:
+    """The losses that a model added during a forward.
+
+    Attributes:
+        differentiable: whether gradients were enabled when the forward began.
+    """
+
+    def __init__(self) -> None:
+        self.differentiable = torch.is_grad_enabled()
+        self._terms: list[Term] = []
+
+    def __enter__(self) -> Losses:
+        """Start to collect, from nothing, what :func:`add_loss` is given."""
+        self.differentiable = torch.is_grad_enabled()
+        self._terms = []
+        self._token = _collected.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _collected.reset(self._token)
+
+    def add(self, term: Term) -> None:
+        """Note a term."""
+        self._terms.append(term)
+
+    def clear(self) -> None:
+        """Forget all terms."""
+        self._terms = []
+
+    def total(self) -> Tensor:
+        """The weighted sum of all terms; 0 if there are none."""
+        # Multiplied only here: a checkpoint that runs again must save the same tensors as the first time.
+        terms = [term.value.reshape(()) * term.weight for term in self._terms]
+        return sum(terms[1:], terms[0]) if terms else torch.zeros(())
+
+    def named(self) -> dict[str, Tensor]:
+        """For each name, the sum of its terms without their weights, detached."""
+        sums: dict[str, Tensor] = {}
+        for name, value, _ in self._terms:
+            term = value.detach().reshape(()).clone()
+            sums[name] = sums[name] + term if name in sums else term
+        return sums
+
+    def __iter__(self) -> Iterator[Term]:
+        return iter(self._terms)
+
+    def __len__(self) -> int:
+        return len(self._terms)
+
+
+_collected: ContextVar[Losses | None] = ContextVar("penstock_losses", default=None)
+
+
+def collect_losses() -> Losses:
+    """Collect what :func:`add_loss` is given in this context.
+
+    ::
+
+        with penstock.collect_losses() as losses:
+            output = model(x)
+        (loss_fn(output, target) + losses.total()).backward()
+    """
+    return Losses()
+
+
+def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
+    """Add ``weight * value`` to the loss that is being computed.
+
+    A model calls this in its forward. In a pipeline's stages and inside :func:`collect_losses` the value is
+    added; elsewhere nothing happens, such as when a checkpoint runs a forward again.
+
+    Args:
+        name: the name under which the value is reported, without its weight; values of one name are added
+            up.
+        value: a scalar tensor for one microbatch, a mean or a sum like the loss itself.
+        weight: the factor of the value in the loss.
+
+    Raises:
+        UsageError: the value is not a scalar tensor, or gradients are disabled, so that it would train
+            nothing.
+    """
+    if isinstance(value, Tensor) and has_torch_function_unary(value):
+        # Between the units of a model, only the stage that has the value adds it.
+        handle_torch_function(add_loss, (value,), name, value, weight)
+        return
+    losses = _collected.get()
+    if losses is None:
+        return
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise UsageError(f"add_loss({name!r}, ...) needs a scalar tensor, not {_shown(value)}")
+    if not isinstance(name, str) or name == MAIN:
+        raise UsageError(f"add_loss({name!r}, ...): the name must be a text other than {MAIN!r}")
+    if losses.differentiable and weight and not torch.is_grad_enabled():
+        raise UsageError(
+            f"add_loss({name!r}, ...) was called with gradients disabled, so it would train nothing; call it "
+            "outside of no_grad() and of checkpoints with use_reentrant=True, or with weight=0 to report it"
+        )
+    losses.add(Term(name, gathered(value), float(weight)))
+
+
+# ---- metrics
+
+
+Metric = Callable[[Any, Any], Any]
+"""``(output, target)`` -> a number, or a pair of a sum and the count that it is over."""
+Number = float | Tensor
+
+
+def metric_terms(name: str, result: Any, weight: float) -> tuple[Number, Number, float]:
+    """A metric's result for a microbatch, as a numerator, a denominator, and the factor of both.
+
+    Numbers are averaged over the microbatches by their weights, like a loss that is a mean. For pairs, the
+    sum of all sums is divided by the sum of all counts.
+
+    Raises:
+        UsageError: the metric returned neither a number nor a pair of numbers.
+    """
+    if isinstance(result, tuple) and len(result) == 2 and all(map(_is_number, result)):
+        return result[0], result[1], 1.0
+    if _is_number(result):
+        return result, 1.0, weight
+    raise UsageError(
+        f"the metric {name!r} must return a number or a pair of numbers, not {_shown(result)}"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+
+
+def _shown(value: Any) -> Any:
+    return list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+
+
+# ---- how much each microbatch counts, in the reported loss and in the gradients
+
+
+LossWeight = float | Sequence[float] | Callable[[Any], Any]
+"""The weight of a batch, of each microbatch, or a function from a microbatch's target to its weight."""
+
+
+def count(weight: LossWeight | None, samples: Sequence[int], targets: Sequence[Any]) -> list[float]:
+    """The weight of each microbatch.
+
+    Args:
+        weight: a single number is divided among the microbatches in proportion to their samples. Without it,
+            each microbatch counts by its number of samples.
+        samples: of each microbatch; all 0 if nothing is split, and then all microbatches count the same.
+        targets: of each microbatch.
+
+    Raises:
+        UsageError: a weight is not a number or below 0, or there is not one for each microbatch.
+    """
+    if callable(weight):
+        return _check_counts(_numbers([weight(target) for target in targets]))
+    check_weight("loss_weight", weight)
+    if isinstance(weight, Sequence):
+        if len(weight) != len(samples):
+            raise UsageError(
+                f"loss_weight: {len(weight)} numbers for {len(samples)} microbatches; "
+                "give one for each, one for the batch, or a function of the target"
+            )
+        return _check_counts(_numbers(weight))
+    counts = [float(number) for number in samples] if any(samples) else [1.0] * len(samples)
+    if weight is None:
+        return counts
+    total = sum(counts)
+    return _check_counts([float(weight) * number / total for number in counts])
+
+
+def check_weight(name: str, weight: LossWeight | None) -> None:
+    """Check that an argument is a valid weight.
+
+    Raises:
+        UsageError: it is neither a number, nor a list of numbers, nor a function.
+    """
+    is_number = isinstance(weight, SupportsFloat) and not isinstance(weight, Sequence)
+    is_list = isinstance(weight, Sequence) and not isinstance(weight, str | bytes)
+    if not (weight is None or callable(weight) or is_number or is_list):
+        raise UsageError(
+            f"{name}={weight!r}: must be a number for the batch, a list of one for each microbatch, or a "
+            "function of the target"
+        )
+
+
+def _numbers(items: Sequence[Any]) -> list[float]:
+    """Numbers as floats; tensors that hold one number are brought to the CPU together."""
+    if items and all(isinstance(item, Tensor) and item.numel() == 1 for item in items):
+        joined: list[float] = torch.stack([item.detach().reshape(()) for item in items]).tolist()
+        return [float(item) for item in joined]
+    try:
+        return [float(item) for item in items]
+    except (TypeError, ValueError, RuntimeError) as error:
+        kinds = sorted({type(item).__name__ for item in items})
+        raise UsageError(f"loss_weight gave {', '.join(kinds)}; it must return a number") from error
+
+
+def _check_counts(counts: list[float]) -> list[float]:
+    for index, number in enumerate(counts):
+        if not 0 <= number < math.inf:
+            raise UsageError(
+                f"loss_weight of microbatch {index} is {number}; it must be a number of at least 0"
+            )
+    return counts
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The pipelines that train the same weights on other data.
+
+    Args:
+        number: how many there are, including this one.
+        add: sums a CPU tensor over them; every rank of every pipeline calls it.
+        averaged: whether their gradients are averaged, as by DDP and FSDP, rather than added up.
+        index: the index of this one.
+        exchange: gives the JSON values of all, in order; needed to save and load checkpoints.
+    """
+
+    number: int = 1
+    add: Callable[[Tensor], Tensor] = torch.clone
+    averaged: bool = True
+    index: int = 0
+    exchange: Callable[[Any], list[Any]] | None = None
+
+    def added(self, values: Tensor) -> Tensor:
+        """The sum of numbers over the replicas."""
+        return values if self.number == 1 else self.add(values)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What else the gradients of a step are scaled by.
+
+    Args:
+        accumulate: the number of steps whose gradients together equal those of one large batch.
+        total: what the loss is divided by, in place of the weight of this batch.
+        factor: of a loss scaler.
+    """
+
+    accumulate: int = 1
+    total: float | None = None
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if whole_number("accumulate", self.accumulate) < 1:
+            raise UsageError(f"accumulate={self.accumulate}: must be at least 1 step")
+        known = self.total is None or isinstance(self.total, SupportsFloat)
+        if not known or (self.total is not None and not 0 <= float(self.total) < math.inf):
+            raise UsageError(f"total_weight={self.total!r}: must be a number of at least 0")
+        if self.total is not None and self.accumulate != 1:
+            raise UsageError(
+                "give accumulate= or total_weight=, not both: each says what the loss is divided by"
+            )
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How much each microbatch of a step counts.
+
+    Attributes:
+        counts: the weight of each microbatch.
+        shares: the factor of each microbatch's loss in the loss of the batch.
+        seeds: the factor of each microbatch's loss in backward.
+        total: the sum of all weights, over all replicas.
+    """
+
+    counts: Sequence[float] = ()
+    shares: Sequence[float] = ()
+    seeds: Sequence[float] = ()
+    total: float = 0.0
+
+    @property
+    def mark(self) -> float:
+        """A number that differs if gradients are scaled differently."""
+        return sum(place * seed for place, seed in enumerate(self.seeds, start=1))
+
+
+def weigh(
+    reduction: Literal["mean", "sum"],
+    counts: Sequence[float],
+    *,
+    weighted: bool = False,
+    scale: Scale | None = None,
+    replicas: Replicas | None = None,
+) -> Weights:
+    """What each microbatch's loss is multiplied by.
+
+    For a mean, that is its weight divided by the weight of all. A sum is divided only if the user gives
+    weights. If all weights are 0, so are the loss and its gradients.
+
+    Args:
+        reduction: ``"mean"`` or ``"sum"``.
+        counts: the weight of each microbatch.
+        weighted: whether the user gave the weights.
+        scale: what else gradients are scaled by.
+        replicas: the replicas, which must all call this together.
+    """
+    scale, replicas = scale or Scale(), replicas or Replicas()
+    divides = reduction == "mean" or weighted
+    parts = counts if reduction == "mean" else [1.0] * len(counts)
+    total = float(replicas.added(torch.tensor([sum(counts)], dtype=torch.float64)))
+    shares = _over(parts, total if divides else 1.0)
+    divisor = scale.total
+    if divisor is None:
+        divisor = total * scale.accumulate if divides else 1.0
+    factor = scale.factor * (replicas.number if replicas.averaged else 1)
+    return Weights(counts, shares, [factor * part for part in _over(parts, divisor)], total)
+
+
+def _over(parts: Sequence[float], divisor: float) -> list[float]:
+    return [part / divisor if divisor else 0.0 for part in parts]
+
+
+# ---- the loss of a batch from the losses of its microbatches
+
+
+Reduction = Literal["mean", "sum"]
+"""Whether the loss of a microbatch is a mean or a sum over its items."""
+LossFunction = Callable[[Any, Any], Tensor]
+"""``(output, target)`` of a microbatch -> its loss, a scalar tensor."""
+NonFinite = Literal["stop", "skip", "warn"]
+"""What to do about a step whose loss or gradients are infinite or ``nan``."""
+
+
+class LossOptions(TypedDict, total=False):
+    """The options of a Pipeline's loss.
+
+    Attributes:
+        reduction: whether ``loss_fn`` is a ``"mean"``, the default, or a ``"sum"``.
+        loss_weight: the number of items that a microbatch's loss is the mean or sum of; by default its
+            samples. A function of the target, such as one that counts valid tokens; or a number for the
+            batch; or a list with one number for each microbatch. A sum is divided by the sum of the
+            weights.
+        metrics: functions by name, ``(output, target)`` -> a number, which is averaged by the weights, or a
+            pair of a sum and the count that it is over. They come back in ``result.metrics``.
+        accumulate: the number of steps whose gradients together equal those of one large batch.
+        replicas: the pipelines that train the same weights on other data: a process group of the ranks at
+            the same place in each of them, a ``DeviceMesh`` of that dimension, or :class:`Replicas`.
+        nonfinite: what to do about a step whose loss or gradients are not finite: ``"stop"``, the default,
+            raises; ``"skip"`` drops its gradients; ``"warn"`` only logs it.
+    """
+
+    reduction: Reduction
+    loss_weight: LossWeight | None
+    metrics: Mapping[str, Metric] | None
+    accumulate: int
+    replicas: Any
+    nonfinite: NonFinite
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss function, its reduction over a batch, and the metrics that are measured with it.
+
+    Backward of a microbatch starts from the microbatch's weight, so that the microbatches' gradients add up
+    to those of the batch, and are never rescaled afterwards.
+
+    Args:
+        function: ``(output, target) -> scalar``.
+        reduction: ``"mean"`` if it averages, ``"sum"`` if it adds up.
+        weight: the number of items that a microbatch's loss is the mean or sum of; by default its samples.
+        metrics: functions by name, ``(output, target)`` -> a number, or a pair of a sum and its count.
+        accumulate: the number of steps whose gradients together equal those of one large batch.
+        replicas: the pipelines that train the same weights on other data.
+        nonfinite: what to do about a step whose loss or gradients are not finite.
+
+    Raises:
+        UsageError: an option has no valid value.
+    """
+
+    function: LossFunction
+    reduction: Reduction = "mean"
+    weight: LossWeight | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    accumulate: int = 1
+    replicas: Replicas = field(default_factory=Replicas)
+    nonfinite: NonFinite = "stop"
+
+    def __post_init__(self) -> None:
+        if self.reduction not in get_args(Reduction):
+            raise UsageError(f"reduction={self.reduction!r}: must be 'mean' or 'sum'")
+        if self.nonfinite not in get_args(NonFinite):
+            raise UsageError(f"nonfinite={self.nonfinite!r}: must be 'stop', 'skip' or 'warn'")
+        check_weight("loss_weight", self.weight)
+        if whole_number("accumulate", self.accumulate) < 1:
+            raise UsageError(f"accumulate={self.accumulate}: must be at least 1 step")
+        _check_function("loss_fn", self.function)
+        if not isinstance(self.metrics, Mapping):
+            raise UsageError(f"metrics={self.metrics!r}: must be functions by name, in a dict")
+        for name, metric in self.metrics.items():
+            _check_function(f"metrics[{name!r}]", metric)
+
+    def weighed(self, weight: LossWeight | None) -> Loss:
+        """The same with another weight, unless it is None."""
+        return self if weight is None else replace(self, weight=weight)
+
+    def scale(self, accumulate: int | None, total: float | None, factor: float) -> Scale:
+        """What else the gradients of a step are scaled by.
+
+        Args:
+            accumulate: for this step, in place of the default.
+            total: what the loss is divided by.
+            factor: of a loss scaler.
+
+        Raises:
+            UsageError: the arguments contradict each other.
+        """
+        usual = self.accumulate if total is None else 1
+        scale = Scale(usual if accumulate is None else accumulate, total, factor)
+        if self.weight is not None and scale.accumulate > 1:
+            raise UsageError(
+                "accumulate= with loss_weight=: the weights of the other steps are not known; give "
+                "total_weight=, which is the weight of all of them together, or give all batches in one step"
+            )
+        return scale
+
+    def counts(self, samples: Sequence[int], targets: Sequence[Any]) -> list[float]:
+        """The weight of each microbatch, from how many samples it has and its target."""
+        return count(self.weight, samples, targets)
+
+    def weights(self, counts: Sequence[float], scale: Scale | None = None) -> Weights:
+        """What each microbatch's loss is multiplied by before its backward.
+
+        Args:
+            counts: the weight of each microbatch.
+            scale: what else gradients are scaled by.
+        """
+        return weigh(
+            self.reduction,
+            counts,
+            weighted=self.weight is not None,
+            scale=scale,
+            replicas=self.replicas,
+        )
+
+    def of_microbatch(self, output: Any, target: Any) -> Tensor:
+        """The loss of a microbatch, not scaled.
+
+        Raises:
+            UsageError: the function did not return a scalar tensor, or returned one without a gradient.
+        """
+        loss = self.function(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UsageError(f"loss_fn must return a scalar tensor, not {_shown(loss)}")
+        if _requires_grad(output) and torch.is_grad_enabled() and not loss.requires_grad:
+            raise UsageError(
+                "loss_fn returned a loss that requires no grad for an output that does, so it would train "
+                "nothing; leave out detach(), item() and the like, and for a constant add output.sum() * 0"
+            )
+        return loss
+
+
+def _check_function(name: str, function: Any) -> None:
+    """Check that a function can be called with an output and a target.
+
+    Raises:
+        UsageError: it cannot; the message names the argument that it was given as.
+    """
+    if isinstance(function, type) or not callable(function):
+        hint = f"; give an object of it, {function.__name__}()" if isinstance(function, type) else ""
+        raise UsageError(f"{name}={function!r}: must be a function (output, target){hint}")
+    try:
+        inspect.signature(function).bind(None, None)
+    except ValueError:
+        return  # some functions that are not written in Python have no signature
+    except TypeError as error:
+        raise UsageError(
+            f"{name} is called with (output, target), which it does not accept: {error}"
+        ) from None
+
+
+def _requires_grad(output: Any) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_in(output))
+
+
+def zero_loss(output: Any) -> Tensor:
+    """A loss of 0 whose gradient is 0, even if the output holds nan."""
+    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    loss: Tensor = cast("Any", _ZeroLoss).apply(*tensors) if tensors else torch.zeros(())
+    return loss
+
+
+class _ZeroLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return tuple(map(torch.zeros_like, ctx.saved_tensors))

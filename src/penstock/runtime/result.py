@@ -1,0 +1,226 @@
+"""The numbers of a step: added up on each rank while it runs, and over all ranks at its end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import AgreementError
+from penstock.parallel import whole
+from penstock.runtime.loss import MAIN, Loss, Losses, Metric, Number, Weights, metric_terms
+from penstock.schedule import Timeline
+from penstock.transport import Transport
+
+TimelineKind = Literal["measured", "replayed"]
+"""Whether a timeline was measured on the ranks' own clocks, or replayed from measured durations."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step or evaluation; the same on every rank.
+
+    Attributes:
+        loss: of the whole batch, including what the model added by :func:`penstock.add_loss`.
+        losses: that of ``loss_fn`` alone under ``"main"``, and added losses under their names, unweighted.
+        metrics: the user's metrics, by name.
+        weight: the weight of the batch: its samples, or what ``loss_weight`` says.
+        finite: whether the loss and the gradients are finite; if not, the step raises by default.
+        outputs: the model's output for the whole batch, if it was asked for.
+        timeline: when each rank did what, in seconds, if it was asked for.
+        timeline_kind: ``"measured"`` on the ranks' own clocks; or ``"replayed"``, if all ranks share a
+            process and take turns, so that their measured durations were put on one clock per rank.
+        bubble: the fraction of the ranks' time in which they computed nothing, if it was asked for.
+    """
+
+    loss: float
+    losses: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    weight: float = 0.0
+    finite: bool = True
+    outputs: Any = None
+    timeline: Timeline | None = None
+    timeline_kind: TimelineKind | None = None
+    bubble: float | None = None
+
+
+class _Term(NamedTuple):
+    """A number of a microbatch, and its factor in the sum."""
+
+    microbatch: int
+    stage: int
+    value: Number
+    factor: float
+
+
+_Row = tuple[str, str]
+"""A kind of number and its name: ("main", ""), ("loss", name), ("over", metric) ..."""
+
+
+class Tally:
+    """The losses and metrics of one process in one step.
+
+    Args:
+        weights: how much each microbatch counts.
+        metrics: what to measure on the last stage, by name.
+    """
+
+    def __init__(self, weights: Weights, metrics: Mapping[str, Metric]) -> None:
+        self._weights = weights
+        self._metrics = metrics
+        self._terms: defaultdict[_Row, list[_Term]] = defaultdict(list)
+
+    def add_main(self, microbatch: int, stage: int, loss: Tensor) -> None:
+        """Note the loss of a microbatch."""
+        # A copy, since the scalar from a loss function may be a view of memory as large as the output.
+        value = loss.detach().clone()
+        share = self._weights.shares[microbatch]
+        self._terms["main", ""].append(_Term(microbatch, stage, value, share))
+
+    def add_losses(self, microbatch: int, stage: int, losses: Losses) -> None:
+        """Note the losses that a stage added to a microbatch's."""
+        share = self._weights.shares[microbatch]
+        for name, value in losses.named().items():
+            self._terms["loss", name].append(_Term(microbatch, stage, value, share))
+        for _, value, weight in losses:
+            term = _Term(microbatch, stage, value.detach().clone(), share * weight)
+            self._terms["added", ""].append(term)
+
+    def measure(self, microbatch: int, stage: int, output: Any, target: Any) -> None:
+        """Evaluate the metrics of a microbatch."""
+        with torch.no_grad():
+            for name, metric in self._metrics.items():
+                over, under, factor = metric_terms(
+                    name, metric(output, target), self._weights.counts[microbatch]
+                )
+                self._terms["over", name].append(_Term(microbatch, stage, over, factor))
+                self._terms["under", name].append(_Term(microbatch, stage, under, factor))
+
+    def main_losses(self) -> list[Tensor]:
+        """The losses of the microbatches in order, on the rank that computed them."""
+        terms = sorted(self._terms.get(("main", ""), ()), key=lambda term: term.microbatch)
+        return [term.value for term in terms if isinstance(term.value, Tensor)]
+
+    def sums(self) -> dict[_Row, float]:
+        """Everything that was noted, added up by stage and microbatch: the same bits in every schedule."""
+        rows = {row: sorted(terms, key=lambda t: t[:2]) for row, terms in self._terms.items()}
+        values = iter(_read([term.value for terms in rows.values() for term in terms]))
+        return {
+            row: sum([term.factor * next(values) for term in terms], 0.0)
+            for row, terms in rows.items()
+        }
+
+
+def _read(values: Sequence[Number]) -> list[float]:
+    """Numbers as floats; tensors are brought to the CPU in one transfer per device."""
+    numbers: dict[int, float] = {}
+    for device in {value.device for value in values if isinstance(value, Tensor)}:
+        here = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.device == device]
+        joined = torch.stack([whole(torch.as_tensor(values[i])).reshape(()).double() for i in here])
+        numbers |= dict(zip(here, joined.tolist(), strict=True))
+    return [numbers[i] if isinstance(v, Tensor) else float(v) for i, v in enumerate(values)]
+
+
+class Numbers:
+    """Adds up the numbers of steps over the ranks: one sum a step, unless a loss has a new name.
+
+    Args:
+        transport: this rank's end; None if all ranks share this process.
+    """
+
+    def __init__(self, transport: Transport | None) -> None:
+        self._transport = transport
+        self._names: tuple[str, ...] = ()
+
+    def share(
+        self, tally: Tally, loss: Loss | None, weights: Weights, *, finite: bool = True
+    ) -> StepResult:
+        """The result of a step, the same on every rank.
+
+        Args:
+            tally: what this process has noted.
+            loss: the loss, if one was computed.
+            weights: of the microbatches.
+            finite: whether all gradients here are finite.
+
+        Raises:
+            AgreementError: the ranks were given, or computed, different weights.
+        """
+        sums = tally.sums()
+        metrics = tuple(loss.metrics) if loss is not None else ()
+        here = {name for kind, name in sums if kind == "loss"}
+        new = sorted(here.difference(self._names))
+        mark = weights.mark
+        row = _row(sums, metrics, self._names, here)
+        total = self._sum([*row, float(not finite), float(len(new)), mark, mark * mark])
+        *row, ill, unknown, once, squared = total
+        if self._transport is not None:
+            if _differ(self._transport.ranks, once, squared):
+                self._refuse(self._transport, weights)
+            if unknown:
+                new = [name for names in self._transport.exchange(new) for name in names]
+        if unknown:
+            self._names = tuple(sorted({*self._names, *new}))
+            row = self._sum(_row(sums, metrics, self._names, here))
+        if loss is not None and loss.replicas.number > 1:
+            row = loss.replicas.added(torch.tensor(row, dtype=torch.float64)).tolist()
+        return self._read_row(row, metrics, weights, finite=not ill)
+
+    def _sum(self, numbers: list[float]) -> list[float]:
+        if self._transport is None:
+            return numbers
+        total: list[float] = self._transport.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        return total
+
+    def _refuse(self, transport: Transport, weights: Weights) -> None:
+        factor = max(weights.seeds, default=0.0)
+        mine = f"{weights.total:g} in all, gradients times up to {factor:g}"
+        rows = enumerate(transport.exchange(mine))
+        raise AgreementError(
+            f"ranks differ in the weights of the loss: {'; '.join(f'rank {r}: {text}' for r, text in rows)}; "
+            "give every rank the same loss_weight, total_weight, accumulate and scaler, and the same targets "
+            "where it is given any; discard the gradients of this step"
+        )
+
+    def _read_row(
+        self, row: list[float], metrics: Sequence[str], weights: Weights, *, finite: bool
+    ) -> StepResult:
+        keys = _keys(metrics, self._names)
+        values = dict(zip(keys, row, strict=False))
+        seen = dict(zip(self._names, row[len(keys) :], strict=True))
+        main, added = values["main", ""], values["added", ""]
+        losses = {name: values["loss", name] for name in self._names if seen[name]}
+        ratios = {name: _ratio(values["over", name], values["under", name]) for name in metrics}
+        finite = finite and isfinite(main + added)
+        return StepResult(main + added, {MAIN: main, **losses}, ratios, weights.total, finite)
+
+
+def _row(
+    sums: Mapping[_Row, float], metrics: Sequence[str], names: Sequence[str], here: set[str]
+) -> list[float]:
+    """One process's numbers in a fixed order: sums, then which names of losses it has."""
+    numbers = [sums.get(key, 0.0) for key in _keys(metrics, names)]
+    return numbers + [float(name in here) for name in names]
+
+
+def _keys(metrics: Sequence[str], names: Sequence[str]) -> list[_Row]:
+    measured = [(kind, name) for name in metrics for kind in ("over", "under")]
+    return [("main", ""), ("added", ""), *measured, *(("loss", name) for name in names)]
+
+
+def _ratio(over: float, under: float) -> float:
+    return over / under if under else float("nan")
+
+
+_ROUNDING = 1e-12
+"""The relative difference allowed between ranks' weights, which may differ by rounding only."""
+
+
+def _differ(ranks: int, total: float, squared: float) -> bool:
+    """Whether numbers differ by more than rounding, from their sum and the sum of their squares."""
+    return ranks * squared - total * total > _ROUNDING * total * total

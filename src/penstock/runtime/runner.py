@@ -1,0 +1,569 @@
+"""Carries out calls of a pipeline for the ranks of this process: all of them, or one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import partial
+from inspect import Parameter, signature
+from itertools import count
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PenstockError, PoisonedError, SpecError, StageError, UsageError
+from penstock.parallel import Adapter, adapter_of, let_cross, unwrapped
+from penstock.rng import generators_kept
+from penstock.runtime.calls import REFUSED, Agreement, Call, ModelCall, Offer, merge_offers, raise_refusals
+from penstock.runtime.hooks import Recorder
+from penstock.runtime.interpreter import Interpreter, Program, StepData, Takes
+from penstock.runtime.loss import Loss, Weights
+from penstock.runtime.result import Numbers, StepResult, Tally
+from penstock.schedule import Edge, Op, Schedule, Span
+from penstock.stage import PipelineStage
+from penstock.transport import Transport
+from penstock.values import Batch, Layout, TensorLayout, check_plain, flatten, layout_of, unflatten
+
+Schedules: TypeAlias = Callable[..., Schedule]
+"""Gives the proven schedule for a number of microbatches, the edges if they depend on the call, and whether
+it trains."""
+PlanCall: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""Plans a call of the model with these arguments; what it returns has ``edges``."""
+_WEIGHTS, _WEIGHTS_TAG = 2, 8
+"""The direction and the tag of messages that carry weights."""
+_REMEMBERED = 1024
+"""How many calls are remembered; the oldest are forgotten first, the same ones on every rank."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What this process knows after a call.
+
+    Attributes:
+        schedule: the schedule that was run.
+        result: the loss, losses and metrics.
+        outputs: the last stage's, by microbatch, on every rank if they were asked for.
+        spans: when each action ran, if asked for.
+        presplit: whether the user split the batch, and so gets its outputs one by one.
+        losses: of the microbatches, not scaled, on the rank of the last stage.
+        kept: the last stage's outputs on its rank, if asked for.
+        batch_gradients: the batch's tensors that require grad, with their gradients.
+    """
+
+    schedule: Schedule
+    result: StepResult
+    outputs: list[Any] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    presplit: bool = False
+    losses: list[Tensor] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    batch_gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+class Runner:
+    """The ranks of a pipeline that live in this process, and the calls that they carry out.
+
+    Args:
+        stages: those of this process.
+        schedules: gives the schedule of a call.
+        transport: this rank's end, if each rank is a process; None if all ranks share this process.
+        plan_call: plans what each stage does in a call, for stages that a partition made.
+        by_rank: whether keyword arguments go to all stages of the rank that was passed them and to no
+            others, rather than to the stages that take them.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        schedules: Schedules,
+        transport: Transport | None = None,
+        plan_call: PlanCall | None = None,
+        *,
+        by_rank: bool = False,
+    ) -> None:
+        self.stages = {stage.index: stage for stage in stages}
+        self.transport = transport
+        self.schedules = schedules
+        self._plan_call = plan_call
+        self._by_rank = by_rank
+        self._numbers = Numbers(transport)
+        self._adapters: dict[int, Adapter] = {}
+        self._agreements: dict[tuple[int, ...], Agreement] = {}
+        self._kinds: dict[str, int] = {}
+        self._kind_numbers = count()
+        self._plans: dict[str, Any] = {}
+        self._programs: dict[int, Program] = {}
+        self._failure: BaseException | None = None
+        self._steps = 0
+        named = {i: _argument_names(s) for i, s in self.stages.items()}
+        rows = self.gather([[index, names] for index, names in named.items()])
+        self._takes = Takes({index: names for row in rows for index, names in row})
+        self._interpreter = Interpreter(self.stages, transport, self._takes)
+        self._devices = list({stage.device for stage in stages})
+
+    @property
+    def rank(self) -> int:
+        """This rank's position; 0 where all ranks share this process."""
+        return 0 if self.transport is None else self.transport.rank
+
+    @property
+    def steps(self) -> int:
+        """How many training steps have begun."""
+        return self._steps
+
+    # ---- what weights need of the ranks, see penstock.weights.exchange
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all processes, by rank; all of them call this."""
+        if self.transport is None:
+            return [value]
+        self.check_usable()
+        try:
+            return self.transport.exchange(value)
+        except BaseException as error:
+            raise self.fail(error) from None
+
+    def open(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Prepare :meth:`swap` from one rank to another, for some pairs; all processes call this."""
+        if self.transport is not None:
+            self.transport.open([(source, target, _WEIGHTS) for source, target in pairs])
+
+    def swap(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
+    ) -> None:
+        """Send tensors to ranks and fill others with what these send; they call this with the same shapes."""
+        transport = self.transport
+        assert transport is not None
+        try:
+            for peer, tensors in sends.items():
+                transport.send(peer, _WEIGHTS_TAG, tensors, _WEIGHTS)
+            for peer, tensors in receives.items():
+                layouts = [layout_of(tensor.detach()) for tensor in tensors]
+                transport.activity.wait("weights", peer)
+                arrived = transport.post(peer, _WEIGHTS_TAG, layouts, _WEIGHTS).take()
+                for tensor, value in zip(tensors, arrived, strict=True):
+                    tensor.detach().copy_(value)
+            transport.settle()
+        except BaseException as error:
+            raise self.fail(error) from None
+
+    # ---- a call
+
+    def run(self, call: Call) -> Report:
+        """Carry out a call.
+
+        Raises:
+            PoisonedError: an earlier call failed in the middle, in several processes.
+            PenstockError: the call was refused, and nothing was sent or changed; or it failed.
+        """
+        self.check_usable()
+        self._steps += call.trains
+        if self.transport is not None:
+            self.transport.activity.begin(self._steps)
+        try:
+            with torch.set_grad_enabled(call.trains):
+                agreement, weights = self._agree(call)
+                with generators_kept(self._devices if call.seed is not None else []):
+                    return self._carry_out(call, agreement, weights)
+        except _Refused as refused:
+            self._steps -= call.trains
+            raise refused.error.with_traceback(None) from refused.error.__cause__
+        except BaseException as error:
+            raise self.fail(error) from None if error.__cause__ is None else error.__cause__
+        finally:
+            if self.transport is not None:
+                self.transport.activity.rest()
+
+    @property
+    def usable(self) -> bool:
+        """Whether no call has failed in the middle, between processes."""
+        return self._failure is None
+
+    def check_usable(self) -> None:
+        """Check that no earlier call has failed in the middle.
+
+        Raises:
+            PoisonedError: one has.
+        """
+        if self._failure is not None:
+            raise PoisonedError(
+                f"an earlier call failed ({type(self._failure).__name__}: {self._failure}), and this Pipeline "
+                "was closed, since its ranks may be anywhere in the step; make a new Pipeline"
+            ) from self._failure
+
+    def fail(self, error: BaseException) -> BaseException:
+        """What to raise for an error in the middle of a call; between processes, the pipeline has ended."""
+        if self.transport is None:
+            return error
+        self._failure = self.transport.watch.failed(error)
+        return self._failure
+
+    def _carry_out(self, call: Call, agreement: Agreement, weights: Weights) -> Report:
+        schedule = agreement.program.schedule
+        loss, batch = call.loss, call.batch
+        parts = agreement.model_call.complete(self.rank, batch.parts)
+        with self._adapted(call, agreement) as adapters:
+            data = StepData(
+                parts,
+                agreement.kinds,
+                agreement.plans,
+                loss,
+                batch.targets or [None] * len(parts),
+                weights,
+                Tally(weights, loss.metrics if loss is not None else {}),
+                seed=call.seed,
+                keeps_outputs=call.outputs or call.keep,
+                trains=call.trains,
+                recorder=Recorder(self._devices[0]) if call.record else None,
+                hooks=call.hooks,
+                adapters=adapters,
+            )
+            self._interpreter.run(agreement.program, data)
+        finite = not call.finite or has_finite_gradients(self.stages.values())
+        result = self._numbers.share(data.tally, loss, weights, finite=finite)
+        return Report(
+            schedule,
+            result,
+            self._share_outputs(agreement, data) if call.outputs else [],
+            data.recorder.spans if data.recorder is not None else [],
+            agreement.model_call.presplit,
+            data.tally.main_losses(),
+            [data.outputs[index] for index in sorted(data.outputs)] if call.keep else [],
+            data.batch_gradients,
+        )
+
+    # ---- the word before the step
+
+    def _agree(self, call: Call) -> tuple[Agreement, Weights]:
+        """What all ranks bring, remembered or described now; and the weights of the microbatches.
+
+        Raises:
+            _Refused: something is wrong with it; every rank raises this, and nothing has been changed.
+        """
+        let_cross(stage.module for stage in self.stages.values())
+        offer = Offer(call, self._traits())
+        counts = None
+        try:
+            counts = _own_counts(call.loss, call.batch)
+        except PenstockError as error:
+            offer.refusal = offer.refusal or error
+        words = (offer.word,)
+        if self.transport is not None:
+            rows = self.transport.gather(torch.tensor([offer.word]))
+            words = tuple([int(row) for row in rows])
+        try:
+            if REFUSED in words:
+                raise_refusals(self.transport, offer.refusal)
+            agreement = self._agreements.get(words)
+            if agreement is None:
+                agreement = self._make_agreement(call, merge_offers(self.gather(offer.describe())))
+                self._agreements[words] = agreement
+                if len(self._agreements) > _REMEMBERED:
+                    del self._agreements[next(iter(self._agreements))]
+            return agreement, self._weigh(call, agreement.model_call, counts)
+        except PenstockError as error:
+            raise _Refused(error) from None
+
+    def _traits(self) -> str:
+        """Which parameters of this process's stages learn, and in which mode its modules are."""
+        return "".join(
+            [
+                f"{stage.module.training:d}"
+                + "".join([f"{parameter.requires_grad:d}" for parameter in stage.module.parameters()])
+                for stage in self.stages.values()
+            ]
+        )
+
+    def _make_agreement(self, call: Call, model_call: ModelCall) -> Agreement:
+        plans = [self._plan(model_call, microbatch) for microbatch in range(model_call.count)]
+        edges = _check_edges(plans) if self._plan_call is not None else None
+        schedule = self.schedules(model_call.count, edges, trains=call.trains)
+        if self._by_rank:
+            passed = [{key for key in keys if isinstance(key, str)} for keys in model_call.passed]
+            rank_of = schedule.placement.rank_of
+            self._takes.by_stage = {s: frozenset(passed[rank]) for s, rank in enumerate(rank_of)}
+        self._check_passed(model_call, schedule)
+        self._check_target(call, model_call, schedule, plans[0])
+        program = self._programs.get(id(schedule))
+        if program is None:
+            rank = None if self.transport is None else self.transport.rank
+            program = self._programs[id(schedule)] = Program(schedule, rank)
+            if self.transport is not None:
+                self.transport.open(program.channels)
+        traits = " ".join(self.gather(self._traits()))
+        kinds = []
+        for text in model_call.descriptions:
+            key = f"{traits} {schedule.stages} {text}"
+            if key not in self._kinds:
+                self._kinds[key] = next(self._kind_numbers)
+            kinds.append(self._kinds[key])
+        return Agreement(model_call, tuple(kinds), tuple(plans), program)
+
+    def _plan(self, model_call: ModelCall, microbatch: int) -> Any:
+        """What the partition plans for a microbatch, from its arguments without data."""
+        if self._plan_call is None:
+            return None
+        key = f"{torch.is_grad_enabled()} {self._traits()} {model_call.descriptions[microbatch]}"
+        if key not in self._plans:
+            args, kwargs = _without_data(model_call.kinds[microbatch], self._devices[0])
+            self._plans[key] = self._plan_call(args, kwargs)
+        return self._plans[key]
+
+    def _check_passed(self, model_call: ModelCall, schedule: Schedule) -> None:
+        """Check that every rank was passed the arguments that its plain stages take.
+
+        Raises:
+            UsageError: one was not.
+        """
+        positions, names = model_call.names
+        users = {stage for edge in schedule.edges for stage in edge.targets}
+        if self.transport is None:
+            return
+        for stage, rank in enumerate(schedule.placement.rank_of):
+            if self._takes.named.get(stage) is None:
+                continue
+            first = stage not in users
+            needed: list[int | str] = [
+                *(positions if first else ()),
+                *self._takes.names(stage, dict.fromkeys(names), first=first),
+            ]
+            missing = [key for key in needed if key not in model_call.passed[rank]]
+            if missing:
+                raise UsageError(
+                    f"rank {rank} was not given the arguments {missing}, which stage {stage} takes; pass "
+                    "them on that rank, or pass the whole batch on every rank"
+                )
+
+    def _check_target(
+        self, call: Call, model_call: ModelCall, schedule: Schedule, plan: Any
+    ) -> None:
+        """Check that the rank of the last stage has a target, or that the loss needs none.
+
+        Raises:
+            UsageError: it has none, and the loss function, called with a fake output, fails without one.
+        """
+        rank = schedule.placement.rank_of[-1] if self.transport is not None else 0
+        if call.loss is None or model_call.targets[rank]:
+            return
+        output = getattr(plan, "output", None)
+        if output is None:
+            return
+        try:
+            with output.mode():
+                call.loss.function(output.value, None)
+        except Exception as error:
+            positions, names = model_call.names
+            near = get_close_matches("target", names, n=1)
+            hint = f" ({near[0]}= went to the model)" if near else ""
+            if not near and len(positions) > 1:
+                hint = f" (all {len(positions)} arguments by position went to the model)"
+            raise UsageError(
+                f"rank {rank}, which has the last stage, was given no target{hint}, and loss_fn fails without "
+                f"one ({type(error).__name__}: {error}); pass target="
+            ) from error
+
+    def _weigh(
+        self, call: Call, model_call: ModelCall, counts: Sequence[float] | None
+    ) -> Weights:
+        """How much each microbatch counts, the same on every rank.
+
+        If that depends on the targets and some ranks have none, the first rank that has them tells the
+        others.
+        """
+        loss = call.loss
+        if loss is None:
+            return Weights()
+        if not callable(loss.weight):
+            return loss.weights(loss.counts(model_call.samples, ()), call.scale)
+        if not any(model_call.targets):
+            raise UsageError(
+                "loss_weight is a function of the target, but the step was given no target="
+            )
+        if not all(model_call.targets) and self.transport is not None:
+            tells = counts is not None and model_call.targets.index(True) == self.rank
+            mine = counts if tells and counts is not None else [0.0] * model_call.count
+            counts = self.transport.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        assert counts is not None
+        return loss.weights(counts, call.scale)
+
+    # ---- replicated and sharded stages
+
+    @contextmanager
+    def _adapted(self, call: Call, agreement: Agreement) -> Iterator[Mapping[int, Adapter]]:
+        """Put the adapters of replicated and sharded stages around a call; they reduce gradients at its end."""
+        adapters = self._find_adapters()
+        gathers = Op.UNSHARD not in agreement.program.schedule.ops
+        for index, adapter in adapters.items():
+            if call.trains and adapter.whole_backward:
+                self.stages[index].reduce_later()
+            adapter.begin(agreement.model_call.count, trains=call.trains, gathers=gathers)
+        try:
+            yield adapters
+            for adapter in adapters.values():
+                adapter.finish()
+        except BaseException:
+            for adapter in adapters.values():
+                adapter.abandon()
+            raise
+
+    def _find_adapters(self) -> Mapping[int, Adapter]:
+        """The adapters of the stages here; new ones if the user has wrapped a module since the last call."""
+        for index, stage in self.stages.items():
+            known = self._adapters.get(index)
+            if known is None or not known.fits(stage.module):
+                adapter = adapter_of(stage.module, partial(attrgetter("shared_context"), stage))
+                if adapter is not None:
+                    self._adapters[index] = adapter
+                else:
+                    self._adapters.pop(index, None)
+        return self._adapters
+
+    # ---- outputs of the last stage, for every rank
+
+    def _share_outputs(self, agreement: Agreement, data: StepData) -> list[Any]:
+        transport = self.transport
+        if transport is None:
+            return [data.outputs[index] for index in sorted(data.outputs)]
+        schedule = agreement.program.schedule
+        source = schedule.placement.rank_of[-1]
+        return [
+            _share(transport, source, data.outputs.get(index), self._devices[0])
+            for index in range(agreement.model_call.count)
+        ]
+
+
+class _Refused(Exception):
+    """A call that no rank has begun."""
+
+    def __init__(self, error: PenstockError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def has_finite_gradients(stages: Any) -> bool:
+    """Whether the norm of the weights' gradients is finite; DTensors are left to what shards them."""
+    gradients: list[Tensor] = []
+    for stage in stages:
+        # Gradients of weights that stages share are collected beside .grad, and are in it in this context.
+        with stage.shared_context:
+            grads = [parameter.grad for parameter in stage.module.parameters()]
+        gradients += [grad for grad in grads if type(grad) is Tensor and not grad.is_sparse]
+    return not gradients or bool(nn.utils.get_total_norm(gradients).isfinite())
+
+
+def _argument_names(stage: PipelineStage) -> list[str] | None:
+    """The names of the arguments of a plain stage's module, in order; None for one that is called by plan.
+
+    A module that wraps another one, as ``DistributedDataParallel`` and ``torch.compile`` do, takes what that
+    module takes.
+    """
+    return None if stage.planned else argument_names(unwrapped(stage.module))
+
+
+def argument_names(module: nn.Module) -> list[str]:
+    """The names of the arguments of a module's forward, in order."""
+    parameters = signature(module.forward).parameters.values()
+    inner = dict(module.named_children())
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        for wrapped in inner.keys() & {"module", "_orig_mod"}:
+            return argument_names(inner[wrapped])
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_ONLY)
+    return [parameter.name for parameter in parameters if parameter.kind in named]
+
+
+def _own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
+    """The weight of each microbatch, if this process can tell it from what it was passed.
+
+    Raises:
+        UsageError: a weight is not a valid number.
+        StageError: the user's function raised.
+    """
+    known = batch.targets if loss is not None and callable(loss.weight) else batch.samples
+    if loss is None or known is None:
+        return None
+    try:
+        return loss.counts(batch.samples or (), batch.targets or ())
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise StageError(
+            f"loss_weight, called with a target, raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _without_data(
+    kind: Mapping[int | str, Layout], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call on the meta device, for the partition to plan with."""
+    values = {key: _meta(layout) for key, layout in kind.items()}
+    positions = sorted(key for key in values if isinstance(key, int))
+    kwargs = {key: value for key, value in values.items() if isinstance(key, str)}
+    return tuple(values[position] for position in positions), kwargs
+
+
+def _meta(layout: Layout) -> Any:
+    leaves = [
+        torch.empty_strided(
+            x.shape, x.strides or _contiguous(x.shape), dtype=x.torch_dtype, device="meta"
+        ).requires_grad_(x.learns)
+        if isinstance(x, TensorLayout)
+        else x
+        for x in layout.leaves
+    ]
+    return unflatten(leaves, layout.tree)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return tuple(strides)
+
+
+def _check_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:
+    """The edges of a call, which must be the same for all its microbatches.
+
+    Raises:
+        SpecError: microbatches of different shapes need different values.
+    """
+    edges: tuple[Edge, ...] = plans[0].edges
+    for microbatch, plan in enumerate(plans):
+        if plan.edges != edges:
+            raise SpecError(
+                f"microbatch {microbatch} needs other values from stage to stage than microbatch 0, because of "
+                "its shapes; give a batch that splits evenly, or microbatches of one shape"
+            )
+    return edges
+
+
+def _share(transport: Transport, source: int, output: Any, device: torch.device) -> Any:
+    """An output of the last stage, on every rank.
+
+    Raises:
+        SpecError: it holds something that cannot travel.
+    """
+    description, tensors, problem = None, [], None
+    if transport.rank == source:
+        leaves, tree = flatten(output)
+        try:
+            check_plain(output, "the model's output")
+            layouts = tuple(layout_of(x) if isinstance(x, Tensor) else x for x in leaves)
+            description = Layout(tree, layouts).describe()
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        except SpecError as error:
+            problem = str(error)
+    description, problem = transport.exchange([description, problem])[source]
+    if problem is not None:
+        raise SpecError(f"{problem}; or use step and eval without outputs=True")
+    layout = Layout.read(description)
+    if transport.rank != source:
+        tensors = [entry.empty(device) for entry in layout.tensors]
+    shared = iter([transport.broadcast(tensor, source) for tensor in tensors])
+    leaves = [next(shared) if isinstance(x, TensorLayout) else x for x in layout.leaves]
+    return unflatten(leaves, layout.tree)

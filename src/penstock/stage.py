@@ -1,0 +1,453 @@
+"""One stage of a model: forward and backward of one microbatch, without any communication.
+
+A stage knows nothing of schedules, ranks or transports. What it is called with is made fresh: each tensor is
+a new one that nobody else holds, so a stage may begin with an operation in place, and its hooks and changes
+touch nothing outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from penstock import compiled, parallel
+from penstock.backward import SharedGradients, SplitBackward
+from penstock.errors import UsageError
+from penstock.values import flatten, restrided, unflatten
+
+if TYPE_CHECKING:
+    from penstock.rng import Draws
+
+log = logging.getLogger("penstock")
+Compilation: TypeAlias = bool | Mapping[str, Any] | None
+Gradients: TypeAlias = Sequence[Tensor | None]
+_untied_view: Any = torch.ops.aten._unsafe_view.default
+"""Gives a leaf's memory as a tensor that is neither a leaf nor a view, so that it may be changed in place."""
+
+
+class StageCall:
+    """What one call of a :class:`StageModule` belongs to.
+
+    Args:
+        plan: what the partition's ``plan`` returned for calls of this kind.
+        microbatch: which microbatch it is.
+        draws: seeds the random numbers of the step and microbatch; None leaves the generators alone.
+    """
+
+    __slots__ = ("draws", "microbatch", "plan")
+
+    def __init__(self, plan: Any, microbatch: int, draws: Draws | None = None) -> None:
+        self.plan = plan
+        self.microbatch = microbatch
+        self.draws = draws
+
+
+class StageModule(nn.Module):
+    """A stage's code as the runtime calls it: the author's forward, of which it runs one stage's part.
+
+    Attributes:
+        index: which stage it is.
+    """
+
+    index: int
+
+    @property
+    @abstractmethod
+    def units(self) -> list[nn.Module]:
+        """The modules that run here as a whole: what can be compiled by itself."""
+
+    @property
+    @abstractmethod
+    def initialisers(self) -> dict[str, Callable[[nn.Module], Any]]:
+        """The ``_init_weights`` of the models around this stage's modules, by their paths."""
+
+    @abstractmethod
+    def forward(
+        self, call: StageCall, values: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Run this stage's part of the model.
+
+        Args:
+            call: which plan the model is called by, and for which microbatch.
+            values: what other stages have made for this one, by the name of the edge.
+            args: the model's positional arguments; tensors that this process was not given are on the meta
+                device.
+            kwargs: its keyword arguments, likewise.
+
+        Returns:
+            The model's output in the last stage and None in others; and the values that this stage makes
+            for others, by the name of the edge.
+        """
+
+
+class PipelineStage:
+    """A slice of a model, and the microbatches that are under way in it.
+
+    What a microbatch leaves behind is freed at its last use: after :meth:`backward`, or after
+    :meth:`backward_weight`.
+
+    Args:
+        module: the slice.
+        index: which stage of the pipeline it is, from 0.
+        count: how many stages the pipeline has.
+        device: where it lives; by default where its first parameter is, or the CPU if it has none.
+        compile: whether to compile the module, or options of ``torch.compile`` to compile it with; see
+            docs/compile.md. A module that cannot run compiled runs as it is.
+
+    Attributes:
+        code: the slice itself, without wrappers; names of parameters begin there.
+
+    Raises:
+        UsageError: the index is not below the count.
+    """
+
+    spread: ClassVar[tuple[type, ...]] = (tuple,)
+    """The types whose items become several arguments, where the stage before returned such a value."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        count: int,
+        device: torch.device | str | None = None,
+        *,
+        compile: Compilation = None,
+    ) -> None:
+        if not 0 <= index < count:
+            raise UsageError(f"stage {index} of {count}: stages count from 0")
+        self.index = index
+        self.count = count
+        self.device = device_of(module) if device is None else torch.device(device)
+        self._module = _moved(module, self.device)
+        self.code = parallel.unwrapped(self._module)
+        self._forwards: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._pending: dict[int, Any] = {}
+        self._settings = compilation_of(compile)
+        self._reduces_later = False
+        self._shared: SharedGradients | None = None
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Make what depends on the module: what is called, and the engine of its backward."""
+        self._call: Callable[..., Any] = self._module
+        self._compiled: compiled.CompiledModule | None = None
+        if self._settings is not None:
+            name = f"stage {self.index}"
+            self._compiled = compiled.CompiledModule(
+                self._module, self._settings, name, pieces_of=self.code
+            )
+            self._call = self._compiled
+        self._compiles = self._compiled is not None or any(map(is_compiled, self._module.modules()))
+        self._engine = SplitBackward(self._module, reduced_later=self._reduces_later)
+
+    # ---- the module
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is called.
+
+        The slice, or the user's wrapper around it, such as DistributedDataParallel.
+        """
+        return self._module
+
+    @module.setter
+    def module(self, module: nn.Module) -> None:
+        if not any(part is self.code for part in module.modules()):
+            self.code = parallel.unwrapped(module)
+        if module is not self._module and self._compiled is not None:
+            self._compiled.undo()
+        self._module = module
+        self._set_up()
+
+    @property
+    def planned(self) -> bool:
+        """Whether the slice is a :class:`StageModule`, which is called by a plan."""
+        return isinstance(self.code, StageModule)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the module is compiled, as a whole or in its pieces."""
+        return self._compiled is not None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the batch enters here."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.index == self.count - 1
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters under their names in the slice, whatever is wrapped around it or parts of it."""
+        return parallel.named_parameters(self._module, self.code)
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Parameters and buffers by the same names, each one under every name that it has."""
+        return [
+            *parallel.named_parameters(self._module, self.code, every_name=True),
+            *parallel.named_buffers(self._module, self.code),
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's state dict, by the same names."""
+        state = self._module.state_dict()
+        names = parallel.names_without_wrappers(self._module, self.code, list(state))
+        return {names[key]: value for key, value in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy what ``state`` has of the module's state dict, by the same names."""
+        keys = list(self._module.state_dict())
+        names = parallel.names_without_wrappers(self._module, self.code, keys).items()
+        self._module.load_state_dict({k: state[n] for k, n in names if n in state}, strict=False)
+
+    def parts(self) -> Iterator[parallel.Part]:
+        """All modules of the stage, with their paths in the slice."""
+        return parallel.parts_of(self._module, self.code)
+
+    def part(self, path: str) -> nn.Module:
+        """The module that has a path in the slice."""
+        try:
+            return self.code.get_submodule(path)
+        except AttributeError:
+            return next(part.module for part in self.parts() if part.name == path)
+
+    def reduce_later(self) -> None:
+        """Expect that sharded gradients are reduced only when the weights' half is done."""
+        if not self._reduces_later:
+            self._reduces_later = True
+            self._set_up()
+
+    def share_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """From now on collect the gradients of weights that other stages use too beside ``.grad``."""
+        self._shared = SharedGradients(parameters) if parameters else None
+
+    def take_shares(self) -> Gradients:
+        """The gradients that were so collected since the last call, in the order of the parameters."""
+        return [] if self._shared is None else self._shared.take()
+
+    @property
+    def shared_context(self) -> AbstractContextManager[Any]:
+        """A context in which those collected gradients are the parameters' ``.grad``."""
+        return nullcontext() if self._shared is None else self._shared
+
+    # ---- one microbatch
+
+    @property
+    def in_flight(self) -> int:
+        """The number of microbatches whose backward is not complete."""
+        return len(self._forwards) + len(self._pending)
+
+    def forward(
+        self,
+        microbatch: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        loss: Callable[[Any], Any] | None = None,
+        call: StageCall | None = None,
+    ) -> Any:
+        """Run the module for a microbatch.
+
+        Args:
+            microbatch: its index.
+            args: the module's positional arguments; each tensor is copied, so the module may change it.
+            kwargs: its keyword arguments, likewise.
+            loss: turns the output into what backward starts from: a scalar loss, or values that gradients
+                come back for.
+            call: for a :class:`StageModule`, what it is called for; it is passed first.
+
+        Returns:
+            The module's output.
+        """
+        leaves: list[Tensor] = []
+        entered = [enter(value, leaves, copies=True) for value in args]
+        named = {name: enter(kwargs[name], leaves, copies=True) for name in kwargs or ()}
+        return self.run(microbatch, entered, named, leaves, loss, call)
+
+    def run(
+        self,
+        microbatch: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        leaves: list[Tensor],
+        loss: Callable[[Any], Any] | None = None,
+        call: StageCall | None = None,
+    ) -> Any:
+        """Like :meth:`forward`, for arguments that have been entered already, with their ``leaves``."""
+        if call is not None:
+            args = (call, *args)
+        output = self._run_compiled(args, kwargs) if self._compiles else self._call(*args, **kwargs)
+        root = output if loss is None else loss(output)
+        if torch.is_grad_enabled():
+            roots = [root] if isinstance(root, Tensor) else flatten(root)[0]
+            learning = [x for x in roots if isinstance(x, Tensor) and x.requires_grad]
+            self._forwards[microbatch] = learning, leaves
+        return output
+
+    def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a module that may compile now, with what its backward in halves needs."""
+        try:
+            with compiled.graphs_kept(), warnings.catch_warnings():
+                # Dynamo reads .grad of every argument, also of non-leaves.
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+                return self._call(*args, **kwargs)
+        except compiled.RefusedError as error:
+            if self._compiled is None:
+                raise
+            log.warning("%s; it runs without compilation", error)
+            self._compiled.undo()
+            self._settings = None
+            self._set_up()
+            return self._call(*args, **kwargs)
+
+    def start_from(self, microbatch: int, root: Any) -> None:
+        """Let a microbatch's backward start from something that was computed from its output.
+
+        Args:
+            microbatch: its index.
+            root: a nested value, such as a loss.
+        """
+        _, leaves = self._take(self._forwards, microbatch, "forward")
+        learning = [x for x in flatten(root)[0] if isinstance(x, Tensor) and x.requires_grad]
+        self._forwards[microbatch] = learning, leaves
+
+    def backward(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
+        """Full backward of a microbatch: weights get ``.grad``.
+
+        Args:
+            microbatch: its index.
+            output_grads: a gradient or ``None`` for each tensor that requires grad among the output, or
+                what ``loss`` made of it; ``None`` if that is a scalar.
+
+        Returns:
+            A gradient or ``None`` for each tensor that requires grad among forward's arguments, in order.
+        """
+        roots, leaves = self._take(self._forwards, microbatch, "forward")
+        if self._shared is None:
+            return self._engine.full(roots, output_grads, leaves)
+        with self._shared:
+            return self._engine.full(roots, output_grads, leaves)
+
+    def backward_input(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
+        """The inputs' half of backward; arguments and result as :meth:`backward`."""
+        roots, leaves = self._take(self._forwards, microbatch, "forward")
+        if self._shared is None:
+            gradients, pending = self._engine.input_half(roots, output_grads, leaves)
+        else:
+            with self._shared:
+                gradients, pending = self._engine.input_half(roots, output_grads, leaves)
+        self._pending[microbatch] = pending
+        return gradients
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
+        pending = self._take(self._pending, microbatch, "backward_input")
+        if self._shared is None:
+            self._engine.weight_half(pending)
+        else:
+            with self._shared:
+                self._engine.weight_half(pending)
+
+    def _take(self, left: dict[int, Any], microbatch: int, by: str) -> Any:
+        try:
+            return left.pop(microbatch)
+        except KeyError:
+            raise UsageError(
+                f"stage {self.index}: microbatch {microbatch} has no {by} that is still to be used; "
+                f"{by} with gradients enabled comes first, and once for each backward"
+            ) from None
+
+    def clear(self) -> None:
+        """Drop whatever microbatches have left here."""
+        self._forwards.clear()
+        self._pending.clear()
+        if self._shared is not None:
+            self._shared.take()
+        self._engine = SplitBackward(self._module, reduced_later=self._reduces_later)
+
+
+def enter(value: Any, leaves: list[Tensor], *, copies: bool) -> Any:
+    """A value whose tensors are new: no hooks, no history, nobody else's memory.
+
+    Args:
+        value: a nested value.
+        leaves: gets a leaf for each tensor that requires grad, in order; backward leaves the gradient there.
+        copies: whether to copy the data, because somebody else holds them too.
+
+    Returns:
+        The value with tensors that may be changed in place.
+    """
+    if not isinstance(value, Tensor):
+        items, tree = flatten(value)
+        if not any(isinstance(item, Tensor) for item in items):
+            return value
+        return unflatten(
+            [enter(x, leaves, copies=copies) if isinstance(x, Tensor) else x for x in items], tree
+        )
+    data = value.detach()
+    if copies and not value.is_meta:
+        data = data.clone()
+        if data.stride() != value.stride():
+            data = restrided(data.contiguous(), value.stride())
+    if not (value.requires_grad and torch.is_grad_enabled()):
+        return data
+    leaves.append(data.requires_grad_())
+    return _untied_view(data, data.shape) if type(data) is Tensor else data.clone()
+
+
+# ---- what a module is
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of a module's first parameter; the CPU for a module without parameters."""
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module on a device. A module on the meta device stays there until it is given data."""
+    tensors = (*module.parameters(), *module.buffers())
+    return module if any(tensor.is_meta for tensor in tensors) else module.to(device)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` is around a module, or was applied to it in place."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def without_compilation(model: nn.Module, asked: Compilation) -> tuple[nn.Module, Compilation]:
+    """A model without `torch.compile` around it, and how to compile its stages.
+
+    Args:
+        model: the model, which may be compiled as a whole. If it was compiled in place, that is undone,
+            since its stages are compiled instead.
+        asked: what the caller asks for, which takes precedence over how the model was compiled.
+    """
+    inner = getattr(model, "_orig_mod", None)
+    function = model._compiled_call_impl if inner is None else vars(model).get("forward")
+    if function is None:
+        return model, asked
+    model._compiled_call_impl = None
+    settings = compiled.settings_of(function) if asked is None else asked
+    return model if inner is None else inner, settings
+
+
+def compilation_of(asked: Compilation) -> Mapping[str, Any] | None:
+    """The options to compile with, or None not to compile.
+
+    Raises:
+        UsageError: ``compile=`` is neither a bool nor options.
+    """
+    if asked is None or isinstance(asked, bool):
+        return {} if asked else None
+    if not isinstance(asked, Mapping):
+        raise UsageError(f"compile={asked!r}: must be True, False, or options of torch.compile")
+    return dict(asked)

@@ -1,0 +1,327 @@
+"""One rank's end of the pipeline's wires: messages between neighbours, and operations of all ranks.
+
+The connections are the pipeline's own, so that a failure breaks neither the user's connections nor those of
+another pipeline. On CPUs messages go over one gloo group, each kind of message under its own tag, so that a
+receive never stands in front of another; small ones between processes of one machine go over sockets. On
+GPUs each ordered pair of ranks and direction has an NCCL communicator of its own, with its own stream.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import MessageError
+from penstock.faults import Activity, Meeting, Watch, end_waits
+from penstock.transport.sockets import SMALL, Line, connect_lines
+from penstock.values import TensorLayout
+
+DAY = 24 * 3600.0
+"""Seconds that a wait on a peer may take; the watch notices a silent peer much earlier."""
+_CONTROL = 1
+"""The tag of operations of all ranks."""
+_DESCRIPTIONS = 1 << 29
+"""Added to the tag of a message for that of its description."""
+FIRST_TAG = 16
+"""Tags of messages begin here."""
+
+
+def launched() -> bool:
+    """Whether there is a process group, or a launcher such as ``torchrun`` has set the variables for one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    # RANK without WORLD_SIZE is a mistake of the launcher's, which is reported when the ranks meet.
+    return os.environ.get("WORLD_SIZE", "2" if "RANK" in os.environ else "1") != "1"
+
+
+class Circle:
+    """Processes that exchange values outside of a pipeline, such as its replicas.
+
+    Args:
+        group: their process group; None for all processes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        alone = group is None and not (dist.is_available() and dist.is_initialized())
+        self._group: Any = None if alone else group or dist.group.WORLD
+        self.rank = 0 if alone else self._group.rank()
+        self.size = 1 if alone else self._group.size()
+        backend = dist.get_backend(self._group) if dist.is_initialized() else "gloo"
+        self._device = torch.accelerator.current_accelerator() if backend == "nccl" else None
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The JSON values of all, in rank order; all processes call this."""
+        return [value] if self._group is None else exchange_json(value, self._gather)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of all CPU tensors, with the same bits on each process; all processes call this."""
+        rows = [values] if self._group is None else self._gather(values)
+        return torch.stack(rows).sum(0)
+
+    def _gather(self, values: Tensor) -> list[Tensor]:
+        mine = values.to(self._device) if self._device else values
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        self._group.allgather([rows], [mine]).wait()
+        return [row.cpu() for row in rows]
+
+
+def exchange_json(value: Any, gather: Callable[[Tensor], list[Tensor]]) -> list[Any]:
+    """The JSON values of all processes, by a function that gathers tensors: first lengths, then bytes."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [int(length) for length in gather(torch.tensor([text.numel()]))]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: text.numel()] = text
+    rows = zip(gather(padded), lengths, strict=True)
+    return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
+
+
+class Transport:
+    """One rank's end. All ranks make theirs together.
+
+    Args:
+        meeting: where the ranks have met.
+        watch: the watch over all ranks.
+        device: where this rank's stages live.
+
+    Attributes:
+        rank: this rank's position in the pipeline.
+        ranks: how many there are.
+        watch: the watch over all ranks.
+        activity: what this rank is doing, for the watch.
+    """
+
+    def __init__(
+        self, meeting: Meeting, watch: Watch, activity: Activity, device: torch.device, wait: float
+    ) -> None:
+        self.rank = meeting.rank
+        self.ranks = meeting.ranks
+        self.watch = watch
+        self.activity = activity
+        self._meeting = meeting
+        self._device = device
+        self._sent: list[tuple[Sequence[Any], Any]] = []
+        self._channels: dict[tuple[int, int, int], Any] = {}
+        self._lines: dict[int, Line] = {}
+        self._closed = False
+        # new_group will not do: for a part of the world it uses the name of an earlier, ended group again,
+        # and its members then find the addresses of that group.
+        store = dist.PrefixStore("gloo", meeting.store)
+        try:
+            self._gloo: Any = dist.ProcessGroupGloo(
+                store, self.rank, self.ranks, timedelta(seconds=wait)
+            )
+        except RuntimeError as error:
+            raise MessageError(
+                f"rank {self.rank} waits for all {self.ranks} ranks to make their pipeline: {error}"
+            ) from error
+        self._gloo.set_timeout(timedelta(seconds=DAY))
+        watch.protect(self.abort)
+        self._lines = connect_lines(self.rank, self.ranks, self.exchange)
+
+    # ---- messages between two ranks
+
+    def open(self, channels: Iterable[tuple[int, int, int]]) -> None:
+        """Make the communicators of new channels (source, target, direction); all ranks, in one order."""
+        if self._device.type == "cpu":
+            return
+        backend = dist.get_default_backend_for_device(self._device)
+        for channel in channels:
+            if channel not in self._channels:
+                # Every rank makes every group, even those that it is not in, since torch counts them.
+                members = [self._meeting.global_ranks[end] for end in sorted(channel[:2])]
+                self._channels[channel] = dist.new_group(
+                    members, timedelta(seconds=DAY), backend, device_id=self._device
+                )
+
+    def send(self, peer: int, tag: int, tensors: Sequence[Tensor], direction: int = 0) -> None:
+        """Start to send tensors, which must not change until :meth:`settle`."""
+        buffers = [_bytes_of(tensor) for tensor in tensors]
+        size = sum([buffer.numel() for buffer in buffers])
+        if size <= SMALL and peer in self._lines:
+            self._lines[peer].send(tag, [buffer.numpy() for buffer in buffers], size)
+            return
+        group, place = self._group(self.rank, peer, direction)
+        works = [group.send([buffer], place, tag) for buffer in _packed(buffers)]
+        self._sent = [pair for pair in self._sent if not pair[0][-1].is_completed()]
+        if works:
+            self._sent.append((works, buffers))
+
+    def post(
+        self, peer: int, tag: int, layouts: Sequence[TensorLayout], direction: int = 0
+    ) -> Arrival:
+        """Start to receive tensors of known layouts."""
+        size = sum([layout.nbytes for layout in layouts])
+        line = self._lines.get(peer) if size <= SMALL else None
+        if line is not None:
+            return Arrival(line, tag, [], [layout.empty(self._device) for layout in layouts])
+        tensors = [layout.empty(self._device) for layout in layouts]
+        buffers = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        group, place = self._group(peer, self.rank, direction)
+        parcels = _parcels_for(buffers)
+        works = [group.recv([parcel], place, tag) for parcel in parcels]
+        return Arrival(None, tag, works, tensors, parcels if parcels and parcels[0] is not buffers[0] else ())
+
+    def _group(self, source: int, target: int, direction: int) -> tuple[Any, int]:
+        peer = target if source == self.rank else source
+        if self._device.type == "cpu":
+            return self._gloo, peer
+        return self._channels[source, target, direction], int(peer > self.rank)
+
+    def describe(self, peer: int, tag: int, description: Any) -> None:
+        """Send what the first message of a kind looks like, as JSON."""
+        text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
+        if peer in self._lines and text.numel() <= SMALL:
+            self._lines[peer].send(_DESCRIPTIONS + tag, [text.numpy()], text.numel())
+            return
+        length = torch.tensor([text.numel()])
+        works = [self._gloo.send([part], peer, _DESCRIPTIONS + tag) for part in (length, text)]
+        self._sent.append((works, (length, text)))
+
+    def described(self, peer: int, tag: int) -> Any:
+        """Receive what :meth:`describe` sent; waits for it."""
+        if peer in self._lines:
+            return json.loads(bytes(self._lines[peer].receive(_DESCRIPTIONS + tag)))
+        length = torch.zeros(1, dtype=torch.int64)
+        self._gloo.recv([length], peer, _DESCRIPTIONS + tag).wait()
+        text = torch.empty(int(length), dtype=torch.uint8)
+        self._gloo.recv([text], peer, _DESCRIPTIONS + tag).wait()
+        return json.loads(text.numpy().tobytes())
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has left."""
+        for works, _ in self._sent:
+            for work in works:
+                work.wait()
+        self._sent.clear()
+        for line in self._lines.values():
+            line.flush()
+
+    # ---- operations of all ranks
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """The CPU tensors of all ranks, which have one shape and type, by rank."""
+        rows = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        self.activity.wait("all ranks", None)
+        if not self._lines or values.nbytes > SMALL or not values.numel():
+            self._gloo.allgather([rows], [values]).wait()
+            return rows
+        data = _bytes_of(values)
+        for line in self._lines.values():
+            line.send(_CONTROL, [data.numpy()], data.numel())
+        rows[self.rank].copy_(values)
+        for peer, line in self._lines.items():
+            _bytes_of(rows[peer]).copy_(torch.frombuffer(line.receive(_CONTROL), dtype=torch.uint8))
+        return rows
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of CPU tensors over all ranks, added in rank order: the same bits on each."""
+        return reduce(torch.add, self.gather(values))
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks, by rank."""
+        return exchange_json(value, self.gather)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """The tensor of rank ``source``; the others pass one of the same shape, type and device."""
+        data = _bytes_of(tensor).cpu().clone()
+        self.activity.wait("all ranks", None)
+        self._gloo.broadcast(data, source).wait()
+        return data.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
+
+    # ---- the end
+
+    def abort(self) -> None:
+        """Break all connections, from any thread; waits on them end at once, at both ends."""
+        for group in set(self._channels.values()):
+            with suppress(Exception):
+                group.abort()
+        for line in list(self._lines.values()):
+            line.abort()
+        end_waits(self._gloo)
+
+    def close(self) -> None:
+        """End the connections, and the process group if this pipeline started it."""
+        if self._closed:
+            return
+        self._closed = True
+        self.watch.close()
+        self._sent.clear()
+        for line in self._lines.values():
+            line.close()
+        # After an error, operations that still wait would keep the group from ending.
+        end_waits(self._gloo)
+        del self._gloo
+        self._meeting.close()
+
+
+class Arrival:
+    """A message that is being received."""
+
+    __slots__ = ("_line", "_parcels", "_tag", "_tensors", "_works")
+
+    def __init__(
+        self,
+        line: Line | None,
+        tag: int,
+        works: Sequence[Any],
+        tensors: list[Tensor],
+        parcels: Sequence[Tensor] = (),
+    ) -> None:
+        self._line = line
+        self._tag = tag
+        self._works = works
+        self._tensors = tensors
+        self._parcels = parcels
+
+    def take(self) -> list[Tensor]:
+        """Wait for the message; its tensors.
+
+        Raises:
+            MessageError: the connection is broken.
+        """
+        if self._line is not None:
+            data = torch.frombuffer(self._line.receive(self._tag), dtype=torch.uint8)
+            _unpack(data, self._tensors)
+        else:
+            for work in self._works:
+                work.wait()
+            for parcel in self._parcels:
+                _unpack(parcel, self._tensors)
+        return self._tensors
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _packed(buffers: list[Tensor]) -> list[Tensor]:
+    """One parcel for several small tensors; large ones travel by themselves."""
+    full = [buffer for buffer in buffers if buffer.numel()]
+    if len(full) > 1 and sum([buffer.numel() for buffer in full]) <= 16 * SMALL:
+        return [torch.cat(full)]
+    return full
+
+
+def _parcels_for(buffers: list[Tensor]) -> list[Tensor]:
+    full = [buffer for buffer in buffers if buffer.numel()]
+    size = sum([buffer.numel() for buffer in full])
+    if len(full) > 1 and size <= 16 * SMALL:
+        return [torch.empty(size, dtype=torch.uint8, device=full[0].device)]
+    return full
+
+
+def _unpack(data: Tensor, tensors: list[Tensor]) -> None:
+    start = 0
+    for tensor in tensors:
+        size = tensor.nbytes
+        tensor.reshape(-1).view(torch.uint8).copy_(data[start : start + size])
+        start += size

@@ -1,0 +1,262 @@
+"""Small messages between processes of one machine, over sockets of the pipeline's own.
+
+Gloo hands every message to another thread and back, which for a small message costs many times as much as
+the message itself, and tiny stages would spend most of a step on it. Here, the thread that runs the program
+writes a small message straight into the other process's socket and goes on: the system keeps it until it is
+read. If the socket has no room the rest is copied, and written while this rank waits for something, so a send
+never waits for the receiver, and two ranks that send to each other cannot block one another.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import socket
+import struct
+import tempfile
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import MessageError
+
+SMALL = 64 * 1024
+"""The largest message in bytes that goes over a socket, which has room for a few of them each way."""
+_FRAME = struct.Struct("=qq")
+"""The tag of a message, and its bytes."""
+_HELLO = struct.Struct("=q")
+"""The rank that connects."""
+_CONNECTING = 30.0
+"""Seconds that a new connection may take to say whose it is."""
+_OPEN: weakref.WeakSet[Line] = weakref.WeakSet()
+
+
+class Line:
+    """Carries small messages between two ranks, in both directions; messages of one tag stay in order.
+
+    Args:
+        connection: the socket between the two ranks.
+        peer: the other rank.
+    """
+
+    def __init__(self, connection: socket.socket, peer: int) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._peer = peer
+        self._unsent = bytearray()
+        self._buffer = bytearray(4 * SMALL)
+        self._start = self._end = 0
+        self._inbox: defaultdict[int, deque[bytes]] = defaultdict(deque)
+        _OPEN.add(self)
+
+    def send(self, tag: int, parts: Sequence[Any], size: int) -> None:
+        """Write a message, or as much as there is room for; the rest is written later.
+
+        Args:
+            tag: its tag.
+            parts: its bytes, in buffers.
+            size: how many bytes that are.
+
+        Raises:
+            MessageError: the other end is gone.
+        """
+        message = [_FRAME.pack(tag, size), *parts]
+        written = 0
+        if not self._unsent:
+            try:
+                written = self._connection.sendmsg(message)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise self._broken(error) from error
+        if written < size + _FRAME.size:
+            self._unsent += b"".join(message)[written:]
+
+    def receive(self, tag: int) -> bytes | memoryview:
+        """The next message of a tag; waits for it. The bytes are valid until the next call.
+
+        Raises:
+            MessageError: the other end is gone.
+        """
+        waiting = self._inbox.get(tag)
+        if waiting:
+            return waiting.popleft()
+        while True:
+            frame = self._next_frame()
+            if frame is None:
+                self._wait()
+            elif frame[0] == tag:
+                return frame[1]
+            else:
+                self._inbox[frame[0]].append(bytes(frame[1]))
+
+    def flush(self) -> None:
+        """Write everything that there was no room for, and read what arrives meanwhile."""
+        while self._unsent:
+            while (frame := self._next_frame()) is not None:
+                self._inbox[frame[0]].append(bytes(frame[1]))
+            self._wait()
+
+    def _next_frame(self) -> tuple[int, memoryview] | None:
+        """A message that has arrived, with its tag; None if none is complete."""
+        have = self._end - self._start
+        if have < _FRAME.size:
+            return None
+        tag, size = _FRAME.unpack_from(self._buffer, self._start)
+        if have < _FRAME.size + size:
+            return None
+        begin = self._start + _FRAME.size
+        self._start = begin + size
+        return tag, memoryview(self._buffer)[begin : self._start]
+
+    def _wait(self) -> None:
+        """Wait until something can be read, and read it; write meanwhile what is unsent."""
+        while not self._read():
+            events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+            poll = select.poll()
+            try:
+                poll.register(self._connection, events)
+                poll.poll()
+            except (OSError, ValueError) as error:
+                raise self._broken(error) from error
+            if self._unsent and self._write():
+                return
+
+    def _read(self) -> bool:
+        if self._start:
+            # No message is larger than a quarter of the buffer, so moving what is left makes enough room.
+            self._buffer[: self._end - self._start] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, self._end - self._start
+        try:
+            count = self._connection.recv_into(memoryview(self._buffer)[self._end :])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._broken(error) from error
+        if not count:
+            raise self._broken(None)
+        self._end += count
+        return True
+
+    def _write(self) -> bool:
+        """Write some of what is unsent; returns whether all of it is written."""
+        with suppress(BlockingIOError):
+            try:
+                del self._unsent[: self._connection.send(self._unsent)]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise self._broken(error) from error
+        return not self._unsent
+
+    def _broken(self, error: Exception | None) -> MessageError:
+        reason = f": {error}" if error else ""
+        return MessageError(f"the connection to rank {self._peer} is closed{reason}")
+
+    def abort(self) -> None:
+        """End all waits on this line, at both ends; may be called from any thread."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close this end."""
+        self._connection.close()
+
+
+def connect_lines(
+    rank: int, ranks: int, exchange: Callable[[Any], list[Any]], most: int = 16
+) -> dict[int, Line]:
+    """Connect all pairs of ranks that are processes of one machine.
+
+    All ranks call this together. Where a connection cannot be made, as between machines or containers that
+    share no folder, there is none at either end; nor where there are more than ``most`` ranks.
+
+    Args:
+        rank: this rank.
+        ranks: how many there are.
+        exchange: exchanges JSON values between all ranks.
+        most: up to how many ranks are connected.
+
+    Returns:
+        By rank, the lines of this rank.
+    """
+    if not 1 < ranks <= most:
+        return {}
+    listener, folder = _listen()
+    try:
+        folders = exchange(folder)
+        lines = {peer: line for peer in range(rank) if (line := _call(folders[peer], rank, peer))}
+        connected = {(peer, upper) for upper, row in enumerate(exchange(list(lines))) for peer in row}
+        for _ in [pair for pair in connected if pair[0] == rank]:
+            peer, line = _accept(listener)
+            lines[peer] = line
+    finally:
+        if listener is not None:
+            listener.close()
+            shutil.rmtree(folder, ignore_errors=True)
+    if connected.issuperset(combinations(range(ranks), 2)):
+        return lines
+    return _only_if_all(lines)
+
+
+def _only_if_all(lines: dict[int, Line]) -> dict[int, Line]:
+    """No lines: control operations use them among all ranks, or not at all."""
+    for line in lines.values():
+        line.close()
+    return {}
+
+
+def _listen() -> tuple[Any, str]:
+    """A socket in a folder that only this user may enter; None if it cannot be made."""
+    folder = tempfile.mkdtemp(prefix="penstock-")
+    listener = None
+    try:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(Path(folder) / "line"))
+        listener.listen(socket.SOMAXCONN)
+    except (OSError, AttributeError):
+        # The path may be too long for a socket, and not every system has Unix sockets.
+        if listener is not None:
+            listener.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        return None, ""
+    return listener, folder
+
+
+def _call(folder: str, rank: int, peer: int) -> Line | None:
+    """Make a line from the upper rank's end."""
+    connection = None
+    try:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(Path(folder) / "line"))
+        connection.sendall(_HELLO.pack(rank))
+    except (OSError, AttributeError):
+        if connection is not None:
+            connection.close()
+        return None
+    return Line(connection, peer)
+
+
+def _accept(listener: Any) -> tuple[int, Line]:
+    """Accept a line at the lower rank's end."""
+    listener.settimeout(_CONNECTING)
+    connection, _ = listener.accept()
+    connection.settimeout(_CONNECTING)
+    (peer,) = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+    return peer, Line(connection, peer)
+
+
+def _close_in_child() -> None:
+    """In a forked process: an end that stayed open here would hide the death of the rank."""
+    lines: Iterable[Line] = list(_OPEN)
+    for line in lines:
+        line.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,70 @@
+"""The command behind ``make fuzz``: random programs until the time is up."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+from penstock.testing import WorkerPool
+from tests.fuzz.campaign import Campaign
+from tests.fuzz.judging import Outcome, judge_in
+from tests.fuzz.programs import Program
+
+PROCESSES = 3
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a campaign and print what it found; 0 if nothing failed."""
+    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0, help="after which it ends")
+    parser.add_argument("--programs", type=int, default=sys.maxsize, help="after which it ends")
+    parser.add_argument("--seed", type=int, default=0, help="what the programs are drawn from")
+    parser.add_argument(
+        "--case", help="repeat one: what a failure printed, or a file with a program"
+    )
+    parser.add_argument("--json", type=Path, help="a file for the figures and faults")
+    options = parser.parse_args(arguments)
+    with WorkerPool(1) as alone, WorkerPool(PROCESSES) as together:
+
+        def judge(program: Program) -> Outcome:
+            pool = alone if program.processes == 1 else together
+            return judge_in(pool, program.source, program.processes)
+
+        campaign = Campaign(judge, time.monotonic() + options.seconds)
+        if options.case:
+            return repeat(campaign, options.case)
+        for number in itertools.count():
+            left = options.programs - campaign.kinds.total()
+            if left <= 0 or time.monotonic() > campaign.deadline:
+                break
+            # One in ten has a process for each rank.
+            campaign.explore(options.seed * 10**6 + number, min(left, 90), gloo=False)
+            campaign.explore(options.seed * 10**6 + number, min(left, 10), gloo=True)
+            say(str(campaign))
+            if options.json:
+                options.json.write_text(json.dumps(campaign.to_json(), indent=1))
+    say(campaign.report())
+    return int(bool(campaign.faults))
+
+
+def repeat(campaign: Campaign, case: str) -> int:
+    """Judge one program, and print it."""
+    if Path(case).is_file():
+        program = Program(Path(case).read_text(), 1, ())
+        outcome = campaign.judge(program)
+    else:
+        program, outcome = campaign.repeat(case)
+    say(f"{program.source}\n{outcome.kind} {outcome.reason}\n{outcome.detail}")
+    return int(outcome.kind == "failed")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 - this is a command
+
+
+if __name__ == "__main__":
+    sys.exit(main())

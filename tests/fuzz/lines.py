@@ -1,0 +1,229 @@
+"""What a random model is made of: the kinds of lines, written as the Python that they become.
+
+Values have kinds, so that lines fit together. All but ``i`` and ``o`` begin with the dimension of the batch:
+
+    V  [batch, 4] floats        K  [batch, 3] tokens below 4     t  a tuple of two S
+    S  [batch, 3, 4] floats     Q  [batch, 3] bools              d  a dict of two S, "a" and "b"
+    *  V or S, the same twice   i  a number                      o  an S or None
+
+A row of the table reads ``family [arguments->results] ways to make a module :: ways to write the line``,
+with `` | `` between the ways and `` ; `` for the end of a line. If nothing else is said, the line is
+``{m}({0})``. Here ``{0}`` and ``{1}`` are the arguments, ``{m}`` is what was made, ``{n}`` the number of the
+line, ``{out}`` (and ``{out}b``) what the line gives. The plainest way comes first: hypothesis shrinks
+towards it. Rows ``in units`` do not stand between modules. A new kind of line is a new row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+
+class Form(NamedTuple):
+    """One way to write one kind of line."""
+
+    family: str
+    takes: str
+    gives: str
+    make: str
+    code: str
+    only_in_units: bool
+
+
+HEAVY = ("Linear", "Conv", "Embedding", "LSTM", "GRU", "Attention", "coder", "Norm", "PReLU")
+"""What stands in ``make`` where a module has weights."""
+TABLE = r"""
+# layers
+linear [*->*] nn.Linear(4, 4) | nn.Linear(4, 4, bias=False)
+linear [*->*] nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 4))
+activation [*->*] nn.Tanh() | nn.ReLU(inplace=True) | nn.PReLU() | nn.Softmax(-1)
+norm [*->*] nn.LayerNorm(4) | nn.RMSNorm(4) | nn.LayerNorm(4, bias=False)
+batch norm [V->V] nn.BatchNorm1d(4) | nn.BatchNorm1d(4, momentum=None)
+batch norm [S->S] nn.BatchNorm1d(3) | nn.BatchNorm1d(3, affine=False)
+convolution [S->S] nn.Conv1d(3, 3, 3, padding=1) | nn.Conv1d(3, 3, 1, groups=3)
+convolution [S->S] nn.Conv2d(1, 1, 3, padding=1) :: {m}({0}.unsqueeze(1)).squeeze(1)
+recurrent [S->S] nn.LSTM(4, 4, batch_first=True) | nn.GRU(4, 2, bidirectional=True, batch_first=True) ::
+    {out}, _ = {m}({0})
+recurrent [S->SV] nn.LSTM(4, 4, batch_first=True) :: {out}, ({out}b, _) = {m}({0}) ; {out}b = {out}b[-1]
+attention [SS->S] nn.MultiheadAttention(4, 2, batch_first=True) :: {out}, _ = {m}({0}, {1}, {1}) | {out} =
+    {m}(query={0}, key={1}, value={1}, need_weights=False)[0]
+attention [SQ->S] nn.MultiheadAttention(4, 2, batch_first=True) :: {out}, _ = {m}({0}, {0}, {0},
+    key_padding_mask=~{1})
+attention [S->S] nn.TransformerEncoderLayer(4, 1, 8, 0.0, batch_first=True)
+attention [SS->S] nn.Parameter(torch.randn(4, 4) / 2) :: F.scaled_dot_product_attention({0} @ {m}, {1},
+    {1}, is_causal=True)
+embedding [K->S] nn.Embedding(4, 4) | nn.Embedding(4, 4, padding_idx=0) | nn.Embedding(4, 4, sparse=True)
+embedding [K->V] nn.EmbeddingBag(4, 4, mode='sum')
+embedding [S->S] nn.Embedding(8, 4) :: {0} + {m}(torch.arange({0}.size(1)))
+parametrised [*->*] nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) |
+    nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+frozen [*->*] nn.Linear(4, 4) ; {m}.requires_grad_(False) | nn.Linear(4, 4) ;
+    {m}.bias.requires_grad_(False)
+unused [*->*] nn.Linear(4, 4) ; {m}.spare = nn.Parameter(torch.ones(2))
+lone weight [*->*] nn.Parameter(torch.randn(4)) :: {m} * {0} | {0} + {m}.exp()
+functional [*->*] nn.Parameter(torch.randn(4, 4) / 2) :: F.linear({0}, {m}) | F.linear({0}, {m}, {m}[0]) |
+    {0} @ {m}.T | torch.matmul({0}, {m} * 1) | torch.einsum('...i,ij->...j', {0}, {m})
+functional [V->V] nn.Parameter(torch.randn(4, 4) / 2) :: torch.addmm({m}[0], {0}, {m}, beta=0.5) |
+    torch.stack([{m} @ row for row in {0}.unbind()]) | torch.vmap(lambda row: {m} @ row)({0})
+functional [S->S] nn.Parameter(torch.randn(4, 4) / 2) :: torch.bmm({0}, {m}.expand(len({0}), -1, -1)) |
+    torch.vmap(torch.mm, (0, None))({0}, {m})
+functional [K->S] nn.Parameter(torch.randn(4, 4)) :: F.embedding({0}, {m}) | {m}[{0}]
+functional [*->*] nn.Linear(4, 4) :: torch.func.functional_call({m}, dict(weight={m}.weight * 2), ({0},))
+# code without weights
+pointwise [*->*] :: torch.tanh({0}) | {0} * 0.5 + 1 | {0}.clone() | {0} - {0}.detach().mean() | {0} *
+    {0}.shape[0] / {0}.numel() | {0}.to(torch.float32).to({0}.dtype) | {0}.sort(-1).values |
+    checkpoint(torch.sin, {0}, use_reentrant=False) | {0} * 2 if self.training else {0} | {0} +
+    torch.linspace(0, 1, {0}.size(-1)) | F.pad({0}, (1, 0))[..., 1:]
+skips [**->*] :: {0} + {1} | {0} * torch.sigmoid({1}) | torch.where({0} > {1}, {0}, {1}) | sum([{0}, {1},
+    {0}]) | torch.stack([{0}, {1}]).mean(0) | torch.cat([{0}, {1}], -1)[..., ::2]
+skips [SV->S] :: {0} + {1}[:, None] | {0} * {1}.unsqueeze(1).expand_as({0})
+views [S->V] :: {0}.mean(1) | {0}[:, -1] | {0}.unbind(1)[0]
+views [V->S] :: {0}.unsqueeze(1).expand(-1, 3, -1) | torch.stack([{0}] * 3, 1)
+views [*->*] :: {0}.view({0}.shape) | {0}[:] | {0}.flatten(1).view_as({0}) | {0}.chunk(1)[0] |
+    {0}.transpose(0, -1).transpose(0, -1) | {0}[..., :1].expand_as({0})
+views [*->**] :: {out}, {out}b = torch.cat([{0}, {0} * 2], -1).chunk(2, -1) | {out}, {out}b = {0},
+    {0}.view_as({0})
+in place [*->*] :: {out} = {0}.clone() ; {out}[..., 0] = 0 | {out} = {0}.mul_(0.5) | {out} = F.relu({0},
+    inplace=True) | {0}[..., 0] = 0 ; {out} = {0} | {0}.view(-1)[0] = 1 ; {out} = {0} | {out} = {0} ;
+    {out} *= 0.5 | with torch.no_grad(): {0}.mul_(0.9) ; {out} = {0} | {out} = {0} + 0 ;
+    {out}.detach().add_(0.1) | {out} = {0} * 1 ; {out}[{out} > 0] = 0.5
+in place [**->*] :: {out} = {0}.clone() ; {out} += {1} | {out} = {0}.add_({1}) | {0}[..., 1] = {1}[..., 1]
+    ; {out} = {0} | {out} = torch.empty_like({0}).copy_({0}) ; {out}[..., 0] = {1}[..., 0]
+detach [*->*] :: {0}.detach() + {0} | {0}.detach() | {0} * {0}.detach().sigmoid() | with torch.no_grad():
+    {out} = {0} * 2
+detach [*->*] nn.Linear(4, 4) :: {m}({0}.detach()) | {m}({0}) ; {out} = {0} | with torch.no_grad(): {out}
+    = {m}({0})
+custom function [*->*] :: Scale.apply({0}, 0.5)
+custom function [**->**] :: {out}, {out}b = Swap.apply({0}, {1})
+transforms in units [*->*] :: torch.func.grad(lambda x: x.sin().sum())({0}) | torch.func.jvp(torch.sin,
+    ({0},), (torch.ones_like({0}),))[1]
+tensor hooks [*->*] :: {out} = {0} * 1 ; {out}.requires_grad and {out}.register_hook(lambda grad: grad *
+    0.5) | {out} = {0}.tanh() ; {out}.requires_grad and {out}.register_hook(lambda grad: note('h{n}',
+    grad))
+losses inside [*->*] :: penstock.add_loss('a', {0}.square().mean(), weight=0.1) ; {out} = {0}
+buffers [*->*] self.register_buffer('m{n}', torch.ones(4)) | self.register_buffer('m{n}', torch.ones(4),
+    persistent=False) :: {0} * {m} | {m}.mul_(0.9).add_({0}.detach().mean()) ; {out} = {0} * {m}
+control flow [*->*] :: {0} * 2 if {0}.size(0) > 1 else {0} + 1 | {out} = {0} ; while {out} is {0}: {out} =
+    {0} * 1.5
+control flow in units [*->*] :: {out} = {0} * 2 if {0}.sum() > 0 else {0} | for _ in
+    range(int({0}.detach().sum().abs().item()) % 3): {0} = {0} * 0.5 ; {out} = {0} * 1
+decisions [*->*] :: {out} = {0} * 2 if {0}.sum() > 0 else {0}
+autocast [*->*] nn.Linear(4, 4) :: with torch.autocast('cpu', torch.bfloat16): {out} = {m}({0}) ; {out} =
+    {out}.to({0}.dtype)
+# masks, integers, containers, None
+integers [SQ->S] :: {0} * {1}[..., None] | {0}.masked_fill(~{1}[..., None], 0)
+integers [S->Q] :: {0}.sum(-1) > 0 | torch.ones({0}.shape[:2], dtype=torch.bool)
+integers [K->Q] :: {0} > 0
+integers [S->K] :: {0}.argmax(-1) % 4
+integers [K->K] :: ({0} + 1) % 4 | {0}.flip(1)
+integers [S->i] :: {0}.size(1) | len({0}[0])
+integers [*i->*] :: {0} * {1} | {0}.roll({1}, -1)
+containers [So->S] :: {0} if {1} is None else {0} + {1}
+containers [SS->t] :: ({0}, {1}) | ({0}, {0})
+containers [t->SS] :: {out}, {out}b = {0}
+containers [SS->d] :: dict(a={0}, b={1})
+containers [d->S] :: {0}['a'] + {0}['b'] | sum({0}.values()) | {0}.get('b')
+# random numbers
+draws [*->*] nn.Dropout(0.5) | nn.Dropout(0.3, inplace=True) | nn.Sequential(nn.Linear(4, 4),
+    nn.Dropout(0.5), nn.Linear(4, 4))
+draws [SS->S] nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True) :: {out}, _ = {m}({0}, {1}, {1})
+draws [S->S] nn.TransformerEncoderLayer(4, 2, 8, 0.3, batch_first=True)
+draws [*->*] :: F.dropout({0}, 0.5, self.training) | {0} + torch.randn_like({0}) * 0.1 | {0} *
+    torch.empty_like({0}).bernoulli_(0.5) | checkpoint(F.dropout, {0}, use_reentrant=False)
+"""
+
+
+def forms_of(table: str) -> Iterator[Form]:
+    """Every way to make a module together with every way to use it."""
+    for text in re.sub(r"#.*|\n +", " ", table).splitlines():
+        head, _, ways = text.replace(" ; ", "\n").strip().partition("] ")
+        if not head:
+            continue
+        family, _, kinds = head.partition(" [")
+        takes, gives = kinds.split("->")
+        make, _, code = ways.partition(":: ")
+        for way, line in product(make.split(" | "), (code or "{m}({0})").split(" | ")):
+            yield Form(
+                family.removesuffix(" in units"),
+                takes,
+                gives,
+                way.strip(),
+                line,
+                "in units" in family,
+            )
+
+
+FORMS = list(forms_of(TABLE))
+FAMILIES = tuple(dict.fromkeys(form.family for form in FORMS))
+
+# ---- how a unit is called; {args} are its arguments, {named} the same by name
+
+CALLS = (
+    "{out} = {m}({args})",
+    "{out} = {m}({named})",
+    "{out} = checkpoint({m}, {args}, use_reentrant=False)",
+    "{out} = checkpoint({m}, {args}, use_reentrant=True)",
+    "with torch.no_grad(): {out} = {m}({args})",
+)
+
+# ---- hooks on a module {p}, and what happens to it before a step
+
+HOOKS = (
+    "{p}.register_forward_hook(lambda module, args, output: note('{p}', output))",
+    "{p}.register_forward_hook(lambda module, args, output: output * 0.9)",
+    "{p}.register_forward_pre_hook(lambda module, args: (args[0] * 0.9, *args[1:]))",
+    "{p}.register_full_backward_hook(lambda module, grads, outputs: note('{p}', grads, outputs))",
+    "{p}.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5, *grads[1:]))",
+    "{p}.weight.register_hook(lambda grad: grad * 0.5)",
+    "{p}.weight.register_post_accumulate_grad_hook(lambda weight: note('{p}', weight))",
+)
+EVENTS = (
+    "{p}.weight.requires_grad_(False)",
+    "model.requires_grad_(True)",
+    "with torch.no_grad():\n    {p}.weight.mul_(0.5)",
+    "{p}.eval()",
+    "{p}.register_forward_hook(lambda module, args, output: output * 0.9)",
+    "{p}.weight = nn.Parameter({p}.weight.detach() * 0.5)",
+)
+
+# ---- what stands above the model where it is used
+
+ABOVE = {
+    "collections": "import collections",
+    "checkpoint": "from torch.utils.checkpoint import checkpoint",
+    "note": """
+seen = []
+
+
+def note(name, *values):
+    seen.append((name, [value.detach().sum() for value in tensors(values)]))
+""",
+    "weight_of": """
+def weight_of(target):
+    return 2.0 if target is None else target.abs().sum() + 1.0
+""",
+    "Scale": """
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor * 0.5, None
+""",
+    "Swap": """
+class Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return y.clone(), x.clone()
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return second, first
+""",
+}
+"""By a word that is in it, if it is needed."""

@@ -1,0 +1,180 @@
+"""The fuzzer finds planted faults, makes them small, and finds nothing else in its fixed programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import Pipeline
+from penstock.errors import InternalError, PartitionError, PeerFailed, SpecError, StageError
+from penstock.testing import WorkerError, WorkerPool
+from tests.fuzz.campaign import Campaign
+from tests.fuzz.judging import Outcome, differences, judge, judge_in, outcome_of
+from tests.fuzz.programs import Program
+
+# ---- fixed programs
+
+
+@pytest.mark.slow
+def test_fixed_programs_in_one_process_do_what_a_plain_loop_does() -> None:
+    campaign = Campaign(lambda program: judge(program.source))
+    campaign.explore(seed=0, most=100)  # about 60, and others that are the same
+    assert campaign.faults == {}, campaign.report()
+    assert campaign.kinds["same"] > 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_fixed_programs_with_a_process_for_each_rank_do_too(workers: WorkerPool) -> None:
+    campaign = Campaign(lambda program: judge_in(workers, program.source, program.processes))
+    campaign.explore(seed=0, most=5, gloo=True)  # hypothesis begins with the plainest
+    assert campaign.faults == {}, campaign.report()
+    assert campaign.kinds["same"] > 3
+
+
+# ---- planted faults
+
+
+def scale_a_gradient(pipe: Pipeline) -> None:
+    for weight in pipe.parameters():
+        if weight.dim() == 1 and weight.grad is not None:
+            weight.grad.mul_(1 + 1e-6)
+
+
+def make_zeros_of_none(pipe: Pipeline) -> None:
+    for weight in pipe.parameters():
+        if weight.requires_grad and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "reason"),
+    [(scale_a_gradient, "gradient differs"), (make_zeros_of_none, "zeros instead of None")],
+)
+def test_a_planted_fault_is_found_made_small_and_repeated(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[Pipeline], None], reason: str
+) -> None:
+    step = Pipeline.step
+
+    def wrong(pipe: Pipeline, *args: Any, **kwargs: Any) -> Any:
+        result = step(pipe, *args, **kwargs)
+        plant(pipe)
+        return result
+
+    monkeypatch.setattr(Pipeline, "step", wrong)
+    campaign = Campaign(lambda program: judge(program.source))
+    campaign.explore(seed=1, most=100)
+    fault = campaign.faults[next(name for name in campaign.faults if reason in name)]
+    assert fault["program"].count("self.m") <= 8
+    assert "'steps': 1" in fault["program"]
+    case = fault["repeat"].split("--case ")[1].rstrip("'")
+    program, outcome = campaign.repeat(case)
+    assert (program.source, outcome.kind) == (fault["program"], "failed")
+    monkeypatch.setattr(Pipeline, "step", step)
+    assert campaign.repeat(case)[1] == Outcome("same")
+
+
+def test_a_seed_gives_the_same_programs() -> None:
+    def sources() -> list[str]:
+        listed: list[str] = []
+
+        def note(program: Program) -> Outcome:
+            listed.append(program.source)
+            return Outcome("same")
+
+        Campaign(note).explore(seed=3, most=20)
+        return listed
+
+    assert sources() == sources()
+
+
+# ---- judging
+
+ONE = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "lines"),
+    [
+        (ONE, ONE + 1e-12, []),
+        (ONE, ONE + 1e-3, ["a: differs by 0.001"]),
+        (None, ONE * 0, ["a: zeros instead of None"]),
+        (ONE, None, ["a: None instead of numbers"]),
+        (ONE, torch.ones(3), ["a: torch.float32 [3] instead of torch.float32 [2]"]),
+        (ONE, ONE * float("nan"), ["a: differs by nan"]),
+        ([[1.0], [2.0]], [[2.0], [1.0]], []),
+        ([[1.0]], [[1.0], [1.0]], ["a: called 2 times instead of 1"]),
+        ([[1.0]], [[float("inf")]], ["a: called without data"]),
+    ],
+)
+def test_differences(expected: Any, found: Any, lines: list[str]) -> None:
+    assert differences({"a": expected}, {"a": found}, 1e-10) == lines
+    assert differences({"a": expected}, {"b": found}, 1e-10)[0] == "a: not there"
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+REFUSAL = "m3 writes into a tensor of another stage"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "reason"),
+    [
+        (PartitionError(REFUSAL), "refused", "PartitionError: mn writes"),
+        (caused(StageError("rank 0"), PartitionError(REFUSAL)), "refused", "PartitionError"),
+        (SpecError("microbatch 1 has a float32 where others have none"), "refused", "SpecError"),
+        (PartitionError("this model cannot be cut like that"), "failed", "names no module"),
+        (SpecError("m3: bad"), "failed", "is no sentence"),
+        (caused(StageError("rank 0"), KeyError("x")), "failed", "KeyError"),
+        (InternalError("this is a bug in m3"), "failed", "InternalError"),
+        (PeerFailed("stopped because rank 1 failed there"), "failed", "PeerFailed"),
+    ],
+)
+def test_errors_are_refusals_or_failures(error: Exception, kind: str, reason: str) -> None:
+    outcome = outcome_of(error)
+    assert outcome.kind == kind
+    assert reason in outcome.reason
+
+
+class DeadPool(WorkerPool):
+    """One whose worker dies in some tasks."""
+
+    def __init__(self, *deadly: str) -> None:
+        super().__init__(1)
+        self.deadly = deadly
+
+    def run(self, function: str, ranks: int, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+        if function.endswith(self.deadly):
+            raise WorkerError("worker 0 died:\nSegmentation fault")
+        return [None]
+
+
+@pytest.mark.parametrize(
+    ("pool", "kind"), [(DeadPool("work"), "failed"), (DeadPool("work", "plain"), "void")]
+)
+def test_a_crash_is_a_failure_unless_the_plain_loop_crashes_too(pool: DeadPool, kind: str) -> None:
+    outcome = judge_in(pool, "", 1)
+    assert (outcome.kind, outcome.reason) == (kind, "crash: worker 0 died: Segmentation fault")
+
+
+def test_a_plain_loop_that_fails_or_gives_no_numbers_is_void() -> None:
+    names: list[str] = []
+
+    def note(program: Program) -> Outcome:
+        source = program.source.replace("def make():", "def make():\n    1 / 0")
+        names.append(judge(source).reason)
+        source = program.source.replace("return F.", "return 0 * float('inf') * F.")
+        names.append(
+            judge(source.replace("return output", "return 0 * float('inf') * output")).kind
+        )
+        return Outcome("same")
+
+    Campaign(note).explore(seed=0, most=1)
+    assert names == ["ZeroDivisionError: division by zero", "void"]
