@@ -238,10 +238,7 @@ def _weights(
 ) -> list[float]:
     if is_sequential(model) and balance is None:
         return [1.0] * len(calls)
-    fine = [[call] for call in calls]
-    weights = weigh_units(
-        model, calls, balance, example, lambda: _assembled(model, fine, None, example, False)
-    )
+    weights = weigh_units(model, calls, balance, example)
     if balance in (None, "parameters"):
         # A module weighs once, however often it is called.
         counts = Counter(calls)

@@ -192,7 +192,7 @@ def search(  # noqa: PLR0913 - the whole question, by name
         states=float(states),
         keep=_whole("keep", keep),
     )
-    return _Search(profile, wanted, prune=prune).plans(seconds)
+    return _PlanSearch(profile, wanted, prune=prune).plans(seconds)
 
 
 def plan_for(
@@ -221,7 +221,7 @@ def plan_for(
     laps = max(1, plain.stages // plain.ranks)
     shape = PlanShape(plain.name, plain.ranks, 1, laps, plain.microbatches, samples, "none")
     wanted = _Wanted(plain.ranks, batch, 0.0, (), (plain.ranks,), None, None, ("none",), states, 1)
-    search = _Search(profile, wanted, prune=False)
+    search = _PlanSearch(profile, wanted, prune=False)
     return search.plan_by_hand(shape, plain, cut_of(paths, stages))
 
 
@@ -411,7 +411,7 @@ class _Candidate:
         self.seconds = simulate(with_messages(schedule), self.costs.costs).makespan + self.reduce
 
 
-class _Search:
+class _PlanSearch:
     """One search, and what it has found."""
 
     def __init__(self, profile: Profile, wanted: _Wanted, *, prune: bool) -> None:
@@ -748,7 +748,7 @@ class _Search:
     def _fits_with(self, wanted: _Wanted) -> bool:
         """Whether something fits, tried with the smallest microbatches and all computed again."""
         thrifty = "all" if "all" in wanted.checkpoint else wanted.checkpoint[-1]
-        other = _Search(self._profile, replace(wanted, checkpoint=(thrifty,)), prune=True)
+        other = _PlanSearch(self._profile, replace(wanted, checkpoint=(thrifty,)), prune=True)
         try:
             shapes = list(other._wanted.shapes(self.units))
         except UsageError:
