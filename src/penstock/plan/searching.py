@@ -54,8 +54,6 @@ MOST_MICROBATCHES = 6
 """How many numbers of microbatches are tried by default."""
 LAPS = (2, 3, 4)
 """The numbers of stages per rank that are tried by default, if a schedule takes any number."""
-MANY_STAGES = 32
-"""With more stages than this, stages are made equal rather than ranks: that is quick, and as good."""
 SEARCHED = "searched"
 """The name of a schedule that was searched for these costs."""
 
@@ -377,9 +375,7 @@ def _schedule_of(shape: PlanShape) -> tuple[Schedule, Order] | None:
 
 @lru_cache(maxsize=1024)
 def _even_cut(shares: tuple[float, ...], placement: Placement) -> Cut:
-    return choose_cuts(
-        shares, placement.stages, placement if placement.stages <= MANY_STAGES else None
-    )
+    return choose_cuts(shares, placement.stages, placement)
 
 
 @dataclass
