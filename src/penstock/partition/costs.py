@@ -683,10 +683,8 @@ class _Probe:
         peaks = _Peaks(meter, self._extra)
         leaves, outputs, gradients = self._forward(times, peaks)
         with self._timed(times["input"]):
-            if outputs:
-                _, pending = self._split.input_half(outputs, gradients, leaves)
-            else:
-                pending = None
+            # The gradients of the inputs are sent away.
+            pending = self._split.input_half(outputs, gradients, leaves)[1] if outputs else None
         del outputs, gradients
         peaks.note("input")
         self._stash = max(self._stash, peaks.live)
