@@ -47,6 +47,12 @@ def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     return generators
 
 
+def seed_generators(number: int, devices: Iterable[torch.device] = ()) -> None:
+    """Seed torch's default generators of the CPU and of some devices."""
+    for generator in _generators(devices):
+        generator.manual_seed(number)
+
+
 class Draws:
     """Seeds torch's default generators for one microbatch of one step.
 

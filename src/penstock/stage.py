@@ -65,6 +65,11 @@ class StageModule(nn.Module):
 
     @property
     @abstractmethod
+    def around(self) -> list[nn.Module]:
+        """The author's modules outside of the units, which all stages call and none holds."""
+
+    @property
+    @abstractmethod
     def initialisers(self) -> dict[str, Callable[[nn.Module], Any]]:
         """The ``_init_weights`` of the models around this stage's modules, by their paths."""
 
@@ -219,6 +224,12 @@ class PipelineStage:
             return self.code.get_submodule(path)
         except AttributeError:
             return next(part.module for part in self.parts() if part.name == path)
+
+    def called_modules(self) -> Iterator[nn.Module]:
+        """All modules that the stage may call: its own, and those of the author around them."""
+        yield from self._module.modules()
+        if isinstance(self.code, StageModule):
+            yield from self.code.around
 
     def reduce_later(self) -> None:
         """Expect that sharded gradients are reduced only when the weights' half is done."""

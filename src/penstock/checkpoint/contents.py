@@ -21,7 +21,7 @@ from penstock.errors import UsageError
 from penstock.parallel import local_part, region_of, whole
 from penstock.partition import find_shared
 from penstock.pipeline import Pipeline
-from penstock.rng import unwrapped
+from penstock.parallel import path_without_wrappers
 from penstock.weights.files import NAMES, raw_bytes
 from penstock.weights.optimizers import check_kept_per_parameter, read_states
 from penstock.weights.states import Names, Weights, WholeModel
@@ -101,7 +101,7 @@ class Targets:
         self.weights[label] = weights
         prefix = "" if label == MODEL else f"{label}."
         for name, parameter in weights.named_parameters():
-            self.names[id(parameter)] = f"{prefix}{unwrapped(name)}"
+            self.names[id(parameter)] = f"{prefix}{path_without_wrappers(name)}"
 
     @property
     def rank(self) -> int:
@@ -180,10 +180,10 @@ class Flat:
         weights.check_filled()
         tied, others, shared = {}, {}, []
         for first, (names, value) in weights.held().items():
-            name = unwrapped(first)
+            name = path_without_wrappers(first)
             if isinstance(value, Tensor):
                 self.tensors[f"{label}/{name}"] = value
-                tied.update({unwrapped(one): name for one in names if unwrapped(one) != name})
+                tied.update({path_without_wrappers(one): name for one in names if path_without_wrappers(one) != name})
             else:
                 others[name] = encode(value, f"{label}/{name}", self.tensors)
             if weights.is_shared(first):

@@ -16,7 +16,7 @@ from penstock.checkpoint.table import Table
 from penstock.checkpoint.team import Team
 from penstock.errors import InputFileError, PenstockError, StateDictError
 from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
-from penstock.rng import unwrapped
+from penstock.parallel import path_without_wrappers
 from penstock.weights.files import quoted
 from penstock.weights.optimizers import OptimizerStates, find_groups, read_states, write_states
 from penstock.weights.states import Weights, check_apart
@@ -67,18 +67,18 @@ class Loading:
             self._note_unsaved(label)
             return []
         for first, (names, value) in weights.held().items():
-            known = [unwrapped(name) for name in names]
+            known = [path_without_wrappers(name) for name in names]
             known += [saved.tied[name] for name in known if name in saved.tied]
             keys = [f"{label}/{name}" for name in known]
             self._used.update(keys)
             if label == MODEL and not weights.is_shared(first):
-                self._alone.add(f"{label}/{unwrapped(first)}")
+                self._alone.add(f"{label}/{path_without_wrappers(first)}")
             if isinstance(value, Tensor):
                 key = next((one for one in keys if one in self._saved.tensors), None)
             else:
                 key = next((one for one in known if one in saved.others), None)
             if key is None:
-                self._problems["missing"].append(f"{label}/{unwrapped(first)}")
+                self._problems["missing"].append(f"{label}/{path_without_wrappers(first)}")
             elif not isinstance(value, Tensor) or self._fits(key, value):
                 matched.append((first, value, key))
         return matched

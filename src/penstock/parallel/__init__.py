@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from penstock.parallel.wrapping import names_without_wrappers as names_without_wrappers
     from penstock.parallel.wrapping import over_replicas as over_replicas
     from penstock.parallel.wrapping import parts_of as parts_of
+    from penstock.parallel.wrapping import path_without_wrappers as path_without_wrappers
     from penstock.parallel.wrapping import spreads_over_processes as spreads_over_processes
     from penstock.parallel.wrapping import unwrapped as unwrapped
 

@@ -239,3 +239,11 @@ def over_replicas(module: nn.Module, mesh: Any, *, shard: bool) -> nn.Module:
         made: nn.Module = import_module(_SHARDS).fully_shard(module, mesh=mesh["dp"])
         return made
     return DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def path_without_wrappers(path: str) -> str:
+    """A path without the names that wrappers such as ``torch.compile`` put into it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)

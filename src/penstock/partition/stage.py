@@ -62,11 +62,12 @@ class Author:
         self.model, self.doors, self.forward, self.stages = model, doors, forward, stages
         self.recomputes = frozenset(recomputes)
         inside = {id(part) for door in doors for part in door.module.modules()}
+        self.outside = [module for module in model.modules() if id(module) not in inside]
         # Modules of torch keep nothing in attributes.
         self.around = [
             module
-            for module in model.modules()
-            if id(module) not in inside and not type(module).__module__.startswith("torch.nn.")
+            for module in self.outside
+            if not type(module).__module__.startswith("torch.nn.")
         ]
         self.paths = {id(module): path for path, module in model.named_modules()}
 
@@ -105,10 +106,16 @@ class CutStage(StageModule):
             if id(module) not in inside and callable(getattr(module, "_init_weights", None))
         }
 
+    @property
+    def around(self) -> list[nn.Module]:
+        """The author's modules outside of the units, which all stages call."""
+        loose: list[nn.Module] = self.__dict__["_author"].outside
+        return loose
+
     def train(self, mode: bool = True) -> CutStage:
         """Set the mode, also of the author's modules around the units."""
         super().train(mode)
-        for module in self.__dict__["_author"].around:
+        for module in self.around:
             module.training = mode
         return self
 

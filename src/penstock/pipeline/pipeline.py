@@ -245,7 +245,7 @@ class Pipeline(WeightMethods):
         mesh: Any = None,
         seed: Seed = None,
         timeout: Timeout = None,
-        rendezvous_timeout: float = PATIENCE,
+        rendezvous_timeout: float = RENDEZVOUS,
         **loss: Unpack[LossOptions],
     ) -> Pipeline:
         """A pipeline of stages placed by hand.
@@ -526,7 +526,7 @@ class Pipeline(WeightMethods):
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Evaluation mode, with each module's own mode restored afterwards."""
-        modes = [(m, m.training) for stage in self._stages for m in stage.module.modules()]
+        modes = [(m, m.training) for stage in self._stages for m in stage.called_modules()]
         for stage in self._stages:
             stage.module.eval()
         try:
@@ -731,6 +731,10 @@ class Pipeline(WeightMethods):
         """Exchange JSON values: every rank gets the values of all ranks, in rank order."""
         values = self._runner.gather(value)
         return values * self._schedules.ranks if self._transport is None else values
+
+    def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
+        """Put something between this rank and its transport, such as a counter; nothing in one process."""
+        self._runner.wrap_transport(wrap)
 
     def patient(self, seconds: float) -> AbstractContextManager[None]:
         """Let this rank take longer than ``timeout`` allows between two steps, such as to save.

@@ -175,7 +175,7 @@ def loss_of(  # noqa: PLR0913 - as LossOptions
     replicas: Any = None,
     nonfinite: NonFinite = "stop",
 ) -> Loss | None:
-    """The loss of a Pipeline, see :class:`penstock.step.LossOptions`; None without a function.
+    """The loss of a Pipeline, see :class:`penstock.runtime.LossOptions`; None without a function.
 
     Raises:
         UsageError: an option is unknown, or is not a valid number.

@@ -214,6 +214,10 @@ class Interpreter:
         }
         self.clear()
 
+    def use_transport(self, transport: Transport) -> None:
+        """Send and receive through another end."""
+        self._transport = transport
+
     def clear(self) -> None:
         """Empty the store; an interrupted step leaves values in it."""
         self._values: dict[tuple[str, int], Any] = {}

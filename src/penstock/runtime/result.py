@@ -137,6 +137,10 @@ class Numbers:
         self._transport = transport
         self._names: tuple[str, ...] = ()
 
+    def use_transport(self, transport: Transport) -> None:
+        """Add up through another end."""
+        self._transport = transport
+
     def share(
         self, tally: Tally, loss: Loss | None, weights: Weights, *, finite: bool = True
     ) -> StepResult:

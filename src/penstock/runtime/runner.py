@@ -110,6 +110,13 @@ class Runner:
         """This rank's position; 0 where all ranks share this process."""
         return 0 if self.transport is None else self.transport.rank
 
+    def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
+        """Put something between this rank and its transport; nothing where all ranks share this process."""
+        if self.transport is not None:
+            self.transport = wrap(self.transport)
+            self._interpreter.use_transport(self.transport)
+            self._numbers.use_transport(self.transport)
+
     @property
     def steps(self) -> int:
         """How many training steps have begun."""

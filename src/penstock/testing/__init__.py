@@ -1,12 +1,13 @@
 """The tools with which Penstock tests itself, for the tests of its users too."""
 
-from penstock.testing.counting import CountingTransport, Traffic, count_messages
+from penstock.testing.counting import Channel, CountingTransport, Traffic, count_messages
 from penstock.testing.faults import Fault, InjectedError, fail_at
 from penstock.testing.oracle import Case, Verdict, compare, plain_loop
 from penstock.testing.workers import WorkerError, WorkerPool
 
 __all__ = [
     "Case",
+    "Channel",
     "CountingTransport",
     "Fault",
     "InjectedError",

@@ -1,45 +1,47 @@
-"""Count what travels: messages and bytes by channel, control operations, and what is under way."""
+"""Count what a rank exchanges with others: messages and bytes by channel, and operations of all ranks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
-from penstock.transport import Channel, Relay, Ticket, Transport
-from penstock.values import TensorSpec
+from penstock.transport import Arrival, Transport
+from penstock.values import TensorLayout
 
 
-@dataclass
+class Channel(NamedTuple):
+    """Two ranks and what travels from one to the other: 0 for values, 1 for gradients, 2 for weights."""
+
+    source: int
+    target: int
+    direction: int
+
+
 class Traffic:
-    """What one rank has sent, or what it has received.
+    """What one rank has sent or received.
 
     Attributes:
         messages: the messages by channel; empty ones do not travel, and do not count.
         bytes: the bytes by channel.
-        pending: the bytes that are posted but not complete yet.
+        pending: the bytes of receives that are posted but not taken yet.
         most: the most bytes that were pending at any time.
     """
 
-    messages: Counter[Channel] = field(default_factory=Counter)
-    bytes: Counter[Channel] = field(default_factory=Counter)
-    pending: int = 0
-    most: int = 0
+    def __init__(self) -> None:
+        self.messages: Counter[Channel] = Counter()
+        self.bytes: Counter[Channel] = Counter()
+        self.pending = self.most = 0
 
-    def post(self, channel: Channel, size: int, inner: Ticket) -> Ticket:
-        """Count a message of so many bytes, until its ticket is complete."""
+    def count(self, channel: Channel, size: int) -> None:
+        """A message of so many bytes."""
         if size:
             self.messages[channel] += 1
             self.bytes[channel] += size
-        self.pending += size
-        self.most = max(self.most, self.pending)
-        return _Counted(inner, self, size)
 
     def reset(self) -> None:
         """Start counting anew; what is pending stays pending."""
@@ -48,95 +50,99 @@ class Traffic:
         self.most = self.pending
 
 
-class _Counted(Ticket):
-    """The ticket of a message, whose bytes are pending until it is complete."""
-
-    def __init__(self, inner: Ticket, traffic: Traffic, size: int) -> None:
-        self._inner = inner
-        self._traffic = traffic
-        self._size = size
-
-    def ready(self) -> bool:
-        return self._inner.ready()
-
-    def wait(self) -> None:
-        self._inner.wait()
-
-    def take(self) -> Any:
-        found = self._inner.take()
-        self._traffic.pending -= self._size
-        self._size = 0
-        return found
-
-
-class CountingTransport(Relay):
-    """Counts what goes over another transport.
+class CountingTransport:
+    """Counts what goes over a transport, and passes it on.
 
     Args:
-        inner: the other transport.
+        transport: the rank's end.
 
     Attributes:
         sent: what this rank sent.
         received: what this rank received.
-        control: how often each control operation ran.
+        control: how often each operation of all ranks ran: ``gather`` and ``broadcast``.
+        descriptions: how many descriptions of new kinds of messages were sent.
     """
 
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner)
-        self.sent = Traffic()
-        self.received = Traffic()
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.sent, self.received = Traffic(), Traffic()
         self.control: Counter[str] = Counter()
+        self.descriptions = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
     def reset(self) -> None:
         """Start counting anew, for instance after the first step."""
         self.sent.reset()
         self.received.reset()
         self.control.clear()
+        self.descriptions = 0
 
-    def post_send(self, channel: Channel, tensors: Sequence[Tensor]) -> Ticket:
+    def send(self, peer: int, tag: int, tensors: Sequence[Tensor], direction: int = 0) -> None:
         """Send, and count."""
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return self.sent.post(channel, size, super().post_send(channel, tensors))
+        channel = Channel(self._transport.rank, peer, direction)
+        self.sent.count(channel, sum(tensor.nbytes for tensor in tensors))
+        self._transport.send(peer, tag, tensors, direction)
 
-    def post_receive(
-        self, channel: Channel, specs: Sequence[TensorSpec], device: torch.device
-    ) -> Ticket:
+    def describe(self, peer: int, tag: int, description: Any) -> None:
+        """Send a description, and count it."""
+        self.descriptions += 1
+        self._transport.describe(peer, tag, description)
+
+    def post(
+        self, peer: int, tag: int, layouts: Sequence[TensorLayout], direction: int = 0
+    ) -> Arrival:
         """Receive, and count."""
-        size = sum(prod(spec.shape) * spec.torch_dtype.itemsize for spec in specs)
-        return self.received.post(channel, size, super().post_receive(channel, specs, device))
+        size = sum(layout.nbytes for layout in layouts)
+        self.received.count(Channel(peer, self._transport.rank, direction), size)
+        self.received.pending += size
+        self.received.most = max(self.received.most, self.received.pending)
+        return _CountedArrival(self._transport.post(peer, tag, layouts, direction), self, size)
 
-    def agree(self, value: Any) -> Ticket:
-        """Agree, and count."""
-        self.control["agree"] += 1
-        return super().agree(value)
-
-    def gather(self, values: Tensor) -> Ticket:
+    def gather(self, values: Tensor) -> list[Tensor]:
         """Gather, and count."""
         self.control["gather"] += 1
-        return super().gather(values)
+        return self._transport.gather(values)
 
-    def sum(self, values: Tensor) -> Ticket:
+    def sum(self, values: Tensor) -> Tensor:
         """Sum, and count."""
-        self.control["sum"] += 1
-        return super().sum(values)
+        self.control["gather"] += 1
+        return self._transport.sum(values)
 
-    def broadcast(self, tensor: Tensor, source: int) -> Ticket:
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Broadcast, and count."""
         self.control["broadcast"] += 1
-        return super().broadcast(tensor, source)
+        return self._transport.broadcast(tensor, source)
 
 
-def count_messages(pipe: Pipeline) -> list[CountingTransport]:
-    """Count what the ranks of this process exchange from now on.
+class _CountedArrival(Arrival):
+    """A message whose bytes are pending until it is taken."""
 
-    Returns:
-        A counter for each rank of this process.
+    __slots__ = ("_arrival", "_counter", "_size")
+
+    def __init__(self, arrival: Arrival, counter: CountingTransport, size: int) -> None:
+        self._arrival, self._counter, self._size = arrival, counter, size
+
+    def take(self) -> list[Tensor]:
+        tensors = self._arrival.take()
+        self._counter.received.pending -= self._size
+        return tensors
+
+
+def count_messages(pipe: Pipeline) -> CountingTransport:
+    """Count what the rank of this process exchanges from now on.
+
+    Raises:
+        UsageError: all ranks share this process, so nothing travels.
     """
     counters: list[CountingTransport] = []
 
-    def wrap(transport: Transport) -> Transport:
+    def wrap(transport: Transport) -> Any:
         counters.append(CountingTransport(transport))
         return counters[-1]
 
-    pipe.wrap_transports(wrap)
-    return counters
+    pipe.wrap_transport(wrap)
+    if not counters:
+        raise UsageError("all ranks share this process, so no messages travel; start it by torchrun")
+    return counters[0]

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 from penstock.errors import UsageError
 from penstock.faults import Activity, add_probe
 from penstock.schedule import Action, Op, matching
-from penstock.values.structure import mapped
+from penstock.values import map_tensors
 
 How = Literal[
     "exception",
@@ -222,6 +222,6 @@ def _change_output(change: Callable[[Tensor], Tensor]) -> None:
             return None
         for handle in handles:
             handle.remove()
-        return mapped(output, lambda t: change(t) if t.is_floating_point() else t)
+        return map_tensors(output, lambda t: change(t) if t.is_floating_point() else t)
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from penstock.pipeline import Pipeline
 from penstock.pipeline.plan import Stages
 from penstock.schedule import Schedule
-from penstock.step import LossFunction, LossWeight, Reduction
-from penstock.step.loss import collect_losses
+from penstock.runtime import LossFunction, LossWeight, Reduction, collect_losses
 from penstock.values import Rules
 
 

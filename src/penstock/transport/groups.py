@@ -289,7 +289,7 @@ class Arrival:
             MessageError: the connection is broken.
         """
         if self._line is not None:
-            data = torch.frombuffer(self._line.receive(self._tag), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(self._line.receive(self._tag)), dtype=torch.uint8)
             _unpack(data, self._tensors)
         else:
             for work in self._works:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
-from penstock.rng import Generators, devices_of, seed_of, unwrapped
+from penstock.parallel import path_without_wrappers
+from penstock.rng import generators_kept, seed_generators, seed_of
 
 # ---- give tensors on the meta device memory, and find those that no initialiser has filled
 
@@ -109,10 +110,12 @@ def initialise(
     """
     blanks, modules = Blanks(homes), [module for module, _ in homes]
     owners = _owners(modules)
-    generators = Generators(device for module in modules for device in devices_of(module))
-    with generators.kept(), torch.no_grad():
+    tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
+    devices = {tensor.device for tensor in tensors}
+    with generators_kept(devices), torch.no_grad():
         for called, path, inits in _each_once(modules, init):
-            generators.seed(seed_of(seed, f"weights of {unwrapped(path)}"))
+            number = seed_of(seed, f"weights of {path_without_wrappers(path)}")
+            seed_generators(number, devices)
             with _others_kept(called, owners), _lent(called) as module:
                 inits.run(path, module)
     blanks.check_filled()
