@@ -83,7 +83,7 @@ def test_a_table_shows_each_stage() -> None:
 
 @pytest.mark.parametrize("balance", ["parameters", "flops", "memory", "time", [1.0, 1.0, 2.0]])
 def test_stages_are_equal_by_what_is_measured(balance: Any) -> None:
-    example = (torch.ones(3, 4),), {}
+    example: Any = ((torch.ones(3, 4),), {})
     parts = partition(layers(), 2, example=example, balance=balance)
     assert len(parts.modules) == 2
     if not isinstance(balance, str):
@@ -91,7 +91,8 @@ def test_stages_are_equal_by_what_is_measured(balance: Any) -> None:
 
 
 def test_without_data_all_but_times_are_measured() -> None:
-    model, example = layers().to("meta"), ((torch.ones(3, 4),), {})
+    model = layers().to("meta")
+    example: Any = ((torch.ones(3, 4),), {})
     assert weigh_units(model, PATHS, "flops", example) == [192, 384, 96]
     with pytest.raises(UsageError, match="meta device"):
         weigh_units(model, PATHS, "time", example)

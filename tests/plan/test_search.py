@@ -148,7 +148,7 @@ def test_a_file_that_is_no_plan_is_refused_before_anything_is_built() -> None:
         ("[]", "object"),
         ("{}", "plan: Field required"),
         ("nonsense", "Invalid JSON"),
-        (text.replace('"stages": [', 'X,
+        (text.replace('"stages": [', '"stages": 3, "x": [', 1), "plan.stages"),
         (
             text.replace('"microbatches": 4', '"microbatches": 4000000000'),
             "microbatches=4000000000",
