@@ -166,7 +166,7 @@ def device_named(device: Device | str, **changes: float) -> Device:
 
 def device_called(product: str) -> Device | None:
     """The device of the table that a driver calls, say, ``"NVIDIA H100 PCIe"``; None if it is not there."""
-    words = product.lower().replace("-", " ").split()
+    words = product.lower().replace("-", " ").replace("rtx ", "rtx").split()
     matches = [d for d in DEVICES.values() if set(d.name.split("-")) <= set(words)]
     # "h100-pcie" before "h100".
     return max(matches, key=lambda device: len(device.name), default=None)
