@@ -92,7 +92,7 @@ def _nvidia(
     The peaks are those in half precision, TF32 and float32; PyTorch computes in float32 unless it is told
     to use TF32. A GPU without TF32 uses float32 in its place.
     """
-    half, tf32, single = (peak * 1e12 for peak in peaks)
+    half, tf32, single = (float(round(peak * 1e12)) for peak in peaks)
     return Device(
         name,
         {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single},
