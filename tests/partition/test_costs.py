@@ -165,7 +165,26 @@ class Slope(nn.Module):
 
 
 @pytest.mark.parametrize("repeats", [0, 1])
-def test_a_unit_that_differentiates_inside_is_measured(repeats: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Slope(), nn.Linear(4, 4))
-    units, _ = measure_units(model, PATHS, (torch.ones(2, 4),), repeats=repeats)
-    assert units[1].held > 0
+@pytest.mark.parametrize("unit", [Slope(), nn.LSTM(4, 4), nn.ReLU(inplace=True)])
+def test_any_module_can_be_a_unit(unit: nn.Module, repeats: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.unit, self.last = nn.Linear(4, 4), unit, nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            middle = self.unit(self.first(x))
+            last: Tensor = self.last(middle[0] if isinstance(middle, tuple) else middle)
+            return last
+
+    paths = ["first", "unit", "last"]
+    units, values = measure_units(Model(), paths, (torch.ones(2, 4),), repeats=repeats)
+    assert units[0].flops == units[2].flops == 2 * 2 * 4 * 4
+    assert [(value.source, value.targets) for value in values] == [(0, (1,)), (1, (2,))]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_unit_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(UsageError, match="'1' is scripted"):
+        measure_units(model, PATHS[:2], (torch.ones(2, 4),))

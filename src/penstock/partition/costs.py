@@ -240,22 +240,26 @@ def weigh_units(
 def _copy_model(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy without hooks, whose parameters, buffers and plain tensors are what `tensor` makes of them."""
     memo: dict[int, Any] = {}
-    for part in model.modules():
-        scripted = isinstance(part, torch.jit.ScriptModule)
-        memo[id(part)] = part if scripted else type(part).__new__(type(part))
+    part: Any
+    for path, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{path!r} is scripted, so its costs cannot be measured: balance by parameters, give a "
+                "number for each module, or measure the module as it was before torch.jit.script"
+            )
+        memo[id(part)] = type(part).__new__(type(part))
     held = [value for part in model.modules() for value in vars(part).values()]
     for value in (*model.parameters(), *model.buffers(), *held):
         if isinstance(value, Tensor) and id(value) not in memo:
             memo[id(value)] = tensor(value)
     for part in model.modules():
-        if memo[id(part)] is not part:
-            vars(memo[id(part)]).update(
-                {
-                    name: _copied(name, value, memo)
-                    for name, value in vars(part).items()
-                    if name != "forward"  # it would run the original
-                }
-            )
+        vars(memo[id(part)]).update(
+            {
+                name: _copied(name, value, memo)
+                for name, value in vars(part).items()
+                if name != "forward"  # it would run the original
+            }
+        )
     return memo[id(model)]  # type: ignore[no-any-return]
 
 
