@@ -58,6 +58,10 @@ class StageModule(nn.Module):
 
     index: int
 
+    @abstractmethod
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What all stages of the model do in a call with arguments like these; it has ``edges``."""
+
     @property
     @abstractmethod
     def units(self) -> list[nn.Module]:

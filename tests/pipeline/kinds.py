@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.testing import Case, compare
-from tests.values.zoo import Answer, Frozen, Mode, Outer, Pair, Point, State
+from tests.pipeline.zoo import Answer, Frozen, Mode, Outer, Pair, Point, State
 
 WIDTH = 4
 X = torch.linspace(-1, 1, 8 * WIDTH, dtype=torch.float64).reshape(8, WIDTH)

@@ -22,7 +22,6 @@ from penstock import (
     collect_losses,
 )
 from penstock.errors import StageError, UsageError
-from penstock.runtime import work
 from penstock.schedule import Placement, Schedule, parse_action
 from penstock.testing import Case, WorkerPool, compare
 from penstock.values import MISSING
@@ -192,17 +191,6 @@ def test_accumulated_steps_equal_one_of_all(loss: Any, reduction: Any) -> None:
     whole.backward()
     assert_same(gradients(pipe), gradients(model))
     assert sum(losses) / (2 if reduction == "mean" else 1) == pytest.approx(float(whole.detach()))
-
-
-def test_weights_that_differ_in_every_step_leave_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(work, "SEEDS_KEPT", 4)
-    pipe = make(plain_model(), microbatches=2)
-    for total in range(1, 12):
-        pipe.step(X[:2], target=Y[:2], total_weight=float(total))
-    bound = [rank.bound for rank in pipe._local.ranks]
-    assert max(len(one._made) for of in bound if of for one in of._work.values()) <= 5
 
 
 @pytest.mark.parametrize(("loss", "options"), OF_TOKENS, ids=["mean", "sum"])

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
-from penstock.testing import Case, WorkerPool, compare, count_messages
-from penstock.transport import BACKWARD
+from penstock.testing import Case, WorkerPool, compare
 from tests.pipeline.models import mean_loss
 
 WIDTH = 3
@@ -121,22 +120,6 @@ def test_on_gloo(workers: WorkerPool, schedule: str) -> None:
         assert names == USES[use][2]
 
 
-def bytes_back(use: Callable[[dict[str, Tensor]], Tensor]) -> int:
-    """The bytes of gradients in a step of two stages and microbatches."""
-    model = nn.Sequential(Fork(), Join(use))
-    pipe = Pipeline(model, schedule="GPipe", ranks=2, microbatches=2, loss_fn=mean_loss)
-    counters = count_messages(pipe)
-    pipe.step(X, target=X)
-    sizes = [n for at in counters for c, n in at.sent.bytes.items() if c.kind == BACKWARD]
-    return sum(sizes)
-
-
-def test_only_where_one_may_be_missing_it_is_told_which_is_there() -> None:
-    both = 2 * SAMPLES * WIDTH * 8
-    assert bytes_back(lambda value: value["a"] + value["b"]) == both
-    assert bytes_back(lambda value: value["a"]) == both + 2 * 1
-
-
 class Halves(nn.Module):
     """Gives what needs no gradient beside what does."""
 
@@ -147,15 +130,3 @@ class Halves(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Any]:
         hidden = self.lin(x)
         return {"a": hidden, "b": hidden.detach(), "mask": hidden > 0, "n": 3}
-
-
-def test_what_needs_no_gradient_costs_no_message() -> None:
-    model = nn.Sequential(Halves(), Join(lambda value: value["a"] * value["mask"] + value["b"]))
-    pipe = Pipeline(model, schedule="GPipe", ranks=2, microbatches=2, loss_fn=mean_loss)
-    counters = count_messages(pipe)
-    pipe.step(X, target=X)
-    back = [at.sent for at in counters]
-    sizes = sum(n for at in back for c, n in at.bytes.items() if c.kind == BACKWARD)
-    assert sizes == SAMPLES * WIDTH * 8
-    pipe.eval(X, target=X)
-    assert sizes == sum(n for at in back for c, n in at.bytes.items() if c.kind == BACKWARD)

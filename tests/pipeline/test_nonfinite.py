@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock import Pipeline
 from penstock.errors import NonFiniteError, UsageError
-from penstock.step import StepResult
+from penstock.runtime import StepResult
 from penstock.testing import WorkerPool
 
 X = torch.arange(12.0).reshape(4, 3)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import REPLICATE, Pipeline, PipelineStage, Split
-from penstock.partition import cut_chain
+from penstock.partition import partition
 from penstock.schedule import Action, Op, Placement, Schedule, build, library, register
 from penstock.testing import Case, compare
 from penstock.values import Rules
@@ -342,7 +342,7 @@ WAYS: dict[str, Callable[[], Pipeline]] = {
 
 def partitioned() -> Pipeline:
     model = named()
-    return make(model, stages=cut_chain(model, STAGES))
+    return make(model, stages=partition(model, STAGES))
 
 
 @pytest.mark.parametrize("name", sorted(WAYS))
@@ -351,7 +351,7 @@ def test_ways_to_say_the_same(name: str) -> None:
 
 
 def hand_placed(model: nn.Module) -> list[PipelineStage]:
-    parts = cut_chain(model, STAGES).modules
+    parts = partition(model, STAGES).modules
     return [PipelineStage(part, index, 2) for index, part in enumerate(parts)]
 
 

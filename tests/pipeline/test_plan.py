@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError, UsageError
-from penstock.partition import cut_sequential
+from penstock.partition import partition
 from penstock.pipeline.plan import Plan, Stages, cut, make_plan, prove
 from penstock.schedule import Schedule, build
 from penstock.schedule.files import save
@@ -26,7 +26,7 @@ FILLED: dict[str, tuple[tuple[Any, Any, Stages, Any], tuple[int, int, int]]] = {
     "microbatches": (("1F1B", 2, None, 3), (2, 2, 3)),
     "a count of stages": (("1F1B", None, 3, None), (3, 3, 6)),
     "paths": (("1F1B", None, [["a"], ["b"]], None), (2, 2, 4)),
-    "a partition": (("1F1B", None, cut_sequential(model(), 4), 8), (4, 4, 8)),
+    "a partition": (("1F1B", None, partition(model(), 4), 8), (4, 4, 8)),
     "a value": ((VALUE, None, None, None), (3, 3, 5)),
     "a value and the same": ((VALUE, 3, 3, 5), (3, 3, 5)),
 }
@@ -99,7 +99,7 @@ def test_a_schedule_that_hangs_is_refused_with_the_report() -> None:
 
 def test_a_partition_is_used_as_it_is() -> None:
     whole = model()
-    partition = cut_sequential(whole, 2)
+    partition = partition(whole, 2)
     assert cut(whole, partition, 2) is partition
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from penstock import Pipeline, PipelineStage
 from penstock.errors import UsageError
-from penstock.partition.traced import Cuts, Point, cut_traced
 from penstock.testing import WorkerPool
 from tests.pipeline.noisy import WIDTH, model, piped, plain
 
@@ -62,14 +61,6 @@ def test_on_gloo(workers: WorkerPool, schedule: str, stages: int, recompute: str
     )
     together = {name: text for answer in answers for name, text in answer["gradients"].items()}
     same(answers[0] | {"gradients": together}, expected(recompute))
-
-
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZB-V"])
-def test_a_traced_model(schedule: str) -> None:
-    net, points = model(), [Point(path) for path in ("2", "4", "5.last")]
-    cut = cut_traced(net, (torch.zeros(2, WIDTH),), cuts=Cuts(tuple(points)))
-    found = piped(schedule=schedule, recompute="", ranks=2, stages=cut.partition, net=net)
-    same(found, expected(""))
 
 
 def test_recomputation_gives_the_same_gradients() -> None:

@@ -25,7 +25,7 @@ from penstock.errors import (
     UnknownArgumentError,
     UsageError,
 )
-from penstock.partition import cut_sequential
+from penstock.partition import partition
 from penstock.pipeline.setup import placed_on
 from penstock.schedule import Action, Op, Placement, Schedule, build
 from penstock.testing import WorkerPool
@@ -87,7 +87,7 @@ MAKING: dict[str, Refusal] = {
         "no module 'tail' in the model; did you mean embed",
     ),
     "a partition of another model": (
-        lambda: make(stages=cut_sequential(chain(), 2)),
+        lambda: make(stages=partition(chain(), 2)),
         PartitionError,
         "in no stage: 0.0.weight",
     ),

@@ -15,7 +15,6 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from penstock import schedule as ps
 from penstock.errors import ScheduleError
-from penstock.runtime.bind import Turns
 from penstock.schedule import Action, Op, Schedule
 from penstock.testing import WorkerPool, compare
 from tests.pipeline.cases import deep_case
@@ -126,9 +125,3 @@ def needs(action: Action, stages: int, full: set[int]) -> list[Action]:
 def test_any_valid_order_gives_the_same_bits(seed: int) -> None:
     found = digest(shuffled(3, 5, seed), 3, 3, 5)
     assert found == digest("GPipe", 3, 3, 5)
-
-
-def test_turns_let_through_in_order() -> None:
-    turns = Turns()
-    found = [turns.arrived(microbatch) for microbatch in (2, 0, 1, 3)]
-    assert found == [[], [0], [1, 2], [3]]

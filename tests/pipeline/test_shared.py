@@ -14,7 +14,7 @@ from torch import nn
 from penstock import Pipeline, PipelineStage
 from penstock import schedule as ps
 from penstock.errors import AgreementError, PoisonedError, UsageError
-from penstock.partition import Shared, cut_chain
+from penstock.partition import Shared, partition
 from penstock.testing import WorkerPool, compare
 from tests.pipeline.models import X, Y, mean_loss
 from tests.pipeline.sharing import (
@@ -314,5 +314,5 @@ def test_what_ranks_are_told_must_agree(workers: WorkerPool) -> None:
 
 def test_the_chain_may_come_back_to_a_module() -> None:
     of = case("looped")
-    partition = cut_chain(of.model, cut_of("looped", 4))
+    partition = partition(of.model, cut_of("looped", 4))
     assert {one.stages for one in partition.shared} == {(0, 1, 2, 3)}

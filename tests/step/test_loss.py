@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
-from penstock.step import Loss, nothing
+from penstock.runtime.loss import Loss, zero_loss
 
 MEAN = Loss(nn.functional.mse_loss)
 SUM = Loss(lambda output, target: nn.functional.mse_loss(output, target, reduction="sum"), "sum")
@@ -67,7 +67,7 @@ def test_an_unknown_reduction_is_refused() -> None:
 
 def test_nothing_has_a_gradient_of_zero_whatever_the_output_holds() -> None:
     output = {"a": torch.full((2,), torch.nan, requires_grad=True), "b": torch.ones(1)}
-    loss = nothing(output)
+    loss = zero_loss(output)
     assert (float(loss.detach()), loss.shape) == (0.0, ())
     loss.backward()
     assert output["a"].grad is not None
@@ -75,7 +75,7 @@ def test_nothing_has_a_gradient_of_zero_whatever_the_output_holds() -> None:
 
 
 def test_nothing_of_no_tensors_is_zero() -> None:
-    assert float(nothing({"a": None})) == 0.0
+    assert float(zero_loss({"a": None})) == 0.0
 
 
 # ---- what a step may say

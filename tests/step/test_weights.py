@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock.errors import UsageError
-from penstock.step import Replicas, Scale
-from penstock.step.loss import count, weigh
+from penstock.runtime.loss import Replicas, Scale
+from penstock.runtime.loss import count, weigh
 
 TARGETS = [torch.tensor([1, 1, 0]), torch.tensor([1, 0, 0])]
 

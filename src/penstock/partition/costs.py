@@ -240,14 +240,13 @@ def weigh_units(
 def _copy_model(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy without hooks, whose parameters, buffers and plain tensors are what `tensor` makes of them."""
     memo: dict[int, Any] = {}
-    part: Any
     for path, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise UsageError(
                 f"{path!r} is scripted, so its costs cannot be measured: balance by parameters, give a "
                 "number for each module, or measure the module as it was before torch.jit.script"
             )
-        memo[id(part)] = type(part).__new__(type(part))
+        memo[id(part)] = object.__new__(type(part))
     held = [value for part in model.modules() for value in vars(part).values()]
     for value in (*model.parameters(), *model.buffers(), *held):
         if isinstance(value, Tensor) and id(value) not in memo:

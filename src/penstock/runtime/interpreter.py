@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from penstock.errors import MessageError, PenstockError, SpecError, StageError
 from penstock.faults import failing_module
 from penstock.parallel import Adapter, gathered, put_together, replicated, settled, take_apart
-from penstock.rng import Draws
+from penstock.rng import LOSS, Draws
 from penstock.runtime.hooks import ActionEvent, Hooks, Recorder
 from penstock.runtime.loss import Loss, Losses, Weights, zero_loss
 from penstock.runtime.result import Tally
@@ -320,6 +320,9 @@ class Interpreter:
     def _forward(self, action: Action) -> None:
         index, microbatch = action.stage, action.microbatch or 0
         data, stage = self._data, self.stages[index]
+        if len(self._added):
+            # What a checkpoint has added again while backward ran.
+            self._added.clear()
         leaves: list[Tensor] = []
         counts: list[int] = []
         args, kwargs = self._arguments(stage, microbatch, leaves, counts)
@@ -426,7 +429,7 @@ class Interpreter:
             return []
         if data.weights.shares[microbatch]:
             if data.seed is not None:
-                Draws(*data.seed, microbatch, self.stages[stage].device).enter("loss", 0)
+                Draws(*data.seed, microbatch, self.stages[stage].device).enter(LOSS, 0)
             target = _saveable(data.targets[microbatch])
             loss = replicated(data.loss.of_microbatch(output, target))
             if data.loss.metrics:
