@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock import Pipeline
 from penstock.errors import InputFileError, UsageError
-from penstock.plan import Plan, Plans, predict, search
+from penstock.plan import Plan, Plans, Profile, predict, search
 from penstock.schedule import build, simulate, validate
 from tests.plan.models import SLOW, Tower, profile
 
@@ -105,6 +105,19 @@ def test_smaller_microbatches_are_told() -> None:
     fits = max(search(costs, **asked, microbatches=4, schedules="1F1B")[0].memory)
     with pytest.raises(UsageError, match="microbatches=4 would do"):
         search(costs, **asked, microbatches=1, memory=fits)
+
+
+def test_wrong_numbers_are_refused_before_costs_are_found() -> None:
+    asked: list[int] = []
+
+    def found() -> Profile:
+        asked.append(1)
+        return profile([1.0] * 2)
+
+    with pytest.raises(UsageError, match="microbatches=1000000000"):
+        search(found, ranks=2, batch=10**9, microbatches=10**9)
+    assert not asked
+    assert search(found, **ONE) == search(profile([1.0] * 2), **ONE)
 
 
 def test_refusals() -> None:

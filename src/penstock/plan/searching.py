@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -126,7 +126,7 @@ class Plans(Sequence[Plan]):
 
 
 def search(  # noqa: PLR0913 - the whole question, by name
-    profile: Profile,
+    profile: Profile | Callable[[], Profile],
     *,
     ranks: int,
     batch: int,
@@ -144,7 +144,8 @@ def search(  # noqa: PLR0913 - the whole question, by name
     """Finds the fastest ways to run a model.
 
     Args:
-        profile: What its units cost, from `measure` or `predict`.
+        profile: What its units cost, from `measure` or `predict`; or a function that finds it, which is
+            called once all other arguments are known to be valid.
         ranks: How many devices there are.
         batch: The samples of a step.
         memory: The bytes that a rank may hold; by default those of the device, if known; 0 for no limit.
@@ -168,12 +169,11 @@ def search(  # noqa: PLR0913 - the whole question, by name
         UsageError: Nothing fits (the message says what would), or a number or name is not valid.
     """
     ranks, batch = _whole("ranks", ranks), _whole("batch", batch, most=2**40)
-    limit = profile.memory if memory is None else memory
-    for name, number in (("memory", limit), ("states", states), ("seconds", seconds)):
+    for name, number in (("memory", memory or 0), ("states", states), ("seconds", seconds)):
         if not isinstance(number, int | float) or not number >= 0:
             raise UsageError(f"{name}={number!r}: must be a number, at least 0")
-    if 0 < limit < 1:
-        raise UsageError(f"memory={limit}: must be at least one byte, or 0 for no limit")
+    if 0 < (memory or 0) < 1:
+        raise UsageError(f"memory={memory}: must be at least one byte, or 0 for no limit")
     counts = _whole_numbers("microbatches", microbatches)
     too_many = [count for count in counts or () if count > batch]
     if too_many:
@@ -181,15 +181,21 @@ def search(  # noqa: PLR0913 - the whole question, by name
     wanted = _Wanted(
         devices=ranks,
         batch=batch,
-        memory=float(limit),
+        memory=float(memory or 0),
         schedules=_schedules(schedules),
         ranks=_divisors("pipeline", pipeline, ranks),
         stages_per_rank=_whole_numbers("stages_per_rank", stages_per_rank),
         microbatches=counts,
-        checkpoint=_policies(checkpoint) or (POLICIES if limit else ("none",)),
+        checkpoint=_policies(checkpoint) or ("none",),
         states=float(states),
         keep=_whole("keep", keep),
     )
+    next(wanted.shapes(), None)  # for its check
+    profile = profile() if callable(profile) else profile
+    limit = profile.memory if memory is None else wanted.memory
+    if limit and checkpoint is None:
+        wanted = replace(wanted, checkpoint=POLICIES)
+    wanted = replace(wanted, memory=limit)
     return _PlanSearch(profile, wanted, prune=prune).plans(seconds)
 
 
