@@ -23,14 +23,18 @@ from benchmarks import (
     loading,
     mesh,
     plan,
+<<<<<<< HEAD
     predictions,
+=======
+    schedules,
+    search,
+>>>>>>> plan
     steps,
 )
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
     "inside": inside.compare,
-    "predictions": predictions.compare,
     "plan": plan.compare,
     "buffers": buffers.compare,
     "checks": checks.compare,

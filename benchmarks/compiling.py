@@ -21,7 +21,7 @@ from benchmarks.pairs import Ratios
 from benchmarks.work import RANKS, gpt, placement
 from penstock import ActionEvent, Pipeline, PipelineStage
 from penstock.compiled import CompiledModule, graphs_kept, has_compiler
-from penstock.plan.answer import with_messages
+from penstock.plan import with_messages
 from penstock.schedule import build, parse_action, replay
 from penstock.schedule.action import COMPUTE_OPS
 from penstock.testing import WorkerPool
