@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError, StageError
 from penstock.partition.base import Planner
-from penstock.partition.nested import Place, located, replaced, tensors_in
+from penstock.partition.nested import Place, located, plain_in, replaced, tensors_in
 from penstock.partition.plan import CallPlan, Homes, Step
 from penstock.partition.seen import (
     BETWEEN,
@@ -455,12 +455,20 @@ class _Runner(TorchFunctionMode):
             raise self._different(
                 step, f"{len(results)} tensors where the run without data gave {len(event.slots)}"
             )
+        if not isinstance(output, Tensor) and self._stage < self._author.stages - 1:
+            self._check_plain(step, output)
         for tensor, slot in zip(results, event.slots, strict=True):
             if isinstance(slot, int):
                 self._keep(step, tensor, slot)
             elif event.inputs:
                 self._follow(tensor)
         return output
+
+    def _check_plain(self, step: Step, output: Any) -> None:
+        """Check that plain values are those that other stages have from the run without data."""
+        for value, planned in zip(plain_in(output), plain_in(step.event.result), strict=False):
+            if value != planned:
+                raise self._different(step, f"{value!r} where the run without data gave {planned!r}")
 
     def _keep(self, step: Step, tensor: Tensor, number: int) -> None:
         """Follow a result, and send it if others use it."""

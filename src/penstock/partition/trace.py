@@ -41,6 +41,7 @@ from penstock.partition.seen import (
     uncheckpointed,
 )
 from penstock.partition.state import Changed, Snapshot
+from penstock.values import check_tensor
 
 _TENSOR: Any = Tensor
 _GIVE_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad", "_grad", "grad_fn", "_base"}
@@ -578,15 +579,26 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         arguments = {id(t): place for place, t in reversed(placed.items())}
         results = tensors_in(output)
+<<<<<<< HEAD
         numbers: dict[int, int] = {}
+=======
+        slots: dict[int, int] = {}
+>>>>>>> coretests
         for place, tensor in enumerate(results):
             if id(tensor) in arguments:
                 event.slots.append(arguments[id(tensor)])
                 continue
+<<<<<<< HEAD
             if id(tensor) in numbers:
                 # One tensor at several places of a result is one value.
                 event.slots.append(numbers[id(tensor)])
                 continue
+=======
+            if id(tensor) in slots:
+                event.slots.append(slots[id(tensor)])
+                continue
+            check_tensor(tensor, f"{event.where}: what {event.name} returned")
+>>>>>>> coretests
             maker = self._made.get(_storage(self._fake_of(tensor)))
             self._note_read(event, index, maker, _storage(self._fake_of(tensor)))
             name = label if len(results) == 1 else f"{label}[{place}]"
@@ -594,7 +606,9 @@ class _Recorder(TorchFunctionMode):
             self.trace.values[number].is_result = True
             numbers[id(tensor)] = number
             event.slots.append(number)
-        event.result = output
+            slots[id(tensor)] = number
+        # With containers of its own, since whoever is given the output may empty them.
+        event.result = replaced(output, lambda t: t)
 
     def _note_read(self, event: Event, index: int, maker: int | None, storage: int) -> None:
         if maker is not None and maker not in (_MODEL, index) and storage not in self._given:
