@@ -23,12 +23,8 @@ from benchmarks import (
     loading,
     mesh,
     plan,
-<<<<<<< HEAD
-    predictions,
-=======
     schedules,
     search,
->>>>>>> plan
     steps,
 )
 

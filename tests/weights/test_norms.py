@@ -24,16 +24,6 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-<<<<<<< HEAD:tests/step/test_norms.py
-def test_norms_of_the_gradients_that_are_there(dtype: torch.dtype) -> None:
-    found = gradient_norms(parameters(dtype))
-    assert found.tolist() == [3.0, 4.0, 0.0]
-    assert found.dtype is torch.float64
-
-
-def test_no_parameters_have_no_norms() -> None:
-    assert gradient_norms([]).tolist() == []
-=======
 def test_there_is_a_norm_for_each_gradient(dtype: torch.dtype) -> None:
     norms = gradient_norms(parameters(dtype))
     assert norms.tolist() == [3.0, 4.0, 0.0]
@@ -41,7 +31,6 @@ def test_there_is_a_norm_for_each_gradient(dtype: torch.dtype) -> None:
 
 
 def test_no_parameters_have_no_norms() -> None:
->>>>>>> coretests:tests/weights/test_norms.py
     assert total_norm(gradient_norms([])) == 0.0
 
 

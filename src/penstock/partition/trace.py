@@ -579,32 +579,20 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         arguments = {id(t): place for place, t in reversed(placed.items())}
         results = tensors_in(output)
-<<<<<<< HEAD
-        numbers: dict[int, int] = {}
-=======
         slots: dict[int, int] = {}
->>>>>>> coretests
         for place, tensor in enumerate(results):
             if id(tensor) in arguments:
                 event.slots.append(arguments[id(tensor)])
                 continue
-<<<<<<< HEAD
-            if id(tensor) in numbers:
-                # One tensor at several places of a result is one value.
-                event.slots.append(numbers[id(tensor)])
-                continue
-=======
             if id(tensor) in slots:
                 event.slots.append(slots[id(tensor)])
                 continue
             check_tensor(tensor, f"{event.where}: what {event.name} returned")
->>>>>>> coretests
             maker = self._made.get(_storage(self._fake_of(tensor)))
             self._note_read(event, index, maker, _storage(self._fake_of(tensor)))
             name = label if len(results) == 1 else f"{label}[{place}]"
             number = self._new_value(tensor, name, index)
             self.trace.values[number].is_result = True
-            numbers[id(tensor)] = number
             event.slots.append(number)
             slots[id(tensor)] = number
         # With containers of its own, since whoever is given the output may empty them.

@@ -171,7 +171,7 @@ class Runner:
         """
         self.check_usable()
         self._steps += call.trains
-        self._interpreter.activity.begin(self._steps)
+        self.interpreter.activity.begin(self._steps)
         try:
             with torch.set_grad_enabled(call.trains):
                 agreement, weights = self._agree(call)
@@ -183,7 +183,7 @@ class Runner:
         except BaseException as error:
             raise self.fail(error) from None if error.__cause__ is None else error.__cause__
         finally:
-            self._interpreter.activity.rest()
+            self.interpreter.activity.rest()
 
     @property
     def usable(self) -> bool:
