@@ -48,9 +48,12 @@ def run(file: Path, rank: int) -> None:
 
 if __name__ == "__main__":
     rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
     )
     for path in sorted(folder.glob("*.csv")):
         run(path, rank)
