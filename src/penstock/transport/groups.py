@@ -76,10 +76,20 @@ class Circle:
         return [row.cpu() for row in rows]
 
 
+_JSON = 0x4A534F4E
+"""Marks the length of JSON bytes, to tell it from what another operation sends."""
+
+
 def exchange_json(value: Any, gather: Callable[[Tensor], list[Tensor]]) -> list[Any]:
     """The JSON values of all processes, by a function that gathers tensors: first lengths, then bytes."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [int(length) for length in gather(torch.tensor([text.numel()]))]
+    words = [row.tolist() for row in gather(torch.tensor([_JSON, text.numel()]))]
+    if any(mark != _JSON for mark, _ in words):
+        raise MessageError(
+            "the ranks call different things: one exchanges values, and another waits for something else; call "
+            "the same methods of the pipeline in the same order on every rank"
+        )
+    lengths = [length for _, length in words]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: text.numel()] = text
     rows = zip(gather(padded), lengths, strict=True)
