@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from penstock.partition.traced import Cuts, Point, cut_traced
+from penstock.partition import partition
 from penstock.weights import load_partition, parameters_on_meta
 
 STAGES = 4
@@ -51,15 +51,14 @@ def measure(layers: int, width: int) -> dict[str, Any]:
     """Write a model layer by layer, cut it without data, and fill one stage."""
     with parameters_on_meta():
         model = nn.Sequential(*(Block(width) for _ in range(layers)))
-    points = tuple(Point(str(layers * stage // STAGES)) for stage in range(1, STAGES))
-    partition = cut_traced(model, (torch.empty(2, width),), cuts=Cuts(points)).partition
+    stages = partition(model, [str(layers * stage // STAGES) for stage in range(1, STAGES)])
     with tempfile.TemporaryDirectory() as folder:
         _write(model, Path(folder))
         _start_counting()
         before = _peak()
-        load_partition(partition, [1], folder)
+        load_partition(stages, [1], folder)
         peak = _peak() - before
-    share = _bytes(partition.modules[1])
+    share = _bytes(stages.modules[1])
     return {
         "whole": _bytes(model),
         "share": share,
