@@ -126,11 +126,12 @@ def test_a_failure_on_one_rank_is_an_error_on_all(workers: WorkerPool, tmp_path:
 
 def full_beside(group: Any, folder: str) -> list[str]:
     """A worker's task: one rank's disk is full while the training goes on; then it is not any more."""
-    run, fsync = Run("1F1B", 2, group), os.fsync
+    run = Run("1F1B", 2, group)
+    fsync: Any = os.fsync
     checkpoints = Checkpoints(folder, asynchronous=True)
     told = []
 
-    def full(handle: int) -> None:
+    def full(handle: Any) -> None:
         raise OSError(28, "No space left on device")
 
     try:
