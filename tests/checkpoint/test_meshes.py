@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -127,7 +127,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all(workers: WorkerPool, tmp_path:
 def full_beside(group: Any, folder: str) -> list[str]:
     """A worker's task: one rank's disk is full while the training goes on; then it is not any more."""
     run = Run("1F1B", 2, group)
-    fsync: Any = os.fsync
+    fsync = os.fsync
     checkpoints = Checkpoints(folder, asynchronous=True)
     told = []
 
@@ -136,7 +136,7 @@ def full_beside(group: Any, folder: str) -> list[str]:
 
     try:
         for step in range(1, 4):
-            os.fsync = full if step == 2 and group.rank() == 1 else fsync
+            os.fsync = cast("Any", full if step == 2 and group.rank() == 1 else fsync)
             run.train(1)
             try:
                 checkpoints.save(step, **run.states)
