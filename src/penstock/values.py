@@ -253,7 +253,7 @@ def check_plain(value: Any, what: str) -> None:
     """
     for path, leaf in named_leaves(value, what):
         if isinstance(leaf, Tensor):
-            _check_tensor(leaf, path)
+            check_tensor(leaf, path)
         elif type(leaf) not in _PLAIN:
             raise SpecError(
                 f"{path} is a {type(leaf).__name__}, which cannot travel between stages; give tensors, "
@@ -262,7 +262,12 @@ def check_plain(value: Any, what: str) -> None:
             )
 
 
-def _check_tensor(tensor: Tensor, path: str) -> None:
+def check_tensor(tensor: Tensor, path: str) -> None:
+    """Check that a tensor can travel.
+
+    Raises:
+        SpecError: it is sparse, nested or quantized.
+    """
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise SpecError(
@@ -790,7 +795,11 @@ def merge(outputs: Sequence[Any], dim: int = 0) -> Any:
 def _merge_leaves(leaves: Sequence[Any], dim: int) -> Any:
     if not isinstance(leaves[0], Tensor):
         if any(leaf != leaves[0] for leaf in leaves):
-            raise MicrobatchError(f"microbatches gave different values: {list(leaves)}")
+            kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+            raise MicrobatchError(
+                f"microbatches gave outputs that are not tensors and differ ({kinds}), which cannot be merged; "
+                "let the model return tensors, or pass Microbatches(...) to get the outputs one by one"
+            )
         return leaves[0]
     if not leaves[0].dim():
         return torch.stack(list(leaves))

@@ -91,13 +91,15 @@ class Place:
             "its process is stopped, its machine is down, or the network to it is cut",
         )
         if self.condition == "ended":
-            return f"{self._doing} by its last heartbeat, {self.stale:.1f} s ago"
-        return f"{self._doing} by its last heartbeat, {self.stale:.1f} s ago; {why}"
+            return f"{self._doing}, by its last heartbeat {self.stale:.1f} s ago"
+        return f"{self._doing}, by its last heartbeat {self.stale:.1f} s ago; {why}"
 
     @property
     def advice(self) -> str:
         """For a silent rank: what to do."""
-        if self.is_mute or (self.inside and self.setup is None):
+        if self.is_mute:
+            return ""
+        if self.inside and self.setup is None:
             return ", and waits for nobody"
         remedy = "raise rendezvous_timeout=" if self.setup else "say so by pipe.patient()"
         return f", and waits for nobody; if it needs that long, {remedy}"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
 
 from penstock.errors import PartitionError
 from penstock.partition.nested import Place
@@ -75,6 +78,17 @@ class CallPlan:
     regions: list[set[int]]
     buffers: list[str]
     changed_arguments: set[int]
+
+    def with_output(self, function: Callable[[Any], Any]) -> Any:
+        """Call a function, such as a loss, with the model's output without data."""
+        with self.trace.mode:
+            return function(self.trace.output)
+
+
+def empty_plan() -> CallPlan:
+    """Nothing travels."""
+    trace = Trace(FakeTensorMode(), torch.device("cpu"), [])
+    return CallPlan((), [], trace, [0], [{}], [{}], [{}], set(), set(), {}, [], [], set())
 
 
 def first_uses(trace: Trace, homes: Homes) -> dict[str, int]:

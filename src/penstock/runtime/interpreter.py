@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from penstock.errors import MessageError, PenstockError, SpecError, StageError
-from penstock.faults import failing_module
+from penstock.faults import Activity, failing_module, has_probes
 from penstock.parallel import Adapter, gathered, put_together, replicated, settled, take_apart
 from penstock.rng import LOSS, Draws
 from penstock.runtime.hooks import ActionEvent, Hooks, Recorder
@@ -194,10 +194,11 @@ class Interpreter:
     ) -> None:
         self.stages = stages
         self._transport = transport
+        self.activity = Activity(0) if transport is None else transport.activity
         self._takes = takes
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._added = Losses()
-        self._methods: dict[Op, Callable[[Action], None]] = {
+        self._usual: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._backward_input,
@@ -212,11 +213,20 @@ class Interpreter:
             Op.RESHARD: lambda action: self._adapt(action, "reshard"),
             Op.REDUCE_GRAD: lambda action: self._adapt(action, "reduce"),
         }
+        self._methods = self._usual
         self.clear()
 
     def use_transport(self, transport: Transport) -> None:
         """Send and receive through another end."""
         self._transport = transport
+
+    def replace(self, functions: Mapping[Op, Callable[[Action], None]]) -> None:
+        """Let functions do some kinds of actions; they may call :meth:`perform`."""
+        self._methods = {**self._usual, **functions}
+
+    def perform(self, action: Action) -> None:
+        """Do an action as it is done where no function replaces it."""
+        self._usual[action.op](action)
 
     def clear(self) -> None:
         """Empty the store; an interrupted step leaves values in it."""
@@ -241,16 +251,22 @@ class Interpreter:
         watched = profiled or data.recorder is not None or data.hooks is not None
         run = self._run_watched if watched else self._run
         methods, transport = self._methods, self._transport
+        # In one process only fault injection wants to know what is done.
+        activity = self.activity if transport is not None or has_probes() else None
         action = None
         try:
             with self._added:
                 for action, needs in program.instructions:
                     if transport is not None:
-                        transport.activity.act(action)
                         transport.watch.check()
                         for message in needs:
                             if message in self._arriving:
                                 self._take(message)
+                    if activity is not None:
+                        if transport is None:
+                            activity.rank = self._rank_of(action)
+                        # Behind the waits, which it ends.
+                        activity.act(action)
                     run(methods[action.op], action)
                 action = None
             if transport is not None:
@@ -418,7 +434,7 @@ class Interpreter:
             if self._data.keeps_outputs:
                 self._data.outputs[microbatch] = map_tensors(output, Tensor.detach)
             roots += self._loss_of(index, microbatch, output)
-        elif len(self._added):
+        elif len(self._added) and self._data.loss is not None:
             roots += self._added_loss(index, microbatch)
         return roots
 
@@ -426,12 +442,18 @@ class Interpreter:
         """The loss of a microbatch, scaled by its weight when its backward starts."""
         data = self._data
         if data.loss is None:
+            self._added.clear()
             return []
         if data.weights.shares[microbatch]:
             if data.seed is not None:
                 Draws(*data.seed, microbatch, self.stages[stage].device).enter(LOSS, 0)
             target = _saveable(data.targets[microbatch])
-            loss = replicated(data.loss.of_microbatch(output, target))
+            try:
+                loss = replicated(data.loss.of_microbatch(output, target))
+            except Exception as error:
+                if target is None:
+                    error.add_note("loss_fn was called without a target; pass target= to the step")
+                raise
             if data.loss.metrics:
                 data.tally.measure(microbatch, stage, output, target)
         else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError, PoisonedError, SpecError, StageError, UsageError
-from penstock.faults import failing_module
+from penstock.faults import failing_module, without_own_frames
 from penstock.parallel import Adapter, adapter_of, let_cross, unwrapped
 from penstock.rng import generators_kept
 from penstock.runtime.calls import REFUSED, Agreement, Call, ModelCall, Offer, merge_offers, raise_refusals
@@ -72,6 +72,9 @@ class Runner:
         transport: this rank's end, if each rank is a process; None if all ranks share this process.
         by_rank: whether keyword arguments go to all stages of the rank that was passed them and to no
             others, rather than to the stages that take them.
+
+    Attributes:
+        interpreter: runs the programs.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class Runner:
         named = {i: _argument_names(s) for i, s in self.stages.items()}
         rows = self.gather([[index, names] for index, names in named.items()])
         self._takes = Takes({index: names for row in rows for index, names in row})
-        self._interpreter = Interpreter(self.stages, transport, self._takes)
+        self.interpreter = Interpreter(self.stages, transport, self._takes)
         self._devices = list({stage.device for stage in stages})
 
     @property
@@ -113,7 +116,7 @@ class Runner:
         """Put something between this rank and its transport; nothing where all ranks share this process."""
         if self.transport is not None:
             self.transport = wrap(self.transport)
-            self._interpreter.use_transport(self.transport)
+            self.interpreter.use_transport(self.transport)
             self._numbers.use_transport(self.transport)
 
     @property
@@ -168,8 +171,7 @@ class Runner:
         """
         self.check_usable()
         self._steps += call.trains
-        if self.transport is not None:
-            self.transport.activity.begin(self._steps)
+        self.interpreter.activity.begin(self._steps)
         try:
             with torch.set_grad_enabled(call.trains):
                 agreement, weights = self._agree(call)
@@ -181,8 +183,7 @@ class Runner:
         except BaseException as error:
             raise self.fail(error) from None if error.__cause__ is None else error.__cause__
         finally:
-            if self.transport is not None:
-                self.transport.activity.rest()
+            self.interpreter.activity.rest()
 
     @property
     def usable(self) -> bool:
@@ -211,6 +212,7 @@ class Runner:
     def _carry_out(self, call: Call, agreement: Agreement, weights: Weights) -> Report:
         schedule = agreement.program.schedule
         loss, batch = call.loss, call.batch
+        self._route(agreement.model_call, schedule)
         parts = agreement.model_call.complete(self.rank, batch.parts)
         with self._adapted(call, agreement) as adapters:
             data = StepData(
@@ -228,7 +230,7 @@ class Runner:
                 hooks=call.hooks,
                 adapters=adapters,
             )
-            self._interpreter.run(agreement.program, data)
+            self.interpreter.run(agreement.program, data)
         finite = not call.finite or has_finite_gradients(self.stages.values())
         result = self._numbers.share(data.tally, loss, weights, finite=finite)
         return Report(
@@ -294,10 +296,7 @@ class Runner:
         plans = [self._plan(model_call, microbatch) for microbatch in range(model_call.count)]
         edges = _check_edges(plans) if self._plan_call is not None else None
         schedule = self.schedules(model_call.count, edges, trains=call.trains)
-        if self._by_rank:
-            passed = [{key for key in keys if isinstance(key, str)} for keys in model_call.passed]
-            rank_of = schedule.placement.rank_of
-            self._takes.by_stage = {s: frozenset(passed[rank]) for s, rank in enumerate(rank_of)}
+        self._route(model_call, schedule)
         self._check_passed(model_call, schedule)
         self._check_target(call, model_call, schedule, plans[0])
         program = self._programs.get(id(schedule))
@@ -315,6 +314,13 @@ class Runner:
             kinds.append(self._kinds[key])
         return Agreement(model_call, tuple(kinds), tuple(plans), program)
 
+    def _route(self, model_call: ModelCall, schedule: Schedule) -> None:
+        """With ``by_rank``: send keyword arguments to the stages of the ranks that were passed them."""
+        if self._by_rank:
+            passed = [{key for key in keys if isinstance(key, str)} for keys in model_call.passed]
+            rank_of = schedule.placement.rank_of
+            self._takes.by_stage = {s: frozenset(passed[rank]) for s, rank in enumerate(rank_of)}
+
     def _plan(self, model_call: ModelCall, microbatch: int) -> Any:
         """What the partition plans for a microbatch, from its arguments without data."""
         if self._plan_call is None:
@@ -328,10 +334,10 @@ class Runner:
                 raise
             except Exception as error:
                 module = failing_module(error)
-                where = f", module {module}" if module else ""
-                raise StageError(
-                    f"the model, called without data{where}: {type(error).__name__}: {error}"
-                ) from error
+                where = f"module {module}, before" if module else "before"
+                what = f"{type(error).__name__}: {error}"
+                cause = error.with_traceback(without_own_frames(error))
+                raise StageError(f"{where} the first microbatch: {what}") from cause
         return self._plans[key]
 
     def _check_passed(self, model_call: ModelCall, schedule: Schedule) -> None:
@@ -368,14 +374,13 @@ class Runner:
             UsageError: it has none, and the loss function, called with a fake output, fails without one.
         """
         rank = schedule.placement.rank_of[-1] if self.transport is not None else 0
-        if call.loss is None or model_call.targets[rank]:
+        loss = call.loss
+        if loss is None or model_call.targets[rank]:
             return
-        output = getattr(plan, "output", None)
-        if output is None:
+        if plan is None:
             return
         try:
-            with output.mode():
-                call.loss.function(output.value, None)
+            plan.with_output(lambda output: loss.of_microbatch(output, None))
         except Exception as error:
             positions, names = model_call.names
             near = get_close_matches("target", names, n=1)
@@ -383,8 +388,8 @@ class Runner:
             if not near and len(positions) > 1:
                 hint = f" (all {len(positions)} arguments by position went to the model)"
             raise UsageError(
-                f"rank {rank}, which has the last stage, was given no target{hint}, and loss_fn fails without "
-                f"one ({type(error).__name__}: {error}); pass target="
+                f"no target was given{hint}, and loss_fn fails without one ({type(error).__name__}: {error}); "
+                f"pass target=, at least on rank {rank}, which has the last stage"
             ) from error
 
     def _weigh(

@@ -115,6 +115,7 @@ class Transport:
         # new_group will not do: for a part of the world it uses the name of an earlier, ended group again,
         # and its members then find the addresses of that group.
         store = dist.PrefixStore("gloo", meeting.store)
+        activity.wait("all ranks to connect", None)
         try:
             self._gloo: Any = dist.ProcessGroupGloo(
                 store, self.rank, self.ranks, timedelta(seconds=wait)
@@ -191,16 +192,16 @@ class Transport:
         if peer in self._lines:
             return json.loads(bytes(self._lines[peer].receive(_DESCRIPTIONS + tag)))
         length = torch.zeros(1, dtype=torch.int64)
-        self._gloo.recv([length], peer, _DESCRIPTIONS + tag).wait()
+        _wait_for([self._gloo.recv([length], peer, _DESCRIPTIONS + tag)])
         text = torch.empty(int(length), dtype=torch.uint8)
-        self._gloo.recv([text], peer, _DESCRIPTIONS + tag).wait()
+        _wait_for([self._gloo.recv([text], peer, _DESCRIPTIONS + tag)])
         return json.loads(text.numpy().tobytes())
 
     def settle(self) -> None:
         """Wait until everything that was sent has left."""
+        self.activity.wait("what it sent to leave", None)
         for works, _ in self._sent:
-            for work in works:
-                work.wait()
+            _wait_for(works)
         self._sent.clear()
         for line in self._lines.values():
             line.flush()
@@ -212,7 +213,7 @@ class Transport:
         rows = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
         self.activity.wait("all ranks", None)
         if not self._lines or values.nbytes > SMALL or not values.numel():
-            self._gloo.allgather([rows], [values]).wait()
+            _wait_for([self._gloo.allgather([rows], [values])])
             return rows
         data = _bytes_of(values)
         for line in self._lines.values():
@@ -234,7 +235,7 @@ class Transport:
         """The tensor of rank ``source``; the others pass one of the same shape, type and device."""
         data = _bytes_of(tensor).cpu().clone()
         self.activity.wait("all ranks", None)
-        self._gloo.broadcast(data, source).wait()
+        _wait_for([self._gloo.broadcast(data, source)])
         return data.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
 
     # ---- the end
@@ -292,11 +293,19 @@ class Arrival:
             data = torch.frombuffer(bytearray(self._line.receive(self._tag)), dtype=torch.uint8)
             _unpack(data, self._tensors)
         else:
-            for work in self._works:
-                work.wait()
+            _wait_for(self._works)
             for parcel in self._parcels:
                 _unpack(parcel, self._tensors)
         return self._tensors
+
+
+def _wait_for(works: Iterable[Any]) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        # A process group raises this for a peer that is gone.
+        raise MessageError(f"a connection is closed: {error}") from error
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
