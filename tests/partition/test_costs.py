@@ -60,7 +60,11 @@ class Between(nn.Module):
 @pytest.mark.parametrize("repeats", [0, 1])
 def test_code_between_units_counts_for_the_unit_before_it(repeats: int) -> None:
     units, values = measure_units(
-        Between(), ["first", "second", "third"], (torch.ones(3, 4),), {"scale": 0.5}, repeats=repeats
+        Between(),
+        ["first", "second", "third"],
+        (torch.ones(3, 4),),
+        {"scale": 0.5},
+        repeats=repeats,
     )
     product = 2 * 3 * 4 * 4
     # The last product is with what the first unit gives; the loss is the last unit's too.

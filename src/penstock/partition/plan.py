@@ -11,7 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from penstock.errors import PartitionError
-from penstock.partition.nested import Place
+from penstock.partition.nested import Place, opaque_in
 from penstock.partition.trace import Event, Trace, Value, is_ours
 from penstock.schedule import Edge
 
@@ -33,7 +33,8 @@ class Step:
         swaps: the arguments, by place, in whose place the owner puts what has arrived: the edge of each.
         sends: the arguments that it changed, by place, that travel afterwards: the edge of each.
         follows: the arguments, by place, that are other values from now on.
-        aliases: values that it changed without being given them, by the value before: the edge, if it travels.
+        aliases: values that it changed without being given them: by the value before, the value after and its
+            edge, if it travels.
     """
 
     what: Any
@@ -60,6 +61,7 @@ class CallPlan:
         copies: the values that are changed after they are to be sent.
         kept: the values whose tensors a stage needs later.
         output_swaps: the tensors of the output, by position, that arrive: the edge of each.
+        lost: the names in the output of objects that no stage has all of, such as caches.
         regions: for each of the author's checkpoints, the stages of its events.
         buffers: the names of the units' buffers that are used between units.
         changed_arguments: the positions of the model's arguments that are changed.
@@ -75,6 +77,7 @@ class CallPlan:
     copies: set[int]
     kept: set[int]
     output_swaps: dict[int, str]
+    lost: set[Any]
     regions: list[set[int]]
     buffers: list[str]
     changed_arguments: set[int]
@@ -83,7 +86,7 @@ class CallPlan:
 def empty_plan() -> CallPlan:
     """Nothing travels."""
     trace = Trace(FakeTensorMode(), torch.device("cpu"), [])
-    return CallPlan((), [], trace, [0], [{}], [{}], [{}], set(), set(), {}, [], [], set())
+    return CallPlan((), [], trace, [0], [{}], [{}], [{}], set(), set(), {}, set(), [], [], set())
 
 
 def first_uses(trace: Trace, homes: Homes) -> dict[str, int]:
@@ -249,8 +252,7 @@ class _Planner:
         copies = {
             c.old
             for c, i in changes
-            if c.old in self._users
-            and owner_of[i] in self._owners.holders(trace.values[c.old])
+            if c.old in self._users and owner_of[i] in self._owners.holders(trace.values[c.old])
         }
         return CallPlan(
             tuple(edges),
@@ -263,6 +265,7 @@ class _Planner:
             {number for number in copies if number is not None},
             {c.old for c, _ in changes if c.argument is None and c.old is not None},
             output_swaps,
+            self._lost(),
             [set(owner_of[r.first : r.stop]) for r in trace.regions],
             self._buffers(),
             trace.changed_arguments,
@@ -329,12 +332,22 @@ class _Planner:
                 reached.update(number for _, number in event.inputs)
         return reached
 
+    def _lost(self) -> set[Any]:
+        """The names in the output of objects that units of other stages were given."""
+        calls = [(event, i) for i, event in enumerate(self._trace.events) if event.is_unit]
+        elsewhere = {
+            id(thing)
+            for call, (_, index) in zip(self._trace.units, calls, strict=True)
+            if self._owners.stages[index] != self._stages - 1
+            for thing in opaque_in((call.args, call.kwargs)).values()
+        }
+        things = opaque_in(self._trace.output)
+        return {place[0] for place, thing in things.items() if place and id(thing) in elsewhere}
+
     def _buffers(self) -> list[str]:
         values = self._trace.values
         events = [event for event in self._trace.events if not event.is_unit]
         used = {number for event in events for _, number in event.inputs}
         return [
-            values[number].parameter or ""
-            for number in sorted(used)
-            if values[number].is_buffer
+            values[number].parameter or "" for number in sorted(used) if values[number].is_buffer
         ]

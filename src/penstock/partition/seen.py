@@ -125,7 +125,9 @@ def _drawing_names() -> frozenset[str]:
     names = {
         packet
         for packet in dir(torch._C._VariableFunctions) + dir(Tensor)
-        if isinstance(operator := getattr(torch.ops.aten, packet, None), torch._ops.OpOverloadPacket)
+        if isinstance(
+            operator := getattr(torch.ops.aten, packet, None), torch._ops.OpOverloadPacket
+        )
         and any(
             torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags
             for overload in operator.overloads()

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError, StageError
-from penstock.partition.nested import Place, located, replaced, tensors_in
+from penstock.partition.nested import Place, located, replaced, tensors_in, without
 from penstock.partition.plan import CallPlan, Homes, Step
 from penstock.partition.seen import (
     BETWEEN,
@@ -65,9 +65,7 @@ class Author:
         self.outside = [module for module in model.modules() if id(module) not in inside]
         # Modules of torch keep nothing in attributes.
         self.around = [
-            module
-            for module in self.outside
-            if not type(module).__module__.startswith("torch.nn.")
+            module for module in self.outside if not type(module).__module__.startswith("torch.nn.")
         ]
         self.paths = {id(module): path for path, module in model.named_modules()}
         named = dict(model.named_modules())
@@ -85,7 +83,9 @@ class Author:
 
     def hooked(self) -> list[Door]:
         """The modules between the units that have hooks: each call is in one stage, as a unit's."""
-        paths = [path for path, module in self._loose.items() if any(map(_has_hooks, module.modules()))]
+        paths = [
+            path for path, module in self._loose.items() if any(map(_has_hooks, module.modules()))
+        ]
         outer = [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]
         return [Door(self._loose[path], path) for path in outer]
 
@@ -164,7 +164,7 @@ class CutStage(StageModule):
         self._follow()
         if author.stages == 1:
             return self._whole(author, call, args, kwargs), {}
-        with _attributes_kept(author.around):
+        with _attributes_kept(author.around, call.plan.trace.settled):
             return _Runner(self.index, author, call, values).run(args, kwargs)
 
     def _whole(self, author: Author, call: StageCall, args: Any, kwargs: Any) -> Any:
@@ -254,16 +254,19 @@ def _holder(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 @contextlib.contextmanager
-def _attributes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave the attributes of the modules around the units as they were."""
-    states = [(vars(module), dict(vars(module))) for module in modules]
+def _attributes_kept(
+    modules: Sequence[nn.Module], settled: Collection[tuple[int, str]]
+) -> Iterator[None]:
+    """Leave the attributes of the modules around the units as they were, but for those that are set once."""
+    states = [(module, vars(module), dict(vars(module))) for module in modules]
     try:
         yield
     finally:
-        for state, before in states:
+        for module, state, before in states:
             if len(state) != len(before) or any(state.get(n) is not v for n, v in before.items()):
+                stay = {n: v for n, v in state.items() if (id(module), n) in settled}
                 state.clear()
-                state.update(before)
+                state.update({**before, **stay})
 
 
 class _Runner(TorchFunctionMode):
@@ -279,6 +282,7 @@ class _Runner(TorchFunctionMode):
         self._at, self._last = -1, plan.last[stage]
         self._sends, self._arrives = plan.sends[stage], plan.arrives[stage]
         self._followed: dict[int, Tensor] = {}
+        self._numbers: dict[int, int] = {}
         self._instead: dict[int, tuple[Tensor, Tensor]] = {}
         self._tensors: dict[int, Tensor] = {}
         self._busy = self._lacks = False
@@ -341,12 +345,23 @@ class _Runner(TorchFunctionMode):
         plan = self._plan
         slots = plan.trace.slots
         tensors = tensors_in(output)
-        if len(tensors) != len(slots):
-            return _without_opaque(output, plan)
+        if len(tensors) != len(slots) or not all(
+            slot is None or place in plan.output_swaps or self._is_value(tensors[place], slot)
+            for place, slot in enumerate(slots)
+        ):
+            raise PartitionError(
+                "the model's output has other tensors in the last stage than in the run without data: values "
+                "that hooks collect inside of units, such as hidden states, are not available here; return "
+                "them from the units, or leave out the option that asks for them"
+            )
         for place, name in plan.output_swaps.items():
             self._instead[id(tensors[place])] = (tensors[place], self._values[name])
         output = replaced(output, self._stand_in) if self._instead else output
-        return _without_opaque(output, plan)
+        return without(output, plan.lost) if plan.lost else output
+
+    def _is_value(self, tensor: Tensor, number: int) -> bool:
+        value = self._plan.trace.values[number]
+        return value.event is None or self._numbers.get(id(tensor)) == number
 
     # ---- events
 
@@ -413,7 +428,11 @@ class _Runner(TorchFunctionMode):
         followed = self._followed
         for value in values:
             if isinstance(value, Tensor):
-                if id(value) in followed or isinstance(value, nn.Parameter) or _is_placeholder(value):
+                if (
+                    id(value) in followed
+                    or isinstance(value, nn.Parameter)
+                    or _is_placeholder(value)
+                ):
                     return True
             elif isinstance(value, list | tuple | dict):
                 inner = value.values() if isinstance(value, dict) else value
@@ -435,7 +454,7 @@ class _Runner(TorchFunctionMode):
             raise self._absent(step)
         output = run(*args, **kwargs)
         for place, number in step.follows.items():
-            self._follow(given[place])
+            self._follow(given[place], number)
             if number in self._plan.kept:
                 self._tensors[number] = given[place]
         for place, name in step.sends.items():
@@ -467,7 +486,7 @@ class _Runner(TorchFunctionMode):
             )
         if isinstance(tensor, FakeTensor):
             raise self._absent(step)
-        self._followed[id(tensor)] = tensor
+        self._follow(tensor, number)
         if number in self._plan.kept:
             self._tensors[number] = tensor
         name = self._sends.get(number)
@@ -483,6 +502,7 @@ class _Runner(TorchFunctionMode):
             tensor = self._tensors.get(old)
             if tensor is not None:
                 self._tensors[new] = tensor
+                self._numbers[id(tensor)] = new
                 if name is not None:
                     self._sent[name] = tensor
 
@@ -491,8 +511,10 @@ class _Runner(TorchFunctionMode):
         pair = self._instead.get(id(tensor))
         return tensor if pair is None else pair[1]
 
-    def _follow(self, tensor: Tensor) -> None:
+    def _follow(self, tensor: Tensor, number: int | None = None) -> None:
         self._followed[id(tensor)] = tensor
+        if number is not None:
+            self._numbers[id(tensor)] = number
 
     def _answer(self, step: Step, args: Any, kwargs: Any) -> Any:
         """What stands in place of the result of another stage's event."""
@@ -501,8 +523,8 @@ class _Runner(TorchFunctionMode):
         given: dict[Place, Tensor] = {}
         if step.follows or not all(isinstance(slot, int) for slot in event.slots):
             given = located((args, kwargs))
-            for place in step.follows:
-                self._follow(given[place])
+            for place, number in step.follows.items():
+                self._follow(given[place], number)
         slots = iter(event.slots)
 
         def put(_: Tensor) -> Any:
@@ -514,7 +536,7 @@ class _Runner(TorchFunctionMode):
             if name is None:
                 return values[slot].tensor
             tensor: Tensor = self._values[name]
-            self._followed[id(tensor)] = tensor
+            self._follow(tensor, slot)
             return tensor
 
         return replaced(event.result, put)
@@ -565,7 +587,7 @@ class _Runner(TorchFunctionMode):
         for tensor, slot in zip(
             tensors_in(output), self._plan.trace.regions[number].slots, strict=False
         ):
-            self._follow(tensor)
+            self._follow(tensor, slot)
             if slot is not None and slot in self._sends:
                 self._sent[self._sends[slot]] = tensor
 
@@ -604,7 +626,3 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 def _is_placeholder(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
-
-
-def _without_opaque(output: Any, plan: CallPlan) -> Any:
-    return output

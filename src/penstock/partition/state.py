@@ -26,10 +26,12 @@ class Changed:
     Attributes:
         what: in words, with the module and the line that assigns to it, as far as it can be told.
         units: the paths of the units that have it; empty if it hangs on a module outside of units.
+        attribute: the identity of the module and the name, if it is an attribute.
     """
 
     what: str
     units: frozenset[str] = frozenset()
+    attribute: tuple[int, str] | None = None
 
 
 class Snapshot:
@@ -45,11 +47,18 @@ class Snapshot:
         self._modules = list(model.named_modules())
         self._attributes = [_own(module) for _, module in self._modules]
         self._buffers = [
-            {name: (buffer, 0 if buffer is None else buffer._version) for name, buffer in m._buffers.items()}
+            {
+                name: (buffer, 0 if buffer is None else buffer._version)
+                for name, buffer in m._buffers.items()
+            }
             for _, m in self._modules
         ]
         self._registries = [
-            {name: dict(vars(m)[name]) for name in _REGISTRIES if isinstance(vars(m).get(name), dict)}
+            {
+                name: dict(vars(m)[name])
+                for name in _REGISTRIES
+                if isinstance(vars(m).get(name), dict)
+            }
             for _, m in self._modules
         ]
         self._contents: dict[int, tuple[Any, Any]] = {}
@@ -85,7 +94,12 @@ class Snapshot:
                 continue
             owner, after = path or f"the {type(module).__name__}", _own(module)
             names = [n for n in {**before, **after} if _differs(before, after, n)]
-            found += [Changed(f"the attribute {n!r} of {owner}{_line(module, n)}") for n in names]
+            found += [
+                Changed(
+                    f"the attribute {n!r} of {owner}{_line(module, n)}", attribute=(id(module), n)
+                )
+                for n in names
+            ]
             for name, value in before.items():
                 if name not in names and self._is_changed(value, 0, set()):
                     text = f"what the attribute {name!r} of {owner} holds{_line(module, name)}"
@@ -201,8 +215,12 @@ def _line(module: nn.Module, name: str) -> str:
         file = inspect.getsourcefile(type(module)) or ""
     except (OSError, TypeError):
         return ""
-    pattern = re.compile(rf"\.{name}\b(\[.*\])?(\.\w+)*\s*([-+*/|&%@]|//|\*\*)?=(?!=)|\.{name}\b(\.\w+)*\.\w+\(")
-    inside = [i for i, line in enumerate(lines) if "def __init__" not in line and pattern.search(line)]
+    pattern = re.compile(
+        rf"\.{name}\b(\[.*\])?(\.\w+)*\s*([-+*/|&%@]|//|\*\*)?=(?!=)|\.{name}\b(\.\w+)*\.\w+\("
+    )
+    inside = [
+        i for i, line in enumerate(lines) if "def __init__" not in line and pattern.search(line)
+    ]
     after_init = [i for i in inside if _function_of(lines, i) != "__init__"]
     if not after_init:
         return ""

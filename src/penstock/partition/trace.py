@@ -66,6 +66,7 @@ def is_ours(function: Any) -> bool:
     """Whether it is a function of Penstock, such as ``add_loss``, that asks modes as PyTorch's do."""
     return str(getattr(function, "__module__", "")).startswith("penstock.")
 
+
 _MODEL = -1
 """Stands for the event that made a tensor where that is the model's own."""
 
@@ -186,6 +187,8 @@ class Trace:
         direct: the units whose ``forward`` was called without the module.
         changed_arguments: the positions of the model's arguments that its code changed.
         mode: of the fake tensors.
+        state: what the run has changed outside of units.
+        settled: the attributes that are set once: by the identity of the module, and by name.
         has_custom: whether a custom function was applied between units.
     """
 
@@ -202,6 +205,7 @@ class Trace:
     direct: set[str] = field(default_factory=set)
     changed_arguments: set[int] = field(default_factory=set)
     state: list[Changed] = field(default_factory=list)
+    settled: set[tuple[int, str]] = field(default_factory=set)
     has_custom: bool = False
 
     def calls(self) -> list[str]:
@@ -240,7 +244,9 @@ def record(
         if trace.state and not snapshot.has_new_tensors(recorder.depends):
             # What is set once, as a setting that is found out or a table that is made in the first call, may be.
             again = _Recorder(model, doors)
+            settled = {changed.attribute for changed in trace.state if changed.attribute}
             trace.state = again.run(forward, *again.arguments(call, numbers)).state
+            trace.settled = settled
     finally:
         logger.disabled = silent
         snapshot.restore()
