@@ -1,4 +1,4 @@
-"""Random numbers: seeded anew for each call of a unit, so that masks do not depend on the schedule or the cut."""
+"""Random numbers: seeded for each call of a unit, so that masks depend neither on schedule nor on cut."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
             )
         if len({stage for path in changed.units for stage in homes[path]}) > 1:
             raise PartitionError(
-                f"the model's forward changes {changed.what}, which are in several stages, and each stage has "
+                f"the model's forward changes {changed.what}, which are in several stages, and each has "
                 "its own; return what the later one needs and pass it on, or put both into one stage"
             )
     owners = _Owners(trace, homes)
@@ -193,8 +193,8 @@ class _Owners:
                 left = self.trace.events[read]
                 raise PartitionError(
                     f"{event.name} in stage {owner} reads a tensor that {left.name} in stage "
-                    f"{self.stages[read]} left somewhere, as in an attribute, a hook's list or an object that "
-                    "both are given; return it and pass it on as an argument (a loss: penstock.add_loss), or "
+                    f"{self.stages[read]} left somewhere, as in an attribute, a hook's list or an object "
+                    "that both are given; return it and pass it on as an argument (a loss: penstock.add_loss), or "
                     "put both into one stage"
                 )
 
@@ -319,7 +319,7 @@ class _Planner:
         return step
 
     def _reached(self) -> set[int]:
-        """The values from which a gradient may come back: those that the output or an added loss is made of."""
+        """The values that the output or an added loss is made of: from those a gradient may come back."""
         trace = self._trace
         reached = {number for number in trace.slots if number is not None}
         for event in reversed(trace.events):

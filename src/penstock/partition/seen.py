@@ -106,7 +106,7 @@ def _only_observes(hook: Any) -> bool:
         return False
     steps = list(dis.get_instructions(code))
     return all(
-        not (step.opname == "STORE_SUBSCR")
+        step.opname != "STORE_SUBSCR"
         and not (step.opname == "RETURN_CONST" and step.argval is not None)
         and not (step.opname == "RETURN_VALUE" and not _is_none(before))
         for before, step in zip([None, *steps], steps, strict=False)

@@ -20,7 +20,6 @@ from penstock.partition.plan import CallPlan, Homes, Step
 from penstock.partition.seen import (
     BETWEEN,
     Door,
-    Draws,
     Run,
     Seeded,
     checkpointed,
@@ -95,8 +94,8 @@ class Author:
             if module._backward_hooks or module._backward_pre_hooks:
                 raise PartitionError(
                     f"{path or 'the model'} has backward hooks, and its parts are placed by themselves: no "
-                    "stage has its gradients on both ends. Set the hooks on its parts, or place it as a whole "
-                    "by naming it in stages="
+                    "stage has its gradients on both ends. Set the hooks on its parts, or place it as a "
+                    "whole by naming it in stages="
                 )
 
 
@@ -186,17 +185,16 @@ class CutStage(StageModule):
         """Let go of all data except that of the tensors in ``kept``."""
         others = {id(tensor) for tensor in kept}
         metas: dict[int, Tensor] = {}
-        for module in self.modules():
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is None or id(tensor) in others or tensor.is_meta:
-                        continue
-                    if id(tensor) not in metas:
-                        bare: Tensor = torch.empty_like(tensor, device="meta")
-                        if isinstance(tensor, nn.Parameter):
-                            bare = nn.Parameter(bare, tensor.requires_grad)
-                        metas[id(tensor)] = bare
-                    table[name] = metas[id(tensor)]  # type: ignore[assignment]
+        tables: list[Any] = [t for m in self.modules() for t in (m._parameters, m._buffers)]
+        for table, name, tensor in [(t, name, x) for t in tables for name, x in t.items()]:
+            if tensor is None or id(tensor) in others or tensor.is_meta:
+                continue
+            if id(tensor) not in metas:
+                bare: Tensor = torch.empty_like(tensor, device="meta")
+                if isinstance(tensor, nn.Parameter):
+                    bare = nn.Parameter(bare, tensor.requires_grad)
+                metas[id(tensor)] = bare
+            table[name] = metas[id(tensor)]
         self._follow()
 
 
@@ -383,7 +381,8 @@ class _Runner(TorchFunctionMode):
         if self._draws is not None:
             self._draws.enter(door.path, step.event.number)
         recomputes = door.path in self._author.recomputes or self._recomputes is not None
-        # What is recomputed as a whole is not recomputed in parts; what changes its arguments would do so again.
+        # What is recomputed as a whole is not recomputed in parts, and what changes its arguments would
+        # change them again.
         if recomputes and not self._region_runs and not step.event.changes:
             options = {**(self._recomputes or {}), "use_reentrant": False}
             run = checkpointed(run, door.path, step.event.number, self._draws, options)
@@ -392,13 +391,13 @@ class _Runner(TorchFunctionMode):
         self._busy = True
         if alone:
             # Functions inside of units are not looked at.
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             return self._done(step, run, args, kwargs)
         finally:
             self._busy = False
             if alone:
-                self.__enter__()
+                self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -443,24 +442,13 @@ class _Runner(TorchFunctionMode):
     def _done(self, step: Step, run: Run, args: Any, kwargs: Any) -> Any:
         """Run an event of this stage."""
         event = step.event
-        given: dict[Place, Tensor] = {}
-        if step.swaps or step.follows or self._instead:
-            given = located((args, kwargs))
-            for place, name in step.swaps.items():
-                self._instead[id(given[place])] = (given[place], self._values[name])
-            args, kwargs = replaced((args, kwargs), self._stand_in)
-            given = located((args, kwargs))
+        if step.swaps or self._instead:
+            args, kwargs = self._arrived(step, args, kwargs)
         if self._lacks and any(map(_is_placeholder, tensors_in((args, kwargs)))):
             raise self._absent(step)
         output = run(*args, **kwargs)
-        for place, number in step.follows.items():
-            self._follow(given[place], number)
-            if number in self._plan.kept:
-                self._tensors[number] = given[place]
-        for place, name in step.sends.items():
-            self._sent[name] = given[place]
-        if step.aliases:
-            self._change_aliases(step)
+        if step.event.changes:
+            self._note_changes(step, located((args, kwargs)))
         results = tensors_in(output)
         if len(results) != len(event.slots):
             raise self._different(
@@ -497,7 +485,20 @@ class _Runner(TorchFunctionMode):
                 tensor = tensor.detach()
             self._sent[name] = tensor
 
-    def _change_aliases(self, step: Step) -> None:
+    def _arrived(self, step: Step, args: Any, kwargs: Any) -> Any:
+        """The arguments of an event, with what has arrived for those that other stages have changed."""
+        given = located((args, kwargs))
+        for place, name in step.swaps.items():
+            self._instead[id(given[place])] = (given[place], self._values[name])
+        return replaced((args, kwargs), self._stand_in)
+
+    def _note_changes(self, step: Step, given: Mapping[Place, Tensor]) -> None:
+        for place, number in step.follows.items():
+            self._follow(given[place], number)
+            if number in self._plan.kept:
+                self._tensors[number] = given[place]
+        for place, name in step.sends.items():
+            self._sent[name] = given[place]
         for old, (new, name) in step.aliases.items():
             tensor = self._tensors.get(old)
             if tensor is not None:
@@ -606,15 +607,15 @@ class _Runner(TorchFunctionMode):
 
     def _different(self, step: Step, found: str) -> PartitionError:
         return PartitionError(
-            f"{step.event.where}: {step.event.name} in stage {self._stage} gave {found}: what it gives depends "
-            "on the numbers in its tensors, or on something that has changed since. Place what uses it in the "
-            "same module, or give example=(args, kwargs) with typical numbers"
+            f"{step.event.where}: {step.event.name} in stage {self._stage} gave {found}: what it gives "
+            "depends on the numbers in its tensors, or on something that has changed since. Place what uses it "
+            "in the same module, or give example=(args, kwargs) with typical numbers"
         )
 
     def _absent(self, step: Step) -> StageError:
         return StageError(
-            f"{step.event.where}: {step.event.name} in stage {self._stage} needs an argument of the model that "
-            "this process was not given; give the same arguments on every rank"
+            f"{step.event.where}: {step.event.name} in stage {self._stage} needs an argument of the model "
+            "that this process was not given; give the same arguments on every rank"
         )
 
 

@@ -12,7 +12,7 @@ import inspect
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -242,7 +242,7 @@ def record(
         recorder = _Recorder(model, doors)
         trace = recorder.run(forward, *recorder.arguments(call, numbers))
         if trace.state and not snapshot.has_new_tensors(recorder.depends):
-            # What is set once, as a setting that is found out or a table that is made in the first call, may be.
+            # What is set once may be: a setting that is found out, a table that is made in the first call.
             again = _Recorder(model, doors)
             settled = {changed.attribute for changed in trace.state if changed.attribute}
             trace.state = again.run(forward, *again.arguments(call, numbers)).state
@@ -298,49 +298,47 @@ class _Recorder(TorchFunctionMode):
     def _without_data(self) -> Iterator[None]:
         """Give the model fake parameters, and copies of the buffers that are outside of its units."""
         inside = {id(m) for door in self.doors for m in door.module.modules()}
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        names = {id(tensor): name for name, tensor in named}
         fakes: dict[int, Tensor] = {}
-        names = {id(t): n for n, t in self.model.named_parameters()}
-        names |= {id(t): n for n, t in self.model.named_buffers()}
         before: list[tuple[Any, str, Tensor]] = []
 
-        def fake(tensor: Tensor, *, real: bool) -> Tensor:
+        def put_fake(table: Any, name: str, *, real: bool) -> None:
+            tensor = table[name]
+            if tensor is None:
+                return
             if id(tensor) not in fakes:
-                parameter = isinstance(tensor, nn.Parameter)
-                if real:
-                    twin = self._twin_with_data(tensor)
-                else:
-                    with self.mode, torch.no_grad():
-                        twin = torch.empty_strided(
-                            tensor.shape,
-                            tensor.stride(),
-                            dtype=tensor.dtype,
-                            device=self.trace.device,
-                        )
-                if parameter:
-                    twin = nn.Parameter(twin, tensor.requires_grad)
-                fakes[id(tensor)] = twin
-                if not real:
-                    name = names.get(id(tensor), "?")
-                    number = self._new_value(twin, name, None, parameter=name)
-                    self.trace.values[number].is_buffer = not parameter
-            return fakes[id(tensor)]
+                fakes[id(tensor)] = self._twin(tensor, names[id(tensor)], real=real)
+            before.append((table, name, tensor))
+            table[name] = fakes[id(tensor)]
 
         try:
             for module in self.model.modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        before.append((module._parameters, name, parameter))
-                        module._parameters[name] = fake(parameter, real=False)  # type: ignore[assignment]
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        before.append((module._buffers, name, buffer))
-                        module._buffers[name] = fake(buffer, real=id(module) not in inside)
+                for name in module._parameters:
+                    put_fake(module._parameters, name, real=False)
+                for name in module._buffers:
+                    put_fake(module._buffers, name, real=id(module) not in inside)
             yield
         finally:
             for table, name, tensor in reversed(before):
                 table[name] = tensor
+
+    def _twin(self, tensor: Tensor, name: str, *, real: bool) -> Tensor:
+        """What stands for a parameter or buffer: a fake one, or for a buffer between units a copy."""
+        if real:
+            return self._twin_with_data(tensor)
+        with self.mode, torch.no_grad():
+            twin = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.trace.device
+            )
+        parameter = isinstance(tensor, nn.Parameter)
+        if parameter:
+            twin = nn.Parameter(twin, tensor.requires_grad)
+        number = self._new_value(twin, name, None, parameter=name)
+        self.trace.values[number].is_buffer = not parameter
+        return twin
 
     def _twin_with_data(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
@@ -435,7 +433,7 @@ class _Recorder(TorchFunctionMode):
         if self.current is not None or func in self.trace.metadata:
             return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        if not is_ours(func) and not any([self._is_followed(t) for t in tensors]):
+        if not is_ours(func) and not _any(map(self._is_followed, tensors)):
             output = func(*args, **kwargs)
             if any(id(t) in self._derived for t in tensors):
                 self._derived |= {id(t): t for t in tensors_in(output)}
@@ -466,8 +464,8 @@ class _Recorder(TorchFunctionMode):
             maker = self._made.get(_storage(tensor), _MODEL)
             if maker != _MODEL:
                 raise PartitionError(
-                    f"{self._where()}: the model uses a tensor that {self.trace.events[maker].name} left in an "
-                    "attribute or a list, which other stages do not have; return it from there (a loss: "
+                    f"{self._where()}: the model uses a tensor that {self.trace.events[maker].name} left in "
+                    "an attribute or a list, which other stages do not have; return it from there (a loss: "
                     "penstock.add_loss)"
                 )
             raise PartitionError(
@@ -557,9 +555,9 @@ class _Recorder(TorchFunctionMode):
 
     def _note_change(self, event: Event, index: int, place: Place, tensor: Tensor) -> None:
         old = self._numbers.get(id(tensor))
-        if any(change.argument is not None and change.old == old for change in event.changes):
-            if old is not None:
-                return
+        known = [change.old for change in event.changes if change.argument is not None]
+        if old is not None and old in known:
+            return
         name = event.name if old is None else self.trace.values[old].name
         if old is None and not isinstance(tensor, FakeTensor):
             self._claimed.add(tensor.untyped_storage()._cdata)
@@ -604,7 +602,7 @@ class _Recorder(TorchFunctionMode):
             self.current = None
 
     def _function_with_data(self, event: Event, run: Run, reason: Exception) -> Any:
-        """Run a function between units, which does not run without data, on ones and the arguments' numbers."""
+        """Run a function between units on ones, and on the numbers of the model's arguments."""
 
         def real(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, FakeTensor):
@@ -617,7 +615,8 @@ class _Recorder(TorchFunctionMode):
         except Exception:
             raise PartitionError(
                 f"{event.where}: {event.name} cannot be run on tensors without data, as each stage has them "
-                f"of other stages ({str(reason).splitlines()[0]}); put it into a module that is placed as a whole"
+                f"of other stages ({str(reason).splitlines()[0]}); put it into a module that is placed as a "
+                "whole"
             ) from reason
 
     def _without_numbers(self, tensor: Tensor) -> Tensor:
@@ -636,17 +635,13 @@ class _Recorder(TorchFunctionMode):
             return made.requires_grad_(tensor.requires_grad)
 
         try:
-            for part in module.modules():
-                if isinstance(part, torch.jit.ScriptModule):
-                    continue
-                for table in (part._parameters, part._buffers):
-                    for name, tensor in table.items():
-                        if isinstance(tensor, FakeTensor):
-                            before.append((table, name, tensor))
-                            twin = ones(tensor)
-                            if isinstance(tensor, nn.Parameter):
-                                twin = nn.Parameter(twin.detach(), tensor.requires_grad)
-                            table[name] = twin
+            for table, name, tensor in _tables(module):
+                if isinstance(tensor, FakeTensor):
+                    before.append((table, name, tensor))
+                    twin = ones(tensor)
+                    if isinstance(tensor, nn.Parameter):
+                        twin = nn.Parameter(twin.detach(), tensor.requires_grad)
+                    table[name] = twin
             args, kwargs = replaced((args, kwargs), ones)
             output = run(*args, **kwargs)
         except Exception as error:
@@ -707,7 +702,7 @@ class _MadeUp(TorchDispatchMode):
         try:
             output = func(*args, **kwargs)
         except Exception as error:
-            # Whatever an operation cannot do without data; if it cannot with ones either, the first error counts.
+            # Whatever cannot be done without data; where it cannot with ones either, the first error counts.
             event.needs_data |= isinstance(error, _NEED_DATA)
             output = self._on_ones(func, args, kwargs, error)
         for tensor in tensors_in(output):
@@ -758,6 +753,18 @@ def takes_gradient(tensor: Tensor) -> bool:
     except RuntimeError:
         # One of several views that were made at once has no node when what it is a view of has changed.
         return True
+
+
+def _tables(module: nn.Module) -> list[tuple[Any, str, Tensor | None]]:
+    """Where a module and those inside of it hold their parameters and buffers."""
+    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    tables: list[Any] = [table for part in parts for table in (part._parameters, part._buffers)]
+    return [(table, name, tensor) for table in tables for name, tensor in table.items()]
+
+
+def _any(answers: Iterable[bool]) -> bool:
+    """Whether any is true; all are asked for."""
+    return True in list(answers)
 
 
 def _storage(tensor: Tensor) -> int:
