@@ -394,21 +394,19 @@ REFUSED = {
 def test_as_the_plain_model_or_refused(name: str, cuts: list[str]) -> None:
     model = make(*BODIES[name])
     plain = copy.deepcopy(model)
-    try:
-        check_equal(
-            model, lambda m: partition(m, cuts), (rows(),), score=score, tolerance=1e-12, draws=True
-        )
-    except PartitionError as error:
-        words = REFUSED.get(
-            name, ["shares"] if name == "modules_that_change_arguments_through_views" else None
-        )
-        assert words is not None, error
-        assert all(word in str(error) for word in words), error
-        assert "test_between.py" in str(error)
-    else:
-        assert name not in REFUSED
-        (score(plain(rows())) + 0).backward()
-        assert model.called == plain.called
+    words = REFUSED.get(name, [])
+    if name == "modules_that_change_arguments_through_views" and len(cuts) > 1:
+        words = ["writes into memory that", "shares"]
+    if words:
+        with pytest.raises(PartitionError, match=r"test_between\.py") as caught:
+            partition(model, cuts).plan((rows(),), {})
+        assert all(word in str(caught.value) for word in words)
+        return
+    check_equal(
+        model, lambda m: partition(m, cuts), (rows(),), score=score, tolerance=1e-12, draws=True
+    )
+    (score(plain(rows())) + 0).backward()
+    assert model.called == plain.called
 
 
 # ---- state that the author's code changes

@@ -194,8 +194,8 @@ class _Owners:
                 raise PartitionError(
                     f"{event.name} in stage {owner} reads a tensor that {left.name} in stage "
                     f"{self.stages[read]} left somewhere, as in an attribute, a hook's list or an object "
-                    "that both are given; return it and pass it on as an argument (a loss: penstock.add_loss), or "
-                    "put both into one stage"
+                    "that both are given; return it and pass it on as an argument (a loss: penstock."
+                    "add_loss), or put both into one stage"
                 )
 
 
@@ -275,9 +275,9 @@ class _Planner:
         for index, event in enumerate(self._trace.events):
             for _, number in event.inputs:
                 self._use(number, self._owners.stages[index])
-        for number in self._trace.slots:
-            if number is not None:
-                self._use(number, self._stages - 1)
+        for slot in self._trace.slots:
+            if slot is not None:
+                self._use(slot, self._stages - 1)
 
     def _use(self, number: int, stage: int) -> None:
         holders = self._owners.holders(self._trace.values[number])

@@ -79,13 +79,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 def observers_left_out(units: Sequence[nn.Module]) -> Iterator[None]:
     """Leave out hooks that only record something, and those of PyTorch that gather weights."""
     before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    for part in {id(part): part for unit in units for part in unit.modules()}.values():
-        for kind in _HOOKS:
-            hooks = vars(part).get(kind)
-            if hooks:
-                before.append((hooks, dict(hooks)))
-                for key in [key for key, hook in hooks.items() if _only_observes(hook)]:
-                    del hooks[key]
+    parts = {id(part): part for unit in units for part in unit.modules()}.values()
+    for hooks in [vars(part).get(kind) for part in parts for kind in _HOOKS]:
+        if hooks:
+            before.append((hooks, dict(hooks)))
+            for key in [key for key, hook in hooks.items() if _only_observes(hook)]:
+                del hooks[key]
     try:
         yield
     finally:

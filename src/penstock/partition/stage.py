@@ -499,13 +499,13 @@ class _Runner(TorchFunctionMode):
                 self._tensors[number] = given[place]
         for place, name in step.sends.items():
             self._sent[name] = given[place]
-        for old, (new, name) in step.aliases.items():
+        for old, (new, edge) in step.aliases.items():
             tensor = self._tensors.get(old)
             if tensor is not None:
                 self._tensors[new] = tensor
                 self._numbers[id(tensor)] = new
-                if name is not None:
-                    self._sent[name] = tensor
+                if edge is not None:
+                    self._sent[edge] = tensor
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         """What has arrived for a tensor that another stage has changed."""
@@ -608,8 +608,8 @@ class _Runner(TorchFunctionMode):
     def _different(self, step: Step, found: str) -> PartitionError:
         return PartitionError(
             f"{step.event.where}: {step.event.name} in stage {self._stage} gave {found}: what it gives "
-            "depends on the numbers in its tensors, or on something that has changed since. Place what uses it "
-            "in the same module, or give example=(args, kwargs) with typical numbers"
+            "depends on the numbers in its tensors, or on something that has changed since. Place what uses "
+            "it in the same module, or give example=(args, kwargs) with typical numbers"
         )
 
     def _absent(self, step: Step) -> StageError:

@@ -292,7 +292,8 @@ class _Recorder(TorchFunctionMode):
 
         args, kwargs = call if numbers is None else numbers
         put = ones if numbers is None else copied
-        return replaced((tuple(args), dict(kwargs)), put)
+        args, kwargs = replaced((tuple(args), dict(kwargs)), put)
+        return args, kwargs
 
     @contextlib.contextmanager
     def _without_data(self) -> Iterator[None]:
@@ -484,14 +485,7 @@ class _Recorder(TorchFunctionMode):
         index = len(self.trace.events)
         placed = located((args, kwargs))
         originals = list(placed.values())
-        for place, tensor in placed.items():
-            number = self._numbers.get(id(tensor))
-            if number is not None:
-                event.inputs.append((place, number))
-                self._check_known(event, tensor, number)
-            elif isinstance(tensor, FakeTensor) and _storage(tensor) not in self._made:
-                # What units have put into a cache, say, is no input; but this was made between them.
-                self._is_followed(tensor)
+        self._note_inputs(event, placed)
         twins = {id(t): t for t in originals}
         self._written = args, kwargs
         if any(not isinstance(t, FakeTensor) for t in originals):
@@ -509,24 +503,29 @@ class _Recorder(TorchFunctionMode):
             if _looks(shown[position]) != before[position] or (forced and position == 0):
                 self._note_change(event, index, place, original)
         mine = {id(t) for t in originals}
-        for (tensor, _), look in zip(aliases, alias_looks, strict=True):
+        for (tensor, old), look in zip(aliases, alias_looks, strict=True):
             if id(tensor) not in mine and _looks(self._fake_of(tensor)) != look:
-                old = self._numbers[id(tensor)]
                 new = self._new_value(tensor, f"{self.trace.values[old].name}!", index)
                 event.changes.append(Change(old, new, None))
         if event.changes:
             self._claim_hidden(shown, before)
-        results = tensors_in(output)
-        if not results and not event.is_unit and not event.changes and not is_ours(event.what):
-            if event.needs_data:
-                pass
-            elif event.what not in _EFFECTS:
-                self.trace.metadata.add(event.what)
-                return output
+        if _is_metadata(event, output):
+            self.trace.metadata.add(event.what)
+            return output
         output = replaced(output, lambda t: twins.get(id(t), t))
         self._note_results(event, index, label, output, placed)
         self.trace.events.append(event)
         return output
+
+    def _note_inputs(self, event: Event, placed: Mapping[Place, Tensor]) -> None:
+        for place, tensor in placed.items():
+            number = self._numbers.get(id(tensor))
+            if number is not None:
+                event.inputs.append((place, number))
+                self._check_known(event, tensor, number)
+            elif isinstance(tensor, FakeTensor) and _storage(tensor) not in self._made:
+                # What units have put into a cache, say, is no input; but this was made between them.
+                self._is_followed(tensor)
 
     def _check_known(self, event: Event, tensor: Tensor, number: int) -> None:
         value = self.trace.values[number]
@@ -631,17 +630,16 @@ class _Recorder(TorchFunctionMode):
         before: list[tuple[Any, str, Any]] = []
 
         def ones(tensor: Tensor) -> Tensor:
-            made = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
-            return made.requires_grad_(tensor.requires_grad)
+            twin = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(twin, tensor.requires_grad)
+            return twin.requires_grad_(tensor.requires_grad)
 
         try:
             for table, name, tensor in _tables(module):
                 if isinstance(tensor, FakeTensor):
                     before.append((table, name, tensor))
-                    twin = ones(tensor)
-                    if isinstance(tensor, nn.Parameter):
-                        twin = nn.Parameter(twin.detach(), tensor.requires_grad)
-                    table[name] = twin
+                    table[name] = ones(tensor)
             args, kwargs = replaced((args, kwargs), ones)
             output = run(*args, **kwargs)
         except Exception as error:
@@ -689,7 +687,7 @@ class _MadeUp(TorchDispatchMode):
     """Answers with ones where an operation needs the numbers of a tensor, and sees what a unit reads."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -719,18 +717,13 @@ class _MadeUp(TorchDispatchMode):
                 recorder._note_read(event, recorder._index, recorder._made.get(key), key)
 
     def _on_ones(self, func: Any, args: Any, kwargs: Any, reason: Exception) -> Any:
-        output = None
-        for number in (1, 0):
-            with _disable_current_modes():
-                try:
-                    given, named = replaced((args, kwargs), partial(_filled, number))
-                    output = func(*given, **named)
-                    break
-                except Exception:
-                    if number == 0:
-                        raise reason from None
         mode = self._recorder.mode
-        return replaced(output, lambda t: mode.from_tensor(t.detach()))
+        for number in (1, 0):
+            with contextlib.suppress(Exception), _disable_current_modes():
+                given, named = replaced((args, kwargs), partial(_filled, number))
+                output = func(*given, **named)
+                return replaced(output, lambda t: mode.from_tensor(t.detach()))
+        raise reason
 
 
 _NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
@@ -753,6 +746,12 @@ def takes_gradient(tensor: Tensor) -> bool:
     except RuntimeError:
         # One of several views that were made at once has no node when what it is a view of has changed.
         return True
+
+
+def _is_metadata(event: Event, output: Any) -> bool:
+    """Whether a function tells something about tensors that placeholders have too."""
+    acts = event.is_unit or event.changes or event.needs_data or is_ours(event.what)
+    return not acts and event.what not in _EFFECTS and not tensors_in(output)
 
 
 def _tables(module: nn.Module) -> list[tuple[Any, str, Tensor | None]]:
