@@ -26,10 +26,12 @@ class Changed:
     Attributes:
         what: in words, with the module and the line that assigns to it, as far as it can be told.
         units: the paths of the units that have it; empty if it hangs on a module outside of units.
+        attribute: the identity of the module and the name, if it is an attribute.
     """
 
     what: str
     units: frozenset[str] = frozenset()
+    attribute: tuple[int, str] | None = None
 
 
 class Snapshot:
@@ -92,7 +94,12 @@ class Snapshot:
                 continue
             owner, after = path or f"the {type(module).__name__}", _own(module)
             names = [n for n in {**before, **after} if _differs(before, after, n)]
-            found += [Changed(f"the attribute {n!r} of {owner}{_line(module, n)}") for n in names]
+            found += [
+                Changed(
+                    f"the attribute {n!r} of {owner}{_line(module, n)}", attribute=(id(module), n)
+                )
+                for n in names
+            ]
             for name, value in before.items():
                 if name not in names and self._is_changed(value, 0, set()):
                     text = f"what the attribute {name!r} of {owner} holds{_line(module, name)}"
