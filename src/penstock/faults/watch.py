@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import torch.distributed as dist
 
@@ -131,6 +131,22 @@ class Watch:
         self.activity.setup = None
         self.activity.rest()
         self._heartbeats.now()
+
+    def await_all(self, what: str) -> None:
+        """Wait until all ranks are here: before something that blocks in torch and cannot be ended.
+
+        Args:
+            what: what they come for, in words; each is waited for once.
+
+        Raises:
+            PeerFailed: another rank has failed.
+        """
+        store, ranks = self._meeting.store, range(self._meeting.ranks)
+        self.activity.wait(what, None)
+        store.set(f"{what}/{self.activity.rank}", "")
+        while not store.check([f"{what}/{rank}" for rank in ranks]):
+            self.check()
+            sleep(TICK / 10)
 
     def keep_in(self, folder: Path | None) -> None:
         """Write reports of failures to this folder."""

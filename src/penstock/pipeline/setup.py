@@ -225,6 +225,7 @@ def connect(
     watch = Watch(activity, meeting, patience)
     try:
         activity.prepare("connects with the others")
+        watch.await_all("all ranks to connect")
         return Transport(meeting, watch, activity, device, patience.rendezvous)
     except BaseException as error:
         cause = watch.failed(error)
