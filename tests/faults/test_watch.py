@@ -191,3 +191,16 @@ def test_garbage_in_the_store_kills_nobody_and_is_not_printed(tmp_path: Path) ->
     )
     check(job, 1, "step 4000, stage 1, microbatch 2, action 1F2: InjectedError: ", 70, 60.0)
     assert not any("\x1b" in ended.output for ended in job.ranks)
+
+
+@pytest.mark.parametrize(("how", "status"), [("dtype", 70), ("shape", 2)])
+def test_a_value_that_changed_is_not_sent(how: How, status: int, tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault(how))
+    check(job, 1, "stage 1, microbatch 2, action 1", status, PROMPT)
+    assert job.ranks[1].status == status
+
+
+def test_what_is_not_finite_stops_all_ranks_alike(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("nan"))
+    assert {ended.error for ended in job.ranks} == {"NonFiniteError"}
+    assert {ended.status for ended in job.ranks} == {76}
