@@ -58,6 +58,15 @@ class StageModule(nn.Module):
 
     index: int
 
+    @abstractmethod
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What all stages of the model do in a call with arguments like these.
+
+        Returns:
+            Something with ``edges``, the values that travel, and ``with_output(function)``, which calls a
+            function with the model's output without data.
+        """
+
     @property
     @abstractmethod
     def units(self) -> list[nn.Module]:

@@ -790,7 +790,11 @@ def merge(outputs: Sequence[Any], dim: int = 0) -> Any:
 def _merge_leaves(leaves: Sequence[Any], dim: int) -> Any:
     if not isinstance(leaves[0], Tensor):
         if any(leaf != leaves[0] for leaf in leaves):
-            raise MicrobatchError(f"microbatches gave different values: {list(leaves)}")
+            kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+            raise MicrobatchError(
+                f"microbatches gave outputs that are not tensors and differ ({kinds}), which cannot be merged; "
+                "let the model return tensors, or pass Microbatches(...) to get the outputs one by one"
+            )
         return leaves[0]
     if not leaves[0].dim():
         return torch.stack(list(leaves))

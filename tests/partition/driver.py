@@ -22,7 +22,7 @@ def square_mean(output: Any) -> Tensor:
     """A loss of a tensor, or of the tensors in an output."""
     if isinstance(output, Tensor):
         return output.square().mean()
-    for name in ("loss", "logits", "last_hidden_state"):
+    for name in ("loss", "logits", "logits_per_image", "last_hidden_state"):
         if isinstance(output, Mapping) and output.get(name) is not None:
             return output[name].square().mean()  # type: ignore[no-any-return]
     tensors = [t for t in output if isinstance(t, Tensor)]

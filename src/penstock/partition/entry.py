@@ -24,6 +24,7 @@ from penstock.partition.trace import Trace, record
 from penstock.partition.units import (
     at_points,
     find_units,
+    has_forward,
     in_lists,
     is_sequential,
     loose_parameters,
@@ -178,7 +179,7 @@ def _by_count(
     if stages == 1:
         choose_cuts([1.0], stages, placement)  # for its checks
         return [find_units(model, 1)], None
-    if type(model).forward is nn.Module.forward or isinstance(model, nn.ModuleDict | nn.ModuleList):
+    if not has_forward(model):
         raise PartitionError(
             f"a {type(model).__name__} has no forward; name the modules of each stage in the order of their "
             "calls: stages=[[...], [...]]"
@@ -278,10 +279,10 @@ def _homes(
         id(tensor): uses[name] for name, tensor in model.named_parameters() if name in uses
     }
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, before in loose.items():
-        known = min(homes[first[id(model.get_submodule(before))]]) if before else 0
-        stage = by_tensor.setdefault(id(parameters[name]), known)
-        homes[name] = [stage]
+    for name, near in loose.items():
+        # Where the first use is not known, the first stage that it can be in: values go to later ones.
+        known = min((stage for path in near for stage in homes[path]), default=0)
+        homes[name] = [by_tensor.setdefault(id(parameters[name]), known)]
     return homes
 
 
@@ -297,13 +298,12 @@ def _assembled(
 ) -> Partition:
     homes = _homes(model, placed, shown, example)
     doors = [Door(model.get_submodule(path), path) for path in homes if path in set(sum(placed, []))]
-    forward = _chain(model, sum(placed, [])) if _has_no_forward(model) else model
+    forward = _chain(model, sum(placed, [])) if not has_forward(model) else model
     recomputes = _recomputed(model, [door.path for door in doors], checkpoint)
     author = Author(model, doors, forward, recomputes, len(placed))
-    modules = tuple(CutStage(author, index, homes) for index in range(len(placed)))
-    made = Partition(
-        modules, find_shared(model, modules), _Cut(author, homes, example)
-    )
+    cut = _Cut(author, homes, example)
+    modules = tuple(CutStage(author, index, homes, cut) for index in range(len(placed)))
+    made = Partition(modules, find_shared(model, modules), cut)
     made.check_covers(model)
     return made
 
@@ -323,10 +323,6 @@ def _recomputed(
             )
         recomputes += inside
     return recomputes
-
-
-def _has_no_forward(model: nn.Module) -> bool:
-    return type(model).forward is nn.Module.forward or isinstance(model, nn.ModuleDict | nn.ModuleList)
 
 
 def _chain(model: nn.Module, paths: Sequence[str]) -> Callable[..., Any]:
@@ -366,13 +362,14 @@ class _Cut:
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
         author = self._author
         call = (tuple(args), dict(kwargs))
-        key = (_kind(call), self._state())
+        doors = [*author.doors, *author.hooked()] if author.stages > 1 else author.doors
+        key = (_kind(call), self._state(), tuple(door.path for door in doors))
         plan = self._plans.get(key)
         if plan is None:
+            author.check_hooks()
             fits = self._example is not None and _kind(self._example) == _kind(call)
-            shown = record(
-                author.model, author.forward, author.doors, call, self._example if fits else None
-            )
+            numbers = self._example if fits else None
+            shown = record(author.model, author.forward, doors, call, numbers)
             plan = assign(shown, self._homes, author.stages)
             if len(self._plans) >= _REMEMBERED:
                 self._plans.pop(next(iter(self._plans)))

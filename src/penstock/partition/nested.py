@@ -45,6 +45,30 @@ def _children(value: Any, kind: type) -> Any:
     return ()
 
 
+Place = tuple[Any, ...]
+"""Where a tensor is inside of a value: the indices, keys or names on the way."""
+
+
+def located(value: Any) -> dict[Place, Tensor]:
+    """The tensors inside a value by their places, in order."""
+    tensors: dict[Place, Tensor] = {}
+    _locate(value, (), tensors)
+    return tensors
+
+
+def _locate(value: Any, at: Place, tensors: dict[Place, Tensor]) -> None:
+    if isinstance(value, Tensor):
+        tensors[at] = value
+        return
+    kind = type(value)
+    if kind in _ATOMS:
+        return
+    children = _children(value, kind)
+    names = value if isinstance(value, dict) else range(len(children))
+    for name, child in zip(names, children, strict=True):
+        _locate(child, (*at, name), tensors)
+
+
 def replaced(value: Any, put: Callable[[Tensor], Any]) -> Any:
     """A value with other tensors in it: containers are new, everything else is the same object."""
     if isinstance(value, Tensor):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import PartitionError
+from penstock.partition.nested import Place
 from penstock.partition.trace import Event, Trace, Value, is_ours
 from penstock.schedule import Edge
 
@@ -26,18 +27,18 @@ class Step:
         what: the function, or the unit's path.
         owner: the stage that runs it.
         event: what was recorded.
-        swaps: the arguments, by position, in whose place the owner puts what has arrived: the edge of each.
-        sends: the arguments that it changed, by position, that travel afterwards: the edge of each.
-        follows: the arguments, by position, that are values from now on.
+        swaps: the arguments, by place, in whose place the owner puts what has arrived: the edge of each.
+        sends: the arguments that it changed, by place, that travel afterwards: the edge of each.
+        follows: the arguments, by place, that are other values from now on.
         aliases: values that it changed without being given them, by the value before: the edge, if it travels.
     """
 
     what: Any
     owner: int
     event: Event
-    swaps: dict[int, str] = field(default_factory=dict)
-    sends: dict[int, str] = field(default_factory=dict)
-    follows: list[int] = field(default_factory=list)
+    swaps: dict[Place, str] = field(default_factory=dict)
+    sends: dict[Place, str] = field(default_factory=dict)
+    follows: dict[Place, int] = field(default_factory=dict)
     aliases: dict[int, tuple[int, str | None]] = field(default_factory=dict)
 
 
@@ -75,6 +76,11 @@ class CallPlan:
     buffers: list[str]
     changed_arguments: set[int]
 
+    def with_output(self, function: Callable[[Any], Any]) -> Any:
+        """Call a function, such as a loss, with the model's output without data."""
+        with self.trace.mode:
+            return function(self.trace.output)
+
 
 def first_uses(trace: Trace, homes: Homes) -> dict[str, int]:
     """The first stage that uses each of the parameters that no unit holds."""
@@ -91,11 +97,17 @@ def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
     Raises:
         PartitionError: the model cannot be cut so; the message names the module and the line.
     """
-    if trace.state and stages > 1:
-        raise PartitionError(
-            f"the model's forward changes {trace.state[0]} outside of its units, in code that every stage "
-            "runs; move that into a module that is placed as a whole, with the code that changes it"
-        )
+    for changed in trace.state if stages > 1 else ():
+        if not changed.units:
+            raise PartitionError(
+                f"the model's forward changes {changed.what} outside of its units, in code that every stage "
+                "runs; move it into a module that is in one stage, with the code that changes it"
+            )
+        if len({stage for path in changed.units for stage in homes[path]}) > 1:
+            raise PartitionError(
+                f"the model's forward changes {changed.what}, which are in several stages, and each stage has "
+                "its own; return what the later one needs and pass it on, or put both into one stage"
+            )
     owners = _Owners(trace, homes)
     for event in trace.events:
         owners.add(event)
@@ -127,7 +139,7 @@ class _Owners:
         made = [self.stages[v.event] for v in values if v.event is not None]
         held = [min(h) for v in values if v.event is None and (h := self.holders(v))]
         latest = max([*made, *held], default=None)
-        if event.is_unit:
+        if event.what in self.homes:
             owner = self._home(event, max(made, default=0))
         elif latest is not None:
             owner = latest
@@ -199,6 +211,10 @@ class _Planner:
         last = [-1] * stages
         for index, owner in enumerate(owner_of):
             last[owner] = index
+        # The last stage gives the output; and where a hook is set, it may be removed at any later place.
+        hooked = {owner_of[i] for i, event in enumerate(trace.events) if event.sets_hook}
+        for stage in (*hooked, stages - 1):
+            last[stage] = len(owner_of)
         self._find_users()
         self._check_numbers()
         names = self._names()
@@ -282,13 +298,13 @@ class _Planner:
     def _step(self, event: Event, owner: int, names: Mapping[int, str]) -> Step:
         step = Step(event.what, owner, event)
         values = self._trace.values
-        for position, number in event.inputs:
+        for place, number in event.inputs:
             if owner in self._users.get(number, ()) and not values[number].is_result:
-                step.swaps[position] = names[number]
+                step.swaps[place] = names[number]
         for change in event.changes:
             name = names.get(change.new)
             if change.argument is not None:
-                step.follows.append(change.argument)
+                step.follows[change.argument] = change.new
                 if name is not None:
                     step.sends[change.argument] = name
             elif change.old is not None:
@@ -300,7 +316,7 @@ class _Planner:
         trace = self._trace
         reached = {number for number in trace.slots if number is not None}
         for event in reversed(trace.events):
-            results = [slot for slot in event.slots if slot >= 0]
+            results = [slot for slot in event.slots if isinstance(slot, int)]
             results += [change.new for change in event.changes]
             counts = is_ours(event.what) or any(
                 number in reached and trace.values[number].requires_grad for number in results
@@ -311,7 +327,8 @@ class _Planner:
 
     def _buffers(self) -> list[str]:
         values = self._trace.values
-        used = {number for event in self._trace.events for _, number in event.inputs if not event.is_unit}
+        events = [event for event in self._trace.events if not event.is_unit]
+        used = {number for event in events for _, number in event.inputs}
         return [
             values[number].parameter or ""
             for number in sorted(used)

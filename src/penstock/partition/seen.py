@@ -7,6 +7,7 @@ custom functions and checkpoints.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 from collections import Counter
@@ -54,7 +55,7 @@ class Door:
         self._saved = {name: state[name] for name in (_CALL, "forward") if name in state}
         run = state.get(_CALL) or self.module._call_impl
         state[_CALL] = lambda *args, **kwargs: call(self, run, args, kwargs)
-        if direct:
+        if direct and not isinstance(self.module, torch.jit.ScriptModule):
             forward = self.module.forward
             state["forward"] = lambda *args, **kwargs: call(self, forward, args, kwargs)
 
@@ -66,6 +67,54 @@ class Door:
                 state[name] = self._saved[name]
             else:
                 state.pop(name, None)
+
+
+# ---- hooks, in a run without data
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+@contextlib.contextmanager
+def observers_left_out(units: Sequence[nn.Module]) -> Iterator[None]:
+    """Leave out hooks that only record something, and those of PyTorch that gather weights."""
+    before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for part in {id(part): part for unit in units for part in unit.modules()}.values():
+        for kind in _HOOKS:
+            hooks = vars(part).get(kind)
+            if hooks:
+                before.append((hooks, dict(hooks)))
+                for key in [key for key, hook in hooks.items() if _only_observes(hook)]:
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, all_hooks in before:
+            hooks.clear()
+            hooks.update(all_hooks)
+
+
+def _only_observes(hook: Any) -> bool:
+    """Whether a hook can change neither arguments nor results, as far as its code shows."""
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    if str(getattr(function, "__module__", "")).startswith("torch.distributed"):
+        return True
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    if code is None:
+        return inspect.isbuiltin(function)
+    if any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
+        return False
+    steps = list(dis.get_instructions(code))
+    return all(
+        not (step.opname == "STORE_SUBSCR")
+        and not (step.opname == "RETURN_CONST" and step.argval is not None)
+        and not (step.opname == "RETURN_VALUE" and not _is_none(before))
+        for before, step in zip([None, *steps], steps, strict=False)
+    )
+
+
+def _is_none(step: dis.Instruction | None) -> bool:
+    return step is not None and step.opname == "LOAD_CONST" and step.argval is None
 
 
 # ---- what draws random numbers

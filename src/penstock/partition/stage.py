@@ -15,7 +15,8 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError, StageError
-from penstock.partition.nested import replaced, tensors_in
+from penstock.partition.base import Planner
+from penstock.partition.nested import Place, located, replaced, tensors_in
 from penstock.partition.plan import CallPlan, Homes, Step
 from penstock.partition.seen import (
     BETWEEN,
@@ -30,7 +31,7 @@ from penstock.partition.seen import (
     recomputed,
     uncheckpointed,
 )
-from penstock.partition.trace import is_ours, where
+from penstock.partition.trace import is_ours, takes_gradient, where
 from penstock.stage import StageCall, StageModule
 
 _ITERATE: Any = Tensor.__iter__
@@ -70,6 +71,43 @@ class Author:
             if not type(module).__module__.startswith("torch.nn.")
         ]
         self.paths = {id(module): path for path, module in model.named_modules()}
+        named = dict(model.named_modules())
+        units = {id(door.module) for door in doors}
+        self._opened = {
+            path: module
+            for path, module in named.items()
+            if id(module) not in inside and any(id(part) in units for part in module.modules())
+        }
+        self._loose = {
+            path: module
+            for path, module in named.items()
+            if id(module) not in inside and path not in self._opened
+        }
+
+    def hooked(self) -> list[Door]:
+        """The modules between the units that have hooks: each call is in one stage, as a unit's."""
+        paths = [path for path, module in self._loose.items() if any(map(_has_hooks, module.modules()))]
+        outer = [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]
+        return [Door(self._loose[path], path) for path in outer]
+
+    def check_hooks(self) -> None:
+        """Refuse backward hooks of a module that is in several stages: no stage has both of its ends."""
+        for path, module in self._opened.items() if self.stages > 1 else ():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise PartitionError(
+                    f"{path or 'the model'} has backward hooks, and its parts are placed by themselves: no "
+                    "stage has its gradients on both ends. Set the hooks on its parts, or place it as a whole "
+                    "by naming it in stages="
+                )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+    )
 
 
 class CutStage(StageModule):
@@ -79,15 +117,22 @@ class CutStage(StageModule):
         author: the model.
         index: which stage.
         homes: the stages of each unit by path, and of each parameter outside of them by name.
+        planner: finds what all stages do in a call.
     """
 
-    def __init__(self, author: Author, index: int, homes: Homes) -> None:
+    def __init__(self, author: Author, index: int, homes: Homes, planner: Planner) -> None:
         super().__init__()
         # Not as a submodule: its parameters are not this stage's.
         self.__dict__["_author"] = author
+        self.__dict__["_planner"] = planner
         self.index = index
         self.training = author.model.training
         self.__dict__["_loose"] = _fill(self, author, index, homes)
+
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
+        """What all stages do in a call, see :meth:`Partition.plan`."""
+        plan: CallPlan = self.__dict__["_planner"].plan(args, kwargs)
+        return plan
 
     @property
     def units(self) -> list[nn.Module]:
@@ -246,6 +291,7 @@ class _Runner(TorchFunctionMode):
         self._sent: dict[str, Any] = {}
         self._drawn = self._region = 0
         self._recomputes: Mapping[str, Any] | None = None
+        self._region_runs = False
 
     def run(self, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         plan, author = self._plan, self._author
@@ -259,7 +305,7 @@ class _Runner(TorchFunctionMode):
         direct = plan.trace.direct
         output = None
         try:
-            for door in author.doors:
+            for door in plan.trace.doors:
                 door.open(self._unit, direct=door.path in direct)
             others = plan.trace.has_custom or plan.regions
             with self, others_seen(self) if others else contextlib.nullcontext():
@@ -269,7 +315,7 @@ class _Runner(TorchFunctionMode):
         except _Left:
             pass
         finally:
-            for door in author.doors:
+            for door in plan.trace.doors:
                 door.close()
         sent = {**self._send_parameters(), **self._sent}
         return (self._output(output) if is_last else None), sent
@@ -326,8 +372,10 @@ class _Runner(TorchFunctionMode):
             return self._answer(step, args, kwargs)
         if self._draws is not None:
             self._draws.enter(door.path, step.event.number)
-        if door.path in self._author.recomputes or self._recomputes is not None:
-            options = self._recomputes or {"use_reentrant": False}
+        recomputes = door.path in self._author.recomputes or self._recomputes is not None
+        # What is recomputed as a whole is not recomputed in parts; what changes its arguments would do so again.
+        if recomputes and not self._region_runs and not step.event.changes:
+            options = {**(self._recomputes or {}), "use_reentrant": False}
             run = checkpointed(run, door.path, step.event.number, self._draws, options)
         top = torch._C._len_torch_function_stack() - 1
         alone = top >= 0 and torch._C._get_function_stack_at(top) is self
@@ -381,18 +429,20 @@ class _Runner(TorchFunctionMode):
     def _done(self, step: Step, run: Run, args: Any, kwargs: Any) -> Any:
         """Run an event of this stage."""
         event = step.event
-        given: list[Tensor] = []
+        given: dict[Place, Tensor] = {}
         if step.swaps or step.follows or self._instead:
-            given = tensors_in((args, kwargs))
+            given = located((args, kwargs))
             for place, name in step.swaps.items():
                 self._instead[id(given[place])] = (given[place], self._values[name])
             args, kwargs = replaced((args, kwargs), self._stand_in)
-            given = tensors_in((args, kwargs))
+            given = located((args, kwargs))
         output = run(*args, **kwargs)
-        for position in step.follows:
-            self._follow(given[position])
-        for position, name in step.sends.items():
-            self._sent[name] = given[position]
+        for place, number in step.follows.items():
+            self._follow(given[place])
+            if number in self._plan.kept:
+                self._tensors[number] = given[place]
+        for place, name in step.sends.items():
+            self._sent[name] = given[place]
         if step.aliases:
             self._change_aliases(step)
         results = tensors_in(output)
@@ -401,7 +451,7 @@ class _Runner(TorchFunctionMode):
                 step, f"{len(results)} tensors where the run without data gave {len(event.slots)}"
             )
         for tensor, slot in zip(results, event.slots, strict=True):
-            if slot >= 0:
+            if isinstance(slot, int):
                 self._keep(step, tensor, slot)
             elif event.inputs:
                 self._follow(tensor)
@@ -425,7 +475,11 @@ class _Runner(TorchFunctionMode):
             self._tensors[number] = tensor
         name = self._sends.get(number)
         if name is not None:
-            self._sent[name] = tensor.clone() if number in self._plan.copies else tensor
+            if number in self._plan.copies:
+                tensor = tensor.clone()
+            elif tensor.requires_grad and not takes_gradient(tensor):
+                tensor = tensor.detach()
+            self._sent[name] = tensor
 
     def _change_aliases(self, step: Step) -> None:
         for old, (new, name) in step.aliases.items():
@@ -447,17 +501,18 @@ class _Runner(TorchFunctionMode):
         """What stands in place of the result of another stage's event."""
         event = step.event
         values = self._plan.trace.values
-        given: list[Tensor] = []
-        if step.follows or any(slot < 0 for slot in event.slots):
-            given = tensors_in((args, kwargs))
-            for position in step.follows:
-                self._follow(given[position])
+        given: dict[Place, Tensor] = {}
+        if step.follows or not all(isinstance(slot, int) for slot in event.slots):
+            given = located((args, kwargs))
+            for place in step.follows:
+                self._follow(given[place])
         slots = iter(event.slots)
 
-        def put(_: Tensor) -> Tensor:
+        def put(_: Tensor) -> Any:
             slot = next(slots)
-            if slot < 0:
-                return given[-1 - slot]
+            if not isinstance(slot, int):
+                # An argument that the run without data had may be missing here, such as a mask.
+                return given.get(slot)
             name = self._arrives.get(slot)
             if name is None:
                 return values[slot].tensor
@@ -491,19 +546,22 @@ class _Runner(TorchFunctionMode):
             return run(*args, **kwargs, **options)
         stages = self._plan.regions[number]
         function, *rest = args
-        if stages == {self._stage}:
-            calls = Counter(s.what for s in self._plan.steps[: self._at + 1] if s.event.is_unit)
+        before = self._recomputes, self._region_runs
+        is_own = stages == {self._stage}
+        self._recomputes = options if self._stage in stages else before[0]
+        self._region_runs = is_own
+        try:
+            if not is_own:
+                with uncheckpointed(tuple(rest), options):
+                    return function(*rest, **kwargs)
+            steps = self._plan.steps[: self._at + 1]
+            calls = Counter(step.what for step in steps if step.event.is_unit)
             again = recomputed(function, self._author.doors, self._draws, calls, self._drawn)
             output = run(again, *rest, **kwargs, **options)
             self._after_checkpoint(output, number)
             return output
-        before = self._recomputes
-        self._recomputes = options if self._stage in stages else before
-        try:
-            with uncheckpointed(tuple(rest), options):
-                return function(*rest, **kwargs)
         finally:
-            self._recomputes = before
+            self._recomputes, self._region_runs = before
 
     def _after_checkpoint(self, output: Any, number: int) -> None:
         """A checkpoint may return other tensors than were made inside of it."""

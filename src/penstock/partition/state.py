@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = (list, dict, set, deque)
+_DEPTH = 4
+"""How deep helper objects and containers are looked into."""
+_MOST = 1000
+"""How many members of a container are."""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Something that a run has changed.
+
+    Attributes:
+        what: in words, with the module and the line that assigns to it, as far as it can be told.
+        units: the paths of the units that have it; empty if it hangs on a module outside of units.
+    """
+
+    what: str
+    units: frozenset[str] = frozenset()
 
 
 class Snapshot:
@@ -17,13 +37,13 @@ class Snapshot:
 
     Args:
         model: the model.
-        units: its units; what changes inside of them alone is their own affair.
+        units: its units by path; what changes inside of one alone is its own affair.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
-        self._inside = {id(part) for unit in units for part in unit.modules()}
+    def __init__(self, model: nn.Module, units: dict[str, nn.Module]) -> None:
+        self._inside = {id(part): path for path, unit in units.items() for part in unit.modules()}
         self._modules = list(model.named_modules())
-        self._attributes = [self._of(module) for _, module in self._modules]
+        self._attributes = [_own(module) for _, module in self._modules]
         self._buffers = [
             {name: (buffer, 0 if buffer is None else buffer._version) for name, buffer in m._buffers.items()}
             for _, m in self._modules
@@ -33,120 +53,135 @@ class Snapshot:
             for _, m in self._modules
         ]
         self._contents: dict[int, tuple[Any, Any]] = {}
-        for attributes in self._attributes:
+        self._reached: dict[int, set[str]] = {}
+        for (_, module), attributes in zip(self._modules, self._attributes, strict=True):
+            unit = self._inside.get(id(module), "")
             for value in attributes.values():
-                self._look(value, 0)
+                self._look(value, unit, 0)
 
-    def _of(self, module: nn.Module) -> dict[str, Any]:
-        return {n: v for n, v in vars(module).items() if n not in _REGISTRIES}
-
-    def _look(self, value: Any, depth: int) -> None:
-        """Note what containers and helper objects hold."""
-        if depth > 4 or id(value) in self._contents or isinstance(value, nn.Module | Tensor | type):
+    def _look(self, value: Any, unit: str, depth: int) -> None:
+        """Note what containers and helper objects hold, and which units have them."""
+        if depth > _DEPTH or isinstance(value, nn.Module | Tensor | type | str | int | float):
             return
-        if isinstance(value, _CONTAINERS):
-            held = value.copy()
-            self._contents[id(value)] = (value, held)
-            children = list(held.values()) if isinstance(held, dict) else list(held)
-        elif isinstance(value, tuple):
+        if isinstance(value, tuple):
             children = list(value)
-        elif hasattr(value, "__dict__") and not callable(value):
-            held = dict(vars(value))
-            self._contents[id(value)] = (value, held)
-            children = list(held.values())
         else:
-            return
-        for child in children[:1000]:
-            self._look(child, depth + 1)
+            contents = _contents(value)
+            if contents is None or unit in self._reached.get(id(value), ()):
+                return
+            self._contents.setdefault(id(value), (value, contents.copy()))
+            self._reached.setdefault(id(value), set()).add(unit)
+            children = _members(contents)
+        for child in children[:_MOST]:
+            self._look(child, unit, depth + 1)
 
-    def changes(self) -> list[str]:
-        """What has changed outside of the units, in words."""
-        found: list[str] = []
+    def changes(self) -> list[Changed]:
+        """What has changed outside of the units, or in what several units have."""
+        found: list[Changed] = []
         for (path, module), before, buffers in zip(
             self._modules, self._attributes, self._buffers, strict=True
         ):
             if id(module) in self._inside:
                 continue
-            owner = path or f"the {type(module).__name__}"
-            after = self._of(module)
-            names = [n for n in {**before, **after} if before.get(n, self) is not after.get(n, self)]
-            found += [f"the attribute {n!r} of {owner}" for n in names if not _equal(before, after, n)]
+            owner, after = path or f"the {type(module).__name__}", _own(module)
+            names = [n for n in {**before, **after} if _differs(before, after, n)]
+            found += [Changed(f"the attribute {n!r} of {owner}{_line(module, n)}") for n in names]
             for name, value in before.items():
                 if name not in names and self._is_changed(value, 0, set()):
-                    found.append(f"what the attribute {name!r} of {owner} holds")
+                    text = f"what the attribute {name!r} of {owner} holds{_line(module, name)}"
+                    found.append(Changed(text))
             for name, (buffer, version) in buffers.items():
                 now = module._buffers.get(name)
                 if now is not buffer or (now is not None and now._version != version):
-                    found.append(f"the buffer {name!r} of {owner}")
+                    found.append(Changed(f"the buffer {name!r} of {owner}{_line(module, name)}"))
+        for key, (value, before) in self._contents.items():
+            units = self._reached[key]
+            if len(units) > 1 and "" not in units and not _same(before, _contents(value)):
+                text = f"an object (a {type(value).__name__}) that {' and '.join(sorted(units)[:2])} have"
+                found.append(Changed(text, frozenset(units)))
         return found
 
-    def has_new_tensors(self) -> bool:
-        """Whether an attribute, or what one holds, has become another tensor."""
-        for (_, module), before in zip(self._modules, self._attributes, strict=True):
-            if id(module) not in self._inside and _new_tensor(before, self._of(module)):
-                return True
+    def has_new_tensors(self, counts: Callable[[Tensor], bool]) -> bool:
+        """Whether an attribute, or what one holds, has become another tensor that ``counts``."""
+        pairs = [
+            (before, _own(module))
+            for (_, module), before in zip(self._modules, self._attributes, strict=True)
+            if id(module) not in self._inside
+        ]
+        pairs += [
+            (_by_place(before), _by_place(_contents(value)))
+            for value, before in self._contents.values()
+            if not isinstance(value, set)
+        ]
         return any(
-            isinstance(value, list | tuple | deque | dict)
-            and _new_tensor(_by_place(held), _by_place(value))
-            for value, held in self._contents.values()
+            isinstance(value, Tensor) and before.get(name) is not value and counts(value)
+            for before, after in pairs
+            for name, value in after.items()
         )
 
     def _is_changed(self, value: Any, depth: int, been: set[int]) -> bool:
-        if depth > 4 or id(value) in been:
+        if depth > _DEPTH or id(value) in been:
             return False
         been.add(id(value))
         if isinstance(value, tuple):
             return any(self._is_changed(child, depth + 1, been) for child in value)
         if id(value) not in self._contents:
             return False
-        _, before = self._contents[id(value)]
-        after = value if isinstance(value, _CONTAINERS) else vars(value)
-        if not _same(before, after):
+        before = self._contents[id(value)][1]
+        if not _same(before, _contents(value)):
             return True
-        children = before.values() if isinstance(before, dict) else before
-        return any(self._is_changed(child, depth + 1, been) for child in children)
+        return any(self._is_changed(child, depth + 1, been) for child in _members(before))
 
     def restore(self) -> None:
         """Put everything back that was noted."""
-        for (_, module), before in zip(self._modules, self._attributes, strict=True):
+        for (_, module), before, registries in zip(
+            self._modules, self._attributes, self._registries, strict=True
+        ):
             state = vars(module)
             for name in [n for n in state if n not in _REGISTRIES and n not in before]:
                 del state[name]
             state.update(before)
-        for (_, module), registries in zip(self._modules, self._registries, strict=True):
             for name, held in registries.items():
-                table = vars(module)[name]
+                table = state[name]
                 if len(table) != len(held) or any(table[n] is not v for n, v in held.items()):
                     table.clear()
                     table.update(held)
         for value, held in self._contents.values():
-            if isinstance(value, list | deque):
-                if not _same(held, value):
-                    value.clear()
-                    value.extend(held)
-            elif isinstance(value, set | dict):
-                if not _same(held, value):
-                    value.clear()
-                    value.update(held)
-            elif not _same(held, vars(value)):
-                vars(value).clear()
-                vars(value).update(held)
+            now = _contents(value)
+            if _same(held, now):
+                continue
+            now.clear()
+            now.extend(held) if isinstance(now, list | deque) else now.update(held)
 
 
-def _by_place(held: Any) -> dict[Any, Any]:
-    return held if isinstance(held, dict) else dict(enumerate(held))
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {n: v for n, v in vars(module).items() if n not in _REGISTRIES}
 
 
-def _new_tensor(before: dict[Any, Any], after: dict[Any, Any]) -> bool:
-    return any(before.get(n) is not value and isinstance(value, Tensor) for n, value in after.items())
+def _contents(value: Any) -> Any:
+    """What a container or a helper object holds, as a container that can be changed; or ``None``."""
+    if isinstance(value, _CONTAINERS):
+        return value
+    return vars(value) if hasattr(value, "__dict__") and not callable(value) else None
 
 
-def _equal(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:
-    """Whether an attribute has the same plain value, although it is another object."""
+def _members(contents: Any) -> list[Any]:
+    return list(contents.values()) if isinstance(contents, dict) else list(contents)
+
+
+def _by_place(contents: Any) -> dict[Any, Any]:
+    return contents if isinstance(contents, dict) else dict(enumerate(contents))
+
+
+def _differs(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:
     if name not in before or name not in after:
-        return False
-    old, new = before[name], after[name]
-    return type(old) is type(new) and isinstance(old, int | float | str | bool) and old == new
+        return True
+    return not _is_equal(before[name], after[name])
+
+
+def _is_equal(old: Any, new: Any) -> bool:
+    plain = isinstance(old, int | float | str | bool)
+    return old is new or (plain and type(old) is type(new) and bool(old == new))
 
 
 def _same(before: Any, after: Any) -> bool:
@@ -155,11 +190,27 @@ def _same(before: Any, after: Any) -> bool:
     if isinstance(before, set):
         return bool(before == after)
     if isinstance(before, dict):
-        return list(before) == list(after) and all(
-            before[n] is after[n] or _plain(before[n], after[n]) for n in before
-        )
-    return all(a is b or _plain(a, b) for a, b in zip(before, after, strict=True))
+        return list(before) == list(after) and all(_is_equal(before[n], after[n]) for n in before)
+    return all(map(_is_equal, before, after))
 
 
-def _plain(old: Any, new: Any) -> bool:
-    return type(old) is type(new) and isinstance(old, int | float | str | bool) and bool(old == new)
+def _line(module: nn.Module, name: str) -> str:
+    """The line of a module's class that assigns to an attribute, or changes what it holds."""
+    try:
+        lines, start = inspect.getsourcelines(type(module))
+        file = inspect.getsourcefile(type(module)) or ""
+    except (OSError, TypeError):
+        return ""
+    pattern = re.compile(rf"\.{name}\b(\[.*\])?(\.\w+)*\s*([-+*/|&%@]|//|\*\*)?=(?!=)|\.{name}\b(\.\w+)*\.\w+\(")
+    inside = [i for i, line in enumerate(lines) if "def __init__" not in line and pattern.search(line)]
+    after_init = [i for i in inside if _function_of(lines, i) != "__init__"]
+    if not after_init:
+        return ""
+    return f" ({file.replace(chr(92), '/').rpartition('/')[2]}:{start + after_init[0]})"
+
+
+def _function_of(lines: Sequence[str], index: int) -> str:
+    for line in reversed(lines[: index + 1]):
+        if match := re.match(r"\s*(?:async )?def (\w+)", line):
+            return match[1]
+    return ""

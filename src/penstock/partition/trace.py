@@ -30,9 +30,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from penstock.errors import PartitionError
 from penstock.partition.base import Example
-from penstock.partition.nested import replaced, tensors_in
-from penstock.partition.seen import Door, Run, is_checkpoint, left, others_seen, uncheckpointed
-from penstock.partition.state import Snapshot
+from penstock.partition.nested import Place, located, replaced, tensors_in
+from penstock.partition.seen import (
+    Door,
+    Run,
+    is_checkpoint,
+    left,
+    observers_left_out,
+    others_seen,
+    uncheckpointed,
+)
+from penstock.partition.state import Changed, Snapshot
 
 _TENSOR: Any = Tensor
 _GIVE_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad", "_grad", "grad_fn", "_base"}
@@ -94,7 +102,7 @@ class Change:
 
     old: int | None
     new: int
-    argument: int | None
+    argument: Place | None
 
 
 @dataclass(eq=False)
@@ -105,9 +113,9 @@ class Event:
         what: the function, or the unit's path.
         name: for messages.
         number: for a unit, the number of its call.
-        inputs: the positions among the tensors of its arguments, each with the value.
+        inputs: the places in ``(args, kwargs)`` of the values that it was given, each with the value.
         result: what it gave, with fake tensors.
-        slots: for each tensor of the result: the value, or the argument (as ``-1 - position``) that it is.
+        slots: for each tensor of the result: the value, or the place of the argument that it is.
         changes: the tensors that it changed.
         reads: the events whose tensors it used without being given them.
         needs_data: whether the result depends on the numbers of a tensor.
@@ -118,12 +126,17 @@ class Event:
     name: str
     where: str
     number: int = 0
-    inputs: list[tuple[int, int]] = field(default_factory=list)
+    inputs: list[tuple[Place, int]] = field(default_factory=list)
     result: Any = None
-    slots: list[int] = field(default_factory=list)
+    slots: list[int | Place] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     reads: set[int] = field(default_factory=set)
     needs_data: bool = False
+
+    @property
+    def sets_hook(self) -> bool:
+        """Whether a hook is set on a tensor, or may be on its node."""
+        return self.what in _EFFECTS
 
     @property
     def is_unit(self) -> bool:
@@ -162,6 +175,7 @@ class Trace:
     """What happened in one run of a model without data.
 
     Attributes:
+        doors: the modules whose calls are events.
         events: in order.
         values: by number.
         output: what the model returned.
@@ -177,6 +191,7 @@ class Trace:
 
     mode: FakeTensorMode
     device: torch.device
+    doors: Sequence[Door]
     events: list[Event] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     output: Any = None
@@ -186,7 +201,7 @@ class Trace:
     metadata: set[Any] = field(default_factory=lambda: set(_METADATA))
     direct: set[str] = field(default_factory=set)
     changed_arguments: set[int] = field(default_factory=set)
-    state: list[str] = field(default_factory=list)
+    state: list[Changed] = field(default_factory=list)
     has_custom: bool = False
 
     def calls(self) -> list[str]:
@@ -216,30 +231,24 @@ def record(
         call: ``(args, kwargs)``; of their tensors only shapes and types count.
         numbers: other arguments like these, whose numbers the run takes.
     """
-    snapshot = Snapshot(model, [door.module for door in doors])
+    snapshot = Snapshot(model, _units(doors))
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     silent, logger.disabled = logger.disabled, True
     try:
-        trace = _recorded(model, forward, doors, call, numbers)
-        if trace.state and not snapshot.has_new_tensors():
-            # What is set once, such as a setting that is found out in the first call, may be set.
-            trace.state = _recorded(model, forward, doors, call, numbers).state
+        recorder = _Recorder(model, doors)
+        trace = recorder.run(forward, *recorder.arguments(call, numbers))
+        if trace.state and not snapshot.has_new_tensors(recorder.depends):
+            # What is set once, as a setting that is found out or a table that is made in the first call, may be.
+            again = _Recorder(model, doors)
+            trace.state = again.run(forward, *again.arguments(call, numbers)).state
     finally:
         logger.disabled = silent
         snapshot.restore()
     return trace
 
 
-def _recorded(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    doors: Sequence[Door],
-    call: Example,
-    numbers: Example | None,
-) -> Trace:
-    recorder = _Recorder(model, doors)
-    recorder.run(forward, *recorder.arguments(call, numbers))
-    return recorder.trace
+def _units(doors: Sequence[Door]) -> dict[str, nn.Module]:
+    return {door.path: door.module for door in doors}
 
 
 class _Recorder(TorchFunctionMode):
@@ -247,10 +256,11 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.model, self.doors = model, doors
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.trace = Trace(self.mode, home_of(model))
+        self.trace = Trace(self.mode, home_of(model), doors)
         self.current: Event | None = None
         self._numbers: dict[int, int] = {}
         self._held: list[Any] = []
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._by_storage: dict[int, list[tuple[Tensor, int]]] = {}
         self._made: dict[int, int] = {}
         self._claimed: set[int] = set()
@@ -331,15 +341,17 @@ class _Recorder(TorchFunctionMode):
             return torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
         return tensor.detach().clone()
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
         trace = self.trace
         given = tensors_in((args, kwargs))
+        self._derived = {id(t): t for t in given}
         self._arguments = {id(t): i for i, t in enumerate(given)}
         versions = [t._version for t in given]
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[], enabled=True))
             stack.enter_context(self._without_data())
-            snapshot = Snapshot(self.model, [door.module for door in self.doors])
+            snapshot = Snapshot(self.model, _units(self.doors))
+            stack.enter_context(observers_left_out([door.module for door in self.doors]))
             for door in self.doors:
                 door.open(self._unit, direct=True)
                 stack.callback(door.close)
@@ -351,8 +363,15 @@ class _Recorder(TorchFunctionMode):
         trace.slots = [self._output_slot(t) for t in tensors_in(output)]
         changed = (i for i, t in enumerate(given) if t._version != versions[i])
         trace.changed_arguments.update(changed)
+        return trace
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made of what units gave, or of the model's arguments."""
+        return isinstance(tensor, FakeTensor) or id(tensor) in self._derived
 
     def _output_slot(self, tensor: Tensor) -> int | None:
+        if not isinstance(tensor, FakeTensor):
+            self._is_followed(tensor)
         return self._numbers.get(id(tensor))
 
     # ---- values
@@ -368,9 +387,7 @@ class _Recorder(TorchFunctionMode):
         with torch.no_grad():
             placeholder = shown.detach()
             placeholder.requires_grad_(shown.requires_grad)
-        self.trace.values.append(
-            Value(name, event, placeholder, shown.requires_grad, parameter, is_result=False)
-        )
+        self.trace.values.append(Value(name, event, placeholder, takes_gradient(shown), parameter))
         self._numbers[id(tensor)] = number
         self._held.append(tensor)
         key = _storage(shown)
@@ -383,7 +400,8 @@ class _Recorder(TorchFunctionMode):
         if isinstance(tensor, FakeTensor):
             return tensor
         twin: Tensor = self.mode.from_tensor(tensor)
-        self._held.append((tensor, twin))
+        if id(tensor) not in self._twins:
+            self._twins[id(tensor)] = (tensor, twin)
         return twin
 
     # ---- events
@@ -391,16 +409,11 @@ class _Recorder(TorchFunctionMode):
     def _unit(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
         if self.current is not None:
             return run(*args, **kwargs)
-        if run is not getattr(door.module, "_call_impl", None) and "forward" in str(
-            getattr(run, "__name__", "")
-        ):
+        if getattr(run, "__name__", "") == "forward":
             self.trace.direct.add(door.path)
-        elif isinstance(door.module, nn.Module) and not isinstance(
-            door.module, torch.jit.ScriptModule
-        ):
+        elif not isinstance(door.module, torch.jit.ScriptModule):
             # What was compiled runs as it was written.
-            written = getattr(door.module, "_orig_mod", door.module)
-            run = written._call_impl
+            run = getattr(door.module, "_orig_mod", door.module)._call_impl
         path, number = door.path, self._calls[door.path]
         self._calls[path] += 1
         event = Event(path, path, f"in {path}", number)
@@ -416,8 +429,11 @@ class _Recorder(TorchFunctionMode):
         if self.current is not None or func in self.trace.metadata:
             return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        if not is_ours(func) and not any(self._is_followed(t) for t in tensors):
-            return func(*args, **kwargs)
+        if not is_ours(func) and not any([self._is_followed(t) for t in tensors]):
+            output = func(*args, **kwargs)
+            if any(id(t) in self._derived for t in tensors):
+                self._derived |= {id(t): t for t in tensors_in(output)}
+            return output
         if func is _TENSOR.__iter__:
             return iter(self.__torch_function__(Tensor.unbind, types, args))
         name = getattr(func, "__name__", str(func))
@@ -441,6 +457,13 @@ class _Recorder(TorchFunctionMode):
         if id(tensor) in self._numbers:
             return True
         if isinstance(tensor, FakeTensor):
+            maker = self._made.get(_storage(tensor), _MODEL)
+            if maker != _MODEL:
+                raise PartitionError(
+                    f"{self._where()}: the model uses a tensor that {self.trace.events[maker].name} left in an "
+                    "attribute or a list, which other stages do not have; return it from there (a loss: "
+                    "penstock.add_loss)"
+                )
             raise PartitionError(
                 f"{self._where()}: a tensor was made between units by something that is no function of "
                 "PyTorch, such as a transform, compiled code or the apply of a custom function under another "
@@ -455,12 +478,18 @@ class _Recorder(TorchFunctionMode):
 
     def _event(self, event: Event, label: str, run: Run, args: Any, kwargs: Any) -> Any:
         index = len(self.trace.events)
-        originals = tensors_in((args, kwargs))
-        for position, tensor in enumerate(originals):
+        placed = located((args, kwargs))
+        originals = list(placed.values())
+        for place, tensor in placed.items():
             number = self._numbers.get(id(tensor))
             if number is not None:
-                event.inputs.append((position, number))
+                event.inputs.append((place, number))
+                self._check_known(event, tensor, number)
+            elif isinstance(tensor, FakeTensor) and _storage(tensor) not in self._made:
+                # What units have put into a cache, say, is no input; but this was made between them.
+                self._is_followed(tensor)
         twins = {id(t): t for t in originals}
+        self._written = args, kwargs
         if any(not isinstance(t, FakeTensor) for t in originals):
             fakes = {id(t): self._fake_of(t) for t in originals}
             twins = {id(fake): t for t in originals for fake in (fakes[id(t)],)}
@@ -472,15 +501,17 @@ class _Recorder(TorchFunctionMode):
         self._given = {_storage(t) for t in shown}
         output = self._run(event, index, run, args, kwargs)
         forced = event.what is _SET_DATA
-        for position, tensor in enumerate(shown):
-            if _looks(tensor) != before[position] or (forced and position == 0):
-                self._note_change(event, index, position, originals[position])
+        for position, (place, original) in enumerate(placed.items()):
+            if _looks(shown[position]) != before[position] or (forced and position == 0):
+                self._note_change(event, index, place, original)
         mine = {id(t) for t in originals}
         for (tensor, _), look in zip(aliases, alias_looks, strict=True):
             if id(tensor) not in mine and _looks(self._fake_of(tensor)) != look:
                 old = self._numbers[id(tensor)]
                 new = self._new_value(tensor, f"{self.trace.values[old].name}!", index)
                 event.changes.append(Change(old, new, None))
+        if event.changes:
+            self._claim_hidden(shown, before)
         results = tensors_in(output)
         if not results and not event.is_unit and not event.changes and not is_ours(event.what):
             if event.needs_data:
@@ -489,9 +520,25 @@ class _Recorder(TorchFunctionMode):
                 self.trace.metadata.add(event.what)
                 return output
         output = replaced(output, lambda t: twins.get(id(t), t))
-        self._note_results(event, index, label, output, originals)
+        self._note_results(event, index, label, output, placed)
         self.trace.events.append(event)
         return output
+
+    def _check_known(self, event: Event, tensor: Tensor, number: int) -> None:
+        value = self.trace.values[number]
+        if value.event is not None and takes_gradient(self._fake_of(tensor)) != value.requires_grad:
+            raise PartitionError(
+                f"{event.where}: something that is no function of PyTorch has acted on {value.name} between "
+                "units, such as the apply of a custom function that was given another name; call it as "
+                "Function.apply, or put it into a module that is placed as a whole"
+            )
+
+    def _claim_hidden(self, shown: Sequence[Tensor], before: Sequence[Any]) -> None:
+        """Note which tensors of the arguments' making share memory that an event wrote into."""
+        written = {_storage(t) for t, look in zip(shown, before, strict=True) if _looks(t) != look}
+        for tensor, twin in self._twins.values():
+            if _storage(twin) in written:
+                self._claimed.add(tensor.untyped_storage()._cdata)
 
     def _aliases(self, shown: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         """The latest values that share memory with arguments."""
@@ -502,7 +549,7 @@ class _Recorder(TorchFunctionMode):
                     found[id(tensor)] = (tensor, number)
         return list(found.values())
 
-    def _note_change(self, event: Event, index: int, position: int, tensor: Tensor) -> None:
+    def _note_change(self, event: Event, index: int, place: Place, tensor: Tensor) -> None:
         old = self._numbers.get(id(tensor))
         if any(change.argument is not None and change.old == old for change in event.changes):
             if old is not None:
@@ -513,22 +560,28 @@ class _Recorder(TorchFunctionMode):
             if id(tensor) in self._arguments:
                 self.trace.changed_arguments.add(self._arguments[id(tensor)])
         new = self._new_value(tensor, f"{name}!", index)
-        event.changes.append(Change(old, new, position))
+        event.changes.append(Change(old, new, place))
 
     def _note_results(
-        self, event: Event, index: int, label: str, output: Any, originals: Sequence[Tensor]
+        self, event: Event, index: int, label: str, output: Any, placed: dict[Place, Tensor]
     ) -> None:
-        positions = {id(t): -1 - i for i, t in reversed(list(enumerate(originals)))}
+        arguments = {id(t): place for place, t in reversed(placed.items())}
         results = tensors_in(output)
+        numbers: dict[int, int] = {}
         for place, tensor in enumerate(results):
-            if id(tensor) in positions:
-                event.slots.append(positions[id(tensor)])
+            if id(tensor) in arguments:
+                event.slots.append(arguments[id(tensor)])
+                continue
+            if id(tensor) in numbers:
+                # One tensor at several places of a result is one value.
+                event.slots.append(numbers[id(tensor)])
                 continue
             maker = self._made.get(_storage(self._fake_of(tensor)))
             self._note_read(event, index, maker, _storage(self._fake_of(tensor)))
             name = label if len(results) == 1 else f"{label}[{place}]"
             number = self._new_value(tensor, name, index)
             self.trace.values[number].is_result = True
+            numbers[id(tensor)] = number
             event.slots.append(number)
         event.result = output
 
@@ -545,15 +598,33 @@ class _Recorder(TorchFunctionMode):
             raise
         except Exception as error:
             if not event.is_unit:
-                if isinstance(error, DataDependentOutputException | RuntimeError | TypeError):
-                    raise PartitionError(
-                        f"{event.where}: {event.name} cannot be run on tensors without data, as each stage "
-                        f"has them of other stages ({error}); put it into a module that is placed as a whole"
-                    ) from error
-                raise
+                return self._function_with_data(event, run, error)
             return self._run_with_data(event, run, args, kwargs, error)
         finally:
             self.current = None
+
+    def _function_with_data(self, event: Event, run: Run, reason: Exception) -> Any:
+        """Run a function between units, which does not run without data, on ones and the arguments' numbers."""
+
+        def real(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, FakeTensor):
+                return tensor
+            return _filled(1, tensor).requires_grad_(tensor.requires_grad)
+
+        args, kwargs = replaced(self._written, real)
+        try:
+            return replaced(run(*args, **kwargs), self._without_numbers)
+        except Exception:
+            if not (event.needs_data or isinstance(reason, _NEED_DATA)):
+                raise
+            raise PartitionError(
+                f"{event.where}: {event.name} cannot be run on tensors without data, as each stage has them "
+                f"of other stages ({str(reason).splitlines()[0]}); put it into a module that is placed as a whole"
+            ) from reason
+
+    def _without_numbers(self, tensor: Tensor) -> Tensor:
+        twin: Tensor = self.mode.from_tensor(tensor.detach())
+        return twin.requires_grad_(tensor.requires_grad)
 
     def _run_with_data(
         self, event: Event, run: Run, args: Any, kwargs: Any, reason: Exception
@@ -581,20 +652,19 @@ class _Recorder(TorchFunctionMode):
             args, kwargs = replaced((args, kwargs), ones)
             output = run(*args, **kwargs)
         except Exception as error:
+            if not (event.needs_data or isinstance(reason, _NEED_DATA)):
+                raise
+            kind = type(module).__name__
             raise PartitionError(
-                f"{event.what} can be run neither without data ({reason}) nor on made-up numbers ({error}), "
-                "but that is how the values between stages are found; give example=(args, kwargs), or name a "
-                "larger module in stages="
+                f"module {event.what!r} ({kind}) fails on arguments of these shapes: {error}. If it needs certain "
+                f"numbers in them (it was run without data, and then on ones: {reason}), give "
+                "example=(args, kwargs), or name a larger module in stages="
             ) from reason
         finally:
             for table, name, tensor in before:
                 table[name] = tensor
 
-        def fake(tensor: Tensor) -> Tensor:
-            twin: Tensor = self.mode.from_tensor(tensor.detach())
-            return twin.requires_grad_(tensor.requires_grad)
-
-        return replaced(output, fake)
+        return replaced(output, self._without_numbers)
 
     # ---- custom functions and checkpoints
 
@@ -681,6 +751,18 @@ def _filled(number: int, tensor: Tensor) -> Tensor:
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
     return twin.fill_(number)
+
+
+def takes_gradient(tensor: Tensor) -> bool:
+    """Whether a gradient can come back to a tensor.
+
+    A view of a weight that was made under ``no_grad`` says that it requires one, yet has no node.
+    """
+    try:
+        return tensor.requires_grad and not (tensor.grad_fn is None and tensor._is_view())
+    except RuntimeError:
+        # One of several views that were made at once has no node when what it is a view of has changed.
+        return True
 
 
 def _storage(tensor: Tensor) -> int:

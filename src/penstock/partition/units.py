@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 from torch import nn
 
 from penstock.errors import PartitionError
@@ -19,12 +21,17 @@ def worthy(module: nn.Module) -> bool:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called at all."""
-    return not isinstance(module, LISTS) and type(module).forward is not nn.Module.forward
+    return not isinstance(module, LISTS) and forward_of(module) is not nn.Module.forward
+
+
+def forward_of(module: nn.Module) -> Any:
+    """The forward of a module's class; that of a scripted one cannot be asked for as an attribute."""
+    return inspect.getattr_static(type(module), "forward")
 
 
 def is_sequential(model: nn.Module) -> bool:
     """Whether a model calls its children one after the other, and does nothing else."""
-    return type(model).forward is nn.Sequential.forward
+    return forward_of(model) is nn.Sequential.forward
 
 
 def find_units(model: nn.Module, stages: int) -> list[str]:
@@ -202,26 +209,21 @@ def _units_at(model: nn.Module, path: str) -> list[str]:
     return list(parts(module, path)) if isinstance(module, LISTS) else [path]
 
 
-def loose_parameters(model: nn.Module, units: Iterable[str]) -> dict[str, str]:
-    """The parameters that no unit holds, by every name, each with the unit that the model holds before it."""
+def loose_parameters(model: nn.Module, units: Iterable[str]) -> dict[str, list[str]]:
+    """The parameters that no unit holds, by every name, each with the units in the module around it.
+
+    That is the innermost module around the parameter that holds units.
+    """
     inside = {id(p) for path in units for p in model.get_submodule(path).parameters()}
-    wanted = set(units)
-    before: dict[str, str] = {}
-    latest = ""
-
-    def look(module: nn.Module, prefix: str) -> None:
-        nonlocal latest
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in inside:
-                before[f"{prefix}{name}"] = latest
-        for name, child in module._modules.items():
-            if child is None:
-                continue
-            if f"{prefix}{name}" in wanted:
-                latest = f"{prefix}{name}"
-            else:
-                look(child, f"{prefix}{name}.")
-
-    look(model, "")
-    return before
-
+    wanted = list(units)
+    around: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in inside:
+            continue
+        path = name
+        near: list[str] = []
+        while path and not near:
+            path = path.rpartition(".")[0]
+            near = [unit for unit in wanted if unit.startswith(f"{path}." if path else "")]
+        around[name] = near
+    return around

@@ -221,10 +221,9 @@ class Pipeline(WeightMethods):
             # After weights are loaded, and before anything looks at the stages' parameters.
             wrap_stages(held, wrap)
             details = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(modules)}
-            plan_call = partition.plan if held[0].planned else None
             self._check_unchanged: Callable[[], None] = partition.check_unchanged
             self._assemble(
-                schedules, Runner(held, schedules.proven, transport, plan_call), partition.shared,
+                schedules, Runner(held, schedules.proven, transport), partition.shared,
                 loss_of(loss_fn, **loss), rules, seed, details,
             )  # fmt: skip
         self._siblings = siblings_of(mesh, loss.get("replicas"))
@@ -596,7 +595,7 @@ class Pipeline(WeightMethods):
                 f"scaler={type(scaler).__name__}: must be a penstock.LossScaler, a torch.amp.GradScaler that "
                 "decides for all ranks together whether to skip a step"
             )
-        return scaler.attach(self._sum_over_all, self.device)
+        return scaler.attach(self._sum_over_all)
 
     def _sum_over_all(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of numbers over all ranks of this pipeline and its replicas."""

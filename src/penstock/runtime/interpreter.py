@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from penstock.errors import MessageError, PenstockError, SpecError, StageError
 from penstock.faults import Activity, failing_module, has_probes
 from penstock.parallel import Adapter, gathered, put_together, replicated, settled, take_apart
-from penstock.rng import Draws
+from penstock.rng import LOSS, Draws
 from penstock.runtime.hooks import ActionEvent, Hooks, Recorder
 from penstock.runtime.loss import Loss, Losses, Weights, zero_loss
 from penstock.runtime.result import Tally
@@ -327,6 +327,9 @@ class Interpreter:
     def _forward(self, action: Action) -> None:
         index, microbatch = action.stage, action.microbatch or 0
         data, stage = self._data, self.stages[index]
+        if len(self._added):
+            # What a checkpoint has added again while backward ran.
+            self._added.clear()
         leaves: list[Tensor] = []
         counts: list[int] = []
         args, kwargs = self._arguments(stage, microbatch, leaves, counts)
@@ -422,7 +425,7 @@ class Interpreter:
             if self._data.keeps_outputs:
                 self._data.outputs[microbatch] = map_tensors(output, Tensor.detach)
             roots += self._loss_of(index, microbatch, output)
-        elif len(self._added):
+        elif len(self._added) and self._data.loss is not None:
             roots += self._added_loss(index, microbatch)
         return roots
 
@@ -430,12 +433,18 @@ class Interpreter:
         """The loss of a microbatch, scaled by its weight when its backward starts."""
         data = self._data
         if data.loss is None:
+            self._added.clear()
             return []
         if data.weights.shares[microbatch]:
             if data.seed is not None:
-                Draws(*data.seed, microbatch, self.stages[stage].device).enter("loss", 0)
+                Draws(*data.seed, microbatch, self.stages[stage].device).enter(LOSS, 0)
             target = _saveable(data.targets[microbatch])
-            loss = replicated(data.loss.of_microbatch(output, target))
+            try:
+                loss = replicated(data.loss.of_microbatch(output, target))
+            except Exception as error:
+                if target is None:
+                    error.add_note("loss_fn was called without a target; pass target= to the step")
+                raise
             if data.loss.metrics:
                 data.tally.measure(microbatch, stage, output, target)
         else:

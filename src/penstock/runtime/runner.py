@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError, PoisonedError, SpecError, StageError, UsageError
+from penstock.faults import failing_module, without_own_frames
 from penstock.parallel import Adapter, adapter_of, let_cross, unwrapped
 from penstock.rng import generators_kept
 from penstock.runtime.calls import REFUSED, Agreement, Call, ModelCall, Offer, merge_offers, raise_refusals
@@ -24,15 +25,13 @@ from penstock.runtime.interpreter import Interpreter, Program, StepData, Takes
 from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import Numbers, StepResult, Tally
 from penstock.schedule import Edge, Op, Schedule, Span
-from penstock.stage import PipelineStage
+from penstock.stage import PipelineStage, StageModule
 from penstock.transport import Transport
 from penstock.values import Batch, Layout, TensorLayout, check_plain, flatten, layout_of, unflatten
 
 Schedules: TypeAlias = Callable[..., Schedule]
 """Gives the proven schedule for a number of microbatches, the edges if they depend on the call, and whether
 it trains."""
-PlanCall: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""Plans a call of the model with these arguments; what it returns has ``edges``."""
 _WEIGHTS, _WEIGHTS_TAG = 2, 8
 """The direction and the tag of messages that carry weights."""
 _REMEMBERED = 1024
@@ -71,7 +70,6 @@ class Runner:
         stages: those of this process.
         schedules: gives the schedule of a call.
         transport: this rank's end, if each rank is a process; None if all ranks share this process.
-        plan_call: plans what each stage does in a call, for stages that a partition made.
         by_rank: whether keyword arguments go to all stages of the rank that was passed them and to no
             others, rather than to the stages that take them.
     """
@@ -81,18 +79,19 @@ class Runner:
         stages: Sequence[PipelineStage],
         schedules: Schedules,
         transport: Transport | None = None,
-        plan_call: PlanCall | None = None,
         *,
         by_rank: bool = False,
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self.transport = transport
         self.schedules = schedules
-        self._plan_call = plan_call
+        code = stages[0].code
+        self._plan_call = code.plan if isinstance(code, StageModule) else None
         self._by_rank = by_rank
         self._numbers = Numbers(transport)
         self._adapters: dict[int, Adapter] = {}
         self._agreements: dict[tuple[int, ...], Agreement] = {}
+        self._described: set[int] = set()
         self._kinds: dict[str, int] = {}
         self._kind_numbers = count()
         self._plans: dict[str, Any] = {}
@@ -255,7 +254,13 @@ class Runner:
         try:
             counts = _own_counts(call.loss, call.batch)
         except PenstockError as error:
-            offer.refusal = offer.refusal or error
+            offer.refuse(error)
+        if offer.word not in self._described:
+            try:
+                offer.describe()
+                self._described.add(offer.word)
+            except PenstockError as error:
+                offer.refuse(error)
         words = (offer.word,)
         if self.transport is not None:
             rows = self.transport.gather(torch.tensor([offer.word]))
@@ -315,7 +320,16 @@ class Runner:
         key = f"{torch.is_grad_enabled()} {self._traits()} {model_call.descriptions[microbatch]}"
         if key not in self._plans:
             args, kwargs = _without_data(model_call.kinds[microbatch], self._devices[0])
-            self._plans[key] = self._plan_call(args, kwargs)
+            try:
+                self._plans[key] = self._plan_call(args, kwargs)
+            except PenstockError:
+                raise
+            except Exception as error:
+                module = failing_module(error)
+                where = f"module {module}, before" if module else "before"
+                what = f"{type(error).__name__}: {error}"
+                cause = error.with_traceback(without_own_frames(error))
+                raise StageError(f"{where} the first microbatch: {what}") from cause
         return self._plans[key]
 
     def _check_passed(self, model_call: ModelCall, schedule: Schedule) -> None:
@@ -352,14 +366,13 @@ class Runner:
             UsageError: it has none, and the loss function, called with a fake output, fails without one.
         """
         rank = schedule.placement.rank_of[-1] if self.transport is not None else 0
-        if call.loss is None or model_call.targets[rank]:
+        loss = call.loss
+        if loss is None or model_call.targets[rank]:
             return
-        output = getattr(plan, "output", None)
-        if output is None:
+        if plan is None:
             return
         try:
-            with output.mode():
-                call.loss.function(output.value, None)
+            plan.with_output(lambda output: loss.of_microbatch(output, None))
         except Exception as error:
             positions, names = model_call.names
             near = get_close_matches("target", names, n=1)
@@ -367,8 +380,8 @@ class Runner:
             if not near and len(positions) > 1:
                 hint = f" (all {len(positions)} arguments by position went to the model)"
             raise UsageError(
-                f"rank {rank}, which has the last stage, was given no target{hint}, and loss_fn fails without "
-                f"one ({type(error).__name__}: {error}); pass target="
+                f"no target was given{hint}, and loss_fn fails without one ({type(error).__name__}: {error}); "
+                f"pass target=, at least on rank {rank}, which has the last stage"
             ) from error
 
     def _weigh(
