@@ -114,7 +114,6 @@ def test_programs_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # What a page registers or imports is forgotten after it.
     monkeypatch.setattr(library, "RECIPES", dict(library.RECIPES))
-    monkeypatch.setattr(library, "_BY_NAME", dict(library._BY_NAME))
     before = set(sys.modules)
     module = sys.modules["page"] = ModuleType("page")
     try:

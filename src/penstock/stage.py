@@ -155,7 +155,7 @@ class PipelineStage:
         if self._settings is not None:
             name = f"stage {self.index}"
             self._compiled = compiled.CompiledModule(
-                self._module, self._settings, name, pieces_of=self.code
+                self._module, self._settings, name, units_of=self.code
             )
             self._call = self._compiled
         self._compiles = self._compiled is not None or any(map(is_compiled, self._module.modules()))
@@ -317,7 +317,9 @@ class PipelineStage:
         try:
             with compiled.graphs_kept(), warnings.catch_warnings():
                 # Dynamo reads .grad of every argument, also of non-leaves.
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+                warnings.filterwarnings(
+                    "ignore", "The .grad attribute of a Tensor that is not a leaf"
+                )
                 return self._call(*args, **kwargs)
         except compiled.RefusedError as error:
             if self._compiled is None:
@@ -439,8 +441,13 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` is around a module, or was applied to it in place."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    """Whether ``torch.compile`` is around a module, or was applied to it or to a function of it."""
+    functions = (type(module).forward, *vars(module).values())
+    return (
+        hasattr(module, "_orig_mod")
+        or module._compiled_call_impl is not None
+        or any(callable(f) and hasattr(f, "_torchdynamo_orig_callable") for f in functions)
+    )
 
 
 def without_compilation(model: nn.Module, asked: Compilation) -> tuple[nn.Module, Compilation]:

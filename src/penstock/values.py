@@ -253,7 +253,7 @@ def check_plain(value: Any, what: str) -> None:
     """
     for path, leaf in named_leaves(value, what):
         if isinstance(leaf, Tensor):
-            _check_tensor(leaf, path)
+            check_tensor(leaf, path)
         elif type(leaf) not in _PLAIN:
             raise SpecError(
                 f"{path} is a {type(leaf).__name__}, which cannot travel between stages; give tensors, "
@@ -262,7 +262,12 @@ def check_plain(value: Any, what: str) -> None:
             )
 
 
-def _check_tensor(tensor: Tensor, path: str) -> None:
+def check_tensor(tensor: Tensor, path: str) -> None:
+    """Check that a tensor can travel.
+
+    Raises:
+        SpecError: it is sparse, nested or quantized.
+    """
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise SpecError(

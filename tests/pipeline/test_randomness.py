@@ -26,8 +26,8 @@ CASES = [
     ("DualPipeV", 2, 4),
 ]
 ON_GLOO = [("GPipe", 2), ("1F1B", 2), ("Interleaved1F1B", 4), ("ZB-V", 4), ("DualPipeV", 4)]
-RECOMPUTE = ("", "kept", "dropped")
-"""Without checkpoints, and with such that keep the generators' state or do not."""
+RECOMPUTE = ("", "kept")
+"""Without checkpoints, and with such that keep the state of the generators."""
 
 
 @cache

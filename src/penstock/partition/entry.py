@@ -17,7 +17,7 @@ from penstock.partition.balance import choose_cuts, use_up_to
 from penstock.partition.base import Example, Partition, find_shared
 from penstock.partition.costs import weigh_units
 from penstock.partition.nested import tensors_in
-from penstock.partition.plan import CallPlan, Homes, assign, first_uses
+from penstock.partition.plan import CallPlan, Homes, assign, empty_plan, first_uses
 from penstock.partition.seen import Door, Seeded
 from penstock.partition.stage import Author, CutStage
 from penstock.partition.trace import Trace, record
@@ -333,8 +333,8 @@ def _chain(model: nn.Module, paths: Sequence[str]) -> Callable[..., Any]:
         first, *rest = paths
         value = model.get_submodule(first)(*args, **{n: v for n, v in kwargs.items() if n in names[first]})
         for path in rest:
-            more = {name: kwargs[name] for name in names[path][1:] if name in kwargs}
             given = value if type(value) is tuple else (value,)
+            more = {name: kwargs[name] for name in names[path][len(given) :] if name in kwargs}
             value = model.get_submodule(path)(*given, **more)
         return value
 
@@ -347,6 +347,8 @@ def _takes(module: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
+_NOTHING = empty_plan()
+"""Of a model in one stage, whose forward runs as it is."""
 _REMEMBERED = 256
 """How many kinds of calls are remembered; then the oldest are forgotten."""
 
@@ -361,6 +363,8 @@ class _Cut:
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
         author = self._author
+        if author.stages == 1 and not author.recomputes:
+            return _NOTHING
         call = (tuple(args), dict(kwargs))
         doors = [*author.doors, *author.hooked()] if author.stages > 1 else author.doors
         key = (_kind(call), self._state(), tuple(door.path for door in doors))

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch._subclasses import FakeTensorMode
+
 from penstock.errors import PartitionError
 from penstock.partition.nested import Place
 from penstock.partition.trace import Event, Trace, Value, is_ours
@@ -80,6 +83,12 @@ class CallPlan:
         """Call a function, such as a loss, with the model's output without data."""
         with self.trace.mode:
             return function(self.trace.output)
+
+
+def empty_plan() -> CallPlan:
+    """Nothing travels."""
+    trace = Trace(FakeTensorMode(), torch.device("cpu"), [])
+    return CallPlan((), [], trace, [0], [{}], [{}], [{}], set(), set(), {}, [], [], set())
 
 
 def first_uses(trace: Trace, homes: Homes) -> dict[str, int]:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError, StageError
 from penstock.partition.base import Planner
-from penstock.partition.nested import Place, located, replaced, tensors_in
+from penstock.partition.nested import Place, located, plain_in, replaced, tensors_in
 from penstock.partition.plan import CallPlan, Homes, Step
 from penstock.partition.seen import (
     BETWEEN,
@@ -178,9 +178,11 @@ class CutStage(StageModule):
     def _whole(self, author: Author, call: StageCall, args: Any, kwargs: Any) -> Any:
         if call.draws is None and not author.recomputes:
             return author.forward(*args, **kwargs)
-        return Seeded(author.doors, call.draws, {}, recomputes=author.recomputes).run(
-            author.forward, args, kwargs
-        )
+        # What changes its arguments would change them again where it is recomputed.
+        events = call.plan.trace.events
+        recomputes = author.recomputes - {event.what for event in events if event.changes}
+        seeded = Seeded(author.doors, call.draws, {}, recomputes=recomputes)
+        return seeded.run(author.forward, args, kwargs)
 
     def _follow(self) -> None:
         """Let the author's modules use the tensors held here, which may have been moved or wrapped."""
@@ -287,7 +289,7 @@ class _Runner(TorchFunctionMode):
         self._followed: dict[int, Tensor] = {}
         self._instead: dict[int, tuple[Tensor, Tensor]] = {}
         self._tensors: dict[int, Tensor] = {}
-        self._busy = False
+        self._busy = self._lacks = False
         self._sent: dict[str, Any] = {}
         self._drawn = self._region = 0
         self._recomputes: Mapping[str, Any] | None = None
@@ -298,7 +300,8 @@ class _Runner(TorchFunctionMode):
         is_last = self._stage == author.stages - 1
         if self._last < 0 and not is_last:
             return None, self._send_parameters()
-        if plan.changed_arguments or any(t.is_meta for t in tensors_in((args, kwargs))):
+        self._lacks = any(t.is_meta for t in tensors_in((args, kwargs)))
+        if plan.changed_arguments or self._lacks:
             args, kwargs = self._arguments(args, kwargs)
         for name in plan.buffers:
             self._follow(_tensor(author.model, name))
@@ -436,6 +439,8 @@ class _Runner(TorchFunctionMode):
                 self._instead[id(given[place])] = (given[place], self._values[name])
             args, kwargs = replaced((args, kwargs), self._stand_in)
             given = located((args, kwargs))
+        if self._lacks and any(map(_is_placeholder, tensors_in((args, kwargs)))):
+            raise self._absent(step)
         output = run(*args, **kwargs)
         for place, number in step.follows.items():
             self._follow(given[place])
@@ -450,12 +455,20 @@ class _Runner(TorchFunctionMode):
             raise self._different(
                 step, f"{len(results)} tensors where the run without data gave {len(event.slots)}"
             )
+        if not isinstance(output, Tensor) and self._stage < self._author.stages - 1:
+            self._check_plain(step, output)
         for tensor, slot in zip(results, event.slots, strict=True):
             if isinstance(slot, int):
                 self._keep(step, tensor, slot)
             elif event.inputs:
                 self._follow(tensor)
         return output
+
+    def _check_plain(self, step: Step, output: Any) -> None:
+        """Check that plain values are those that other stages have from the run without data."""
+        for value, planned in zip(plain_in(output), plain_in(step.event.result), strict=False):
+            if value != planned:
+                raise self._different(step, f"{value!r} where the run without data gave {planned!r}")
 
     def _keep(self, step: Step, tensor: Tensor, number: int) -> None:
         """Follow a result, and send it if others use it."""

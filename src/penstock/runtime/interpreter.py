@@ -198,7 +198,7 @@ class Interpreter:
         self._takes = takes
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._added = Losses()
-        self._methods: dict[Op, Callable[[Action], None]] = {
+        self._usual: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._backward_input,
@@ -213,11 +213,20 @@ class Interpreter:
             Op.RESHARD: lambda action: self._adapt(action, "reshard"),
             Op.REDUCE_GRAD: lambda action: self._adapt(action, "reduce"),
         }
+        self._methods = self._usual
         self.clear()
 
     def use_transport(self, transport: Transport) -> None:
         """Send and receive through another end."""
         self._transport = transport
+
+    def replace(self, functions: Mapping[Op, Callable[[Action], None]]) -> None:
+        """Let functions do some kinds of actions; they may call :meth:`perform`."""
+        self._methods = {**self._usual, **functions}
+
+    def perform(self, action: Action) -> None:
+        """Do an action as it is done where no function replaces it."""
+        self._usual[action.op](action)
 
     def clear(self) -> None:
         """Empty the store; an interrupted step leaves values in it."""

@@ -72,6 +72,9 @@ class Runner:
         transport: this rank's end, if each rank is a process; None if all ranks share this process.
         by_rank: whether keyword arguments go to all stages of the rank that was passed them and to no
             others, rather than to the stages that take them.
+
+    Attributes:
+        interpreter: runs the programs.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class Runner:
         named = {i: _argument_names(s) for i, s in self.stages.items()}
         rows = self.gather([[index, names] for index, names in named.items()])
         self._takes = Takes({index: names for row in rows for index, names in row})
-        self._interpreter = Interpreter(self.stages, transport, self._takes)
+        self.interpreter = Interpreter(self.stages, transport, self._takes)
         self._devices = list({stage.device for stage in stages})
 
     @property
@@ -113,7 +116,7 @@ class Runner:
         """Put something between this rank and its transport; nothing where all ranks share this process."""
         if self.transport is not None:
             self.transport = wrap(self.transport)
-            self._interpreter.use_transport(self.transport)
+            self.interpreter.use_transport(self.transport)
             self._numbers.use_transport(self.transport)
 
     @property
@@ -168,7 +171,7 @@ class Runner:
         """
         self.check_usable()
         self._steps += call.trains
-        self._interpreter.activity.begin(self._steps)
+        self.interpreter.activity.begin(self._steps)
         try:
             with torch.set_grad_enabled(call.trains):
                 agreement, weights = self._agree(call)
@@ -180,7 +183,7 @@ class Runner:
         except BaseException as error:
             raise self.fail(error) from None if error.__cause__ is None else error.__cause__
         finally:
-            self._interpreter.activity.rest()
+            self.interpreter.activity.rest()
 
     @property
     def usable(self) -> bool:
@@ -209,6 +212,7 @@ class Runner:
     def _carry_out(self, call: Call, agreement: Agreement, weights: Weights) -> Report:
         schedule = agreement.program.schedule
         loss, batch = call.loss, call.batch
+        self._route(agreement.model_call, schedule)
         parts = agreement.model_call.complete(self.rank, batch.parts)
         with self._adapted(call, agreement) as adapters:
             data = StepData(
@@ -226,7 +230,7 @@ class Runner:
                 hooks=call.hooks,
                 adapters=adapters,
             )
-            self._interpreter.run(agreement.program, data)
+            self.interpreter.run(agreement.program, data)
         finite = not call.finite or has_finite_gradients(self.stages.values())
         result = self._numbers.share(data.tally, loss, weights, finite=finite)
         return Report(
@@ -292,10 +296,7 @@ class Runner:
         plans = [self._plan(model_call, microbatch) for microbatch in range(model_call.count)]
         edges = _check_edges(plans) if self._plan_call is not None else None
         schedule = self.schedules(model_call.count, edges, trains=call.trains)
-        if self._by_rank:
-            passed = [{key for key in keys if isinstance(key, str)} for keys in model_call.passed]
-            rank_of = schedule.placement.rank_of
-            self._takes.by_stage = {s: frozenset(passed[rank]) for s, rank in enumerate(rank_of)}
+        self._route(model_call, schedule)
         self._check_passed(model_call, schedule)
         self._check_target(call, model_call, schedule, plans[0])
         program = self._programs.get(id(schedule))
@@ -312,6 +313,13 @@ class Runner:
                 self._kinds[key] = next(self._kind_numbers)
             kinds.append(self._kinds[key])
         return Agreement(model_call, tuple(kinds), tuple(plans), program)
+
+    def _route(self, model_call: ModelCall, schedule: Schedule) -> None:
+        """With ``by_rank``: send keyword arguments to the stages of the ranks that were passed them."""
+        if self._by_rank:
+            passed = [{key for key in keys if isinstance(key, str)} for keys in model_call.passed]
+            rank_of = schedule.placement.rank_of
+            self._takes.by_stage = {s: frozenset(passed[rank]) for s, rank in enumerate(rank_of)}
 
     def _plan(self, model_call: ModelCall, microbatch: int) -> Any:
         """What the partition plans for a microbatch, from its arguments without data."""
