@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -138,6 +139,8 @@ class Transport:
             ) from error
         self._gloo.set_timeout(timedelta(seconds=DAY))
         watch.protect(self.abort)
+        # Not at exit, when the watch itself tells whether an error was the reason.
+        weakref.finalize(self, watch.close).atexit = False
         self._lines = connect_lines(self.rank, self.ranks, self.exchange)
 
     # ---- messages between two ranks
