@@ -196,6 +196,7 @@ class Interpreter:
         self._transport = transport
         self._takes = takes
         self._layouts: dict[tuple[int, int], Layout] = {}
+        self._plain: set[tuple[str, int]] = set()
         self._added = Losses()
         self._methods: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
@@ -409,6 +410,10 @@ class Interpreter:
         roots: list[Tensor] = []
         for edge in edges:
             value = values[edge.value]
+            kind = edge.value, self._data.kinds[microbatch]
+            if kind not in self._plain:
+                check_plain(value, f"what stage {index} returned")
+                self._plain.add(kind)
             self._store(edge.value, microbatch, value)
             if edge.gradient and self._data.trains:
                 learners = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
@@ -558,22 +563,12 @@ class Interpreter:
         layout = self._layouts.get((wire.number, kind))
         tag = self._tag(wire, kind)
         if layout is None:
-            layout = self._describe(action, leaves, tree)
+            layout = _described(leaves, tree)
             self._layouts[wire.number, kind] = layout
             self._transport.describe(wire.peer, tag, layout.describe())
         tensors = _checked(action, leaves, layout)
         if tensors:
             self._transport.send(wire.peer, tag, tensors, wire.channel[2])
-
-    def _describe(self, action: Action, leaves: Sequence[Any], tree: Any) -> Layout:
-        """The layout of the first message of a kind."""
-        if tree is not None:
-            check_plain(unflatten(list(leaves), tree), f"{action}: what stage {action.stage} returned")
-        forward = tree is not None
-        return Layout(
-            flatten([0])[1] if tree is None else tree,
-            tuple(_layout(leaf, forward=forward) for leaf in leaves),
-        )
 
     def _tag(self, wire: Wire, kind: int) -> int:
         return FIRST_TAG + kind * 2 * self._program.schedule.stages**2 + wire.number
@@ -729,6 +724,12 @@ def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
+def _described(leaves: Sequence[Any], tree: Any) -> Layout:
+    """The layout of the first message of a kind; gradients come without a structure."""
+    layouts = tuple(_layout(leaf, forward=tree is not None) for leaf in leaves)
+    return Layout(flatten([0])[1] if tree is None else tree, layouts)
+
+
 def _layout(leaf: Any, *, forward: bool) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
@@ -755,8 +756,7 @@ def _checked(action: Action, leaves: Sequence[Any], layout: Layout) -> list[Tens
     tensors = []
     for leaf, expected in zip(leaves, layout.leaves, strict=True):
         if isinstance(expected, TensorLayout):
-            tensor = _fitting(action, leaf, expected)
-            tensors.append(tensor)
+            tensors.append(_fitting(action, leaf, expected))
         elif isinstance(leaf, Tensor) or leaf != expected:
             shown = str(layout_of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
             raise SpecError(
@@ -770,7 +770,7 @@ def _fitting(action: Action, leaf: Any, expected: TensorLayout) -> Tensor:
     if leaf is None and action.op is Op.SEND_B:
         return torch.zeros(expected.shape, dtype=expected.torch_dtype)
     if isinstance(leaf, Tensor):
-        if expected.sharding is not None:
+        if type(leaf) is not Tensor:
             leaf = take_apart(settled(leaf))[0]
         if leaf.shape == expected.shape and leaf.dtype == expected.torch_dtype:
             return leaf
