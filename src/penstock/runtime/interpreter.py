@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -171,6 +172,7 @@ class StepData:
     weights: Weights
     tally: Tally
     seed: tuple[int, int] | None = None
+    draws: dict[tuple[int, torch.device], Draws] = field(init=False)
     keeps_outputs: bool = False
     trains: bool = True
     recorder: Recorder | None = None
@@ -178,6 +180,22 @@ class StepData:
     adapters: Mapping[int, Adapter] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     batch_gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.draws = AllDraws(self.seed)
+
+
+class AllDraws(dict[tuple[int, torch.device], Draws]):
+    """What seeds the generators in one step, by microbatch and device."""
+
+    def __init__(self, seed: tuple[int, int] | None) -> None:
+        super().__init__()
+        self._seed = seed
+
+    def __missing__(self, key: tuple[int, torch.device]) -> Draws:
+        assert self._seed is not None
+        self[key] = draws = Draws(*self._seed, *key)
+        return draws
 
 
 class Interpreter:
@@ -240,7 +258,6 @@ class Interpreter:
         self._program, self._data = program, data
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # it has no public name
         watched = profiled or data.recorder is not None or data.hooks is not None
-        run = self._run_watched if watched else self._run
         methods, transport = self._methods, self._transport
         action = None
         try:
@@ -252,7 +269,10 @@ class Interpreter:
                         for message in needs:
                             if message in self._arriving:
                                 self._take(message)
-                    run(methods[action.op], action)
+                    if watched:
+                        self._run_watched(methods[action.op], action)
+                    else:
+                        methods[action.op](action)
                 action = None
             if transport is not None:
                 transport.settle()
@@ -262,9 +282,6 @@ class Interpreter:
             for stage in self.stages.values():
                 stage.clear()
             self._raise_named(error, action)
-
-    def _run(self, method: Callable[[Action], None], action: Action) -> None:
-        method(action)
 
     def _run_watched(self, method: Callable[[Action], None], action: Action) -> None:
         """Run an action with what looks on: hooks, the clock and the profiler."""
@@ -321,19 +338,17 @@ class Interpreter:
     def _forward(self, action: Action) -> None:
         index, microbatch = action.stage, action.microbatch or 0
         data, stage = self._data, self.stages[index]
-        if len(self._added):
+        if self._added.terms:
             # What a checkpoint has added again while backward ran.
             self._added.clear()
         leaves: list[Tensor] = []
         counts: list[int] = []
         args, kwargs = self._arguments(stage, microbatch, leaves, counts)
+        draws = None if data.seed is None else data.draws[microbatch, stage.device]
         call = None
-        if data.seed is not None:
-            draws = Draws(*data.seed, microbatch, stage.device)
         if stage.planned:
-            seeded = None if data.seed is None else draws
-            call = StageCall(data.plans[microbatch], microbatch, seeded)
-        elif data.seed is not None:
+            call = StageCall(data.plans[microbatch], microbatch, draws)
+        elif draws is not None:
             draws.enter(f"stage {index}", 0)
         if data.hooks is not None:
             self._look(action, (args, kwargs))
@@ -343,7 +358,7 @@ class Interpreter:
             args,
             kwargs,
             leaves,
-            lambda output: self._finish_forward(stage, microbatch, output),
+            partial(self._finish_forward, stage, microbatch),
             call,
         )
         if data.hooks is not None:
@@ -367,11 +382,14 @@ class Interpreter:
             values[edge.value] = enter(value, leaves, copies=copies)
             counts.append(len(leaves))
         part = self._data.parts[microbatch]
-        if stage.planned:
-            args = [values, *[enter(value, leaves, copies=True) for value in part.args]]
-            kwargs = {n: enter(x, leaves, copies=True) for n, x in part.kwargs.items()}
-            return args, {**kwargs, **part.local} if part.local else kwargs
         kwargs = {}
+        if stage.planned:
+            args: list[Any] = [values]
+            for value in part.args:
+                args.append(enter(value, leaves, copies=True))
+            for name, value in part.kwargs.items():
+                kwargs[name] = enter(value, leaves, copies=True)
+            return args, {**kwargs, **part.local} if part.local else kwargs
         if part.kwargs:
             names = self._takes.names(stage.index, part.kwargs, first=not edges)
             kwargs = {name: enter(part.kwargs[name], leaves, copies=True) for name in names}
@@ -416,14 +434,16 @@ class Interpreter:
                 self._plain.add(kind)
             self._store(edge.value, microbatch, value)
             if edge.gradient and self._data.trains:
-                learners = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
-                self._learners[edge.value, microbatch] = len(learners)
-                roots += learners
+                before = len(roots)
+                for tensor in tensors_in(value):
+                    if tensor.requires_grad:
+                        roots.append(tensor)
+                self._learners[edge.value, microbatch] = len(roots) - before
         if stage.is_last:
             if self._data.keeps_outputs:
                 self._data.outputs[microbatch] = map_tensors(output, Tensor.detach)
             roots += self._loss_of(index, microbatch, output)
-        elif len(self._added):
+        elif self._added.terms:
             roots += self._added_loss(index, microbatch)
         return roots
 
@@ -434,7 +454,7 @@ class Interpreter:
             return []
         if data.weights.shares[microbatch]:
             if data.seed is not None:
-                Draws(*data.seed, microbatch, self.stages[stage].device).enter(LOSS, 0)
+                data.draws[microbatch, self.stages[stage].device].enter(LOSS, 0)
             target = _saveable(data.targets[microbatch])
             loss = replicated(data.loss.of_microbatch(output, target))
             if data.loss.metrics:
@@ -445,7 +465,7 @@ class Interpreter:
         data.tally.add_main(microbatch, stage, loss)
         # Backward starts from the whole loss as a plain tensor, with a plain seed.
         loss = gathered(loss)
-        if len(self._added):
+        if self._added.terms:
             data.tally.add_losses(microbatch, stage, self._added)
             loss = loss + self._added.total()
             self._added.clear()
