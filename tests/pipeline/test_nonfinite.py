@@ -59,9 +59,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_where_it_began() -> None:
     made = pipe(Divides())
     made.zero_grad()
     assert made.step(X[:3].repeat(2, 1)[:4], target=X).finite
-    with pytest.raises(
-        NonFiniteError, match=r"step 2: the loss is inf; .*find_nonfinite"
-    ):
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss is inf; .*find_nonfinite"):
         made.step(X, target=X)
     # All ranks agreed: nothing is torn down, and a good batch goes on.
     made.zero_grad()

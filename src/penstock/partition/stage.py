@@ -127,6 +127,7 @@ class CutStage(StageModule):
         self.index = index
         self.training = author.model.training
         self.__dict__["_loose"] = _fill(self, author, index, homes)
+        self._chains = _Chains(author, index)
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
         """What all stages do in a call, see :meth:`Partition.plan`."""
@@ -168,9 +169,19 @@ class CutStage(StageModule):
     ) -> tuple[Any, dict[str, Any]]:
         """Run this stage's part of the author's forward."""
         author: Author = self.__dict__["_author"]
-        self._follow()
+        if self.__dict__["_loose"]:
+            self._follow()
         if author.stages == 1:
             return self._whole(author, call, args, kwargs), {}
+        chain = self._chains[call.plan]
+        model, draws = author.model, call.draws
+        if chain and not (model._forward_pre_hooks or model._forward_hooks):
+            hidden = args[0] if chain.arrives is None else values[chain.arrives]
+            if isinstance(hidden, Tensor) and not hidden.is_meta:
+                hidden = chain.run(hidden, draws)
+                return (
+                    (hidden, {}) if chain.last is None else (None, chain.sent(hidden, self.index))
+                )
         with _attributes_kept(author.around, call.plan.trace.settled):
             return _Runner(self.index, author, call, values).run(args, kwargs)
 
@@ -257,6 +268,102 @@ def _holder(root: nn.Module, path: str) -> tuple[nn.Module, str]:
         assert inner is not None
         holder = inner
     return holder, name
+
+
+class _Chain:
+    """A stage of an ``nn.Sequential``: its units one after the other, with nothing between them to look at.
+
+    Args:
+        arrives: the edge of what the first unit takes; None for the model's argument.
+        units: the modules, each with its path and the number of the call.
+        last: the step of the last unit, if its result travels.
+        edge: of that result.
+    """
+
+    def __init__(
+        self,
+        arrives: str | None,
+        units: Sequence[tuple[nn.Module, str, int]],
+        last: Step | None,
+        edge: str,
+    ) -> None:
+        self.arrives, self.units, self.last = arrives, units, last
+        self._edge, self._shape = edge, None if last is None else last.event.result.shape
+
+    def run(self, hidden: Any, draws: Draws | None) -> Any:
+        """Call the units."""
+        for unit, path, number in self.units:
+            if draws is not None:
+                draws.enter(path, number)
+            hidden = unit(hidden)
+        return hidden
+
+    def sent(self, tensor: Any, stage: int) -> dict[str, Tensor]:
+        """What travels, after a check against the run without data."""
+        assert self.last is not None
+        if not isinstance(tensor, Tensor) or tensor.shape != self._shape:
+            shown = (
+                f"a tensor of shape {tuple(tensor.shape)}"
+                if isinstance(tensor, Tensor)
+                else repr(tensor)
+            )
+            planned = f"a tensor of shape {tuple(self._shape or ())}"
+            raise _different(self.last, stage, f"{shown} where the run without data gave {planned}")
+        if tensor.requires_grad and not takes_gradient(tensor):
+            tensor = tensor.detach()
+        return {self._edge: tensor}
+
+
+class _Chains(dict[CallPlan, "_Chain | None"]):
+    """What a stage does in each kind of call if that is a chain, or None."""
+
+    def __init__(self, author: Author, stage: int) -> None:
+        super().__init__()
+        self._author, self._stage = author, stage
+
+    def __missing__(self, plan: CallPlan) -> _Chain | None:
+        self[plan] = chain = self._find(plan)
+        return chain
+
+    def _find(self, plan: CallPlan) -> _Chain | None:
+        author, stage = self._author, self._stage
+        doors = {door.path: door.module for door in plan.trace.doors}
+        modules = [doors.get(step.what) for step in plan.steps if step.event.is_unit]
+        if (
+            type(author.model).forward is not nn.Sequential.forward
+            or author.forward is not author.model
+            or len(modules) != len(plan.steps)
+            or any(a is not b for a, b in zip(modules, author.model.children(), strict=False))
+            or len(modules) != len(author.model._modules)
+            or author.recomputes
+            or plan.trace.direct
+            or plan.changed_arguments
+            or plan.copies
+            or plan.parameters[stage]
+        ):
+            return None
+        mine = [at for at, step in enumerate(plan.steps) if step.owner == stage]
+        steps = [plan.steps[at] for at in mine]
+        if not mine or mine != list(range(mine[0], mine[-1] + 1)):
+            return None
+        if any(step.swaps or step.sends or step.follows or step.aliases for step in steps):
+            return None
+        before = plan.steps[mine[0] - 1] if mine[0] else None
+        last = steps[-1] if mine[-1] < len(plan.steps) - 1 else None
+        arrives, sends = plan.arrives[stage], plan.sends[stage]
+        if not _passes_on(before, arrives) or not _passes_on(last, sends):
+            return None
+        units = [(doors[s.what], s.what, s.event.number) for s in steps]
+        return _Chain(
+            next(iter(arrives.values()), None), units, last, next(iter(sends.values()), "")
+        )
+
+
+def _passes_on(step: Step | None, edges: Mapping[int, str]) -> bool:
+    """Whether exactly the result of a step travels, and is one tensor."""
+    if step is None:
+        return not edges
+    return isinstance(step.event.result, Tensor) and step.event.slots == list(edges)
 
 
 @contextlib.contextmanager
@@ -459,9 +566,8 @@ class _Runner(TorchFunctionMode):
             self._note_changes(step, located((args, kwargs)))
         results = tensors_in(output)
         if len(results) != len(event.slots):
-            raise self._different(
-                step, f"{len(results)} tensors where the run without data gave {len(event.slots)}"
-            )
+            planned = f"where the run without data gave {len(event.slots)}"
+            raise _different(step, self._stage, f"{len(results)} tensors {planned}")
         if not isinstance(output, Tensor) and self._stage < self._author.stages - 1:
             self._check_plain(step, output)
         for tensor, slot in zip(results, event.slots, strict=True):
@@ -475,8 +581,8 @@ class _Runner(TorchFunctionMode):
         """Check that plain values are those that other stages have from the run without data."""
         for value, planned in zip(plain_in(output), plain_in(step.event.result), strict=False):
             if value != planned:
-                raise self._different(
-                    step, f"{value!r} where the run without data gave {planned!r}"
+                raise _different(
+                    step, self._stage, f"{value!r} where the run without data gave {planned!r}"
                 )
 
     def _keep(self, step: Step, tensor: Tensor, number: int) -> None:
@@ -485,8 +591,9 @@ class _Runner(TorchFunctionMode):
         if tensor.shape != value.tensor.shape and not (
             step.event.needs_data and self._stage == self._author.stages - 1
         ):
-            raise self._different(
+            raise _different(
                 step,
+                self._stage,
                 f"a tensor of shape {tuple(tensor.shape)} where the run without data gave "
                 f"{tuple(value.tensor.shape)}",
             )
@@ -623,18 +730,19 @@ class _Runner(TorchFunctionMode):
             "into a module that is placed as a whole, or give example=(args, kwargs) with typical numbers"
         )
 
-    def _different(self, step: Step, found: str) -> PartitionError:
-        return PartitionError(
-            f"{step.event.where}: {step.event.name} in stage {self._stage} gave {found}: what it gives "
-            "depends on the numbers in its tensors, or on something that has changed since. Place what uses "
-            "it in the same module, or give example=(args, kwargs) with typical numbers"
-        )
-
     def _absent(self, step: Step) -> StageError:
         return StageError(
             f"{step.event.where}: {step.event.name} in stage {self._stage} needs an argument of the model "
             "that this process was not given; give the same arguments on every rank"
         )
+
+
+def _different(step: Step, stage: int, found: str) -> PartitionError:
+    return PartitionError(
+        f"{step.event.where}: {step.event.name} in stage {stage} gave {found}: what it gives depends on the "
+        "numbers in its tensors, or on something that has changed since. Place what uses it in the same "
+        "module, or give example=(args, kwargs) with typical numbers"
+    )
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:

@@ -473,7 +473,10 @@ class Pipeline(WeightMethods):
 
         call = self._described(describe, trains=True, outputs=outputs)
         with self._held.training():
-            report = self._run(call, kwargs, target)
+            try:
+                report = self._runner.run(call)
+            except StageError as error:
+                raise self._explained(error, call, kwargs, target) from error.__cause__
         if report.batch_gradients:
             # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
             tensors, gradients = zip(*report.batch_gradients, strict=True)
@@ -633,13 +636,19 @@ class Pipeline(WeightMethods):
         try:
             return self._runner.run(call)
         except StageError as error:
-            for name in kwargs:
-                near = get_close_matches(name, _STEP_ARGUMENTS, n=1)
-                if near and f"unexpected keyword argument {name!r}" in str(error):
-                    error.args = (f"{error}; did you mean {near[0]}=?",)
-            if call.loss and target is MISSING and " positional argument" in str(error):
-                error.args = (f"{error}; the target is given by name, as target=",)
-            raise
+            raise self._explained(error, call, kwargs, target) from error.__cause__
+
+    def _explained(
+        self, error: StageError, call: Call, kwargs: Mapping[str, Any], target: Any
+    ) -> StageError:
+        """The error, which says so if the model refuses an argument meant for the step."""
+        for name in kwargs:
+            near = get_close_matches(name, _STEP_ARGUMENTS, n=1)
+            if near and f"unexpected keyword argument {name!r}" in str(error):
+                error.args = (f"{error}; did you mean {near[0]}=?",)
+        if call.loss and target is MISSING and " positional argument" in str(error):
+            error.args = (f"{error}; the target is given by name, as target=",)
+        return error
 
     def _result(self, call: Call, report: CallReport) -> StepResult:
         outputs: Any = report.outputs if call.outputs else None

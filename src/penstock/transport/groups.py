@@ -329,7 +329,8 @@ def _wait_for(works: Iterable[Any]) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _packed(buffers: list[Tensor]) -> list[Tensor]:
