@@ -22,6 +22,7 @@ from penstock.errors import (
 )
 from penstock.parallel import is_sharded, local_part
 from penstock.partition import Shared
+from penstock.schedule import Edge
 
 # As in ``microbatch``: pytree knows the types that users register as trees.
 
@@ -149,12 +150,14 @@ class PipeInfo:
         num_stages: the number of stages.
         has_loss_and_backward: always false, since the loss belongs to the schedule.
         shared: the weights that stages share.
+        edges: which values travel between the stages; None if each stage feeds the next.
     """
 
     graph: fx.Graph
     num_stages: int
     has_loss_and_backward: bool = False
     shared: tuple[Shared, ...] = ()
+    edges: tuple[Edge, ...] | None = None
 
 
 def flatten_args(args: Any, *, detach: bool = False) -> Any:

@@ -23,6 +23,7 @@ from penstock.pipelining.microbatch import (
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
+    add_messages,
     add_reductions,
     add_unshards,
     check_computes,
@@ -31,19 +32,8 @@ from penstock.pipelining.rows import (
     format_order,
     merge_halves,
 )
-from penstock.pipelining.runner import Custom
-from penstock.pipelining.running import PipelineContext, PipelineSchedule
+from penstock.pipelining.running import Custom, PipelineContext, PipelineSchedule
 from penstock.pipelining.stage import PipelineStage, StageBase
-from penstock.pipelining.turns import (
-    add_messages,
-    completes_weights,
-    count_steps,
-    defer_receives,
-    interleaved_row,
-    span_name,
-    warm_up,
-    write_trace,
-)
 
 __all__ = [
     "InferenceMode",
@@ -89,15 +79,8 @@ _PipelineStageBase = StageBase
 _add_reduce_grad = add_reductions
 _add_send_recv = add_messages
 _add_unshard_reshard = add_unshards
-_defer_recv_ops = defer_receives
 _format_pipeline_order = format_order
 _merge_bw = merge_halves
-_simulate_comms_compute = count_steps
-_dump_chrometrace = write_trace
-_get_1f1b_rank_ops = interleaved_row
-_get_profiler_function_name = span_name
-_get_warmup_ops = warm_up
-_requires_reduce_grad = completes_weights
 _split_tensor = split_tensor
 _validate_schedule = check_order
 _wait_batch_p2p = wait_all
