@@ -294,7 +294,8 @@ class Cut:
 
     def _check_value(self, node: fx.Node, stage: int, base: fx.Node) -> None:
         """What a stage receives is its own, unless another value that travels shares its memory."""
-        sharing = [value for value in self.values if _base(value.node) is base]
+        before = [value for value in self.values if value.source < stage]
+        sharing = [value for value in before if _base(value.node) is base]
         if len(sharing) != 1 or sharing[0].targets != {stage}:
             raise CutError(
                 f"{_shown(node)} in stage {stage} changes a value of stage {self.owner[base]} in place, and "
@@ -332,6 +333,26 @@ class Cut:
         else:
             graph.output({names[node]: copied(node) for node in gives})
         return graph
+
+    def module(self, stage: int, model: nn.Module) -> fx.GraphModule:
+        """The code of a stage; a weight with several names has the one of the module that uses it here."""
+        graph = self.graph(stage)
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for node in graph.find_nodes(op="get_attr"):
+            several = names.get(id(_find(model, node.target)), [])
+            used = [path for user in node.users for path, _ in _modules_around(user)]
+            for name in several if len(several) > 1 else ():
+                if name.rpartition(".")[0] in used:
+                    _hold(self.trace.module, name, model, model)
+                    node.target = name
+        return fx.GraphModule(self.trace.module, graph)
+
+
+def _modules_around(node: fx.Node) -> list[Any]:
+    """The innermost module of the model whose call a node belongs to: its path and class."""
+    return list(node.meta.get("nn_module_stack", {}).values())[-1:]
 
 
 def _is_mark(node: fx.Node) -> bool:
@@ -435,7 +456,9 @@ def _alike(leaf: Any, example: Any) -> bool:
 
 
 def _look(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
 
 
 class TracedStage(nn.Module):
@@ -578,7 +601,7 @@ def cut_traced(
             pass
     stages = []
     for index in range(first.count):
-        graphs = {mode: fx.GraphModule(c.trace.module, c.graph(index)) for mode, c in cuts.items()}
+        graphs = {mode: c.module(index, model) for mode, c in cuts.items()}
         arguments = Arguments(first.trace.in_spec, first.trace.examples) if index == 0 else None
         out_spec = first.trace.out_spec if index == first.count - 1 else None
         stages.append(TracedStage(graphs, model, arguments, out_spec))
