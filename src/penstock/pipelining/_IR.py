@@ -66,8 +66,8 @@ class SplitModel(nn.Module):
         if self._edges is None:
             output = self.get_submodule(get_submod_name(0))(*args, **kwargs)
             for index in range(1, self._count):
-                taken = output if isinstance(output, tuple) else (output,)
-                output = self.get_submodule(get_submod_name(index))(*taken)
+                passed = output if isinstance(output, tuple) else (output,)
+                output = self.get_submodule(get_submod_name(index))(*passed)
             return output
         values: dict[str, Any] = {}
         for index in range(self._count):

@@ -88,7 +88,9 @@ def infer_layout(
         ]
         inner = alone(module)
         state = dict([*inner.named_parameters(), *inner.named_buffers()])
-        fakes = {name: mode.from_tensor(tensor) for name, tensor in state.items()}
+        fakes: dict[str, Tensor] = {
+            name: mode.from_tensor(tensor) for name, tensor in state.items()
+        }
         output = functional_call(inner, fakes, tuple(unflatten(leaves, args.tree)), dict(kwargs))
     return value_layout(output, trains=trains)
 

@@ -236,6 +236,10 @@ class PipelineSchedule:
 
     recipe: ClassVar[str | None] = None
     """The name of Penstock's schedule."""
+    checks: ClassVar[tuple[Callable[[Any], None], ...]] = ()
+    """What it asks of stages and microbatches."""
+    trains: ClassVar[bool] = True
+    """Whether a loss means that there is a backward."""
 
     def __init__(  # noqa: PLR0913 - torch's arguments
         self,
@@ -257,7 +261,7 @@ class PipelineSchedule:
         self._kwargs_chunk_spec = kwargs_chunk_spec
         self._output_merge_spec = output_merge_spec
         self.scale_grads = scale_grads
-        self._has_backward = loss_fn is not None
+        self._has_backward = self.trains and loss_fn is not None
         self._requires_autograd = True
         self._internal_losses: list[Tensor] = []
         self._engine_runs = False
@@ -376,6 +380,8 @@ class PipelineSchedule:
         """Build the schedule that the class is named after."""
         if self.recipe is None:
             return
+        for check in self.checks:
+            check(self)
         each, left = divmod(self._num_stages, self.pp_group_size)
         if left:
             raise PlacementError(
@@ -444,7 +450,7 @@ class PipelineSchedule:
         self._step_microbatches(
             arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
         )
-        last = next((stage for stage in self._stages if stage.is_last), None)
+        last: Any = next((stage for stage in self._stages if stage.is_last), None)
         if last is None or not return_outputs:
             return None
         return self._merge_outputs(last.output_chunks)
@@ -504,7 +510,7 @@ class PipelineSchedule:
             report = engine.run(call)
         finally:
             self._engine_runs = False
-        last = next((stage for stage in self._stages if stage.is_last), None)
+        last: Any = next((stage for stage in self._stages if stage.is_last), None)
         if last is None:
             return
         if return_outputs:

@@ -21,15 +21,9 @@ from penstock.pipelining._utils import (
     PipeInfo,
     PipeliningMetadataError,
     PlacementError,
-    TensorMeta,
-    extract_tensor_meta,
-    extract_tensor_metas,
     flatten_args,
     generate_stage_to_rank_mapping,
-    to_local_if_dtensor,
     validate_and_normalize_to_tuple,
-    validate_static_arg_grad_correspondence,
-    validate_tensors_metadata,
 )
 from penstock.pipelining.by_hand import (
     Neighbour,
@@ -509,7 +503,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         if self._perform is not None:
             return
         for left in (self.output_chunks, self.fwd_cache, self.bwd_cache, self._halves):
-            left.clear()  # type: ignore[attr-defined] # all have it
+            left.clear()
         self._values.clear()
         self._owed.clear()
         self.clear()
@@ -563,17 +557,11 @@ __all__ = [
     "PipelineStage",
     "PipeliningMetadataError",
     "StageBase",
-    "TensorMeta",
     "build_stage",
-    "extract_tensor_meta",
-    "extract_tensor_metas",
     "flatten_args",
     "map_debug_info",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
-    "to_local_if_dtensor",
     "validate_and_normalize_to_tuple",
-    "validate_static_arg_grad_correspondence",
-    "validate_tensors_metadata",
 ]
