@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -270,31 +271,31 @@ class Interpreter:
         watched = profiled or data.recorder is not None or data.hooks is not None
         # In one process only fault injection wants to know what is done.
         noted = self._transport is not None or has_probes()
-        self._action: Action | None = None
-        try:
-            with self._added:
-                self._run_all(program.instructions, watched=watched, noted=noted)
+        with self._errors_named(), self._added:
+            for action, needs in program.instructions:
+                self._action = action
+                if noted:
+                    self._note(action, needs)
+                if watched:
+                    self._run_watched(self._methods[action.op], action)
+                else:
+                    self._methods[action.op](action)
+            self._action = None
             if self._transport is not None:
                 self._transport.settle()
                 self._check_taken()
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Raise an error again with the action in which it happened, and leave nothing behind."""
+        self._action: Action | None = None
+        try:
+            yield
         except Exception as error:
             self.clear()
             for stage in self.stages.values():
                 stage.clear()
             self._raise_named(error, self._action)
-
-    def _run_all(self, instructions: Sequence[Instruction], *, watched: bool, noted: bool) -> None:
-        """The loop."""
-        methods = self._methods
-        for action, needs in instructions:
-            self._action = action
-            if noted:
-                self._note(action, needs)
-            if watched:
-                self._run_watched(methods[action.op], action)
-            else:
-                methods[action.op](action)
-        self._action = None
 
     def _note(self, action: Action, needs: Sequence[Action]) -> None:
         """Take the messages that an action needs, and tell the watch what this rank does."""
