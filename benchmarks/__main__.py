@@ -23,21 +23,15 @@ from benchmarks import (
     loading,
     mesh,
     plan,
-    predictions,
-    schedules,
-    search,
     steps,
 )
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
     "inside": inside.compare,
-    "predictions": predictions.compare,
     "plan": plan.compare,
     "buffers": buffers.compare,
     "checks": checks.compare,
-    "schedules": schedules.compare,
-    "search": search.compare,
     "backward": backward.compare,
     "loading": loading.compare,
     "cutting": cutting.compare,

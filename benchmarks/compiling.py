@@ -16,13 +16,12 @@ from typing import Any, cast
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.backward import Ours, Stage, stage_of, time_once
+from benchmarks.backward import Ours, Plain, Stage, stage_of, time_once
 from benchmarks.pairs import Ratios
 from benchmarks.work import RANKS, gpt, placement
 from penstock import ActionEvent, Pipeline, PipelineStage
-from penstock.backward import ENGINES
 from penstock.compiled import CompiledModule, graphs_kept, has_compiler
-from penstock.plan.answer import with_messages
+from penstock.plan import with_messages
 from penstock.schedule import build, parse_action, replay
 from penstock.schedule.action import COMPUTE_OPS
 from penstock.testing import WorkerPool
@@ -37,18 +36,21 @@ BACKENDS = ("plain", "inductor") if has_compiler(DEVICE.type) else ("plain",)
 
 
 class Compiled(Ours):
-    """A compiled stage, whose backward is cut or not."""
+    """A compiled stage, whose backward is cut."""
 
-    def __init__(self, stage: Stage, backend: str, *, split: bool) -> None:
-        self.stage = stage
+    def __init__(self, stage: Stage, backend: str) -> None:
+        super().__init__(stage)
         self.called = CompiledModule(stage.model, {"backend": backend}, "the stage")
-        self.engine = ENGINES["deferred" if split else "none"](stage.model)
         with graphs_kept():
             self.weight_half(self.input_half(self.forward()))
 
     def forward(self) -> Any:
         """Runs forward; returns what the inputs' half needs."""
         return self.called(self.stage.value)
+
+
+class CompiledWhole(Plain, Compiled):
+    """A compiled stage, whose backward is not cut."""
 
 
 def placed(width: int) -> Stage:
@@ -64,10 +66,10 @@ def placed(width: int) -> Stage:
 def ways_of(stage: Stage, backend: str) -> dict[str, Ours]:
     """What is compared."""
     return {
-        "deferred": Ours(stage, "deferred"),
-        "plain": Ours(stage, "none"),
-        "halves": Compiled(stage, backend, split=True),
-        "whole": Compiled(stage, backend, split=False),
+        "split": Ours(stage),
+        "plain": Plain(stage),
+        "halves": Compiled(stage, backend),
+        "whole": CompiledWhole(stage, backend),
     }
 
 
@@ -89,7 +91,6 @@ def now() -> float:
 def time_some(way: Ours, microbatches: int) -> dict[str, float]:
     """Seconds of the parts of some microbatches, as of a step."""
     found = [time_once(way, now) for _ in range(microbatches)]
-    way.engine.flush()
     return {part: sum(one[part] for one in found) for part in found[0]}
 
 
@@ -105,17 +106,17 @@ def compare_times(ways: dict[str, Ours], width: int, rounds: int, title: str) ->
     def ratios(part: str, base: str) -> Ratios:
         return Ratios(*([one[part] for one in found[name][2:]] for name in ("halves", base)))
 
-    of_whole, of_deferred = (ratios("I+W", base) for base in ("whole", "deferred"))
+    of_whole, of_split = (ratios("I+W", base) for base in ("whole", "split"))
     print(f"{title}: I+W {of_whole.told('a compiled full backward')} (aim {AIM})")
-    print(f"{title}: I+W {of_deferred.told('the deferred engine')}")
-    forward = {base: ratios("F", base) for base in ("whole", "deferred")}
+    print(f"{title}: I+W {of_split.told('the halves without compilation')}")
+    forward = {base: ratios("F", base) for base in ("whole", "split")}
     print(
         f"{title}: F {forward['whole'].median:.3f} x that of a compiled full backward, "
-        f"{forward['deferred'].median:.3f} x that without compilation"
+        f"{forward['split'].median:.3f} x that without compilation"
     )
     return {
         "I+W of whole": of_whole.to_json(),
-        "I+W of deferred": of_deferred.to_json(),
+        "I+W of split": of_split.to_json(),
         "F": {base: one.to_json() for base, one in forward.items()},
     }
 
@@ -139,7 +140,7 @@ def bytes_left(run: Callable[[], Any]) -> tuple[Any, int]:
 def compare_bytes(ways: dict[str, Ours], title: str) -> dict[str, Any]:
     """Bytes that microbatches leave after F, after I and after W, and the peak on a GPU."""
     found: dict[str, dict[str, int]] = {}
-    for name in ("deferred", "halves"):
+    for name in ("split", "halves"):
         way = ways[name]
         if DEVICE.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -153,12 +154,10 @@ def compare_bytes(ways: dict[str, Ours], title: str) -> dict[str, Any]:
         name: {op: round(n / 2**20, 1) for op, n in each.items()} for name, each in found.items()
     }
     ratios = {name: each["I"] / each["F"] for name, each in found.items()}
-    against = found["halves"]["I"] / found["deferred"]["I"]
+    against = found["halves"]["I"] / found["split"]["I"]
     told = ", ".join(f"{name} {value:.3f}" for name, value in ratios.items())
-    print(
-        f"{title}, MiB after F, I, W: {mib}; I of F: {told}; I of the deferred engine's {against:.3f}"
-    )
-    return {"bytes": found, "I of F": ratios, "I of deferred": against}
+    print(f"{title}, MiB after F, I, W: {mib}; I of F: {told}; I without compilation {against:.3f}")
+    return {"bytes": found, "I of F": ratios, "I of split": against}
 
 
 def _forwards(way: Ours) -> list[Any]:

@@ -252,10 +252,13 @@ def test_the_front_door_refuses_unknown_names(name: str) -> None:
         getattr(penstock, name)
 
 
-@pytest.mark.parametrize("package", ["faults", "schedule", "train"])
+@pytest.mark.parametrize(
+    "package", ["checkpoint", "compiled", "faults", "parallel", "plan", "schedule", "train"]
+)
 def test_names_that_are_imported_lazily_are_found(package: str) -> None:
     found = getattr(penstock, package)
     assert [name for name in found.__all__ if not hasattr(found, name)] == []
+    assert dir(found) == found.__all__
     assert not hasattr(found, "no_such_name")
 
 

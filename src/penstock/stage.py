@@ -58,6 +58,15 @@ class StageModule(nn.Module):
 
     index: int
 
+    @abstractmethod
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What all stages of the model do in a call with arguments like these.
+
+        Returns:
+            Something with ``edges``, the values that travel, and ``with_output(function)``, which calls a
+            function with the model's output without data.
+        """
+
     @property
     @abstractmethod
     def units(self) -> list[nn.Module]:
@@ -146,7 +155,7 @@ class PipelineStage:
         if self._settings is not None:
             name = f"stage {self.index}"
             self._compiled = compiled.CompiledModule(
-                self._module, self._settings, name, pieces_of=self.code
+                self._module, self._settings, name, units_of=self.code
             )
             self._call = self._compiled
         self._compiles = self._compiled is not None or any(map(is_compiled, self._module.modules()))
@@ -280,7 +289,7 @@ class PipelineStage:
         """
         leaves: list[Tensor] = []
         entered = [enter(value, leaves, copies=True) for value in args]
-        named = {name: enter(kwargs[name], leaves, copies=True) for name in kwargs or ()}
+        named = {n: enter(value, leaves, copies=True) for n, value in (kwargs or {}).items()}
         return self.run(microbatch, entered, named, leaves, loss, call)
 
     def run(
@@ -308,7 +317,9 @@ class PipelineStage:
         try:
             with compiled.graphs_kept(), warnings.catch_warnings():
                 # Dynamo reads .grad of every argument, also of non-leaves.
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+                warnings.filterwarnings(
+                    "ignore", "The .grad attribute of a Tensor that is not a leaf"
+                )
                 return self._call(*args, **kwargs)
         except compiled.RefusedError as error:
             if self._compiled is None:
@@ -430,8 +441,13 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` is around a module, or was applied to it in place."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    """Whether ``torch.compile`` is around a module, or was applied to it or to a function of it."""
+    functions = (type(module).forward, *vars(module).values())
+    return (
+        hasattr(module, "_orig_mod")
+        or module._compiled_call_impl is not None
+        or any(callable(f) and hasattr(f, "_torchdynamo_orig_callable") for f in functions)
+    )
 
 
 def without_compilation(model: nn.Module, asked: Compilation) -> tuple[nn.Module, Compilation]:

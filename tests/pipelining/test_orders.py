@@ -70,7 +70,7 @@ WRONG = {
     "no backward": ({0: "0F0 0F1", 1: "1F0 1F1"}, "forwards and no backward"),
     "ranks": ({0: ONE_F_ONE_B[0]}, "actions for 1 ranks"),
     "missing": ({**ONE_F_ONE_B, 1: "1F0 1B0 1F1"}, "1B1"),
-    "circle": ({**ONE_F_ONE_B, 0: "0F0 0B1 0F1 0B0"}, "never ends"),
+    "circle": ({**ONE_F_ONE_B, 0: "0F0 0B1 0F1 0B0"}, "deadlock"),
 }
 
 

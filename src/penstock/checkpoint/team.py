@@ -30,7 +30,7 @@ class _Circle(NamedTuple):
     exchange: Callable[[Any], list[Any]]
 
 
-class Team:
+class ProcessTeam:
     """All processes of a run, taken from a pipeline and its replicas or from a process group.
 
     Args:

@@ -103,7 +103,7 @@ def meet(
             return PrefixStore("penstock", chosen.get_group_store())
 
         store, name, processes = _within(
-            seconds, rank, place, lambda: _gather(reach(), rank, len(members), seconds, place)
+            seconds, rank, place, lambda: gather(reach(), rank, len(members), seconds, place)
         )
         room = PrefixStore(name, store)
         return Meeting(
@@ -117,7 +117,7 @@ def meet(
         seconds,
         call.rank,
         call.place,
-        lambda: _gather(
+        lambda: gather(
             _reach_store(call, seconds), call.rank, call.ranks, seconds, call.place, call
         ),
     )
@@ -356,7 +356,7 @@ _CONDITIONS = {
 }
 
 
-def _gather(
+def gather(
     store: Any,
     rank: int,
     ranks: int,

@@ -109,7 +109,8 @@ def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
     for index, tensor in enumerate(tensors):
         if is_sharded(tensor):
             whole_sum = _dtensor().settled(tensor)
-            key = whole_sum.device_mesh, whole_sum.placements
+            # torch's norm of order 0 counts tensors.
+            key = (whole_sum.device_mesh, whole_sum.placements) if order else index
             alike.setdefault(key, []).append(whole_sum)
         else:
             dense = tensor.coalesce().values() if tensor.is_sparse else tensor
@@ -123,12 +124,13 @@ def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
 
 
 def _total(tensors: Sequence[Tensor], order: float) -> Tensor:
-    if is_sharded(tensors[0]) and math.isinf(order):
-        # Of a shard that is empty torch does not know this norm.
+    if is_sharded(tensors[0]) and order == math.inf:
+        # Of an empty shard torch does not know this norm.
         local = _total([tensor.to_local() for tensor in tensors if is_sharded(tensor)], order)
-        largest: Tensor = _dtensor().largest(tensors[0], local, "max" if order > 0 else "min")
+        largest: Tensor = _dtensor().largest(tensors[0], local)
         return largest.double()
-    norms = [_norm(tensor, order) for tensor in tensors]
+    # Nor those below 0, which hardly anybody needs: they are taken of the gathered tensors.
+    norms = [_norm(whole(tensor) if order < 0 else tensor, order) for tensor in tensors]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
     return gathered(total).double()
 

@@ -305,8 +305,9 @@ def _assembled(
     forward = model if has_forward(model) else _chain(model, paths)
     recomputes = _recomputed(model, [door.path for door in doors], checkpoint)
     author = Author(model, doors, forward, recomputes, len(placed))
-    modules = tuple(CutStage(author, index, homes) for index in range(len(placed)))
-    made = Partition(modules, find_shared(model, modules), _Cut(author, homes, example))
+    cut = _Cut(author, homes, example)
+    modules = tuple(CutStage(author, index, homes, cut) for index in range(len(placed)))
+    made = Partition(modules, find_shared(model, modules), cut)
     made.check_covers(model)
     return made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +81,11 @@ class CallPlan:
     regions: list[set[int]]
     buffers: list[str]
     changed_arguments: set[int]
+
+    def with_output(self, function: Callable[[Any], Any]) -> Any:
+        """Call a function, such as a loss, with the model's output without data."""
+        with self.trace.mode:
+            return function(self.trace.output)
 
 
 def empty_plan() -> CallPlan:

@@ -20,6 +20,8 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 
+from penstock.rng import Draws
+
 Run = Callable[..., Any]
 """Does what would have been done."""
 
@@ -149,13 +151,6 @@ def may_draw(function: Any) -> bool:
         name = getattr(function, "__name__", "")
         answer = _DRAWS[function] = name in _drawing_names()
     return answer
-
-
-class Draws(Protocol):
-    """What seeds the generators."""
-
-    def enter(self, path: str, number: int) -> None:
-        """Seed them for one call of a unit, or for one draw between units."""
 
 
 BETWEEN = ":between"

@@ -15,7 +15,15 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError, StageError
-from penstock.partition.nested import Place, located, replaced, tensors_in, without
+from penstock.partition.base import Planner
+from penstock.partition.nested import (
+    Place,
+    located,
+    plain_in,
+    replaced,
+    tensors_in,
+    without,
+)
 from penstock.partition.plan import CallPlan, Homes, Step
 from penstock.partition.seen import (
     BETWEEN,
@@ -35,7 +43,7 @@ from penstock.stage import StageCall, StageModule
 _ITERATE: Any = Tensor.__iter__
 
 
-class _Left(BaseException):
+class _StageDone(BaseException):
     """The stage has nothing more to do in this forward."""
 
 
@@ -115,15 +123,22 @@ class CutStage(StageModule):
         author: the model.
         index: which stage.
         homes: the stages of each unit by path, and of each parameter outside of them by name.
+        planner: finds what all stages do in a call.
     """
 
-    def __init__(self, author: Author, index: int, homes: Homes) -> None:
+    def __init__(self, author: Author, index: int, homes: Homes, planner: Planner) -> None:
         super().__init__()
         # Not as a submodule: its parameters are not this stage's.
         self.__dict__["_author"] = author
+        self.__dict__["_planner"] = planner
         self.index = index
         self.training = author.model.training
         self.__dict__["_loose"] = _fill(self, author, index, homes)
+
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
+        """What all stages do in a call, see :meth:`Partition.plan`."""
+        plan: CallPlan = self.__dict__["_planner"].plan(args, kwargs)
+        return plan
 
     @property
     def units(self) -> list[nn.Module]:
@@ -309,7 +324,7 @@ class _Runner(TorchFunctionMode):
                 output = author.forward(*args, **kwargs)
                 if self._at < len(plan.steps) - 1:
                     raise self._diverged("ended", self._at + 1)
-        except _Left:
+        except _StageDone:
             pass
         finally:
             for door in plan.trace.doors:
@@ -366,7 +381,7 @@ class _Runner(TorchFunctionMode):
     def _next(self, what: Any) -> Step:
         self._at = at = self._at + 1
         if at > self._last:
-            raise _Left
+            raise _StageDone
         step = self._plan.steps[at]
         if step.what is not what and step.what != what:
             raise self._diverged(what, at)
@@ -454,12 +469,22 @@ class _Runner(TorchFunctionMode):
             raise self._different(
                 step, f"{len(results)} tensors where the run without data gave {len(event.slots)}"
             )
+        if not isinstance(output, Tensor) and self._stage < self._author.stages - 1:
+            self._check_plain(step, output)
         for tensor, slot in zip(results, event.slots, strict=True):
             if isinstance(slot, int):
                 self._keep(step, tensor, slot)
             elif event.inputs:
                 self._follow(tensor)
         return output
+
+    def _check_plain(self, step: Step, output: Any) -> None:
+        """Check that plain values are those that other stages have from the run without data."""
+        for value, planned in zip(plain_in(output), plain_in(step.event.result), strict=False):
+            if value != planned:
+                raise self._different(
+                    step, f"{value!r} where the run without data gave {planned!r}"
+                )
 
     def _keep(self, step: Step, tensor: Tensor, number: int) -> None:
         """Follow a result, and send it if others use it."""

@@ -41,6 +41,7 @@ from penstock.partition.seen import (
     uncheckpointed,
 )
 from penstock.partition.state import Changed, Snapshot
+from penstock.values import check_tensor
 
 _TENSOR: Any = Tensor
 _GIVE_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad", "_grad", "grad_fn", "_base"}
@@ -257,6 +258,17 @@ def _units(doors: Sequence[Door]) -> dict[str, nn.Module]:
     return {door.path: door.module for door in doors}
 
 
+def _as_written() -> contextlib.AbstractContextManager[Any]:
+    """A context in which compiled functions run uncompiled.
+
+    Dynamo cannot compile on fake tensors, and would not try again on real ones.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, doors: Sequence[Door]) -> None:
         super().__init__()
@@ -292,8 +304,8 @@ class _Recorder(TorchFunctionMode):
 
         args, kwargs = call if numbers is None else numbers
         put = ones if numbers is None else copied
-        args, kwargs = replaced((tuple(args), dict(kwargs)), put)
-        return args, kwargs
+        copies: tuple[Any, Any] = replaced((tuple(args), dict(kwargs)), put)
+        return copies
 
     @contextlib.contextmanager
     def _without_data(self) -> Iterator[None]:
@@ -423,7 +435,7 @@ class _Recorder(TorchFunctionMode):
         self._calls[path] += 1
         event = Event(path, path, f"in {path}", number)
         # Not as a function between units: the mode is left for as long as the unit runs.
-        with left(self):
+        with left(self), _as_written():
             output = self._event(event, path, run, args, kwargs)
         self._latest = path
         self.trace.units.append(UnitCall(path, tuple(args), dict(kwargs), output))
@@ -570,17 +582,24 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         arguments = {id(t): place for place, t in reversed(placed.items())}
         results = tensors_in(output)
+        slots: dict[int, int] = {}
         for place, tensor in enumerate(results):
             if id(tensor) in arguments:
                 event.slots.append(arguments[id(tensor)])
                 continue
+            if id(tensor) in slots:
+                event.slots.append(slots[id(tensor)])
+                continue
+            check_tensor(tensor, f"{event.where}: what {event.name} returned")
             maker = self._made.get(_storage(self._fake_of(tensor)))
             self._note_read(event, index, maker, _storage(self._fake_of(tensor)))
             name = label if len(results) == 1 else f"{label}[{place}]"
             number = self._new_value(tensor, name, index)
             self.trace.values[number].is_result = True
             event.slots.append(number)
-        event.result = output
+            slots[id(tensor)] = number
+        # With containers of its own, since whoever is given the output may empty them.
+        event.result = replaced(output, lambda t: t)
 
     def _note_read(self, event: Event, index: int, maker: int | None, storage: int) -> None:
         if maker is not None and maker not in (_MODEL, index) and storage not in self._given:
@@ -612,6 +631,8 @@ class _Recorder(TorchFunctionMode):
         try:
             return replaced(run(*args, **kwargs), self._without_numbers)
         except Exception:
+            if not (event.needs_data or isinstance(reason, _NEED_DATA)):
+                raise
             raise PartitionError(
                 f"{event.where}: {event.name} cannot be run on tensors without data, as each stage has them "
                 f"of other stages ({str(reason).splitlines()[0]}); put it into a module that is placed as a "
@@ -643,10 +664,13 @@ class _Recorder(TorchFunctionMode):
             args, kwargs = replaced((args, kwargs), ones)
             output = run(*args, **kwargs)
         except Exception as error:
+            if not (event.needs_data or isinstance(reason, _NEED_DATA)):
+                raise
+            kind = type(module).__name__
             raise PartitionError(
-                f"{event.what} can be run neither without data ({reason}) nor on made-up numbers ({error}), "
-                "but that is how the values between stages are found; give example=(args, kwargs), or name a "
-                "larger module in stages="
+                f"module {event.what!r} ({kind}) fails on arguments of these shapes: {error}. If it needs certain "
+                f"numbers in them (it was run without data, and then on ones: {reason}), give "
+                "example=(args, kwargs), or name a larger module in stages="
             ) from reason
         finally:
             for table, name, tensor in before:

@@ -125,11 +125,17 @@ class Offer:
                 self._parts.append(part)
             self._kinds.append(numbers[key])
 
-    @cached_property
+    def refuse(self, error: PenstockError) -> None:
+        """Tell the other ranks that something is wrong with what this one was given; the first one counts."""
+        self.refusal = self.refusal or error
+
+    @property
     def word(self) -> int:
         """A number that differs if anything differs; :data:`REFUSED` if something is wrong."""
-        if self.refusal is not None:
-            return REFUSED
+        return REFUSED if self.refusal is not None else self._number
+
+    @cached_property
+    def _number(self) -> int:
         shapes = [_shapes(part) for part in self._parts]
         text = repr((self._mode, self._traits, self._facts(), self._kinds, shapes))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 2

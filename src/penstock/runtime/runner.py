@@ -16,23 +16,30 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError, PoisonedError, SpecError, StageError, UsageError
+from penstock.faults import failing_module, without_own_frames
 from penstock.parallel import Adapter, adapter_of, let_cross, unwrapped
 from penstock.rng import generators_kept
-from penstock.runtime.calls import REFUSED, Agreement, Call, ModelCall, Offer, merge_offers, raise_refusals
+from penstock.runtime.calls import (
+    REFUSED,
+    Agreement,
+    Call,
+    ModelCall,
+    Offer,
+    merge_offers,
+    raise_refusals,
+)
 from penstock.runtime.hooks import Recorder
 from penstock.runtime.interpreter import Interpreter, Program, StepData, Takes
 from penstock.runtime.loss import Loss, Weights
-from penstock.runtime.result import Numbers, StepResult, Tally
+from penstock.runtime.result import Numbers, StepResult, StepTally
 from penstock.schedule import Edge, Op, Schedule, Span
-from penstock.stage import PipelineStage
+from penstock.stage import PipelineStage, StageModule
 from penstock.transport import Transport
 from penstock.values import Batch, Layout, TensorLayout, check_plain, flatten, layout_of, unflatten
 
 Schedules: TypeAlias = Callable[..., Schedule]
 """Gives the proven schedule for a number of microbatches, the edges if they depend on the call, and whether
 it trains."""
-PlanCall: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""Plans a call of the model with these arguments; what it returns has ``edges``."""
 _WEIGHTS, _WEIGHTS_TAG = 2, 8
 """The direction and the tag of messages that carry weights."""
 _REMEMBERED = 1024
@@ -40,7 +47,7 @@ _REMEMBERED = 1024
 
 
 @dataclass(frozen=True)
-class Report:
+class CallReport:
     """What this process knows after a call.
 
     Attributes:
@@ -71,9 +78,11 @@ class Runner:
         stages: those of this process.
         schedules: gives the schedule of a call.
         transport: this rank's end, if each rank is a process; None if all ranks share this process.
-        plan_call: plans what each stage does in a call, for stages that a partition made.
         by_rank: whether keyword arguments go to all stages of the rank that was passed them and to no
             others, rather than to the stages that take them.
+
+    Attributes:
+        interpreter: runs the programs.
     """
 
     def __init__(
@@ -81,18 +90,19 @@ class Runner:
         stages: Sequence[PipelineStage],
         schedules: Schedules,
         transport: Transport | None = None,
-        plan_call: PlanCall | None = None,
         *,
         by_rank: bool = False,
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self.transport = transport
         self.schedules = schedules
-        self._plan_call = plan_call
+        code = stages[0].code
+        self._plan_call = code.plan if isinstance(code, StageModule) else None
         self._by_rank = by_rank
         self._numbers = Numbers(transport)
         self._adapters: dict[int, Adapter] = {}
         self._agreements: dict[tuple[int, ...], Agreement] = {}
+        self._described: set[int] = set()
         self._kinds: dict[str, int] = {}
         self._kind_numbers = count()
         self._plans: dict[str, Any] = {}
@@ -102,7 +112,7 @@ class Runner:
         named = {i: _argument_names(s) for i, s in self.stages.items()}
         rows = self.gather([[index, names] for index, names in named.items()])
         self._takes = Takes({index: names for row in rows for index, names in row})
-        self._interpreter = Interpreter(self.stages, transport, self._takes)
+        self.interpreter = Interpreter(self.stages, transport, self._takes)
         self._devices = list({stage.device for stage in stages})
 
     @property
@@ -114,7 +124,7 @@ class Runner:
         """Put something between this rank and its transport; nothing where all ranks share this process."""
         if self.transport is not None:
             self.transport = wrap(self.transport)
-            self._interpreter.use_transport(self.transport)
+            self.interpreter.use_transport(self.transport)
             self._numbers.use_transport(self.transport)
 
     @property
@@ -160,7 +170,7 @@ class Runner:
 
     # ---- a call
 
-    def run(self, call: Call) -> Report:
+    def run(self, call: Call) -> CallReport:
         """Carry out a call.
 
         Raises:
@@ -169,8 +179,7 @@ class Runner:
         """
         self.check_usable()
         self._steps += call.trains
-        if self.transport is not None:
-            self.transport.activity.begin(self._steps)
+        self.interpreter.activity.begin(self._steps)
         try:
             with torch.set_grad_enabled(call.trains):
                 agreement, weights = self._agree(call)
@@ -182,8 +191,7 @@ class Runner:
         except BaseException as error:
             raise self.fail(error) from None if error.__cause__ is None else error.__cause__
         finally:
-            if self.transport is not None:
-                self.transport.activity.rest()
+            self.interpreter.activity.rest()
 
     @property
     def usable(self) -> bool:
@@ -198,8 +206,8 @@ class Runner:
         """
         if self._failure is not None:
             raise PoisonedError(
-                f"an earlier call failed ({type(self._failure).__name__}: {self._failure}), and this Pipeline "
-                "was closed, since its ranks may be anywhere in the step; make a new Pipeline"
+                f"an earlier call failed ({type(self._failure).__name__}: {self._failure}), and this "
+                "Pipeline was closed, since its ranks may be anywhere in the step; make a new Pipeline"
             ) from self._failure
 
     def fail(self, error: BaseException) -> BaseException:
@@ -209,9 +217,10 @@ class Runner:
         self._failure = self.transport.watch.failed(error)
         return self._failure
 
-    def _carry_out(self, call: Call, agreement: Agreement, weights: Weights) -> Report:
+    def _carry_out(self, call: Call, agreement: Agreement, weights: Weights) -> CallReport:
         schedule = agreement.program.schedule
         loss, batch = call.loss, call.batch
+        self._route(agreement.model_call, schedule)
         parts = agreement.model_call.complete(self.rank, batch.parts)
         with self._adapted(call, agreement) as adapters:
             data = StepData(
@@ -221,7 +230,7 @@ class Runner:
                 loss,
                 batch.targets or [None] * len(parts),
                 weights,
-                Tally(weights, loss.metrics if loss is not None else {}),
+                StepTally(weights, loss.metrics if loss is not None else {}),
                 seed=call.seed,
                 keeps_outputs=call.outputs or call.keep,
                 trains=call.trains,
@@ -229,10 +238,10 @@ class Runner:
                 hooks=call.hooks,
                 adapters=adapters,
             )
-            self._interpreter.run(agreement.program, data)
+            self.interpreter.run(agreement.program, data)
         finite = not call.finite or has_finite_gradients(self.stages.values())
         result = self._numbers.share(data.tally, loss, weights, finite=finite)
-        return Report(
+        return CallReport(
             schedule,
             result,
             self._share_outputs(agreement, data) if call.outputs else [],
@@ -257,8 +266,14 @@ class Runner:
         try:
             counts = _own_counts(call.loss, call.batch)
         except PenstockError as error:
-            offer.refusal = offer.refusal or error
-        words = (offer.word,)
+            offer.refuse(error)
+        if offer.word not in self._described:
+            try:
+                offer.describe()
+                self._described.add(offer.word)
+            except PenstockError as error:
+                offer.refuse(error)
+        words: tuple[int, ...] = (offer.word,)
         if self.transport is not None:
             rows = self.transport.gather(torch.tensor([offer.word]))
             words = tuple([int(row) for row in rows])
@@ -280,7 +295,9 @@ class Runner:
         return "".join(
             [
                 f"{stage.module.training:d}"
-                + "".join([f"{parameter.requires_grad:d}" for parameter in stage.module.parameters()])
+                + "".join(
+                    [f"{parameter.requires_grad:d}" for parameter in stage.module.parameters()]
+                )
                 for stage in self.stages.values()
             ]
         )
@@ -289,10 +306,7 @@ class Runner:
         plans = [self._plan(model_call, microbatch) for microbatch in range(model_call.count)]
         edges = _check_edges(plans) if self._plan_call is not None else None
         schedule = self.schedules(model_call.count, edges, trains=call.trains)
-        if self._by_rank:
-            passed = [{key for key in keys if isinstance(key, str)} for keys in model_call.passed]
-            rank_of = schedule.placement.rank_of
-            self._takes.by_stage = {s: frozenset(passed[rank]) for s, rank in enumerate(rank_of)}
+        self._route(model_call, schedule)
         self._check_passed(model_call, schedule)
         self._check_target(call, model_call, schedule, plans[0])
         program = self._programs.get(id(schedule))
@@ -310,6 +324,13 @@ class Runner:
             kinds.append(self._kinds[key])
         return Agreement(model_call, tuple(kinds), tuple(plans), program)
 
+    def _route(self, model_call: ModelCall, schedule: Schedule) -> None:
+        """With ``by_rank``: send keyword arguments to the stages of the ranks that were passed them."""
+        if self._by_rank:
+            passed = [{key for key in keys if isinstance(key, str)} for keys in model_call.passed]
+            rank_of = schedule.placement.rank_of
+            self._takes.by_stage = {s: frozenset(passed[rank]) for s, rank in enumerate(rank_of)}
+
     def _plan(self, model_call: ModelCall, microbatch: int) -> Any:
         """What the partition plans for a microbatch, from its arguments without data."""
         if self._plan_call is None:
@@ -317,7 +338,16 @@ class Runner:
         key = f"{torch.is_grad_enabled()} {self._traits()} {model_call.descriptions[microbatch]}"
         if key not in self._plans:
             args, kwargs = _without_data(model_call.kinds[microbatch], self._devices[0])
-            self._plans[key] = self._plan_call(args, kwargs)
+            try:
+                self._plans[key] = self._plan_call(args, kwargs)
+            except PenstockError:
+                raise
+            except Exception as error:
+                module = failing_module(error)
+                where = f"module {module}, before" if module else "before"
+                what = f"{type(error).__name__}: {error}"
+                cause = error.with_traceback(without_own_frames(error))
+                raise StageError(f"{where} the first microbatch: {what}") from cause
         return self._plans[key]
 
     def _check_passed(self, model_call: ModelCall, schedule: Schedule) -> None:
@@ -354,14 +384,13 @@ class Runner:
             UsageError: it has none, and the loss function, called with a fake output, fails without one.
         """
         rank = schedule.placement.rank_of[-1] if self.transport is not None else 0
-        if call.loss is None or model_call.targets[rank]:
+        loss = call.loss
+        if loss is None or model_call.targets[rank]:
             return
-        output = getattr(plan, "output", None)
-        if output is None:
+        if plan is None:
             return
         try:
-            with output.mode():
-                call.loss.function(output.value, None)
+            plan.with_output(lambda output: loss.of_microbatch(output, None))
         except Exception as error:
             positions, names = model_call.names
             near = get_close_matches("target", names, n=1)
@@ -369,13 +398,11 @@ class Runner:
             if not near and len(positions) > 1:
                 hint = f" (all {len(positions)} arguments by position went to the model)"
             raise UsageError(
-                f"rank {rank}, which has the last stage, was given no target{hint}, and loss_fn fails without "
-                f"one ({type(error).__name__}: {error}); pass target="
+                f"no target was given{hint}, and loss_fn fails without one ({type(error).__name__}: "
+                f"{error}); pass target=, at least on rank {rank}, which has the last stage"
             ) from error
 
-    def _weigh(
-        self, call: Call, model_call: ModelCall, counts: Sequence[float] | None
-    ) -> Weights:
+    def _weigh(self, call: Call, model_call: ModelCall, counts: Sequence[float] | None) -> Weights:
         """How much each microbatch counts, the same on every rank.
 
         If that depends on the targets and some ranks have none, the first rank that has them tells the
@@ -401,7 +428,7 @@ class Runner:
 
     @contextmanager
     def _adapted(self, call: Call, agreement: Agreement) -> Iterator[Mapping[int, Adapter]]:
-        """Put the adapters of replicated and sharded stages around a call; they reduce gradients at its end."""
+        """Put the adapters of replicated and sharded stages around a call; at its end they reduce gradients."""
         adapters = self._find_adapters()
         gathers = Op.UNSHARD not in agreement.program.schedule.ops
         for index, adapter in adapters.items():
@@ -543,8 +570,8 @@ def _check_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:
     for microbatch, plan in enumerate(plans):
         if plan.edges != edges:
             raise SpecError(
-                f"microbatch {microbatch} needs other values from stage to stage than microbatch 0, because of "
-                "its shapes; give a batch that splits evenly, or microbatches of one shape"
+                f"microbatch {microbatch} needs other values from stage to stage than microbatch 0, because "
+                "of its shapes; give a batch that splits evenly, or microbatches of one shape"
             )
     return edges
 

@@ -46,16 +46,16 @@ class LossScaler(torch.amp.GradScaler):
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._sum: Callable[[Tensor], Tensor] | None = None
+        if enabled:
+            self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
-    def attach(self, sum_over_ranks: Callable[[Tensor], Tensor], device: torch.device) -> float:
+    def attach(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> float:
         """Decide together with the other ranks; ``pipe.step(..., scaler=...)`` calls it.
 
         Returns:
             The factor of the next loss.
         """
         self._sum = sum_over_ranks
-        if self.is_enabled() and self._scale is None:
-            self._lazy_init_scale_growth_tracker(device)
         return float(self.get_scale())
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import MessageError
 from penstock.faults import Activity, Meeting, Watch, end_waits
@@ -52,9 +53,10 @@ class Circle:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         alone = group is None and not (dist.is_available() and dist.is_initialized())
-        self._group: Any = None if alone else group or dist.group.WORLD
-        self.rank = 0 if alone else self._group.rank()
-        self.size = 1 if alone else self._group.size()
+        members: Any = None if alone else group or dist.group.WORLD
+        self._group = members
+        self.rank = 0 if alone else members.rank()
+        self.size = 1 if alone else members.size()
         backend = dist.get_backend(self._group) if dist.is_initialized() else "gloo"
         self._device = torch.accelerator.current_accelerator() if backend == "nccl" else None
 
@@ -114,7 +116,8 @@ class Transport:
         self._closed = False
         # new_group will not do: for a part of the world it uses the name of an earlier, ended group again,
         # and its members then find the addresses of that group.
-        store = dist.PrefixStore("gloo", meeting.store)
+        store = PrefixStore("gloo", meeting.store)
+        activity.wait("all ranks to connect", None)
         try:
             self._gloo: Any = dist.ProcessGroupGloo(
                 store, self.rank, self.ranks, timedelta(seconds=wait)
@@ -168,7 +171,9 @@ class Transport:
         group, place = self._group(peer, self.rank, direction)
         parcels = _parcels_for(buffers)
         works = [group.recv([parcel], place, tag) for parcel in parcels]
-        return Arrival(None, tag, works, tensors, parcels if parcels and parcels[0] is not buffers[0] else ())
+        return Arrival(
+            None, tag, works, tensors, parcels if parcels and parcels[0] is not buffers[0] else ()
+        )
 
     def _group(self, source: int, target: int, direction: int) -> tuple[Any, int]:
         peer = target if source == self.rank else source
@@ -191,16 +196,16 @@ class Transport:
         if peer in self._lines:
             return json.loads(bytes(self._lines[peer].receive(_DESCRIPTIONS + tag)))
         length = torch.zeros(1, dtype=torch.int64)
-        self._gloo.recv([length], peer, _DESCRIPTIONS + tag).wait()
+        _wait_for([self._gloo.recv([length], peer, _DESCRIPTIONS + tag)])
         text = torch.empty(int(length), dtype=torch.uint8)
-        self._gloo.recv([text], peer, _DESCRIPTIONS + tag).wait()
+        _wait_for([self._gloo.recv([text], peer, _DESCRIPTIONS + tag)])
         return json.loads(text.numpy().tobytes())
 
     def settle(self) -> None:
         """Wait until everything that was sent has left."""
+        self.activity.wait("what it sent to leave", None)
         for works, _ in self._sent:
-            for work in works:
-                work.wait()
+            _wait_for(works)
         self._sent.clear()
         for line in self._lines.values():
             line.flush()
@@ -209,10 +214,13 @@ class Transport:
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """The CPU tensors of all ranks, which have one shape and type, by rank."""
-        rows = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        rows = [
+            torch.empty_like(values, memory_format=torch.contiguous_format)
+            for _ in range(self.ranks)
+        ]
         self.activity.wait("all ranks", None)
         if not self._lines or values.nbytes > SMALL or not values.numel():
-            self._gloo.allgather([rows], [values]).wait()
+            _wait_for([self._gloo.allgather([rows], [values])])
             return rows
         data = _bytes_of(values)
         for line in self._lines.values():
@@ -234,7 +242,7 @@ class Transport:
         """The tensor of rank ``source``; the others pass one of the same shape, type and device."""
         data = _bytes_of(tensor).cpu().clone()
         self.activity.wait("all ranks", None)
-        self._gloo.broadcast(data, source).wait()
+        _wait_for([self._gloo.broadcast(data, source)])
         return data.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
 
     # ---- the end
@@ -292,11 +300,19 @@ class Arrival:
             data = torch.frombuffer(bytearray(self._line.receive(self._tag)), dtype=torch.uint8)
             _unpack(data, self._tensors)
         else:
-            for work in self._works:
-                work.wait()
+            _wait_for(self._works)
             for parcel in self._parcels:
                 _unpack(parcel, self._tensors)
         return self._tensors
+
+
+def _wait_for(works: Iterable[Any]) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        # A process group raises this for a peer that is gone.
+        raise MessageError(f"a connection is closed: {error}") from error
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
