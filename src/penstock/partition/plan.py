@@ -123,7 +123,22 @@ def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
     owners = _Owners(trace, homes)
     for event in trace.events:
         owners.add(event)
+    _check_generators(trace, owners.stages)
     return _Planner(trace, owners, stages).plan()
+
+
+def _check_generators(trace: Trace, stages: Sequence[int]) -> None:
+    """Refuse a generator of the model's own from which several stages draw."""
+    drawn: dict[int, tuple[Event, int]] = {}
+    for event, stage in zip(trace.events, stages, strict=True):
+        for generator in event.generators:
+            other, known = drawn.setdefault(id(generator), (event, stage))
+            if known != stage:
+                raise PartitionError(
+                    f"{event.name} in stage {stage} draws from a torch.Generator from which {other.name} in "
+                    f"stage {known} draws too, so that the numbers would depend on the schedule; draw from "
+                    "torch's own, which is seeded for each call"
+                )
 
 
 class _Owners:

@@ -120,6 +120,7 @@ class Event:
         slots: for each tensor of the result: the value, or the place of the argument that it is.
         changes: the tensors that it changed.
         reads: the events whose tensors it used without being given them.
+        generators: those of the model's own from which it draws.
         needs_data: whether the result depends on the numbers of a tensor.
         where: the module and line of the author's code.
     """
@@ -133,6 +134,7 @@ class Event:
     slots: list[int | Place] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     reads: set[int] = field(default_factory=set)
+    generators: list[torch.Generator] = field(default_factory=list)
     needs_data: bool = False
 
     @property
@@ -713,6 +715,7 @@ class _MadeUp(TorchDispatchMode):
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
+        self._answers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -721,6 +724,8 @@ class _MadeUp(TorchDispatchMode):
         assert event is not None
         if event.is_unit:
             self._note_reads(event, args, kwargs)
+        given = [*args, *kwargs.values()]
+        event.generators += [value for value in given if isinstance(value, torch.Generator)]
         try:
             output = func(*args, **kwargs)
         except Exception as error:
@@ -742,7 +747,9 @@ class _MadeUp(TorchDispatchMode):
 
     def _on_ones(self, func: Any, args: Any, kwargs: Any, reason: Exception) -> Any:
         mode = self._recorder.mode
-        for number in (1, 0):
+        self._answers += 1
+        # Code that draws until it is pleased may be pleased by zeros only.
+        for number in (1, 0) if self._answers < _PATIENCE else (0, 1):
             with contextlib.suppress(Exception), _disable_current_modes():
                 given, named = replaced((args, kwargs), partial(_filled, number))
                 output = func(*given, **named)
@@ -750,6 +757,8 @@ class _MadeUp(TorchDispatchMode):
         raise reason
 
 
+_PATIENCE = 64
+"""After how many answers of ones an event gets zeros."""
 _NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
