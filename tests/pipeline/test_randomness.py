@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from penstock import Pipeline, PipelineStage
 from penstock.errors import UsageError
 from penstock.testing import WorkerPool
-<<<<<<< HEAD
-from tests.pipeline.noisy import piped, plain
-=======
 from tests.pipeline.noisy import MODELS, WAYS, WIDTH, batch, piped, plain
->>>>>>> coretests
 
 # The schedule, how many ranks, how many stages.
 CASES = [
@@ -29,13 +25,7 @@ CASES = [
     ("ZB-V", 2, 4),
     ("DualPipeV", 2, 4),
 ]
-<<<<<<< HEAD
-ON_GLOO = [("GPipe", 2), ("1F1B", 2), ("Interleaved1F1B", 4), ("ZB-V", 4), ("DualPipeV", 4)]
-RECOMPUTE = ("", "kept")
-"""Without checkpoints, and with such that keep the state of the generators."""
-=======
 WHOLE = [name for name in MODELS if not name.startswith("between")]
->>>>>>> coretests
 
 
 @cache
