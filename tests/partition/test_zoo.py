@@ -490,7 +490,7 @@ def test_a_model_that_was_changed_after_the_cut_is_named() -> None:
         parameter.requires_grad_(False)
     cut.check_unchanged()
     model.norm = nn.LayerNorm(WIDTH)
-    with pytest.raises(UsageError, match="'norm' was replaced.*make a new Pipeline"):
+    with pytest.raises(UsageError, match=r"'norm' was replaced.*make a new Pipeline"):
         cut.check_unchanged()
 
 

@@ -59,7 +59,8 @@ def partition(
             calls its modules, where that is not the order in which it holds them.
         balance: what makes stages equal where their number is given: ``"parameters"``, ``"flops"``,
             ``"memory"`` or ``"time"``, of which all but the first need the example; or a weight for each
-            module that can be placed. By default parameters; the children of an ``nn.Sequential`` count alike.
+            module that can be placed. By default parameters; the children of an ``nn.Sequential`` count
+            alike.
         placement: which rank holds which stage, where their number is given: then ranks, rather than
             stages, are made equal.
         checkpoint: recompute the units in the backward instead of keeping what they hold: all of them, or
@@ -222,7 +223,7 @@ def _calls_in_order(units: Sequence[str], calls: Sequence[str]) -> list[str]:
     if all(count == 1 for count in counts.values()):
         return list(units)
     runs = [path for path, after in pairwise([*calls, ""]) if path == after]
-    again = {path for path in runs}
+    again = set(runs)
     kept: list[str] = []
     for path in calls:
         if path in again or path not in kept:
@@ -299,10 +300,9 @@ def _assembled(
     checkpoint: bool | Sequence[str],
 ) -> Partition:
     homes = _homes(model, placed, shown, example)
-    doors = [
-        Door(model.get_submodule(path), path) for path in homes if path in set(sum(placed, []))
-    ]
-    forward = _chain(model, sum(placed, [])) if not has_forward(model) else model
+    paths = [path for of in placed for path in of]
+    doors = [Door(model.get_submodule(path), path) for path in homes if path in set(paths)]
+    forward = model if has_forward(model) else _chain(model, paths)
     recomputes = _recomputed(model, [door.path for door in doors], checkpoint)
     author = Author(model, doors, forward, recomputes, len(placed))
     cut = _Cut(author, homes, example)
@@ -406,8 +406,8 @@ class _Cut:
         before, now = dict(self._form), dict(form)
         changed = next((n for n in {**before, **now} if before.get(n) != now.get(n)), "")
         raise UsageError(
-            f"{changed!r} was replaced, added or taken away in the model after the Pipeline was made, and its "
-            "stages have what was there before; make a new Pipeline"
+            f"{changed!r} was replaced, added or taken away in the model after the Pipeline was made, and "
+            "its stages have what was there before; make a new Pipeline"
         )
 
 

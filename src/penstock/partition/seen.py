@@ -81,13 +81,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 def observers_left_out(units: Sequence[nn.Module]) -> Iterator[None]:
     """Leave out hooks that only record something, and those of PyTorch that gather weights."""
     before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    for part in {id(part): part for unit in units for part in unit.modules()}.values():
-        for kind in _HOOKS:
-            hooks = vars(part).get(kind)
-            if hooks:
-                before.append((hooks, dict(hooks)))
-                for key in [key for key, hook in hooks.items() if _only_observes(hook)]:
-                    del hooks[key]
+    parts = {id(part): part for unit in units for part in unit.modules()}.values()
+    for hooks in [vars(part).get(kind) for part in parts for kind in _HOOKS]:
+        if hooks:
+            before.append((hooks, dict(hooks)))
+            for key in [key for key, hook in hooks.items() if _only_observes(hook)]:
+                del hooks[key]
     try:
         yield
     finally:
@@ -108,7 +107,7 @@ def _only_observes(hook: Any) -> bool:
         return False
     steps = list(dis.get_instructions(code))
     return all(
-        not (step.opname == "STORE_SUBSCR")
+        step.opname != "STORE_SUBSCR"
         and not (step.opname == "RETURN_CONST" and step.argval is not None)
         and not (step.opname == "RETURN_VALUE" and not _is_none(before))
         for before, step in zip([None, *steps], steps, strict=False)

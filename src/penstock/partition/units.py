@@ -22,7 +22,9 @@ def worthy(module: nn.Module) -> bool:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called at all."""
-    return not isinstance(module, LISTS) and forward_of(module) is not nn.Module.forward
+    if isinstance(module, LISTS):
+        return False
+    return "forward" in vars(module) or forward_of(module) is not nn.Module.forward
 
 
 def forward_of(module: nn.Module) -> Any:

@@ -428,36 +428,10 @@ class Pipeline(WeightMethods):
                 between processes it is closed.
             PoisonedError: an earlier call failed in the middle.
         """
-        if not self._watchers:
-            return self._step(
-                args, kwargs, target, microbatches, loss_weight, total_weight, accumulate, scaler,
-                outputs=outputs, record=record,
-            )  # fmt: skip
-        event = StepEvent(self._randomness.step + 1, self.leads, self.device)
-        return self._watchers.around(
-            event,
-            lambda: self._step(
-                args, kwargs, target, microbatches, loss_weight, total_weight, accumulate, scaler,
-                outputs=outputs, record=record,
-            ),
-        )  # fmt: skip
-
-    def _step(  # noqa: PLR0913 - as step
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        microbatches: int | None,
-        loss_weight: LossWeight | None,
-        total_weight: float | None,
-        accumulate: int | None,
-        scaler: LossScaler | None,
-        *,
-        outputs: bool,
-        record: bool,
-    ) -> StepResult:
-        seed, step = self._randomness.seed, self._randomness.step
-        draws = None if seed == "off" else (seed, step)
+        seed, number = self._randomness.seed, self._randomness.step
+        draws = None if seed == "off" else (seed, number)
+        event = StepEvent(number + 1, self.leads, self.device)
+        started = self._watchers.before(event)
 
         def describe() -> Call:
             loss = self._training_loss().weighed(loss_weight)
@@ -473,7 +447,10 @@ class Pipeline(WeightMethods):
 
         call = self._described(describe, trains=True, outputs=outputs)
         with self._held.training():
-            report = self._run(call, kwargs, target)
+            try:
+                report = self._runner.run(call)
+            except StageError as error:
+                raise self._explained(error, call, kwargs, target) from error.__cause__
         if report.batch_gradients:
             # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
             tensors, gradients = zip(*report.batch_gradients, strict=True)
@@ -481,9 +458,12 @@ class Pipeline(WeightMethods):
         self._last_seed = draws
         self._randomness.advance()
         result = self._result(call, report)
-        if not result.finite and scaler is None:
+        if scaler is not None:
+            result = replace(result, finite=True)
+        elif not result.finite:
             self._meet_nonfinite(result)
-        return result if scaler is None else replace(result, finite=True)
+        self._watchers.after(event, result, started)
+        return result
 
     def eval(
         self, *args: Any, target: Any = MISSING, outputs: bool = False, **kwargs: Any
@@ -633,13 +613,19 @@ class Pipeline(WeightMethods):
         try:
             return self._runner.run(call)
         except StageError as error:
-            for name in kwargs:
-                near = get_close_matches(name, _STEP_ARGUMENTS, n=1)
-                if near and f"unexpected keyword argument {name!r}" in str(error):
-                    error.args = (f"{error}; did you mean {near[0]}=?",)
-            if call.loss and target is MISSING and " positional argument" in str(error):
-                error.args = (f"{error}; the target is given by name, as target=",)
-            raise
+            raise self._explained(error, call, kwargs, target) from error.__cause__
+
+    def _explained(
+        self, error: StageError, call: Call, kwargs: Mapping[str, Any], target: Any
+    ) -> StageError:
+        """The error, which says so if the model refuses an argument meant for the step."""
+        for name in kwargs:
+            near = get_close_matches(name, _STEP_ARGUMENTS, n=1)
+            if near and f"unexpected keyword argument {name!r}" in str(error):
+                error.args = (f"{error}; did you mean {near[0]}=?",)
+        if call.loss and target is MISSING and " positional argument" in str(error):
+            error.args = (f"{error}; the target is given by name, as target=",)
+        return error
 
     def _result(self, call: Call, report: CallReport) -> StepResult:
         outputs: Any = report.outputs if call.outputs else None

@@ -223,6 +223,7 @@ def connect(device: torch.device, group: Any, mesh: Any, patience: Patience) -> 
     watch = Watch(activity, meeting, patience)
     try:
         activity.prepare("connects with the others")
+        watch.await_all("all ranks to connect")
         return Transport(meeting, watch, activity, device, patience.rendezvous)
     except BaseException as error:
         cause = watch.failed(error)

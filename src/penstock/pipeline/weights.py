@@ -88,8 +88,12 @@ class HeldWeights:
         """A context around a training step: it adds up the gradients of weights that stages share."""
         self._sharing.prepare()
         yield
-        self._sharing.check_buffers()
-        self._sharing.sum_gradients()
+        try:
+            self._sharing.check_buffers()
+            self._sharing.sum_gradients()
+        except BaseException as error:
+            # One rank alone may find that a buffer has changed; the others must hear of it.
+            raise self.ranks.fail(error) from error.__cause__
 
     @property
     def weights(self) -> StageWeights:

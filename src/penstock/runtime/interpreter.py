@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -171,6 +173,7 @@ class StepData:
     weights: Weights
     tally: StepTally
     seed: tuple[int, int] | None = None
+    draws: dict[tuple[int, torch.device], Draws] = field(init=False)
     keeps_outputs: bool = False
     trains: bool = True
     recorder: Recorder | None = None
@@ -178,6 +181,22 @@ class StepData:
     adapters: Mapping[int, Adapter] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     batch_gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.draws = AllDraws(self.seed)
+
+
+class AllDraws(dict[tuple[int, torch.device], Draws]):
+    """What seeds the generators in one step, by microbatch and device."""
+
+    def __init__(self, seed: tuple[int, int] | None) -> None:
+        super().__init__()
+        self._seed = seed
+
+    def __missing__(self, key: tuple[int, torch.device]) -> Draws:
+        assert self._seed is not None
+        self[key] = draws = Draws(*self._seed, *key)
+        return draws
 
 
 class Interpreter:
@@ -197,6 +216,7 @@ class Interpreter:
         self.activity = Activity(0) if transport is None else transport.activity
         self._takes = takes
         self._layouts: dict[tuple[int, int], Layout] = {}
+        self._plain: set[tuple[str, int]] = set()
         self._added = Losses()
         self._usual: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
@@ -251,26 +271,31 @@ class Interpreter:
         watched = profiled or data.recorder is not None or data.hooks is not None
         # In one process only fault injection wants to know what is done.
         noted = self._transport is not None or has_probes()
-        action = None
-        try:
-            with self._added:
-                for action, needs in program.instructions:
-                    method = self._methods[action.op]
-                    if noted:
-                        self._note(action, needs)
-                    if watched:
-                        self._run_watched(method, action)
-                    else:
-                        method(action)
-                action = None
+        with self._errors_named(), self._added:
+            for action, needs in program.instructions:
+                self._action = action
+                if noted:
+                    self._note(action, needs)
+                if watched:
+                    self._run_watched(self._methods[action.op], action)
+                else:
+                    self._methods[action.op](action)
+            self._action = None
             if self._transport is not None:
                 self._transport.settle()
                 self._check_taken()
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Raise an error again with the action in which it happened, and leave nothing behind."""
+        self._action: Action | None = None
+        try:
+            yield
         except Exception as error:
             self.clear()
             for stage in self.stages.values():
                 stage.clear()
-            self._raise_named(error, action)
+            self._raise_named(error, self._action)
 
     def _note(self, action: Action, needs: Sequence[Action]) -> None:
         """Take the messages that an action needs, and tell the watch what this rank does."""
@@ -339,19 +364,17 @@ class Interpreter:
     def _forward(self, action: Action) -> None:
         index, microbatch = action.stage, action.microbatch or 0
         data, stage = self._data, self.stages[index]
-        if len(self._added):
+        if self._added.terms:
             # What a checkpoint has added again while backward ran.
             self._added.clear()
         leaves: list[Tensor] = []
         counts: list[int] = []
         args, kwargs = self._arguments(stage, microbatch, leaves, counts)
+        draws = None if data.seed is None else data.draws[microbatch, stage.device]
         call = None
-        if data.seed is not None:
-            draws = Draws(*data.seed, microbatch, stage.device)
         if stage.planned:
-            seeded = None if data.seed is None else draws
-            call = StageCall(data.plans[microbatch], microbatch, seeded)
-        elif data.seed is not None:
+            call = StageCall(data.plans[microbatch], microbatch, draws)
+        elif draws is not None:
             draws.enter(f"stage {index}", 0)
         if data.hooks is not None:
             self._look(action, (args, kwargs))
@@ -361,7 +384,7 @@ class Interpreter:
             args,
             kwargs,
             leaves,
-            lambda output: self._finish_forward(stage, microbatch, output),
+            partial(self._finish_forward, stage, microbatch),
             call,
         )
         if data.hooks is not None:
@@ -385,11 +408,14 @@ class Interpreter:
             values[edge.value] = enter(value, leaves, copies=copies)
             counts.append(len(leaves))
         part = self._data.parts[microbatch]
-        if stage.planned:
-            args = [values, *[enter(value, leaves, copies=True) for value in part.args]]
-            kwargs = {n: enter(x, leaves, copies=True) for n, x in part.kwargs.items()}
-            return args, {**kwargs, **part.local} if part.local else kwargs
         kwargs = {}
+        if stage.planned:
+            args: list[Any] = [values]
+            for value in part.args:
+                args.append(enter(value, leaves, copies=True))
+            for name, value in part.kwargs.items():
+                kwargs[name] = enter(value, leaves, copies=True)
+            return args, {**kwargs, **part.local} if part.local else kwargs
         if part.kwargs:
             names = self._takes.names(stage.index, part.kwargs, first=not edges)
             kwargs = {name: enter(part.kwargs[name], leaves, copies=True) for name in names}
@@ -428,6 +454,10 @@ class Interpreter:
         roots: list[Tensor] = []
         for edge in edges:
             value = values[edge.value]
+            kind = edge.value, self._data.kinds[microbatch]
+            if kind not in self._plain:
+                check_plain(value, f"what stage {index} returned")
+                self._plain.add(kind)
             self._store(edge.value, microbatch, value)
             if edge.gradient and self._data.trains:
                 learners = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
@@ -437,7 +467,7 @@ class Interpreter:
             if self._data.keeps_outputs:
                 self._data.outputs[microbatch] = map_tensors(output, Tensor.detach)
             roots += self._loss_of(index, microbatch, output)
-        elif len(self._added) and self._data.loss is not None:
+        elif self._added.terms and self._data.loss is not None:
             roots += self._added_loss(index, microbatch)
         return roots
 
@@ -449,7 +479,7 @@ class Interpreter:
             return []
         if data.weights.shares[microbatch]:
             if data.seed is not None:
-                Draws(*data.seed, microbatch, self.stages[stage].device).enter(LOSS, 0)
+                data.draws[microbatch, self.stages[stage].device].enter(LOSS, 0)
             target = _saveable(data.targets[microbatch])
             try:
                 loss = replicated(data.loss.of_microbatch(output, target))
@@ -465,7 +495,7 @@ class Interpreter:
         data.tally.add_main(microbatch, stage, loss)
         # Backward starts from the whole loss as a plain tensor, with a plain seed.
         loss = gathered(loss)
-        if len(self._added):
+        if self._added.terms:
             data.tally.add_losses(microbatch, stage, self._added)
             loss = loss + self._added.total()
             self._added.clear()
@@ -585,24 +615,12 @@ class Interpreter:
         layout = self._layouts.get((wire.number, kind))
         tag = self._tag(wire, kind)
         if layout is None:
-            layout = self._describe(action, leaves, tree)
+            layout = _described(leaves, tree)
             self._layouts[wire.number, kind] = layout
             self._transport.describe(wire.peer, tag, layout.describe())
         tensors = _checked(action, leaves, layout, self.stages[action.stage].device)
         if tensors:
             self._transport.send(wire.peer, tag, tensors, wire.channel[2])
-
-    def _describe(self, action: Action, leaves: Sequence[Any], tree: Any) -> Layout:
-        """The layout of the first message of a kind."""
-        if tree is not None:
-            check_plain(
-                unflatten(list(leaves), tree), f"{action}: what stage {action.stage} returned"
-            )
-        forward = tree is not None
-        return Layout(
-            flatten([0])[1] if tree is None else tree,
-            tuple(_layout(leaf, forward=forward) for leaf in leaves),
-        )
 
     def _tag(self, wire: Wire, kind: int) -> int:
         return FIRST_TAG + kind * 2 * self._program.schedule.stages**2 + wire.number
@@ -762,6 +780,12 @@ def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
+def _described(leaves: Sequence[Any], tree: Any) -> Layout:
+    """The layout of the first message of a kind; gradients come without a structure."""
+    layouts = tuple(_layout(leaf, forward=tree is not None) for leaf in leaves)
+    return Layout(flatten([0])[1] if tree is None else tree, layouts)
+
+
 def _layout(leaf: Any, *, forward: bool) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
@@ -804,7 +828,7 @@ def _fitting(action: Action, leaf: Any, expected: TensorLayout, device: torch.de
     if leaf is None and action.op is Op.SEND_B:
         return expected.empty(device).zero_()
     if isinstance(leaf, Tensor):
-        if expected.sharding is not None:
+        if type(leaf) is not Tensor:
             leaf = take_apart(settled(leaf))[0]
         tensor: Tensor = leaf
         if tensor.shape == expected.shape and tensor.dtype == expected.torch_dtype:

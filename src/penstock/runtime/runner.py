@@ -428,7 +428,7 @@ class Runner:
 
     @contextmanager
     def _adapted(self, call: Call, agreement: Agreement) -> Iterator[Mapping[int, Adapter]]:
-        """Put the adapters of replicated and sharded stages around a call; at its end they reduce gradients."""
+        """Put the adapters of replicated and sharded stages around a call; they reduce gradients then."""
         adapters = self._find_adapters()
         gathers = Op.UNSHARD not in agreement.program.schedule.ops
         for index, adapter in adapters.items():
