@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock import Pipeline
 from penstock.backward import SplitBackward
 from penstock.cli.main import main
-from penstock.errors import UsageError
-from penstock.partition import partition
+from penstock.pipelining import SplitPoint, pipeline
 from penstock.schedule import add_communication, build, compute_only, library, merge_backward
 from tests.scripts import run_script
 from website import pictures, reference
@@ -268,26 +267,6 @@ def test_a_norm_inside_a_checkpoint_counts_twice_by_default(by: Any, counted: in
     assert model.get_buffer("1.norm.num_batches_tracked") == counted
 
 
-def test_of_changes_a_traced_stage_knows_freezing_and_numbers_alone() -> None:
-    """docs/weights.md."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    x = torch.randn(4, 4)
-    made = partition(model, 2, how="traced", example=((x[:2],), {}))
-    pipe = Pipeline(model, stages=made, ranks=2, microbatches=2, loss_fn=mse_loss)
-    before = pipe.step(x, target=x).loss
-    model[0].forward = lambda value: value * 100
-    assert pipe.step(x, target=x).loss == before
-    model[0].requires_grad_(False)
-    pipe.zero_grad()
-    pipe.step(x, target=x)
-    assert model[0].weight.grad is None
-    model[0].weight.data.zero_()
-    assert pipe.step(x, target=x).loss != before
-    model[0].weight = nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(UsageError, match=r"'0\.weight' was replaced"):
-        pipe.step(x, target=x)
-
-
 class Writes(nn.Linear):
     """Needs numbers, and counts its calls in a parameter."""
 
@@ -350,9 +329,7 @@ def test_hooks_on_modules_are_in_the_graph_and_do_not_run_afterwards() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     expected = model[1](2 * model[0](x))
     model[0].register_forward_hook(doubles)
-    made = partition(model, 2, how="traced", example=((x,), {}))
-    pipe = Pipeline(model, stages=made, ranks=2, microbatches=1)
-    torch.testing.assert_close(pipe.predict(x), expected.detach())  # traces evaluation too
+    pipe = pipeline(model, (x,), split_spec={"1": SplitPoint.BEGINNING})
     traced = len(calls)
-    torch.testing.assert_close(pipe.predict(x), expected.detach())
+    torch.testing.assert_close(pipe.split_gm(x), expected)
     assert len(calls) == traced > 0
