@@ -23,8 +23,6 @@ from benchmarks import (
     loading,
     mesh,
     plan,
-    schedules,
-    search,
     steps,
 )
 

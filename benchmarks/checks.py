@@ -6,11 +6,12 @@ import time
 from typing import Any
 from unittest.mock import patch
 
+from penstock.faults.monitor import Monitor
+from penstock.runtime.bind import Wanted
+
 from benchmarks.pairs import Ratios, alternate
 from benchmarks.work import RANKS, SCHEDULES, ours, tiny
 from penstock import Pipeline
-from penstock.faults.monitor import Monitor
-from penstock.runtime.bind import Wanted
 from penstock.testing import WorkerPool
 from penstock.values import ValueSpec
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from penstock.partition.traced import Cuts, Point, cut_traced
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from penstock.partition.traced import Cuts, Point, cut_traced
 from penstock.weights import load_partition, parameters_on_meta
 
 STAGES = 4

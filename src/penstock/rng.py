@@ -1,4 +1,4 @@
-"""Random numbers: seeded anew for each call of a unit, so that masks do not depend on the schedule or the cut."""
+"""Random numbers: seeded anew for each call of a unit, so that masks depend on neither schedule nor cut."""
 
 from __future__ import annotations
 

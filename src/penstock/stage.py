@@ -289,7 +289,7 @@ class PipelineStage:
         """
         leaves: list[Tensor] = []
         entered = [enter(value, leaves, copies=True) for value in args]
-        named = {name: enter(kwargs[name], leaves, copies=True) for name in kwargs or ()}
+        named = {n: enter(value, leaves, copies=True) for n, value in (kwargs or {}).items()}
         return self.run(microbatch, entered, named, leaves, loss, call)
 
     def run(

@@ -108,7 +108,7 @@ def _register_node(
 
 def _fill_dataclass(kind: type, names: tuple[str, ...], values: list[Any]) -> Any:
     """An object with these fields; its ``__init__`` does not run, as the fields may be set otherwise."""
-    filled = object.__new__(kind)
+    filled: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(filled, name, value)
     return filled
@@ -132,7 +132,8 @@ def _find_class(name: str) -> None:
     if isinstance(kind, type) and is_dataclass(kind):
         _register(kind, None)
     elif isinstance(kind, type) and issubclass(kind, Mapping):
-        _register(kind, kind({}))
+        make: Any = kind
+        _register(kind, make({}))
 
 
 # ---- what a value looks like
@@ -195,9 +196,7 @@ def restrided(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
     for dim, repeats in enumerate(expanded):
         if repeats:
             compact = compact.narrow(dim, 0, 1)
-    laid = torch.empty_strided(
-        compact.shape, strides, dtype=tensor.dtype, device=tensor.device
-    )
+    laid = torch.empty_strided(compact.shape, strides, dtype=tensor.dtype, device=tensor.device)
     if torch._debug_has_internal_overlap(laid) == 1:  # there is no public name for it
         return tensor
     return laid.copy_(compact).expand(tensor.shape) if any(expanded) else laid.copy_(compact)
@@ -595,7 +594,9 @@ def _split_arguments(positional: int, arguments: _Arguments, count: int, fewer: 
         )
     size, rest = divmod(samples or 0, count)
     sizes = [size + (index < rest) for index in range(count)]
-    columns = {key: _cut(value, rule, sizes, _shown(key)) for key, (value, rule) in arguments.items()}
+    columns = {
+        key: _cut(value, rule, sizes, _shown(key)) for key, (value, rule) in arguments.items()
+    }
     targets = columns.pop(_TARGET_KEY, None)
     names = [key for key in columns if isinstance(key, str)]
     parts = [
@@ -759,7 +760,9 @@ def output_dim(rules: Rules | None) -> int:
     if isinstance(rule, Split):
         return rule.dim
     if rule is not None:
-        raise MicrobatchError(f"rules={{'output': {rule!r}}}: the rule for outputs must be Split(dim)")
+        raise MicrobatchError(
+            f"rules={{'output': {rule!r}}}: the rule for outputs must be Split(dim)"
+        )
     dims = sorted({entry.dim for entry in rules.values() if isinstance(entry, Split)} - {0})
     if dims:
         raise MicrobatchError(
@@ -797,8 +800,8 @@ def _merge_leaves(leaves: Sequence[Any], dim: int) -> Any:
         if any(leaf != leaves[0] for leaf in leaves):
             kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
             raise MicrobatchError(
-                f"microbatches gave outputs that are not tensors and differ ({kinds}), which cannot be merged; "
-                "let the model return tensors, or pass Microbatches(...) to get the outputs one by one"
+                f"microbatches gave outputs that are not tensors and differ ({kinds}), which cannot be "
+                "merged; let the model return tensors, or pass Microbatches(...) to get the outputs one by one"
             )
         return leaves[0]
     if not leaves[0].dim():

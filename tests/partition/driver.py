@@ -60,7 +60,9 @@ def forwards(
     for index, module in enumerate(cut.modules):
         wanted = [edge.value for edge in plan.edges if index in edge.targets]
         leaves = {name: fresh(values[name], gradient=gradients[name]) for name in wanted}
-        arrived = {n: torch.empty_like(t).copy_(t) if t.requires_grad else t for n, t in leaves.items()}
+        arrived = {
+            n: torch.empty_like(t).copy_(t) if t.requires_grad else t for n, t in leaves.items()
+        }
         with penstock.collect_losses() as losses:
             output, sent = module(StageCall(plan, 0, draws), arrived, *args, **named)
         assert set(sent) == {edge.value for edge in plan.edges if edge.source == index}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock import Pipeline, PipelineStage
 from penstock.errors import UsageError
 from penstock.testing import WorkerPool
-from tests.pipeline.noisy import WIDTH, model, piped, plain
+from tests.pipeline.noisy import piped, plain
 
 # The schedule, how many ranks, how many stages.
 CASES = [

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-from penstock import Pipeline
-from penstock.errors import PenstockError, SpecError
 from penstock.testing import WorkerPool, compare
-from tests.pipeline.kinds import KINDS, X, case_of
+from tests.pipeline.kinds import KINDS, case_of
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB-V", "DualPipeV"]
 

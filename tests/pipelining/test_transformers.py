@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from penstock.partition.traced import cut_into
 from torch import Tensor, nn
 
 from penstock import Pipeline
-from penstock.partition.traced import cut_into
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -35,7 +35,7 @@ from penstock.faults.failure import (
 )
 from penstock.faults.heartbeats import Heartbeats
 from penstock.faults.meeting import Meeting
-from penstock.faults.silence import STALE, Place, Stragglers, Verdict, find_silent
+from penstock.faults.silence import STALE, Place, SilenceVerdict, Stragglers, find_silent
 
 TICK = 0.1
 """Seconds between two looks of the monitor."""
@@ -488,14 +488,18 @@ class Watch:
         if verdict is None and self._heartbeats.unanswered > STALE:
             # The host of the store may be stopped, and nobody is heard of since then.
             stopped = [p for p in places.values() if p.condition == "stopped" and p.idle >= p.limit]
-            verdict = Verdict((stopped[0].rank,), tuple(map(str, stopped))) if stopped else None
+            verdict = (
+                SilenceVerdict((stopped[0].rank,), tuple(map(str, stopped))) if stopped else None
+            )
         if verdict is None:
             return False
         with self._reporting:
             self._report_silence(of_silence(verdict, places, self.activity.rank), verdict, places)
         return True
 
-    def _report_silence(self, failure: Failure, verdict: Verdict, places: dict[int, Place]) -> None:
+    def _report_silence(
+        self, failure: Failure, verdict: SilenceVerdict, places: dict[int, Place]
+    ) -> None:
         self._accuse(failure)
         if self._failure is None or self._failure.by != self.activity.rank:
             return

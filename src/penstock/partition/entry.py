@@ -252,7 +252,9 @@ def _homes(
 ) -> dict[str, list[int]]:
     """The stages of each unit, and of each parameter and of each buffer of a unit by name."""
     homes: dict[str, list[int]] = {}
-    first = {id(model.get_submodule(path)): path for of in reversed(placed) for path in reversed(of)}
+    first = {
+        id(model.get_submodule(path)): path for of in reversed(placed) for path in reversed(of)
+    }
     for stage, paths in enumerate(placed):
         for path in paths:
             homes.setdefault(first[id(model.get_submodule(path))], []).append(stage)
@@ -297,7 +299,9 @@ def _assembled(
     checkpoint: bool | Sequence[str],
 ) -> Partition:
     homes = _homes(model, placed, shown, example)
-    doors = [Door(model.get_submodule(path), path) for path in homes if path in set(sum(placed, []))]
+    doors = [
+        Door(model.get_submodule(path), path) for path in homes if path in set(sum(placed, []))
+    ]
     forward = _chain(model, sum(placed, [])) if not has_forward(model) else model
     recomputes = _recomputed(model, [door.path for door in doors], checkpoint)
     author = Author(model, doors, forward, recomputes, len(placed))
@@ -331,7 +335,9 @@ def _chain(model: nn.Module, paths: Sequence[str]) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         first, *rest = paths
-        value = model.get_submodule(first)(*args, **{n: v for n, v in kwargs.items() if n in names[first]})
+        value = model.get_submodule(first)(
+            *args, **{n: v for n, v in kwargs.items() if n in names[first]}
+        )
         for path in rest:
             given = value if type(value) is tuple else (value,)
             more = {name: kwargs[name] for name in names[path][len(given) :] if name in kwargs}

@@ -254,8 +254,7 @@ class _Planner:
         copies = {
             c.old
             for c, i in changes
-            if c.old in self._users
-            and owner_of[i] in self._owners.holders(trace.values[c.old])
+            if c.old in self._users and owner_of[i] in self._owners.holders(trace.values[c.old])
         }
         return CallPlan(
             tuple(edges),
@@ -277,9 +276,9 @@ class _Planner:
         for index, event in enumerate(self._trace.events):
             for _, number in event.inputs:
                 self._use(number, self._owners.stages[index])
-        for number in self._trace.slots:
-            if number is not None:
-                self._use(number, self._stages - 1)
+        for slot in self._trace.slots:
+            if slot is not None:
+                self._use(slot, self._stages - 1)
 
     def _use(self, number: int, stage: int) -> None:
         holders = self._owners.holders(self._trace.values[number])
@@ -339,7 +338,5 @@ class _Planner:
         events = [event for event in self._trace.events if not event.is_unit]
         used = {number for event in events for _, number in event.inputs}
         return [
-            values[number].parameter or ""
-            for number in sorted(used)
-            if values[number].is_buffer
+            values[number].parameter or "" for number in sorted(used) if values[number].is_buffer
         ]

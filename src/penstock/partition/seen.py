@@ -20,6 +20,8 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 
+from penstock.rng import Draws
+
 Run = Callable[..., Any]
 """Does what would have been done."""
 
@@ -125,7 +127,9 @@ def _drawing_names() -> frozenset[str]:
     names = {
         packet
         for packet in dir(torch._C._VariableFunctions) + dir(Tensor)
-        if isinstance(operator := getattr(torch.ops.aten, packet, None), torch._ops.OpOverloadPacket)
+        if isinstance(
+            operator := getattr(torch.ops.aten, packet, None), torch._ops.OpOverloadPacket
+        )
         and any(
             torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags
             for overload in operator.overloads()
@@ -148,13 +152,6 @@ def may_draw(function: Any) -> bool:
         name = getattr(function, "__name__", "")
         answer = _DRAWS[function] = name in _drawing_names()
     return answer
-
-
-class Draws(Protocol):
-    """What seeds the generators."""
-
-    def enter(self, path: str, number: int) -> None:
-        """Seed them for one call of a unit, or for one draw between units."""
 
 
 BETWEEN = ":between"

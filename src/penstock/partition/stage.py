@@ -21,7 +21,6 @@ from penstock.partition.plan import CallPlan, Homes, Step
 from penstock.partition.seen import (
     BETWEEN,
     Door,
-    Draws,
     Run,
     Seeded,
     checkpointed,
@@ -37,7 +36,7 @@ from penstock.stage import StageCall, StageModule
 _ITERATE: Any = Tensor.__iter__
 
 
-class _Left(BaseException):
+class _StageDone(BaseException):
     """The stage has nothing more to do in this forward."""
 
 
@@ -66,9 +65,7 @@ class Author:
         self.outside = [module for module in model.modules() if id(module) not in inside]
         # Modules of torch keep nothing in attributes.
         self.around = [
-            module
-            for module in self.outside
-            if not type(module).__module__.startswith("torch.nn.")
+            module for module in self.outside if not type(module).__module__.startswith("torch.nn.")
         ]
         self.paths = {id(module): path for path, module in model.named_modules()}
         named = dict(model.named_modules())
@@ -86,7 +83,9 @@ class Author:
 
     def hooked(self) -> list[Door]:
         """The modules between the units that have hooks: each call is in one stage, as a unit's."""
-        paths = [path for path, module in self._loose.items() if any(map(_has_hooks, module.modules()))]
+        paths = [
+            path for path, module in self._loose.items() if any(map(_has_hooks, module.modules()))
+        ]
         outer = [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]
         return [Door(self._loose[path], path) for path in outer]
 
@@ -315,7 +314,7 @@ class _Runner(TorchFunctionMode):
                 output = author.forward(*args, **kwargs)
                 if self._at < len(plan.steps) - 1:
                     raise self._diverged("ended", self._at + 1)
-        except _Left:
+        except _StageDone:
             pass
         finally:
             for door in plan.trace.doors:
@@ -361,7 +360,7 @@ class _Runner(TorchFunctionMode):
     def _next(self, what: Any) -> Step:
         self._at = at = self._at + 1
         if at > self._last:
-            raise _Left
+            raise _StageDone
         step = self._plan.steps[at]
         if step.what is not what and step.what != what:
             raise self._diverged(what, at)
@@ -385,13 +384,13 @@ class _Runner(TorchFunctionMode):
         self._busy = True
         if alone:
             # Functions inside of units are not looked at.
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             return self._done(step, run, args, kwargs)
         finally:
             self._busy = False
             if alone:
-                self.__enter__()
+                self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -421,7 +420,11 @@ class _Runner(TorchFunctionMode):
         followed = self._followed
         for value in values:
             if isinstance(value, Tensor):
-                if id(value) in followed or isinstance(value, nn.Parameter) or _is_placeholder(value):
+                if (
+                    id(value) in followed
+                    or isinstance(value, nn.Parameter)
+                    or _is_placeholder(value)
+                ):
                     return True
             elif isinstance(value, list | tuple | dict):
                 inner = value.values() if isinstance(value, dict) else value
@@ -468,7 +471,9 @@ class _Runner(TorchFunctionMode):
         """Check that plain values are those that other stages have from the run without data."""
         for value, planned in zip(plain_in(output), plain_in(step.event.result), strict=False):
             if value != planned:
-                raise self._different(step, f"{value!r} where the run without data gave {planned!r}")
+                raise self._different(
+                    step, f"{value!r} where the run without data gave {planned!r}"
+                )
 
     def _keep(self, step: Step, tensor: Tensor, number: int) -> None:
         """Follow a result, and send it if others use it."""

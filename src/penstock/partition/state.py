@@ -45,11 +45,18 @@ class Snapshot:
         self._modules = list(model.named_modules())
         self._attributes = [_own(module) for _, module in self._modules]
         self._buffers = [
-            {name: (buffer, 0 if buffer is None else buffer._version) for name, buffer in m._buffers.items()}
+            {
+                name: (buffer, 0 if buffer is None else buffer._version)
+                for name, buffer in m._buffers.items()
+            }
             for _, m in self._modules
         ]
         self._registries = [
-            {name: dict(vars(m)[name]) for name in _REGISTRIES if isinstance(vars(m).get(name), dict)}
+            {
+                name: dict(vars(m)[name])
+                for name in _REGISTRIES
+                if isinstance(vars(m).get(name), dict)
+            }
             for _, m in self._modules
         ]
         self._contents: dict[int, tuple[Any, Any]] = {}
@@ -201,8 +208,12 @@ def _line(module: nn.Module, name: str) -> str:
         file = inspect.getsourcefile(type(module)) or ""
     except (OSError, TypeError):
         return ""
-    pattern = re.compile(rf"\.{name}\b(\[.*\])?(\.\w+)*\s*([-+*/|&%@]|//|\*\*)?=(?!=)|\.{name}\b(\.\w+)*\.\w+\(")
-    inside = [i for i, line in enumerate(lines) if "def __init__" not in line and pattern.search(line)]
+    pattern = re.compile(
+        rf"\.{name}\b(\[.*\])?(\.\w+)*\s*([-+*/|&%@]|//|\*\*)?=(?!=)|\.{name}\b(\.\w+)*\.\w+\("
+    )
+    inside = [
+        i for i, line in enumerate(lines) if "def __init__" not in line and pattern.search(line)
+    ]
     after_init = [i for i in inside if _function_of(lines, i) != "__init__"]
     if not after_init:
         return ""

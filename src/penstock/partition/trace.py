@@ -67,6 +67,7 @@ def is_ours(function: Any) -> bool:
     """Whether it is a function of Penstock, such as ``add_loss``, that asks modes as PyTorch's do."""
     return str(getattr(function, "__module__", "")).startswith("penstock.")
 
+
 _MODEL = -1
 """Stands for the event that made a tensor where that is the model's own."""
 
@@ -298,7 +299,8 @@ class _Recorder(TorchFunctionMode):
 
         args, kwargs = call if numbers is None else numbers
         put = ones if numbers is None else copied
-        return replaced((tuple(args), dict(kwargs)), put)
+        copies: tuple[Any, Any] = replaced((tuple(args), dict(kwargs)), put)
+        return copies
 
     @contextlib.contextmanager
     def _without_data(self) -> Iterator[None]:
@@ -661,7 +663,7 @@ class _Recorder(TorchFunctionMode):
                             twin = ones(tensor)
                             if isinstance(tensor, nn.Parameter):
                                 twin = nn.Parameter(twin.detach(), tensor.requires_grad)
-                            table[name] = twin
+                            table[name] = twin  # type: ignore[assignment]  # a parameter in a parameters' table
             args, kwargs = replaced((args, kwargs), ones)
             output = run(*args, **kwargs)
         except Exception as error:
@@ -712,7 +714,7 @@ class _MadeUp(TorchDispatchMode):
     """Answers with ones where an operation needs the numbers of a tensor, and sees what a unit reads."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

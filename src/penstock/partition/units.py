@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
+
 from torch import nn
 
 from penstock.errors import PartitionError

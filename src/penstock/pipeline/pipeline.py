@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 import torch
 from torch import nn
 
+from penstock import plan as planning
 from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
 from penstock.faults import RENDEZVOUS, Patience, Timeout, without_own_frames
 from penstock.parallel import Siblings, siblings_of
@@ -22,7 +23,7 @@ from penstock.partition import Example, Shared, find_shared_between
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.plan import (
     Asked,
-    Plan,
+    ProvenSchedules,
     Source,
     Stages,
     WithTarget,
@@ -47,11 +48,11 @@ from penstock.pipeline.setup import (
 )
 from penstock.pipeline.watching import StepEvent, StepHook, Watchers
 from penstock.pipeline.weights import HeldWeights, WeightMethods
-from penstock import plan as planning
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import (
     ActionHook,
     Call,
+    CallReport,
     HookHandle,
     Hooks,
     Loss,
@@ -60,7 +61,6 @@ from penstock.runtime import (
     LossScaler,
     LossWeight,
     Replicas,
-    Report,
     Runner,
     StepResult,
     Which,
@@ -293,9 +293,9 @@ class Pipeline(WeightMethods):
         pipe._chosen = None
         return pipe
 
-    def _assemble(
+    def _assemble(  # noqa: PLR0913 - all that a pipeline consists of
         self,
-        schedules: Plan,
+        schedules: ProvenSchedules,
         runner: Runner,
         shared: Sequence[Shared],
         loss: Loss | None,
@@ -534,7 +534,9 @@ class Pipeline(WeightMethods):
             for module, mode in modes:
                 module.training = mode
 
-    def find_nonfinite(self, *args: Any, target: Any = MISSING, **kwargs: Any) -> Any:
+    def find_nonfinite(
+        self, *args: Any, target: Any = MISSING, **kwargs: Any
+    ) -> NonFiniteFinding | None:
         """Run a batch once more, as the last step ran it, to find the first thing that is not finite.
 
         Gradients and buffers are left as they are. It takes several times as long as a step.
@@ -548,6 +550,7 @@ class Pipeline(WeightMethods):
             A ``NonFiniteFinding``, which names stage, microbatch, action and module, the same on every rank;
                 or None if everything is finite.
         """
+
         def describe() -> Call:
             loss = self._training_loss()
             batch, scale = self._split(args, kwargs, target, None), loss.scale(None, None, 1.0)
@@ -556,7 +559,7 @@ class Pipeline(WeightMethods):
         call = self._described(describe, trains=True)
 
         # Inside of what keeps the gradients, since shared weights get theirs when the context ends.
-        def run(hooks: Hooks) -> Report:
+        def run(hooks: Hooks) -> CallReport:
             with self._held.training():
                 return self._run(replace(call, hooks=hooks), kwargs, target)
 
@@ -625,7 +628,7 @@ class Pipeline(WeightMethods):
             refusal = before_first(error)
         return Call(Batch(), loss, trains=trains, outputs=outputs, refusal=refusal)
 
-    def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> Report:
+    def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> CallReport:
         """Carry a call out; if the model refuses an argument meant for the step, say so."""
         try:
             return self._runner.run(call)
@@ -638,7 +641,7 @@ class Pipeline(WeightMethods):
                 error.args = (f"{error}; the target is given by name, as target=",)
             raise
 
-    def _result(self, call: Call, report: Report) -> StepResult:
+    def _result(self, call: Call, report: CallReport) -> StepResult:
         outputs: Any = report.outputs if call.outputs else None
         if outputs and not report.presplit:
             outputs = merge(outputs, output_dim(self._rules))

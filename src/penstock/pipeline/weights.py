@@ -113,8 +113,16 @@ class WeightMethods:
     """The methods of a Pipeline that deal with weights."""
 
     _held: HeldWeights
-    leads: bool
-    siblings: Siblings
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes for all."""
+        raise NotImplementedError
+
+    @property
+    def siblings(self) -> Siblings:
+        """The pipelines beside this one."""
+        raise NotImplementedError
 
     def patient(self, seconds: float) -> AbstractContextManager[None]:
         """Let this rank take longer between two steps."""

@@ -25,7 +25,7 @@ from penstock.parallel import Adapter, gathered, put_together, replicated, settl
 from penstock.rng import LOSS, Draws
 from penstock.runtime.hooks import ActionEvent, Hooks, Recorder
 from penstock.runtime.loss import Loss, Losses, Weights, zero_loss
-from penstock.runtime.result import Tally
+from penstock.runtime.result import StepTally
 from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
 from penstock.schedule.action import MESSAGE_OPS, RECV_OPS
 from penstock.stage import PipelineStage, StageCall, enter
@@ -169,7 +169,7 @@ class StepData:
     loss: Loss | None
     targets: Sequence[Any]
     weights: Weights
-    tally: Tally
+    tally: StepTally
     seed: tuple[int, int] | None = None
     keeps_outputs: bool = False
     trains: bool = True
@@ -249,28 +249,22 @@ class Interpreter:
         self._program, self._data = program, data
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # it has no public name
         watched = profiled or data.recorder is not None or data.hooks is not None
-        run = self._run_watched if watched else self._run
-        methods, transport = self._methods, self._transport
         # In one process only fault injection wants to know what is done.
-        activity = self.activity if transport is not None or has_probes() else None
+        noted = self._transport is not None or has_probes()
         action = None
         try:
             with self._added:
                 for action, needs in program.instructions:
-                    if transport is not None:
-                        transport.watch.check()
-                        for message in needs:
-                            if message in self._arriving:
-                                self._take(message)
-                    if activity is not None:
-                        if transport is None:
-                            activity.rank = self._rank_of(action)
-                        # Behind the waits, which it ends.
-                        activity.act(action)
-                    run(methods[action.op], action)
+                    method = self._methods[action.op]
+                    if noted:
+                        self._note(action, needs)
+                    if watched:
+                        self._run_watched(method, action)
+                    else:
+                        method(action)
                 action = None
-            if transport is not None:
-                transport.settle()
+            if self._transport is not None:
+                self._transport.settle()
                 self._check_taken()
         except Exception as error:
             self.clear()
@@ -278,8 +272,17 @@ class Interpreter:
                 stage.clear()
             self._raise_named(error, action)
 
-    def _run(self, method: Callable[[Action], None], action: Action) -> None:
-        method(action)
+    def _note(self, action: Action, needs: Sequence[Action]) -> None:
+        """Take the messages that an action needs, and tell the watch what this rank does."""
+        if self._transport is None:
+            self.activity.rank = self._rank_of(action)
+        else:
+            self._transport.watch.check()
+            for message in needs:
+                if message in self._arriving:
+                    self._take(message)
+        # Behind the waits, which it ends.
+        self.activity.act(action)
 
     def _run_watched(self, method: Callable[[Action], None], action: Action) -> None:
         """Run an action with what looks on: hooks, the clock and the profiler."""
@@ -497,7 +500,9 @@ class Interpreter:
                 gradients += next(iter(by_user.values()))
             else:
                 users = sorted(by_user, reverse=True)
-                gradients += [_sum(column) for column in zip(*[by_user[u] for u in users], strict=True)]
+                gradients += [
+                    _sum(column) for column in zip(*[by_user[u] for u in users], strict=True)
+                ]
         loss = self._gradients.pop((f"loss of {stage}", microbatch), None)
         if loss is not None:
             gradients += loss[stage]
@@ -583,14 +588,16 @@ class Interpreter:
             layout = self._describe(action, leaves, tree)
             self._layouts[wire.number, kind] = layout
             self._transport.describe(wire.peer, tag, layout.describe())
-        tensors = _checked(action, leaves, layout)
+        tensors = _checked(action, leaves, layout, self.stages[action.stage].device)
         if tensors:
             self._transport.send(wire.peer, tag, tensors, wire.channel[2])
 
     def _describe(self, action: Action, leaves: Sequence[Any], tree: Any) -> Layout:
         """The layout of the first message of a kind."""
         if tree is not None:
-            check_plain(unflatten(list(leaves), tree), f"{action}: what stage {action.stage} returned")
+            check_plain(
+                unflatten(list(leaves), tree), f"{action}: what stage {action.stage} returned"
+            )
         forward = tree is not None
         return Layout(
             flatten([0])[1] if tree is None else tree,
@@ -615,9 +622,11 @@ class Interpreter:
         assert self._transport is not None
         kind = self._data.kinds[action.microbatch or 0]
         layout = self._layouts[wire.number, kind]
-        self._arriving[action] = self._transport.post(
-            wire.peer, self._tag(wire, kind), layout.tensors, wire.channel[2]
-        ) if layout.tensors else None
+        self._arriving[action] = (
+            self._transport.post(wire.peer, self._tag(wire, kind), layout.tensors, wire.channel[2])
+            if layout.tensors
+            else None
+        )
 
     def _take(self, action: Action) -> None:
         """Wait for a message, and put what it brings into the store."""
@@ -699,7 +708,9 @@ class Takes:
         self.named = named
         self.by_stage = by_stage
 
-    def names(self, stage: int, passed: Iterator[str] | Mapping[str, Any], *, first: bool) -> list[str]:
+    def names(
+        self, stage: int, passed: Iterator[str] | Mapping[str, Any], *, first: bool
+    ) -> list[str]:
         """The keyword arguments that go to a stage.
 
         Args:
@@ -763,7 +774,9 @@ def _layout(leaf: Any, *, forward: bool) -> Any:
     return layout_of(local)._replace(strides=None, learns=learns, sharding=sharding)
 
 
-def _checked(action: Action, leaves: Sequence[Any], layout: Layout) -> list[Tensor]:
+def _checked(
+    action: Action, leaves: Sequence[Any], layout: Layout, device: torch.device
+) -> list[Tensor]:
     """The tensors of a message, after a check against the layout that its receiver knows.
 
     Raises:
@@ -777,8 +790,7 @@ def _checked(action: Action, leaves: Sequence[Any], layout: Layout) -> list[Tens
     tensors = []
     for leaf, expected in zip(leaves, layout.leaves, strict=True):
         if isinstance(expected, TensorLayout):
-            tensor = _fitting(action, leaf, expected)
-            tensors.append(tensor)
+            tensors.append(_fitting(action, leaf, expected, device))
         elif isinstance(leaf, Tensor) or leaf != expected:
             shown = str(layout_of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
             raise SpecError(
@@ -788,15 +800,16 @@ def _checked(action: Action, leaves: Sequence[Any], layout: Layout) -> list[Tens
     return tensors
 
 
-def _fitting(action: Action, leaf: Any, expected: TensorLayout) -> Tensor:
+def _fitting(action: Action, leaf: Any, expected: TensorLayout, device: torch.device) -> Tensor:
     if leaf is None and action.op is Op.SEND_B:
-        return torch.zeros(expected.shape, dtype=expected.torch_dtype)
+        return expected.empty(device).zero_()
     if isinstance(leaf, Tensor):
         if expected.sharding is not None:
             leaf = take_apart(settled(leaf))[0]
-        if leaf.shape == expected.shape and leaf.dtype == expected.torch_dtype:
-            return leaf
-        shown = str(layout_of(leaf))
+        tensor: Tensor = leaf
+        if tensor.shape == expected.shape and tensor.dtype == expected.torch_dtype:
+            return tensor
+        shown = str(layout_of(tensor))
     else:
         shown = repr(leaf)
     raise SpecError(
@@ -819,5 +832,3 @@ def _saveable(target: Any) -> Any:
     if torch.is_grad_enabled() and any(tensor.is_inference() for tensor in tensors_in(target)):
         return map_tensors(target, torch.clone)
     return target
-
-

@@ -497,7 +497,9 @@ def _check_function(name: str, function: Any) -> None:
         UsageError: it cannot; the message names the argument that it was given as.
     """
     if isinstance(function, type) or not callable(function):
-        hint = f"; give an object of it, {function.__name__}()" if isinstance(function, type) else ""
+        hint = (
+            f"; give an object of it, {function.__name__}()" if isinstance(function, type) else ""
+        )
         raise UsageError(f"{name}={function!r}: must be a function (output, target){hint}")
     try:
         inspect.signature(function).bind(None, None)

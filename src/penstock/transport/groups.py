@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import MessageError
 from penstock.faults import Activity, Meeting, Watch, end_waits
@@ -53,9 +54,10 @@ class Circle:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         alone = group is None and not (dist.is_available() and dist.is_initialized())
-        self._group: Any = None if alone else group or dist.group.WORLD
-        self.rank = 0 if alone else self._group.rank()
-        self.size = 1 if alone else self._group.size()
+        members: Any = None if alone else group or dist.group.WORLD
+        self._group = members
+        self.rank = 0 if alone else members.rank()
+        self.size = 1 if alone else members.size()
         backend = dist.get_backend(self._group) if dist.is_initialized() else "gloo"
         self._device = torch.accelerator.current_accelerator() if backend == "nccl" else None
 
@@ -115,7 +117,7 @@ class Transport:
         self._closed = False
         # new_group will not do: for a part of the world it uses the name of an earlier, ended group again,
         # and its members then find the addresses of that group.
-        store = dist.PrefixStore("gloo", meeting.store)
+        store = PrefixStore("gloo", meeting.store)
         activity.wait("all ranks to connect", None)
         try:
             self._gloo: Any = dist.ProcessGroupGloo(
@@ -172,7 +174,9 @@ class Transport:
         group, place = self._group(peer, self.rank, direction)
         parcels = _parcels_for(buffers)
         works = [group.recv([parcel], place, tag) for parcel in parcels]
-        return Arrival(None, tag, works, tensors, parcels if parcels and parcels[0] is not buffers[0] else ())
+        return Arrival(
+            None, tag, works, tensors, parcels if parcels and parcels[0] is not buffers[0] else ()
+        )
 
     def _group(self, source: int, target: int, direction: int) -> tuple[Any, int]:
         peer = target if source == self.rank else source
@@ -213,7 +217,10 @@ class Transport:
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """The CPU tensors of all ranks, which have one shape and type, by rank."""
-        rows = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        rows = [
+            torch.empty_like(values, memory_format=torch.contiguous_format)
+            for _ in range(self.ranks)
+        ]
         self.activity.wait("all ranks", None)
         if not self._lines or values.nbytes > SMALL or not values.numel():
             _wait_for([self._gloo.allgather([rows], [values])])
