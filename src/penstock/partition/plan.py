@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.errors import PartitionError
 from penstock.partition.nested import Place
+from penstock.partition.seen import BETWEEN
 from penstock.partition.trace import Event, Trace, Value, is_ours
 from penstock.schedule import Edge
 
@@ -103,10 +104,26 @@ def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
                 f"the model's forward changes {changed.what}, which are in several stages, and each stage has "
                 "its own; return what the later one needs and pass it on, or put both into one stage"
             )
+    if stages > 1:
+        _check_generators(trace, homes)
     owners = _Owners(trace, homes)
     for event in trace.events:
         owners.add(event)
     return _Planner(trace, owners, stages).plan()
+
+
+def _check_generators(trace: Trace, homes: Homes) -> None:
+    """Refuse generators that several stages would draw from, each in its own order."""
+    for units in trace.generators.values():
+        places = {stage for unit in units for stage in homes.get(unit, (BETWEEN,))}
+        if len(places) > 1 or BETWEEN in places:
+            unit, line = list(units.items())[-1]
+            who = "the model draws between its units" if unit == BETWEEN else f"{unit} draws"
+            raise PartitionError(
+                f"{line}: {who} from a torch.Generator that other stages would draw from too, so the numbers "
+                "would depend on the cut; draw from torch's own generator, which is seeded for each unit, or "
+                "put all that draw from this one into one stage"
+            )
 
 
 class _Owners:

@@ -32,6 +32,7 @@ from penstock.errors import PartitionError
 from penstock.partition.base import Example
 from penstock.partition.nested import Place, located, replaced, tensors_in
 from penstock.partition.seen import (
+    BETWEEN,
     Door,
     Run,
     is_checkpoint,
@@ -187,6 +188,7 @@ class Trace:
         direct: the units whose ``forward`` was called without the module.
         changed_arguments: the positions of the model's arguments that its code changed.
         mode: of the fake tensors.
+        generators: for each generator of the model's own, the units that draw from it, each with its line.
         has_custom: whether a custom function was applied between units.
     """
 
@@ -203,6 +205,7 @@ class Trace:
     direct: set[str] = field(default_factory=set)
     changed_arguments: set[int] = field(default_factory=set)
     state: list[Changed] = field(default_factory=list)
+    generators: dict[int, dict[str, str]] = field(default_factory=dict)
     has_custom: bool = False
 
     def calls(self) -> list[str]:
@@ -235,8 +238,8 @@ def record(
     snapshot = Snapshot(model, _units(doors))
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     silent, logger.disabled = logger.disabled, True
+    recorder = _Recorder(model, doors)
     try:
-        recorder = _Recorder(model, doors)
         trace = recorder.run(forward, *recorder.arguments(call, numbers))
         if trace.state and not snapshot.has_new_tensors(recorder.depends):
             # What is set once, as a setting that is found out or a table that is made in the first call, may be.
@@ -245,6 +248,8 @@ def record(
     finally:
         logger.disabled = silent
         snapshot.restore()
+        for generator, before in recorder.generators:
+            generator.set_state(before)
     return trace
 
 
@@ -270,6 +275,7 @@ class _Recorder(TorchFunctionMode):
         self._latest = ""
         self._region: list[int] = []
         self._paths = {id(module): path for path, module in model.named_modules()}
+        self.generators: list[tuple[torch.Generator, Tensor]] = []
 
     # ---- the model without data
 
@@ -427,6 +433,8 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
+            self.note_generator(kwargs["generator"])
         if self.current is not None or func in self.trace.metadata:
             return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
@@ -453,6 +461,16 @@ class _Recorder(TorchFunctionMode):
             )
         label = f"{name.strip('_')} after {self._latest}" if self._latest else name.strip("_")
         return self._event(event, label, func, args, kwargs)
+
+    def note_generator(self, generator: torch.Generator) -> None:
+        """Note who draws from a generator; one that the model keeps is put back after the run."""
+        unit = self.current.what if self.current is not None and self.current.is_unit else BETWEEN
+        if id(generator) not in self.trace.generators:
+            self.trace.generators[id(generator)] = {}
+            self.generators.append((generator, generator.get_state()))
+        kept = any(generator is x for module in self.model.modules() for x in vars(module).values())
+        if kept or unit is not BETWEEN:
+            self.trace.generators[id(generator)][unit] = self._where()
 
     def _is_followed(self, tensor: Tensor) -> bool:
         if id(tensor) in self._numbers:
@@ -709,6 +727,8 @@ class _MadeUp(TorchDispatchMode):
         recorder = self._recorder
         event = recorder.current
         assert event is not None
+        if kwargs.get("generator") is not None:
+            recorder.note_generator(kwargs["generator"])
         if event.is_unit:
             self._note_reads(event, args, kwargs)
         try:
