@@ -293,7 +293,7 @@ def _check_names(tree: Any, what: str) -> None:
     elif entry is None or entry.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
         raise SpecError(
             f"in {what} is a {kind.__module__}.{kind.__qualname__}, which cannot travel between stages: it "
-            "is registered with torch.utils._pytree without serialized_type_name=; give that, or a plain tuple"
+            "is registered with torch.utils._pytree without serialized_type_name=; pass that, or a tuple"
         )
     for child in tree.children():
         _check_names(child, what)
