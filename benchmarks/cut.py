@@ -121,7 +121,7 @@ def unet_steps(rounds: int) -> Ratios:
 def _compare_steps(
     cut: Pipeline, hand: Pipeline, batch: Tensor, target: Tensor, rounds: int
 ) -> Ratios:
-    ways = {
+    ways: dict[str, Callable[[], object]] = {
         "cut": lambda: cut.step(batch, target=target),
         "hand": lambda: hand.step(batch, target=target),
     }

@@ -177,9 +177,7 @@ def piped(group: Any, name: str, schedule: str) -> float:
 
 @pytest.mark.parametrize(("schedule", "ranks"), [("1F1B", 4), ("ZBVZeroBubble", 2)])
 @pytest.mark.parametrize("name", ["unet", "words", "marked"])
-def test_a_pipe_over_processes(
-    workers: WorkerPool, name: str, schedule: str, ranks: int
-) -> None:
+def test_a_pipe_over_processes(workers: WorkerPool, name: str, schedule: str, ranks: int) -> None:
     gaps = workers.run(f"{__name__}:piped", ranks, 100.0, name=name, schedule=schedule)
     assert max(gaps) < 1e-12
 
