@@ -112,7 +112,7 @@ def _register_node(
 
 def _fill_dataclass(kind: type, names: tuple[str, ...], values: list[Any]) -> Any:
     """An object with these fields; its ``__init__`` does not run, as the fields may be set otherwise."""
-    filled = object.__new__(kind)
+    filled: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(filled, name, value)
     return filled
@@ -138,7 +138,8 @@ def _find_class(name: str) -> None:
     elif isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
         pytree._register_namedtuple(kind, serialized_type_name=name)
     elif isinstance(kind, type) and issubclass(kind, Mapping):
-        _register(kind, kind({}))
+        empty: Any = kind
+        _register(kind, empty({}))
 
 
 # ---- what a value looks like
@@ -237,8 +238,8 @@ class Layout:
             structure = pytree.treespec_loads(tree)
         except NotImplementedError as error:
             raise SpecError(
-                f"a value of another rank has a class that this one does not know ({error}); define it at the "
-                "top level of a module that every rank imports"
+                f"a value of another rank has a class that this one does not know ({error}); define it at "
+                "the top level of a module that every rank imports"
             ) from error
         return Layout(structure, tuple(map(_leaf_of, leaves)))
 
@@ -293,8 +294,8 @@ def _check_names(tree: Any, what: str) -> None:
         pytree._register_namedtuple(kind, serialized_type_name=_class_name(kind))
     elif entry is None or entry.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
         raise SpecError(
-            f"in {what} is a {kind.__module__}.{kind.__qualname__}, which cannot travel between stages: it is "
-            "registered with torch.utils._pytree without serialized_type_name=; give that, or a plain tuple"
+            f"in {what} is a {kind.__module__}.{kind.__qualname__}, which cannot travel between stages: it "
+            "is registered with torch.utils._pytree without serialized_type_name=; give that, or a tuple"
         )
     for child in tree.children():
         _check_names(child, what)

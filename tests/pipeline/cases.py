@@ -146,4 +146,6 @@ def run_bits(group: Any = None, *, schedule: str, model: str, **options: Any) ->
     with pipe:
         losses = [pipe.step(tokens, target=tokens.roll(-1, 1)).loss.hex() for _ in range(2)]
         gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-        return {n: g.numpy().tobytes().hex() for n, g in gradients.items()} | {"losses": str(losses)}
+        return {n: g.numpy().tobytes().hex() for n, g in gradients.items()} | {
+            "losses": str(losses)
+        }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,7 +142,9 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "features": lambda x: functional.feature_alpha_dropout(x[:, :, None], 0.2, True)[:, :, 0],
     "by hand": lambda x: x * torch.bernoulli(torch.sigmoid(x.detach())) * (torch.rand(WIDTH) > 0.3),
     "gumbel": lambda x: functional.gumbel_softmax(x) + functional.rrelu(x, training=True),
-    "indices": lambda x: x[:, torch.randperm(WIDTH)] + x[:, torch.multinomial(torch.ones(WIDTH), 1)],
+    "indices": lambda x: (
+        x[:, torch.randperm(WIDTH)] + x[:, torch.multinomial(torch.ones(WIDTH), 1)]
+    ),
     "rejecting": lambda x: x + torch.poisson(x.detach().abs() * 9) * torch.rand_like(x),
     "attention": attention,
     "fused attention": fused_attention,
@@ -181,7 +184,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpoint": lambda: Checkpointed(outer=False, inner=False),
     "reentrant checkpoint": lambda: Checkpointed(outer=True, inner=True),
     "checkpoint of reentrant ones": lambda: Checkpointed(outer=False, inner=True),
-    **{f"between: {way}": lambda way=way: Noisy([way]) for way in WAYS},
+    **{f"between: {way}": partial(Noisy, [way]) for way in WAYS},
     "between: all": Noisy,
 }
 

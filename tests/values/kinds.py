@@ -149,7 +149,13 @@ KINDS: dict[str, Kind] = {
 }
 ONLY_CUT: dict[str, Kind] = {
     "constants": Kind(
-        lambda h: {"h": h, "mode": Mode.FAST, "cut": slice(0, WIDTH), "dtype": h.dtype, "size": h.shape},
+        lambda h: {
+            "h": h,
+            "mode": Mode.FAST,
+            "cut": slice(0, WIDTH),
+            "dtype": h.dtype,
+            "size": h.shape,
+        },
         lambda v: v["h"][:, v["cut"]].to(v["dtype"]).reshape(v["size"]) * (v["mode"] is Mode.FAST),
     ),
     "what max gives": Kind(lambda h: h.max(1, keepdim=True), lambda v: v.values + v.indices),
@@ -177,7 +183,7 @@ class Layer(nn.Module):
     def forward(self, *values: Any) -> Any:
         # A tuple that a stage by hand returns comes as several arguments.
         value = values[0] if len(values) == 1 else values
-        hidden = value if self.takes is None else self.takes.unwrap(value)
+        hidden: Any = value if self.takes is None else self.takes.unwrap(value)
         if hidden.shape[-1] == 1:
             hidden = hidden.expand(-1, WIDTH)
         hidden = torch.tanh(self.lin(hidden))

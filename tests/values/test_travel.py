@@ -102,8 +102,16 @@ def test_so_it_is_on_every_rank_of_several_processes(workers: WorkerPool) -> Non
 @pytest.mark.parametrize(
     ("kind", "error", "says"),
     [
-        (Kind(lambda h: [h.to_sparse()], lambda v: v[0].to_dense()), SpecError, "0 returned.*sparse"),
-        (Kind(lambda h: {h}, lambda v: v.pop()), PartitionError, "1 in stage 1 reads a tensor that 0 in"),
+        (
+            Kind(lambda h: [h.to_sparse()], lambda v: v[0].to_dense()),
+            SpecError,
+            "0 returned.*sparse",
+        ),
+        (
+            Kind(lambda h: {h}, lambda v: v.pop()),
+            PartitionError,
+            "1 in stage 1 reads a tensor that 0 in",
+        ),
         (
             Kind(lambda h: (h, float(h.detach().sum())), lambda v: v[0] * v[1]),
             PartitionError,
@@ -125,7 +133,12 @@ def changing(group: Any) -> str:
     torch.nn.init.eye_(gives.lin.weight)
     taker = Layer(Kind(lambda h: h, lambda v: v["h"] * v["sign"]), None)
     stage = PipelineStage([gives, taker][group.rank()], group.rank(), 2)
-    options: dict[str, Any] = {"schedule": "1F1B", "microbatches": 2, "loss_fn": loss, "group": group}
+    options: dict[str, Any] = {
+        "schedule": "1F1B",
+        "microbatches": 2,
+        "loss_fn": loss,
+        "group": group,
+    }
     try:
         with Pipeline.from_stages([stage], **options) as pipe:
             pipe.step(X * 9, target=X)

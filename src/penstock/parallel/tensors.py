@@ -168,8 +168,9 @@ def settled(tensor: Tensor) -> Tensor:
     """The tensor with pending (Partial) sums carried out, and collectives that are under way waited for."""
     if is_sharded(tensor):
         return _dtensor().settled(tensor)
-    wait = getattr(tensor, "trigger_wait", None)  # of torch's AsyncCollectiveTensor
-    return tensor if wait is None else wait()  # type: ignore[no-any-return]
+    wait: Callable[[], Tensor] | None = getattr(tensor, "trigger_wait", None)
+    # Torch's AsyncCollectiveTensor has it.
+    return tensor if wait is None else wait()
 
 
 def take_apart(tensor: Tensor) -> tuple[Tensor, Any]:

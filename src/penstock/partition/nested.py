@@ -57,7 +57,8 @@ def _children(value: Any, kind: type) -> Any:
 
 def _attributes(value: Any) -> dict[str, Any]:
     if hasattr(value, "__dict__"):
-        return vars(value)
+        attributes: dict[str, Any] = vars(value)
+        return attributes
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 

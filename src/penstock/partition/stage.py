@@ -175,15 +175,17 @@ class CutStage(StageModule):
         if author.stages == 1:
             return self._whole(author, call, args, kwargs), {}
         chain = self._chains[call.plan]
-        model, draws = author.model, call.draws
-        if chain and not (model._forward_pre_hooks or model._forward_hooks):
-            hidden = args[0] if chain.arrives is None else values[chain.arrives]
-            if isinstance(hidden, Tensor) and not hidden.is_meta:
-                for unit, path, number in chain.units:
-                    if draws is not None:
-                        draws.enter(path, number)
-                    hidden = unit(hidden)
-                return (hidden, {}) if chain.last is None else (None, chain.sent(hidden, self.index))
+        hooked = author.model._forward_pre_hooks or author.model._forward_hooks
+        hidden = None
+        if chain and not hooked:
+            argument = args[0] if len(args) == 1 and not kwargs else None
+            hidden = argument if chain.arrives is None else values[chain.arrives]
+        if chain and isinstance(hidden, Tensor) and not hidden.is_meta:
+            for unit, path, number in chain.units:
+                if call.draws is not None:
+                    call.draws.enter(path, number)
+                hidden = unit(hidden)
+            return (hidden, {}) if chain.last is None else (None, chain.sent(hidden, self.index))
         with _attributes_kept(author.around):
             return _Runner(self.index, author, call, values).run(args, kwargs)
 
@@ -541,8 +543,10 @@ class _Runner(TorchFunctionMode):
             self._change_aliases(step)
         results = tensors_in(output)
         if len(results) != len(event.slots):
-            raise self._different(
-                step, f"{len(results)} tensors where the run without data gave {len(event.slots)}"
+            raise _different(
+                step,
+                self._stage,
+                f"{len(results)} tensors where the run without data gave {len(event.slots)}",
             )
         if not isinstance(output, Tensor) and self._stage < self._author.stages - 1:
             self._check_plain(step, output)
