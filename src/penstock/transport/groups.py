@@ -162,9 +162,10 @@ class Transport:
             peer = target if source == self.rank else source
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=DAY)
-            store = dist.PrefixStore(f"nccl/{source}/{target}/{direction}", self._meeting.store)
+            store = PrefixStore(f"nccl/{source}/{target}/{direction}", self._meeting.store)
             # As for gloo: groups of new_group would share names with those of replicas.
-            group = dist.ProcessGroupNCCL(store, int(self.rank > peer), 2, options)
+            # Torch's stubs do not declare its methods.
+            group: Any = dist.ProcessGroupNCCL(store, int(self.rank > peer), 2, options)
             self._channels[channel] = group
             # The first message connects, and waits for the other end. In a step two ranks might wait for each
             # other on different channels; here all ranks go through the channels in one order.
