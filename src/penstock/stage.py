@@ -117,6 +117,9 @@ class PipelineStage:
 
     Attributes:
         code: the slice itself, without wrappers; names of parameters begin there.
+        planned: whether it is a :class:`StageModule`, which is called by a plan.
+        is_first: whether the batch enters here.
+        is_last: whether the loss is computed here.
 
     Raises:
         UsageError: the index is not below the count.
@@ -138,6 +141,7 @@ class PipelineStage:
             raise UsageError(f"stage {index} of {count}: stages count from 0")
         self.index = index
         self.count = count
+        self.is_first, self.is_last = index == 0, index == count - 1
         self.device = device_of(module) if device is None else torch.device(device)
         self._module = _moved(module, self.device)
         self.code = parallel.unwrapped(self._module)
@@ -150,6 +154,7 @@ class PipelineStage:
 
     def _set_up(self) -> None:
         """Make what depends on the module: what is called, and the engine of its backward."""
+        self.planned = isinstance(self.code, StageModule)
         self._call: Callable[..., Any] = self._module
         self._compiled: compiled.CompiledModule | None = None
         if self._settings is not None:
@@ -181,24 +186,9 @@ class PipelineStage:
         self._set_up()
 
     @property
-    def planned(self) -> bool:
-        """Whether the slice is a :class:`StageModule`, which is called by a plan."""
-        return isinstance(self.code, StageModule)
-
-    @property
     def compiles(self) -> bool:
         """Whether the module is compiled, as a whole or in its pieces."""
         return self._compiled is not None
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the batch enters here."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the loss is computed here."""
-        return self.index == self.count - 1
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters under their names in the slice, whatever is wrapped around it or parts of it."""
@@ -289,7 +279,7 @@ class PipelineStage:
         """
         leaves: list[Tensor] = []
         entered = [enter(value, leaves, copies=True) for value in args]
-        named = {name: enter(kwargs[name], leaves, copies=True) for name in kwargs or ()}
+        named = {n: enter(value, leaves, copies=True) for n, value in (kwargs or {}).items()}
         return self.run(microbatch, entered, named, leaves, loss, call)
 
     def run(
@@ -307,7 +297,9 @@ class PipelineStage:
         output = self._run_compiled(args, kwargs) if self._compiles else self._call(*args, **kwargs)
         root = output if loss is None else loss(output)
         if torch.is_grad_enabled():
-            roots = [root] if isinstance(root, Tensor) else flatten(root)[0]
+            if isinstance(root, Tensor):
+                root = [root]
+            roots = root if type(root) is list else flatten(root)[0]
             learning = [x for x in roots if isinstance(x, Tensor) and x.requires_grad]
             self._forwards[microbatch] = learning, leaves
         return output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -126,16 +126,17 @@ def test_a_failure_on_one_rank_is_an_error_on_all(workers: WorkerPool, tmp_path:
 
 def full_beside(group: Any, folder: str) -> list[str]:
     """A worker's task: one rank's disk is full while the training goes on; then it is not any more."""
-    run, fsync = Run("1F1B", 2, group), os.fsync
+    run = Run("1F1B", 2, group)
+    fsync = os.fsync
     checkpoints = Checkpoints(folder, asynchronous=True)
     told = []
 
-    def full(handle: int) -> None:
+    def full(handle: Any) -> None:
         raise OSError(28, "No space left on device")
 
     try:
         for step in range(1, 4):
-            os.fsync = full if step == 2 and group.rank() == 1 else fsync
+            os.fsync = cast("Any", full if step == 2 and group.rank() == 1 else fsync)
             run.train(1)
             try:
                 checkpoints.save(step, **run.states)

@@ -56,7 +56,7 @@ def come(
 
     def one(index: int) -> None:
         try:
-            results[index] = gather(store, ranks[index], sizes[index], seconds, "the store")[1]
+            results[index] = gather(store, ranks[index], sizes[index], seconds, "the store")[0]
         except AgreementError as error:
             results[index] = str(error)
 
@@ -155,7 +155,7 @@ def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     texts = run(tmp_path, group="world", absent=(1,), seconds=1.0)
     assert texts[0].startswith(f"{absent}make their pipeline")
     alone = run(tmp_path, ranks=(1,), seconds=1.0)[0]
-    assert "rank 1 found nobody at 127.0.0.1:" in alone
+    assert "rank 1 found no store of torch at 127.0.0.1:" in alone
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from itertools import product
 from pathlib import Path
@@ -185,9 +186,25 @@ def test_garbage_in_the_store_kills_nobody_and_is_not_printed(tmp_path: Path) ->
         for key in keys:
             if "/beat/" in key:
                 store.set(key, json.dumps(place))
+        store.get(keys[0])
+        time.sleep(2.0)  # the store is through with it
+        (tmp_path / "fired").write_text(str(time.monotonic()))
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGINT)
 
-    job = run_job(
-        tmp_path, fault=fault("exception", step=4000), steps=4000, timeout=60.0, meddle=write
-    )
-    check(job, 1, "step 4000, stage 1, microbatch 2, action 1F2: InjectedError: ", 70, 60.0)
+    never = fault("sleep", rank=9)
+    job = run_job(tmp_path, fault=never, steps=10**9, timeout=60.0, meddle=write)
+    check(job, 1, "was interrupted by Ctrl-C (SIGINT)", 130, PROMPT)
     assert not any("\x1b" in ended.output for ended in job.ranks)
+
+
+@pytest.mark.parametrize(("how", "status"), [("dtype", 70), ("shape", 2)])
+def test_a_value_that_changed_is_not_sent(how: How, status: int, tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault(how))
+    check(job, 1, "stage 1, microbatch 2, action 1", status, PROMPT)
+    assert job.ranks[1].status == status
+
+
+def test_what_is_not_finite_stops_all_ranks_alike(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("nan"))
+    assert {ended.error for ended in job.ranks} == {"NonFiniteError"}
+    assert {ended.status for ended in job.ranks} == {76}

@@ -81,7 +81,9 @@ def count(group: Any, what: str, schedule: str) -> list[list[int]]:
         return [[*c, sent.messages[c], sent.bytes[c]] for c in sent.messages]
 
 
-def traffic(workers: WorkerPool, what: str, schedule: str, ranks: int) -> dict[Any, tuple[int, int]]:
+def traffic(
+    workers: WorkerPool, what: str, schedule: str, ranks: int
+) -> dict[Any, tuple[int, int]]:
     answers = workers.run(f"{__name__}:count", ranks, 60.0, what=what, schedule=schedule)
     return {tuple(row[:3]): (row[3], row[4]) for answer in answers for row in answer}
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock import Pipeline, PipelineStage
-from penstock.errors import PartitionError, PenstockError
+from penstock.errors import PenstockError
 from penstock.partition import partition
 from penstock.testing import WorkerPool
 from tests.pipeline.noisy import MICROBATCHES, SEED, WIDTH, Block, batch, bits, noisy_loss
@@ -77,7 +77,7 @@ OPTIONS: dict[str, Any] = {"microbatches": MICROBATCHES, "loss_fn": noisy_loss, 
 @pytest.mark.parametrize(("stages", "schedule", "ranks"), CUTS)
 def test_cut_by_calls(stages: Any, schedule: str, ranks: int) -> None:
     model, (x, y) = made(), batch()
-    cut = partition(model, stages, how="calls", example=((x[:2],), {}))
+    cut = partition(model, stages, example=((x[:2],), {}))
     with Pipeline(model, schedule=schedule, ranks=ranks, stages=cut, **OPTIONS) as pipe:
         pipe.step(x, target=y)
         assert bits(pipe.named_parameters()) == plain(Top())
@@ -124,7 +124,7 @@ def test_checkpoints_around_a_cut_draw_what_they_do_uncut(outer: bool, inner: bo
     for stages, schedule, ranks in CUTS[1:3]:
         model = Checkpointed(outer, inner)
         penstock.init_weights(model, 0)
-        cut = partition(model, stages, how="calls", example=((x[:2],), {}))
+        cut = partition(model, stages, example=((x[:2],), {}))
         with Pipeline(model, schedule=schedule, ranks=ranks, stages=cut, **OPTIONS) as pipe:
             pipe.step(x, target=y)
             assert bits(pipe.named_parameters()) == expected
@@ -233,28 +233,18 @@ class Noisy(nn.Module):
 
 
 def noisy_steps(
-    group: Any = None, *, ways: Sequence[str], stages: int = 1, how: str = "calls", **options: Any
+    group: Any = None, *, ways: Sequence[str], stages: int = 1, **options: Any
 ) -> dict[str, str]:
     """The gradients of a step that draws in these ways; also a worker's task."""
     model, (x, y) = Noisy(ways), batch()
     penstock.init_weights(model, 0)
-    cut = partition(model, stages, how=how, example=((x[:2],), {}))
+    cut = partition(model, stages, example=((x[:2],), {}))
     with Pipeline(model, stages=cut, group=group, **OPTIONS, **options) as pipe:
         pipe.step(x, target=y)
         return bits(pipe.named_parameters())
 
 
 GROUPS = [list(WAYS)[start::4] for start in range(4)]
-TRACED = [
-    "numbers",
-    "integers",
-    "in place",
-    "several",
-    "features",
-    "by hand",
-    "gumbel",
-    "attention",
-]
 
 
 def one_stage(ways: Sequence[str]) -> dict[str, str]:
@@ -266,12 +256,6 @@ def test_what_is_drawn_between_modules_does_not_depend_on_the_cut(ways: list[str
     one = one_stage(ways)
     assert noisy_steps(ways=ways, stages=3, schedule="1F1B", ranks=3) == one
     assert noisy_steps(ways=ways, stages=4, schedule="ZB-V", ranks=2) == one
-
-
-def test_nor_where_it_is_traced() -> None:
-    assert noisy_steps(ways=TRACED, stages=2, how="traced", schedule="1F1B", ranks=2) == one_stage(
-        TRACED
-    )
 
 
 def test_nor_in_processes_of_their_own(workers: WorkerPool) -> None:
@@ -297,8 +281,7 @@ class Truncated(nn.Module):
 def test_a_module_that_draws_until_it_is_pleased_comes_to_an_end() -> None:
     model = nn.Sequential(Truncated(), Truncated())
     one, two = (
-        [out.clone() for out in outputs(model, how="calls", schedule="1F1B", ranks=ranks)]
-        for ranks in (1, 2)
+        [out.clone() for out in outputs(model, schedule="1F1B", ranks=ranks)] for ranks in (1, 2)
     )
     assert all(map(torch.equal, one, two))
 
@@ -311,12 +294,14 @@ class Own(nn.Module):
 
     def __init__(self, *, inside: bool) -> None:
         super().__init__()
+        self.inside = inside
         self.own = torch.Generator().manual_seed(3)
         self.blocks = nn.ModuleList([Adding(self.own if inside else None) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x) + torch.randn(WIDTH, generator=self.own)
+            x = block(x)
+            x = x if self.inside else x + torch.randn(WIDTH, generator=self.own)
         return x
 
 
@@ -340,45 +325,20 @@ def outputs(model: nn.Module, **options: Any) -> list[Tensor]:
         return output.sum()
 
     x = batch()[0]
-    cut = partition(model, options["ranks"], how=options.pop("how"), example=((x[:2],), {}))
+    cut = partition(model, options["ranks"], example=((x[:2],), {}))
     with Pipeline(model, stages=cut, microbatches=2, loss_fn=loss, seed=1, **options) as pipe:
         pipe.step(x, target=x)
     return seen[-2:]
 
 
-def test_a_generator_of_the_models_own_gives_what_it_gives_in_a_plain_loop() -> None:
-    model = Own(inside=False)
-    plain = copy.deepcopy(model)
-    found = outputs(model, how="calls", schedule="1F1B", ranks=2)
-    assert all(map(torch.equal, found, [plain(part) for part in batch()[0].chunk(2)]))
+def test_a_generator_of_the_models_own_between_units_is_refused() -> None:
+    with pytest.raises(PenstockError, match=r"the state of a torch\.Generator of the model"):
+        outputs(Own(inside=False), schedule="1F1B", ranks=2)
 
 
 def test_one_that_modules_of_several_stages_draw_from_is_refused() -> None:
     with pytest.raises(PenstockError, match=r"blocks\.1 in stage 1 draws from a torch\.Generator"):
-        outputs(Own(inside=True), how="calls", schedule="1F1B", ranks=2)
-
-
-class Reseeded(Own):
-    """Sets the state of torch's own generator."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            torch.manual_seed(0)
-            x = x + torch.rand(WIDTH)
-        return x
-
-
-@pytest.mark.parametrize(
-    ("model", "what"),
-    [
-        (Own(inside=False), "draws from a torch.Generator"),
-        (Reseeded(inside=False), "sets the state"),
-    ],
-)
-def test_what_tracing_would_lose_is_refused(model: nn.Module, what: str) -> None:
-    with pytest.raises(PartitionError, match=what):
-        outputs(model, how="traced", schedule="1F1B", ranks=2)
+        outputs(Own(inside=True), schedule="1F1B", ranks=2)
 
 
 class Part(nn.Module):

@@ -69,7 +69,11 @@ MAKING: dict[str, Refusal] = {
         PartitionError,
         "3 stages cannot be divided evenly among 2 ranks; use a multiple of 2",
     ),
-    "too many stages": (lambda: make(ranks=4), PartitionError, "3 modules that can be placed, too few for 4 stages"),
+    "too many stages": (
+        lambda: make(ranks=4),
+        PartitionError,
+        "3 modules that can be placed, too few for 4 stages",
+    ),
     "another reduction": (lambda: make(reduction="max"), UsageError, "must be 'mean' or 'sum'"),
     "too few modules": (
         lambda: make(OfOthers(*chain()), ranks=8),
@@ -578,9 +582,7 @@ def test_a_loss_that_needs_no_target_is_given_none(target: dict[str, Any]) -> No
 
 
 def test_a_loss_that_gives_no_scalar_without_a_target_needs_one() -> None:
-    with pytest.raises(
-        UsageError, match="no target was given, .* must return a scalar"
-    ):
+    with pytest.raises(UsageError, match="no target was given, .* must return a scalar"):
         make(loss_fn=lambda output, target: output if target is None else output.mean()).step(X)
 
 

@@ -80,9 +80,9 @@ def test_the_next_step_drops_what_was_left() -> None:
     stage = PipelineStage(nn.Linear(4, 4), 0, 1, "cpu")
     stage._prepare_forward_infra(2, (X,), {}, has_backward=True)
     stage.forward_one_chunk(0, (X,))
-    assert stage.own().in_flight == 1
+    assert stage.in_flight == 1
     ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss).step(X, target=X)
-    assert stage.own().in_flight == 0
+    assert stage.in_flight == 0
     assert stage.fwd_cache == {}
 
 

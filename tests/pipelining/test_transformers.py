@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Pipeline
-from penstock.partition.traced import cut_into
+from penstock.pipelining import ScheduleInterleaved1F1B, SplitPoint, pipeline
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -50,10 +49,10 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "GPT-2": (gpt2, {"use_cache": False}),
-    "BERT": (bert, {}),
-    "Llama": (llama, {"use_cache": False}),
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "GPT-2": (gpt2, {"use_cache": False}, "transformer.h"),
+    "BERT": (bert, {}, "bert.encoder.layer"),
+    "Llama": (llama, {"use_cache": False}, "model.layers"),
 }
 IDS = torch.arange(28).view(4, 7) % 50
 MASK = torch.ones_like(IDS)
@@ -68,21 +67,21 @@ def token_loss(output: Any, target: Tensor) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_cut_unedited(name: str) -> None:
-    make, options = MODELS[name]
+    make, options, layers = MODELS[name]
     torch.manual_seed(0)
-    # Without dropout: it draws by the place in the model, and the plain model here by what was drawn before.
     model = make().double().eval()
-    given = {"attention_mask": MASK, **options}
-    cut = cut_into(model, 3, (), {"input_ids": IDS[:2], **given, "attention_mask": MASK[:2]})
-    assert {n for m in cut.modules for n in m.state_dict()} == set(model.state_dict())
-    pipe = Pipeline(
-        model, schedule="1F1B", stages=cut.partition, microbatches=2, loss_fn=token_loss
-    )
-    expected = model(input_ids=IDS, **given)
-    found = pipe.predict(input_ids=IDS, **given)
-    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-12)
-    wanted = torch.autograd.grad(token_loss(expected, IDS), list(model.parameters()))
-    loss = pipe.step(input_ids=IDS, target=IDS, **given).loss
-    assert loss == pytest.approx(float(token_loss(expected, IDS).detach()), abs=1e-12)
+    passed = {"attention_mask": MASK, **options}
+    example = {"input_ids": IDS[:2], **options, "attention_mask": MASK[:2]}
+    spec = {f"{layers}.{index}": SplitPoint.BEGINNING for index in (1, 2)}
+    pipe = pipeline(model, (), example, split_spec=spec)
+    stages = [pipe.build_stage(index, "cpu") for index in range(3)]
+    schedule = ScheduleInterleaved1F1B(stages, 2, loss_fn=token_loss)
+    expected = model(input_ids=IDS, **passed)
+    loss = token_loss(expected, IDS)
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    losses: list[Tensor] = []
+    output = schedule.step(input_ids=IDS, target=IDS, losses=losses, **passed)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-12)
+    assert float(torch.stack(losses).mean()) == pytest.approx(float(loss.detach()), abs=1e-12)
     gradients = [parameter.grad for parameter in model.parameters()]
     torch.testing.assert_close(gradients, list(wanted), rtol=0, atol=1e-12)

@@ -102,7 +102,9 @@ def sharded(group: Any) -> list[Any]:
     scaler, optimizer = LossScaler(8.0), torch.optim.SGD([weight], lr=0.1)
     rows = []
     for worst in (1.0, float("inf")):
-        weight.grad = distribute_tensor(torch.tensor([8.0, 8.0, 8.0, 8.0 * worst]), mesh, [Shard(0)])
+        weight.grad = distribute_tensor(
+            torch.tensor([8.0, 8.0, 8.0, 8.0 * worst]), mesh, [Shard(0)]
+        )
         scaler.step(optimizer)
         scaler.update()
         rows.append([scaler.get_scale(), *local_part(weight).detach().tolist()])

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import torch.distributed as dist
 
@@ -35,7 +35,7 @@ from penstock.faults.failure import (
 )
 from penstock.faults.heartbeats import Heartbeats
 from penstock.faults.meeting import Meeting
-from penstock.faults.silence import STALE, Place, Stragglers, Verdict, find_silent
+from penstock.faults.silence import STALE, Place, SilenceVerdict, Stragglers, find_silent
 
 TICK = 0.1
 """Seconds between two looks of the monitor."""
@@ -103,6 +103,7 @@ class Watch:
         self._aborted = 0.0
         self._reachable: dict[str, bool] = {}
         self._stragglers = Stragglers()
+        self._gave_stacks = False
         self._reporting = threading.Lock()
         self._ending = threading.Event()
         self._closed = False
@@ -131,6 +132,22 @@ class Watch:
         self.activity.setup = None
         self.activity.rest()
         self._heartbeats.now()
+
+    def await_all(self, what: str) -> None:
+        """Wait until all ranks are here: before something that blocks in torch and cannot be ended.
+
+        Args:
+            what: what they come for, in words; each is waited for once.
+
+        Raises:
+            PeerFailed: another rank has failed.
+        """
+        store, ranks = self._meeting.store, range(self._meeting.ranks)
+        self.activity.wait(what, None)
+        store.set(f"{what}/{self.activity.rank}", "")
+        while not store.check([f"{what}/{rank}" for rank in ranks]):
+            self.check()
+            sleep(TICK / 10)
 
     def keep_in(self, folder: Path | None) -> None:
         """Write reports of failures to this folder."""
@@ -333,6 +350,9 @@ class Watch:
             places[rank] = place
         return dict(sorted(places.items()))
 
+    def _is_overdue(self) -> bool:
+        return monotonic() - self.activity.since > max(self._limit, self.activity.slack)
+
     def _own_place(self) -> Place:
         return self.activity.place(self._status, self._limit)
 
@@ -368,9 +388,9 @@ class Watch:
 
     def _react(self, failure: Failure) -> None:
         """Another rank has failed, or others say that this one has: end the waits here."""
-        seconds, is_accused = monotonic() - self._since_failure, failure.rank == self.activity.rank
-        if failure.kind == "silent" and not self._heartbeats.stacks.get(-1):
-            self._heartbeats.stacks[-1] = "given"
+        seconds = monotonic() - self._since_failure
+        if failure.kind == "silent" and not self._gave_stacks:
+            self._gave_stacks = True
             self._heartbeats.give_stacks(stacks())
         if failure.everywhere and (self._stopped or seconds < LINGER):
             return
@@ -380,14 +400,10 @@ class Watch:
         waits = self.activity.waits is not None
         if waits and monotonic() - self._aborted > 1.0:
             self._end_waits()
+        is_accused = failure.rank == self.activity.rank
         is_busy = self.activity.inside or self.activity.setup is not None
-        stuck = is_busy and monotonic() - self.activity.since > max(
-            self._limit, self.activity.slack
-        )
-        if (
-            (waits and seconds > LAST)
-            or (is_accused and seconds > CAUSE)
-            or (stuck and seconds > LAST)
+        if (is_accused and seconds > CAUSE) or (
+            seconds > LAST and (waits or (is_busy and self._is_overdue()))
         ):
             self._end_process(str(failure), failure.status)
 
@@ -397,10 +413,7 @@ class Watch:
                 [self.activity.place(), *self._heartbeats.places.values()]
             ):
                 logger.warning("penstock: %s", sentence)
-        waits = self.activity.waits is not None
-        overdue = waits and monotonic() - self.activity.since > max(
-            self._limit, self.activity.slack
-        )
+        overdue = self.activity.waits is not None and self._is_overdue()
         if ticks % LOOK and not overdue and self._broken is None:
             return
         failure = self._find_gone()
@@ -475,21 +488,24 @@ class Watch:
         if verdict is None and self._heartbeats.unanswered > STALE:
             # The host of the store may be stopped, and nobody is heard of since then.
             stopped = [p for p in places.values() if p.condition == "stopped" and p.idle >= p.limit]
-            verdict = Verdict((stopped[0].rank,), tuple(map(str, stopped))) if stopped else None
+            verdict = (
+                SilenceVerdict((stopped[0].rank,), tuple(map(str, stopped))) if stopped else None
+            )
         if verdict is None:
             return False
         with self._reporting:
             self._report_silence(of_silence(verdict, places, self.activity.rank), verdict, places)
         return True
 
-    def _report_silence(self, failure: Failure, verdict: Verdict, places: dict[int, Place]) -> None:
+    def _report_silence(
+        self, failure: Failure, verdict: SilenceVerdict, places: dict[int, Place]
+    ) -> None:
         self._accuse(failure)
         if self._failure is None or self._failure.by != self.activity.rank:
             return
         able = [rank for rank in self._others if not places[rank].is_mute]
         self._heartbeats.wait_for(lambda: all(r in self._heartbeats.stacks for r in able), LINGER)
-        known = {r: text for r, text in self._heartbeats.stacks.items() if r >= 0}
-        known[self.activity.rank] = stacks()
+        known = {**self._heartbeats.stacks, self.activity.rank: stacks()}
         write_report(self._folder, failure, places.values(), known)
         lines = [str(failure), "what waits for what:", *(f"  {line}" for line in verdict.chain)]
         lines += [

@@ -167,8 +167,11 @@ def let_cross(modules: Iterable[nn.Module], get_mesh: GetMesh | None = None) -> 
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """The tensor with pending (Partial) sums carried out."""
-    return _dtensor().settled(tensor) if is_sharded(tensor) else tensor
+    """The tensor with pending (Partial) sums carried out, and collectives that are under way waited for."""
+    if is_sharded(tensor):
+        return _dtensor().settled(tensor)
+    wait = getattr(tensor, "trigger_wait", None)  # of torch's AsyncCollectiveTensor
+    return tensor if wait is None else wait()  # type: ignore[no-any-return]
 
 
 def take_apart(tensor: Tensor) -> tuple[Tensor, Any]:

@@ -57,7 +57,8 @@ def _children(value: Any, kind: type) -> Any:
 
 def _attributes(value: Any) -> dict[str, Any]:
     if hasattr(value, "__dict__"):
-        return vars(value)
+        attributes: dict[str, Any] = vars(value)
+        return attributes
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
@@ -123,4 +124,36 @@ def _rebuilt(value: Any, kind: type, put: Callable[[Tensor], Any]) -> Any:
         twin = copy.copy(value)
         twin[:] = [replaced(child, put) for child in value]
         return twin
+    return value
+
+
+def opaque_in(value: Any) -> dict[Place, Any]:
+    """The objects inside a value that are looked into no further, such as caches, by their places."""
+    objects: dict[Place, Any] = {}
+
+    def look(value: Any, at: Place) -> None:
+        kind = type(value)
+        if isinstance(value, Tensor) or kind in _ATOMS:
+            return
+        children = _children(value, kind)
+        if children == () and not isinstance(value, tuple | list | dict):
+            objects[at] = value
+        names = value if isinstance(value, dict) else range(len(children))
+        for name, child in zip(names, children, strict=True):
+            look(child, (*at, name))
+
+    look(value, ())
+    return objects
+
+
+def without(value: Any, names: set[Any]) -> Any:
+    """A mapping or sequence with ``None`` under some names."""
+    if isinstance(value, dict):
+        twin = copy.copy(value)
+        for name in names & set(twin):
+            twin[name] = None
+        return twin
+    if isinstance(value, tuple | list):
+        items = [None if i in names else item for i, item in enumerate(value)]
+        return tuple.__new__(type(value), items) if isinstance(value, tuple) else items
     return value

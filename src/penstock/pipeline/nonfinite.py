@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime import ActionEvent, Hooks, Report
+from penstock.runtime import ActionEvent, CallReport, Hooks
 from penstock.schedule import Action, Op, Schedule
 from penstock.stage import PipelineStage
 from penstock.values import tensors_in
@@ -48,7 +48,7 @@ def find_nonfinite(
     stages: Sequence[PipelineStage],
     schedule: Schedule,
     gather: Callable[[Any], list[Any]],
-    run: Callable[[Hooks], Report],
+    run: Callable[[Hooks], CallReport],
 ) -> NonFiniteFinding | None:
     """Find the first thing that is not finite.
 

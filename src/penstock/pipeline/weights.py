@@ -88,8 +88,12 @@ class HeldWeights:
         """A context around a training step: it adds up the gradients of weights that stages share."""
         self._sharing.prepare()
         yield
-        self._sharing.check_buffers()
-        self._sharing.sum_gradients()
+        try:
+            self._sharing.check_buffers()
+            self._sharing.sum_gradients()
+        except BaseException as error:
+            # One rank alone may find that a buffer has changed; the others must hear of it.
+            raise self.ranks.fail(error) from error.__cause__
 
     @property
     def weights(self) -> StageWeights:
@@ -113,8 +117,16 @@ class WeightMethods:
     """The methods of a Pipeline that deal with weights."""
 
     _held: HeldWeights
-    leads: bool
-    siblings: Siblings
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes for all."""
+        raise NotImplementedError
+
+    @property
+    def siblings(self) -> Siblings:
+        """The pipelines beside this one."""
+        raise NotImplementedError
 
     def patient(self, seconds: float) -> AbstractContextManager[None]:
         """Let this rank take longer between two steps."""

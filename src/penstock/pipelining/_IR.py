@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
-
-from penstock.errors import PartitionError, UsageError
-from penstock.partition import Partition, Shared
-from penstock.partition.base import check_paths
-from penstock.partition.traced import (
-    Cuts,
-    Point,
-    SplitPoint,
-    TracedCut,
-    cut_traced,
-    pipe_split,
-    summary,
-)
-from penstock.pipelining._utils import CutError, PathError, PipeInfo
-from penstock.pipelining.stage import PipelineStage, build_stage
 
 # As in ``microbatch``: it knows the types that users register as trees.
+from torch.utils import _pytree as pytree
 
+from penstock.errors import UsageError
+from penstock.pipelining._utils import PipeInfo
+from penstock.pipelining.stage import PipelineStage, build_stage
+from penstock.pipelining.traced import (
+    SplitPoint,
+    TracedModel,
+    aten_pipe_split_alias,
+    cut_traced,
+    mark,
+    pipe_split,
+    points_of,
+)
 
 __all__ = [
     "PP_SUBMOD_PREFIX",
@@ -58,25 +54,36 @@ def get_submod_name(stage_idx: int) -> str:
 class SplitModel(nn.Module):
     """The stages ``submod_pp_0``, ``submod_pp_1``, …, called one after the other."""
 
-    def __init__(self, cut: TracedCut) -> None:
+    def __init__(self, model: TracedModel) -> None:
         super().__init__()
-        self._count = len(cut.modules)
-        for index, module in enumerate(cut.modules):
+        self._count = len(model.stages)
+        self._edges = model.edges
+        for index, module in enumerate(model.stages):
             self.add_module(get_submod_name(index), module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages; each value goes to the stages that use it."""
+        if self._edges is None:
+            output = self.get_submodule(get_submod_name(0))(*args, **kwargs)
+            for index in range(1, self._count):
+                passed = output if isinstance(output, tuple) else (output,)
+                output = self.get_submodule(get_submod_name(index))(*passed)
+            return output
         values: dict[str, Any] = {}
-        for index in range(self._count - 1):
-            values.update(self.get_submodule(get_submod_name(index))(values, args, kwargs))
-        return self.get_submodule(get_submod_name(self._count - 1))(values, args, kwargs)
+        for index in range(self._count):
+            stage = self.get_submodule(get_submod_name(index))
+            taken = {e.value: values[e.value] for e in self._edges if index in e.targets}
+            output = stage(**taken) if index else stage(*args, **kwargs)
+            gives = [edge.value for edge in self._edges if edge.source == index]
+            values |= {gives[0]: output} if len(gives) == 1 else output if gives else {}
+        return output
 
 
 class Pipe(nn.Module):
     """A model cut into stages, called with the model's arguments.
 
     Args:
-        cut: the traced and cut model.
+        model: the traced and cut model.
         name: the model's name.
 
     Attributes:
@@ -89,24 +96,16 @@ class Pipe(nn.Module):
 
     has_loss_and_backward = False
 
-    def __init__(self, cut: TracedCut, name: str) -> None:
+    def __init__(self, model: TracedModel, name: str) -> None:
         super().__init__()
-        self._cut, self._of = cut, name
-        self.split_gm = SplitModel(cut)
-        self.num_stages = len(cut.modules)
+        self._model, self._of = model, name
+        self.split_gm = SplitModel(model)
+        self.num_stages = len(model.stages)
         self.replicated_params = [
-            self._named(of) for of in self.partition.shared if self._spans(of)
+            {get_submod_name(stage): path for stage, path in shared.holders}
+            for shared in model.shared
+            if len(shared.stages) > 1
         ]
-
-    def _spans(self, shared: Shared) -> bool:
-        """Whether several stages use it, and it is a parameter."""
-        stage, name = shared.holders[0]
-        parameters = dict(self._cut.modules[stage].named_parameters(remove_duplicate=False))
-        return len(shared.stages) > 1 and name in parameters
-
-    @staticmethod
-    def _named(shared: Shared) -> dict[str, str]:
-        return {get_submod_name(stage): name for stage, name in shared.holders}
 
     @staticmethod
     def from_tracing(
@@ -126,7 +125,8 @@ class Pipe(nn.Module):
         Raises:
             CutError: the model cannot be traced, or cannot be cut there.
         """
-        return _traced(mod, example_args, example_kwargs, Cuts(policy=split_policy))
+        model = cut_traced(mod, example_args, example_kwargs, {}, split_policy)
+        return Pipe(model, type(mod).__name__)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The values of the model's output as a flat tuple, computed stage by stage.
@@ -134,11 +134,6 @@ class Pipe(nn.Module):
         ``split_gm`` gives the output in the model's own structure.
         """
         return tuple(pytree.tree_leaves(self.split_gm(*args, **kwargs)))
-
-    @property
-    def partition(self) -> Partition:
-        """The stages and the values between them, for ``penstock.Pipeline(stages=...)``."""
-        return self._cut.partition
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
         """The module of a stage.
@@ -148,12 +143,12 @@ class Pipe(nn.Module):
         """
         if not 0 <= stage_idx < self.num_stages:
             raise UsageError(f"stage {stage_idx} of {self.num_stages}: stages count from 0")
-        return self._cut.modules[stage_idx]
+        return self._model.stages[stage_idx]
 
     def info(self) -> PipeInfo:
         """What :func:`build_stage` needs to know."""
-        graph = self._cut.traces.first.exported.graph
-        return PipeInfo(graph, self.num_stages, shared=self.partition.shared)
+        model = self._model
+        return PipeInfo(model.graph, self.num_stages, shared=model.shared, edges=model.edges)
 
     def build_stage(
         self, stage_index: int, device: torch.device | str, group: Any = None
@@ -165,22 +160,15 @@ class Pipe(nn.Module):
 
     def print_readable(self) -> None:
         """Print the code of each stage."""
-        for module in self._cut.modules:
-            module.graph_module.print_readable()
+        for stage in self._model.stages:
+            stage.print_readable()
 
     def __repr__(self) -> str:
-        return f"Pipe of {self._of}, {self.num_stages} stages\n{summary(self._cut)}"
-
-
-def _traced(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, cuts: Cuts
-) -> Pipe:
-    """Trace and cut a model. As in torch, ranks after the first need not be given the batch."""
-    try:
-        cut = cut_traced(model, args, kwargs, replace(cuts, arguments_travel=True))
-    except PartitionError as error:
-        raise CutError(str(error)) from error
-    return Pipe(cut, type(model).__name__)
+        sizes = [sum(p.numel() for p in stage.parameters()) for stage in self._model.stages]
+        rows = [f"  stage {index}: {size} parameters" for index, size in enumerate(sizes)]
+        edges = self._model.edges or ()
+        skips = [f"  stage {e.source} gives {e.value} to {list(e.targets)}" for e in edges]
+        return "\n".join([f"Pipe of {self._of}, {self.num_stages} stages", *rows, *skips])
 
 
 # ---- where to cut
@@ -215,7 +203,7 @@ def pipeline(
     if not isinstance(mb_args, tuple):
         raise UsageError(f"mb_args must be a tuple of arguments, not a {type(mb_args).__name__}")
     points = points_of(module, split_spec or {})
-    pipe = _traced(module, mb_args, mb_kwargs, Cuts(points, policy=split_policy))
+    pipe = Pipe(cut_traced(module, mb_args, mb_kwargs, points, split_policy), type(module).__name__)
     if split_spec is None and pipe.num_stages == 1:
         warnings.warn(
             f"no split point in the {type(module).__name__}: it is one stage. Name modules in split_spec, "
@@ -237,48 +225,11 @@ def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Non
         PathError: there is no module of that path.
         UsageError: something else than a :class:`SplitPoint`.
     """
-    for point in points_of(mod, spec):
-        module = mod.get_submodule(point.path)
-        if point.where is SplitPoint.BEGINNING:
-            module.register_forward_pre_hook(_split_here, prepend=True)
-        else:
-            module.register_forward_hook(_split_here)
-
-
-def _split_here(*_: Any) -> None:
-    pipe_split()
-
-
-def points_of(model: nn.Module, spec: Mapping[str, SplitPoint]) -> tuple[Point, ...]:
-    """The places that a split spec names.
-
-    Raises:
-        PathError: there is no module of that path.
-        UsageError: something else than a :class:`SplitPoint`.
-    """
-    points = tuple(_point(path, where) for path, where in spec.items())
-    try:
-        check_paths(model, spec)
-    except PartitionError as error:
-        raise PathError(str(error)) from error
-    return points
-
-
-def _point(path: str, where: Any) -> Point:
-    # By name, so that torch's own SplitPoint is accepted too.
-    name = getattr(where, "name", where)
-    if name not in SplitPoint.__members__:
-        raise UsageError(
-            f"split_spec[{path!r}] is {where!r}: must be SplitPoint.BEGINNING or SplitPoint.END"
-        )
-    return Point(path, SplitPoint[name])
+    for path, where in points_of(mod, spec).items():
+        mark(mod.get_submodule(path), where)
 
 
 # ---- what else torch has here
-
-
-# The call that a split policy puts into a graph, or finds in one.
-aten_pipe_split_alias = torch.ops.penstock.split.default
 
 
 class PipeSplitWrapper:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
+from penstock.pipeline.plan import AHEAD
 from penstock.pipelining._utils import CallError
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
     Order,
     Row,
+    add_messages,
     add_reductions,
     add_unshards,
     microbatches_of,
@@ -28,7 +30,6 @@ from penstock.pipelining.schedules import (
     get_schedule_class,
 )
 from penstock.pipelining.stage import StageBase
-from penstock.pipelining.turns import add_messages, defer_receives
 from penstock.schedule import Action, Costs, Span, Timeline, draw_svg, draw_text, simulate
 from penstock.schedule.base import flat
 
@@ -71,7 +72,7 @@ def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
         num_stages_per_rank: by default 1 for schedules with one stage per rank, otherwise 2.
         add_spacing: whether ``None`` stands for steps in which a rank idles.
         with_comms: whether to include messages, gathering of parameters, and reductions.
-        defer_pp_recv: with messages, whether receives stand just before the actions that use them.
+        defer_pp_recv: with messages, whether receives are posted as late as possible.
 
     Raises:
         ValueError: both spacing and messages were asked for, there is no such schedule, or it cannot have
@@ -109,8 +110,7 @@ def _order(chosen: Any, ranks: int, microbatches: int, each: int | None) -> Orde
 def _lowered(order: Order, microbatches: int, defer: bool) -> Order:
     rank_of = schedule_of(order, stages_of(order), microbatches).placement.rank_of
     whole = {r: add_reductions(add_unshards(row), microbatches) for r, row in order.items()}
-    found = add_messages(whole, rank_of.__getitem__, len(rank_of))
-    return defer_receives(found, rank_of.__getitem__) if defer else found
+    return add_messages(whole, rank_of.__getitem__, len(rank_of), ahead=1 if defer else AHEAD)
 
 
 def add_schedule_op_spacing(

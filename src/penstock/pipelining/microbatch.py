@@ -234,13 +234,13 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
     Args:
         chunks: one for each microbatch.
         chunk_spec: for each leaf a :class:`TensorChunkSpec` or a reducer; with any other value, all chunks
-            must have equal leaves. ``None`` concatenates everything along dimension 0.
+            must have equal leaves. ``None`` concatenates all tensors along dimension 0.
 
     Raises:
         ChunkError: the chunks do not fit the spec, values differ, or DTensors are placed differently.
     """
     leaves, tree = pytree.tree_flatten(chunks[0])
-    specs: list[Any] = [TensorChunkSpec(DEFAULT_CHUNK_DIM)] * len(leaves)
+    specs: list[Any] = list(pytree.tree_leaves(_default_specs(leaves)))
     if chunk_spec is not None:
         specs, tree = pytree.tree_flatten(chunk_spec)
     rows = [pytree.tree_flatten(chunk)[0] for chunk in chunks]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.errors import InputFileError, ScheduleError
-from penstock.pipeline.plan import prove
+from penstock.pipeline.plan import AHEAD, prove
 from penstock.pipelining._utils import PlacementError, RowsError
 from penstock.schedule import (
     Action,
@@ -18,6 +18,7 @@ from penstock.schedule import (
     Overlap,
     Placement,
     Schedule,
+    add_communication,
     from_csv,
     merge_backward,
     parse_action,
@@ -258,6 +259,28 @@ def add_unshards(compute_actions: Row, max_active_stages: int = 3) -> list[Actio
 def add_reductions(actions: Row, n_microbatches: int) -> list[ActionTuple | None]:
     """Add the actions that reduce the gradients of a rank's stages, after their last microbatch."""
     return _passed(actions, reduce_gradients)
+
+
+def add_messages(
+    compute_actions: Order,
+    stage_to_rank: Callable[[int], int],
+    num_stages: int,
+    ahead: int = AHEAD,
+) -> dict[int, list[ActionTuple | None]]:
+    """Add every send and receive, in an order that cannot hang.
+
+    Args:
+        compute_actions: each rank's actions, by rank.
+        stage_to_rank: the rank of a stage.
+        num_stages: how many stages there are.
+        ahead: how many receives of a channel are posted ahead.
+
+    Raises:
+        PlacementError: the actions cannot complete.
+    """
+    rank_of = [stage_to_rank(stage) for stage in range(num_stages)]
+    schedule = proven(schedule_on(compute_actions, rank_of, microbatches_of(compute_actions)))
+    return to_order(add_communication(schedule, ahead=ahead).programs)
 
 
 def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTuple | None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from penstock.errors import MicrobatchError, PenstockError, UsageError
-from penstock.pipeline.calls import before_first
-from penstock.pipeline.plan import prove
+from penstock.errors import MicrobatchError, PenstockError, SpecError, UsageError
+from penstock.faults import Patience
+from penstock.pipeline.pipeline import before_first
+from penstock.pipeline.plan import Plan, prove
+from penstock.pipeline.setup import connect, set_up
+from penstock.pipeline.weights import HeldWeights
 from penstock.pipelining._utils import CallError, PlacementError
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
@@ -31,13 +35,16 @@ from penstock.pipelining.rows import (
     proven,
     read_rows,
     schedule_of,
+    to_entry,
     to_order,
+    to_tuple,
 )
-from penstock.pipelining.runner import CUSTOM_OPS, Custom, Runner, batch_of
 from penstock.pipelining.stage import StageBase
-from penstock.pipelining.turns import count_steps
+from penstock.runtime import Call, Loss, Report, Runner
 from penstock.schedule import (
+    Action,
     Op,
+    Overlap,
     Schedule,
     build,
     compute_only,
@@ -45,7 +52,132 @@ from penstock.schedule import (
     reduce_gradients,
     to_csv,
 )
-from penstock.step import Loss
+from penstock.schedule.action import OVERLAPPED
+from penstock.transport import Transport
+from penstock.values import Batch, Microbatch, check_plain, tensors_in
+
+Custom = Callable[[ActionTuple, Any], None]
+CUSTOM_OPS = frozenset(
+    {op.value for op in (Op.F, Op.B, Op.I, Op.W, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)}
+    | {OVERLAPPED}
+)
+"""The kinds of work that a custom function may do."""
+MEETING = 300.0
+"""Seconds in which all ranks must begin their first step; before it, each may take as long as it likes."""
+
+
+# ---- the engine under a schedule
+
+
+class Engine:
+    """The runner of one schedule, and how its custom functions reach the interpreter.
+
+    All processes of the group make it together.
+
+    Args:
+        schedule: of a training step.
+        stages: those of this process.
+        transport: this rank's end; None if all stages are in this process.
+    """
+
+    def __init__(
+        self, schedule: Schedule, stages: Sequence[Any], transport: Transport | None
+    ) -> None:
+        edges = next((stage.edges for stage in stages if stage.edges is not None), None)
+        self.schedule = schedule
+        self._stages = stages
+        self._plan = Plan(schedule, schedule.ranks, schedule.stages, schedule.microbatches, edges)
+        with set_up(transport):
+            self._runner = Runner(stages, self._plan.proven, transport, by_rank=True)
+            shared = next((stage.shared for stage in stages if stage.shared), ())
+            rank_of = schedule.placement.rank_of
+            self._weights = HeldWeights(stages, self._runner, shared, rank_of)
+        pairs = [e for row in schedule.programs for e in row if isinstance(e, Overlap)]
+        self._pairs = {action: pair for pair in pairs for action in (pair.forward, pair.backward)}
+
+    def run(self, call: Call) -> Report:
+        """Carry out a step; the batch's own gradients go to the caller's tensors."""
+        with self._weights.training() if call.trains else nullcontext():
+            report = self._runner.run(call)
+        if report.batch_gradients:
+            tensors, gradients = zip(*report.batch_gradients, strict=True)
+            torch.autograd.backward(tensors, gradients)
+        return report
+
+    def replace(self, custom: Mapping[str, Custom], context: Any) -> None:
+        """Let custom functions do their kinds of work in the next step."""
+        functions = {
+            Op(name): partial(self._call, function, context)
+            for name, function in custom.items()
+            if name != OVERLAPPED
+        }
+        if OVERLAPPED in custom:
+            for op in (Op.F, Op.B, Op.I):
+                alone = functions.get(op, self._runner.interpreter.perform)
+                functions[op] = partial(self._call_pair, custom[OVERLAPPED], context, alone)
+        self._runner.interpreter.replace(functions)
+
+    def _call(self, function: Custom, context: Any, entry: Action | Overlap) -> None:
+        """Call a custom function; the stages here then do what it asks them for."""
+
+        def perform(action: ActionTuple) -> None:
+            asked = to_entry(action)
+            assert isinstance(asked, Action)
+            self._runner.interpreter.perform(asked)
+
+        for stage in self._stages:
+            stage.bind(perform)
+        try:
+            function(to_tuple(entry), context)
+        finally:
+            for stage in self._stages:
+                stage.bind(None)
+
+    def _call_pair(
+        self, function: Custom, context: Any, alone: Callable[[Action], None], action: Action
+    ) -> None:
+        """Do an overlapped pair when its backward is due: what both need is there then."""
+        pair = self._pairs.get(action)
+        if pair is None:
+            alone(action)
+        elif action == pair.backward:
+            self._call(function, context, pair)
+
+
+def batch_of(arg_mbs: list[Any], kwarg_mbs: list[Any], targets: list[Any] | None) -> Batch:
+    """The microbatches that this process was given."""
+    parts = None
+    if any(arg_mbs) or any(kwarg_mbs):
+        pairs = zip(arg_mbs, kwarg_mbs, strict=True)
+        parts = [_part(args, kwargs) for args, kwargs in pairs]
+    sizes = [_sizes(of) for of in (arg_mbs if parts else None, targets) if of is not None]
+    # The samples of each microbatch matter only if they differ.
+    unlike = [counts for counts in sizes if counts is not None and len(set(counts)) > 1]
+    return Batch(parts, targets, unlike[0] if unlike else None, len(arg_mbs))
+
+
+def _part(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Microbatch:
+    """A microbatch; what cannot be described to other ranks, such as a block mask, stays local."""
+    local = {name: value for name, value in kwargs.items() if not _describable(value)}
+    told = {name: value for name, value in kwargs.items() if name not in local}
+    return Microbatch(tuple(args), told, 0, local=local)
+
+
+def _describable(value: Any) -> bool:
+    try:
+        check_plain(value, "")
+    except SpecError:
+        return False
+    return True
+
+
+def _sizes(parts: Sequence[Any]) -> list[int] | None:
+    first = [next(iter(tensors_in(part)), None) for part in parts]
+    sizes = [len(tensor) for tensor in first if tensor is not None and tensor.dim()]
+    return sizes if len(sizes) == len(parts) else None
+
+
+# ---- the schedule that users make
 
 
 @dataclass
@@ -69,8 +201,8 @@ class PipelineContext:
     @property
     def stages(self) -> list[StageBase]:
         """The stages of this process."""
-        found: list[StageBase] = self.schedule_ref.stages
-        return found
+        stages: list[StageBase] = self.schedule_ref.stages
+        return stages
 
 
 class Arrived:
@@ -104,6 +236,10 @@ class PipelineSchedule:
 
     recipe: ClassVar[str | None] = None
     """The name of Penstock's schedule."""
+    checks: ClassVar[tuple[Callable[[Any], None], ...]] = ()
+    """What it asks of stages and microbatches."""
+    trains: ClassVar[bool] = True
+    """Whether a loss means that there is a backward."""
 
     def __init__(  # noqa: PLR0913 - torch's arguments
         self,
@@ -125,14 +261,15 @@ class PipelineSchedule:
         self._kwargs_chunk_spec = kwargs_chunk_spec
         self._output_merge_spec = output_merge_spec
         self.scale_grads = scale_grads
-        self._has_backward = loss_fn is not None
+        self._has_backward = self.trains and loss_fn is not None
         self._requires_autograd = True
         self._internal_losses: list[Tensor] = []
         self._engine_runs = False
         self._prepared: bool | None = None
         self._custom: dict[str, Custom] = {}
         self._schedule: Schedule | None = None
-        self._runner: Runner | None = None
+        self._engine: Engine | None = None
+        self._transport: Transport | None = None
         self._order: dict[int, list[ActionTuple | None]] | None = None
         self.fwd_recv_ops: Any = Arrived()
         self.bwd_recv_ops: Any = Arrived()
@@ -172,7 +309,7 @@ class PipelineSchedule:
     def stage_index_to_group_rank(self, rank_of: dict[int, int]) -> None:
         if self._schedule is None and not self._order:
             for stage in self._stages:
-                stage.place(rank_of)
+                stage.stage_index_to_group_rank = dict(rank_of)
         elif rank_of != self.stage_index_to_group_rank:
             raise PlacementError(
                 f"stages on ranks {rank_of}, but the actions have them on {self.stage_index_to_group_rank}"
@@ -243,6 +380,8 @@ class PipelineSchedule:
         """Build the schedule that the class is named after."""
         if self.recipe is None:
             return
+        for check in self.checks:
+            check(self)
         each, left = divmod(self._num_stages, self.pp_group_size)
         if left:
             raise PlacementError(
@@ -264,11 +403,6 @@ class PipelineSchedule:
     def _calculate_single_rank_operations(self, rank: int) -> list[ActionTuple | None]:
         """A rank's actions."""
         return self.pipeline_order[rank]
-
-    def _simulate(self) -> dict[int, list[ActionTuple | None]]:
-        """Each rank's actions by step, with their messages; see :func:`count_steps`."""
-        rank_of = self.schedule.placement.rank_of
-        return count_steps(self.pipeline_order_with_comms, rank_of.__getitem__, self._num_stages)
 
     # ---- running
 
@@ -300,7 +434,8 @@ class PipelineSchedule:
         if self._has_backward and self._requires_autograd and not torch.is_grad_enabled():
             raise CallError("step needs gradients; under torch.no_grad() call eval")
         self._follow_count()
-        for stage in self._stages:
+        stages: Sequence[Any] = self._stages
+        for stage in stages:
             stage.start(self._placement(), self._n_microbatches, trains=self._has_backward)
         try:
             arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
@@ -315,7 +450,7 @@ class PipelineSchedule:
         self._step_microbatches(
             arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
         )
-        last = next((stage for stage in self._stages if stage.is_last), None)
+        last: Any = next((stage for stage in self._stages if stage.is_last), None)
         if last is None or not return_outputs:
             return None
         return self._merge_outputs(last.output_chunks)
@@ -328,7 +463,8 @@ class PipelineSchedule:
         """
         told = error if isinstance(error, PenstockError) else before_first(error)
         try:
-            self._current_runner().refuse(told, trains=self._has_backward)
+            call = Call(Batch(), trains=self._has_backward, refusal=told)
+            self._current_engine().run(call)
         except PenstockError:
             if told is error:
                 raise
@@ -363,20 +499,34 @@ class PipelineSchedule:
             loss_kwargs: more arguments for ``loss_fn``.
         """
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        context = PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
-        trains = self._has_backward
-        check_trains(self.schedule, wanted=trains)
-        loss = self._loss(loss_kwargs, trains, target_mbs)
-        runner, self._engine_runs = self._current_runner(), True
+        check_trains(self.schedule, wanted=self._has_backward)
+        loss = self._loss(loss_kwargs) if self._has_backward else None
+        engine, self._engine_runs = self._current_engine(), True
+        engine.replace(self._custom, PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses))
+        call = Call(
+            batch_of(arg_mbs, kwarg_mbs, target_mbs), loss, trains=self._has_backward, keep=True
+        )
         try:
-            batch = batch_of(arg_mbs, kwarg_mbs, target_mbs)
-            found, outputs = runner.run(batch, loss, self._custom, context, trains=trains)
+            report = engine.run(call)
         finally:
             self._engine_runs = False
-        for stage in self._stages:
-            stage.end(outputs if stage.is_last and return_outputs else ())
-        if losses is not None and any(stage.is_last for stage in self._stages):
-            losses[:] = found
+        last: Any = next((stage for stage in self._stages if stage.is_last), None)
+        if last is None:
+            return
+        if return_outputs:
+            last.output_chunks[:] = report.kept
+        if losses is not None:
+            losses[:] = report.losses or self._losses_of(report.kept, target_mbs, loss_kwargs)
+
+    def _losses_of(
+        self, outputs: Sequence[Any], targets: Sequence[Any] | None, more: dict[str, Any] | None
+    ) -> list[Tensor]:
+        """The losses of an evaluation."""
+        if targets is None or self._loss_fn is None:
+            return []
+        function = self._loss(more).function
+        with torch.no_grad():
+            return [function(x, target) for x, target in zip(outputs, targets, strict=True)]
 
     def _follow_count(self) -> None:
         """Build the schedule again if ``_n_microbatches`` was changed: people set it between steps."""
@@ -388,18 +538,20 @@ class PipelineSchedule:
         """The rank of each stage, if a schedule places them."""
         return self._schedule.placement.rank_of if self._schedule else None
 
-    def _loss(self, more: dict[str, Any] | None, trains: bool, target: Any) -> Loss | None:
-        last = any(stage.is_last for stage in self._stages)
-        if self._loss_fn is None or (last and target is None and not trains):
-            return None
+    def _loss(self, more: dict[str, Any] | None) -> Loss:
         function = partial(self._compute_loss, loss_kwargs=more) if more else self._compute_loss
         return Loss(function, "mean" if self.scale_grads else "sum")
 
-    def _current_runner(self) -> Runner:
-        """The runner; a new one if the schedule or a stage's module was replaced."""
-        if self._runner is None or not self._runner.serves(self.schedule, self._stages):
-            self._runner = Runner(self.schedule, self._stages)
-        return self._runner
+    def _current_engine(self) -> Engine:
+        """What runs the steps; a new one if the schedule was replaced."""
+        schedule = self.schedule
+        if self._engine is None or self._engine.schedule is not schedule:
+            if self.pp_group_size > 1 and self._transport is None:
+                stage: Any = self._stages[0]
+                patience = Patience(rendezvous_timeout=MEETING)
+                self._transport = connect(stage.device, stage.group, None, patience)
+            self._engine = Engine(schedule, self._stages, self._transport)
+        return self._engine
 
     # ---- the parts of a step that a subclass may override
 
@@ -472,9 +624,10 @@ class PipelineSchedule:
         if self._prepared is self._has_backward:
             return
         self._prepared = self._has_backward
-        given: Any = None
-        for stage in sorted(self._stages, key=lambda stage: stage.stage_index):
-            given = stage.agree(self._n_microbatches, args if stage.is_first else given, kwargs)
+        stages: list[Any] = sorted(self._stages, key=lambda stage: stage.stage_index)
+        layout: Any = None
+        for stage in stages:
+            layout = stage.agree(self._n_microbatches, args if stage.is_first else layout, kwargs)
 
     _initialize_stages = _initialize_stage
 

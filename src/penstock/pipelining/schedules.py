@@ -23,6 +23,7 @@ from penstock.pipelining.microbatch import (
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
+    add_messages,
     add_reductions,
     add_unshards,
     check_computes,
@@ -31,19 +32,8 @@ from penstock.pipelining.rows import (
     format_order,
     merge_halves,
 )
-from penstock.pipelining.runner import Custom
-from penstock.pipelining.running import PipelineContext, PipelineSchedule
+from penstock.pipelining.running import Custom, PipelineContext, PipelineSchedule
 from penstock.pipelining.stage import PipelineStage, StageBase
-from penstock.pipelining.turns import (
-    add_messages,
-    completes_weights,
-    count_steps,
-    defer_receives,
-    interleaved_row,
-    span_name,
-    warm_up,
-    write_trace,
-)
 
 __all__ = [
     "InferenceMode",
@@ -65,19 +55,15 @@ __all__ = [
     "split_args_kwargs_into_chunks",
 ]
 
-FORWARD = ComputationType.FORWARD
-BACKWARD_INPUT = ComputationType.BACKWARD_INPUT
-BACKWARD_WEIGHT = ComputationType.BACKWARD_WEIGHT
-FULL_BACKWARD = ComputationType.FULL_BACKWARD
+FORWARD = F = ComputationType.FORWARD
+BACKWARD_INPUT = I = ComputationType.BACKWARD_INPUT  # noqa: E741 - torch's name
+BACKWARD_WEIGHT = W = ComputationType.BACKWARD_WEIGHT
+FULL_BACKWARD = B = ComputationType.FULL_BACKWARD
 OVERLAP_F_B = ComputationType.OVERLAP_F_B
-UNSHARD = ComputationType.UNSHARD
-RESHARD = ComputationType.RESHARD
+UNSHARD, RESHARD = ComputationType.UNSHARD, ComputationType.RESHARD
 REDUCE_GRAD = ComputationType.REDUCE_GRAD
-SEND_F = ComputationType.SEND_F
-RECV_F = ComputationType.RECV_F
-SEND_B = ComputationType.SEND_B
-RECV_B = ComputationType.RECV_B
-F, I, W, B = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD  # noqa: E741 - torch's names
+SEND_F, RECV_F = ComputationType.SEND_F, ComputationType.RECV_F
+SEND_B, RECV_B = ComputationType.SEND_B, ComputationType.RECV_B
 
 _Action = ActionTuple
 _ComputationType = ComputationType
@@ -89,20 +75,47 @@ _PipelineStageBase = StageBase
 _add_reduce_grad = add_reductions
 _add_send_recv = add_messages
 _add_unshard_reshard = add_unshards
-_defer_recv_ops = defer_receives
 _format_pipeline_order = format_order
 _merge_bw = merge_halves
-_simulate_comms_compute = count_steps
-_dump_chrometrace = write_trace
-_get_1f1b_rank_ops = interleaved_row
-_get_profiler_function_name = span_name
-_get_warmup_ops = warm_up
-_requires_reduce_grad = completes_weights
 _split_tensor = split_tensor
 _validate_schedule = check_order
 _wait_batch_p2p = wait_all
 _batch_p2p = start
 _sorted_batch_p2p = start_by_peer
+
+
+# ---- what a recipe may ask for; each is a ValueError where it is not so
+
+
+def check_enough(schedule: PipelineSchedule) -> None:
+    """Check that there are as many microbatches as stages."""
+    microbatches, stages = schedule._n_microbatches, schedule._num_stages
+    if microbatches < stages:
+        raise UsageError(
+            f"{microbatches} microbatches for {stages} stages: there must be at least as many "
+            "microbatches as stages"
+        )
+
+
+def check_two(schedule: PipelineSchedule) -> None:
+    """Check that there are two stages per rank."""
+    if len(schedule.stages) != 2:
+        raise UsageError(
+            f"this schedule needs exactly 2 stages per rank, not {len(schedule.stages)}"
+        )
+
+
+def count_rounds(schedule: Any) -> None:
+    """Count the rounds of the ranks in which microbatches go."""
+    microbatches, ranks = schedule._n_microbatches, schedule.pp_group_size
+    rounds = max(1, microbatches // ranks)
+    if microbatches % rounds:
+        raise UsageError(
+            f"{microbatches} microbatches cannot be divided into {rounds} equal rounds; use a multiple of "
+            f"the number of rounds, such as {rounds * ranks}"
+        )
+    schedule.number_of_rounds = rounds
+    schedule.microbatches_per_round = microbatches // rounds
 
 
 # ---- one stage per rank
@@ -137,12 +150,8 @@ class PipelineScheduleSingle(PipelineSchedule):
 class ScheduleForwardOnly(PipelineScheduleSingle):
     """All forwards, and no loss."""
 
-    recipe = "forward-only"
-
-    def _build(self) -> None:
-        # Even if a loss was given, as code that makes any schedule may do.
-        self._has_backward = False
-        super()._build()
+    # Even if a loss was given, as code that makes any schedule may do.
+    recipe, trains = "forward-only", False
 
     def _step_microbatches(
         self,
@@ -165,30 +174,9 @@ class ScheduleGPipe(PipelineScheduleSingle):
 
 
 class Schedule1F1B(PipelineScheduleSingle):
-    """One forward, one backward, after a warm-up.
+    """One forward, one backward, after a warm-up; at least as many microbatches as stages."""
 
-    Raises:
-        ValueError: fewer microbatches than stages.
-    """
-
-    recipe = "1F1B"
-
-    def _build(self) -> None:
-        check_enough(self._n_microbatches, self._num_stages)
-        super()._build()
-
-
-def check_enough(microbatches: int, stages: int) -> None:
-    """Check that there are as many microbatches as stages.
-
-    Raises:
-        UsageError: there are fewer.
-    """
-    if microbatches < stages:
-        raise UsageError(
-            f"{microbatches} microbatches for {stages} stages: there must be at least as many "
-            "microbatches as stages"
-        )
+    recipe, checks = "1F1B", (check_enough,)
 
 
 _ScheduleForwardOnly = ScheduleForwardOnly
@@ -250,10 +238,10 @@ class PipelineScheduleMulti(PipelineSchedule):
         if self.recipe is None or not all(hasattr(stage, "submod") for stage in self._stages):
             return
         expected = list(self.schedule.placement.stages_on(self.rank))
-        given = sorted(stage.stage_index for stage in self._stages if stage.submod is not None)
-        if given and given != expected:
+        held = sorted(stage.stage_index for stage in self._stages if stage.submod is not None)
+        if held and held != expected:
             raise PlacementError(
-                f"rank {self.rank} holds stages {given}; {self.recipe} places {expected} there"
+                f"rank {self.rank} holds stages {held}; {self.recipe} places {expected} there"
             )
 
     def _prepare_schedule_with_comms(
@@ -346,77 +334,28 @@ class _Named(ScheduleRuntime):
         )
 
 
-class _InRounds(_Named):
-    """A schedule whose microbatches go in rounds of the ranks."""
+class ScheduleInterleaved1F1B(_Named):
+    """1F1B over several stages per rank (arXiv:2104.04473); microbatches in even rounds of the ranks."""
 
-    def _build(self) -> None:
-        self.number_of_rounds = _rounds(self._n_microbatches, self.pp_group_size)
-        self.microbatches_per_round = self._n_microbatches // self.number_of_rounds
-        super()._build()
+    recipe, checks = "Interleaved1F1B", (count_rounds,)
 
 
-class ScheduleInterleaved1F1B(_InRounds):
-    """1F1B over several stages per rank (arXiv:2104.04473).
+class ScheduleInterleavedZeroBubble(_Named):
+    """Interleaved 1F1B with backward in halves (arXiv:2401.10241); microbatches in even rounds."""
 
-    Raises:
-        ValueError: the microbatches do not come out even in rounds of the ranks.
-    """
-
-    recipe = "Interleaved1F1B"
-
-
-class ScheduleInterleavedZeroBubble(_InRounds):
-    """Interleaved 1F1B with backward in halves (arXiv:2401.10241).
-
-    Raises:
-        ValueError: the microbatches do not come out even in rounds of the ranks.
-    """
-
-    recipe = "InterleavedZeroBubble"
-
-
-def _rounds(microbatches: int, ranks: int) -> int:
-    rounds = max(1, microbatches // ranks)
-    if microbatches % rounds:
-        raise UsageError(
-            f"{microbatches} microbatches cannot be divided into {rounds} equal rounds; use a multiple of "
-            f"the number of rounds, such as {rounds * ranks}"
-        )
-    return rounds
+    recipe, checks = "InterleavedZeroBubble", (count_rounds,)
 
 
 class ScheduleZBVZeroBubble(_Named):
-    """Zero bubble on stages placed in a V (arXiv:2401.10241), two per rank.
+    """Zero bubble on stages placed in a V (arXiv:2401.10241), two per rank."""
 
-    Raises:
-        ValueError: another number of stages per rank.
-    """
-
-    recipe = "ZB-V"
-
-    def _build(self) -> None:
-        _check_two(self._stages)
-        super()._build()
+    recipe, checks = "ZB-V", (check_two,)
 
 
 class ScheduleDualPipeV(_Named):
-    """DualPipe on stages placed in a V (arXiv:2412.19437), two per rank.
+    """DualPipe on stages placed in a V (arXiv:2412.19437), two per rank; a microbatch per stage or more."""
 
-    Raises:
-        ValueError: another number of stages per rank, or fewer microbatches than stages.
-    """
-
-    recipe = "DualPipeV"
-
-    def _build(self) -> None:
-        _check_two(self._stages)
-        check_enough(self._n_microbatches, self._num_stages)
-        super()._build()
-
-
-def _check_two(stages: Sequence[StageBase]) -> None:
-    if len(stages) != 2:
-        raise UsageError(f"this schedule needs exactly 2 stages per rank, not {len(stages)}")
+    recipe, checks = "DualPipeV", (check_two, check_enough)
 
 
 _CLASSES: dict[str, type[PipelineSchedule]] = {
@@ -441,7 +380,7 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     Raises:
         ValueError: there is none of that name.
     """
-    for name, found in _CLASSES.items():
+    for name, kind in _CLASSES.items():
         if name.lower() == schedule_name.lower():
-            return found
+            return kind
     raise ScheduleError(f"no schedule {schedule_name!r}; there are {', '.join(_CLASSES)}")

@@ -1,4 +1,4 @@
-"""Pipeline stages with torch's name and arguments, built on Penstock's own."""
+"""torch's stage: the engine's, with torch's constructor and the methods to drive it by hand."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock import stage as engine
 from penstock.backward import stage_backward, stage_backward_input, stage_backward_weight
 from penstock.errors import UsageError
-from penstock.parallel import group_of, let_cross, seat
+from penstock.parallel import adapter_of, gathered, group_of, let_cross, seat
 from penstock.partition import Shared
 from penstock.pipelining._debug import map_debug_info
 from penstock.pipelining._utils import (
@@ -20,74 +21,24 @@ from penstock.pipelining._utils import (
     PipeInfo,
     PipeliningMetadataError,
     PlacementError,
-    TensorMeta,
-    extract_tensor_meta,
-    extract_tensor_metas,
     flatten_args,
     generate_stage_to_rank_mapping,
-    to_local_if_dtensor,
     validate_and_normalize_to_tuple,
-    validate_static_arg_grad_correspondence,
-    validate_tensors_metadata,
 )
-from penstock.pipelining.by_hand import ByHand, P2POp, Wires
+from penstock.pipelining.by_hand import (
+    Neighbour,
+    P2POp,
+    arrived,
+    check_fits,
+    infer_layout,
+    take,
+    value_layout,
+)
 from penstock.pipelining.rows import ActionTuple, ComputationType
 from penstock.stage import Gradients
-from penstock.stage import PipelineStage as OwnStage
-from penstock.values import flatten
-
-# ---- Penstock's stage as it is used here, and one whose weights' half of backward is the user's
-
+from penstock.values import Layout, flatten, tensors_in
 
 Build = Callable[[], Callable[[], object]]
-
-
-class HeldStage(OwnStage):
-    """A stage that takes not only a tuple but also a list as several arguments."""
-
-    spread = (tuple, list)
-
-
-class OwnWeights(HeldStage):
-    """A stage for which the user computes a part of the weights' half; autograd does the rest before.
-
-    Args:
-        args: of the stage.
-        build: called after each microbatch's backward; returns the function that does the rest.
-    """
-
-    def __init__(self, *args: Any, build: Build) -> None:
-        super().__init__(*args)
-        self._build = build
-        self._put_off: dict[int, Callable[[], object]] = {}
-
-    def backward(self, microbatch: int, output_grads: Sequence[Tensor | None] | None) -> Gradients:
-        """Full backward of a microbatch."""
-        found = super().backward(microbatch, output_grads)
-        self._build()()
-        return found
-
-    def backward_input(
-        self, microbatch: int, output_grads: Sequence[Tensor | None] | None
-    ) -> Gradients:
-        """The inputs' half; the user's part is made, but put off."""
-        found = super().backward(microbatch, output_grads)
-        self._put_off[microbatch] = self._build()
-        return found
-
-    def backward_weight(self, microbatch: int) -> None:
-        """The weights' half, which is the user's part."""
-        self._put_off.pop(microbatch)()
-
-    def clear(self) -> None:
-        """Drop whatever microbatches have left here."""
-        super().clear()
-        self._put_off.clear()
-
-
-# ---- what schedules need of a stage
-
-
 Perform = Callable[[ActionTuple], Any]
 """Carries out an action of the running step."""
 
@@ -116,89 +67,14 @@ class StageBase:
     submod: Any = None
     stage_index: int = 0
     num_stages: int = 1
-    device: torch.device = torch.device("cpu")
     group: Any = None
     group_rank: int = 0
     group_size: int = 1
     edges: Any = None
     shared: Sequence[Shared] = ()
-    dw_builder: Any = None
     chunks: int | None = None
     has_backward: bool = False
-
-    def __init__(
-        self,
-        submodule: nn.Module,
-        stage_index: int,
-        num_stages: int,
-        device: torch.device | str,
-        group: Any = None,
-        dw_builder: Build | None = None,
-    ) -> None:
-        if not 0 <= stage_index < num_stages:
-            raise UsageError(f"stage index {stage_index} is out of range of {num_stages} stages")
-        self.submod = submodule
-        self.stage_index = stage_index
-        self.num_stages = num_stages
-        self.device = torch.device(device)
-        self.group = group_of(group)
-        self.group_rank, self.group_size = seat(self.group)
-        if self.group_size > num_stages:
-            raise PlacementError(
-                f"{self.group_size} processes cannot run {num_stages} stages; each needs at least one"
-            )
-        self.dw_builder = dw_builder
-        self.stage_index_to_group_rank = generate_stage_to_rank_mapping(self.group_size, num_stages)
-        self.output_chunks: list[Any] = []
-        self.log_prefix = f"[Stage {stage_index}]"
-
-    def own(self) -> OwnStage:
-        """Penstock's stage.
-
-        Raises:
-            CallError: this stage has no module to run.
-        """
-        raise CallError(f"a {type(self).__name__} has nothing to run; make a PipelineStage")
-
-    def place(self, rank_of: Mapping[int, int]) -> None:
-        """Set the rank of each stage."""
-        self.stage_index_to_group_rank = dict(rank_of)
-
-    def agree(self, chunks: int, args: Any, kwargs: Any = None) -> Any:
-        """Agree with the neighbouring stages on what travels, before the stage is driven by hand.
-
-        Args:
-            chunks: the number of microbatches.
-            args: the arguments of a microbatch; or what the previous stage gives, if it is in this process.
-            kwargs: keyword arguments.
-
-        Returns:
-            What the stage gives, if the next one is in this process.
-
-        Raises:
-            CallError: this stage has no module to run.
-        """
-        raise CallError(f"a {type(self).__name__} has nothing to run; make a PipelineStage")
-
-    def start(self, rank_of: Sequence[int] | None, chunks: int, *, trains: bool) -> None:
-        """A step begins.
-
-        Args:
-            rank_of: the rank of each stage, if a schedule places them.
-            chunks: the number of microbatches.
-            trains: whether there is a backward.
-        """
-        self.has_backward, self.chunks = trains, chunks
-        self.output_chunks.clear()
-        if rank_of is not None:
-            self.place(dict(enumerate(rank_of)))
-
-    def end(self, outputs: Sequence[Any]) -> None:
-        """The engine has run a step; keep its outputs."""
-        self.output_chunks[:] = outputs
-
-    def bind(self, perform: Perform | None) -> None:
-        """Say who carries out this stage's actions while a custom function runs."""
+    stage_index_to_group_rank: dict[int, int]
 
     @property
     def is_first(self) -> bool:
@@ -211,10 +87,7 @@ class StageBase:
         return self.stage_index == self.num_stages - 1
 
 
-# ---- the stage that users make
-
-
-class PipelineStage(StageBase):
+class PipelineStage(StageBase, engine.PipelineStage):
     """A stage of a model that was cut by hand.
 
     Args:
@@ -239,6 +112,8 @@ class PipelineStage(StageBase):
         PlacementError: there are more processes than stages.
     """
 
+    spread = (tuple, list)
+
     def __init__(  # noqa: PLR0913 - torch's arguments
         self,
         submodule: nn.Module,
@@ -253,48 +128,99 @@ class PipelineStage(StageBase):
         dw_builder: Build | None = None,
         get_mesh: GetMeshCallback | None = None,
     ) -> None:
-        super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
-        self.examples = (input_args, output_args, input_grads, output_grads)
-        for place, given in enumerate(self.examples):
-            validate_and_normalize_to_tuple(given, allow_none=place > 1)
+        if not 0 <= stage_index < num_stages:
+            raise UsageError(f"stage index {stage_index} is out of range of {num_stages} stages")
+        for place, example in enumerate((input_args, output_args, input_grads, output_grads)):
+            validate_and_normalize_to_tuple(example, allow_none=place > 1)
+        self.group = group_of(group)
+        self.group_rank, self.group_size = seat(self.group)
+        if self.group_size > num_stages:
+            raise PlacementError(
+                f"{self.group_size} processes cannot run {num_stages} stages; each needs at least one"
+            )
+        self.stage_index, self.num_stages = stage_index, num_stages
+        self.dw_builder = dw_builder
+        self.stage_index_to_group_rank = generate_stage_to_rank_mapping(self.group_size, num_stages)
+        self.output_chunks: list[Any] = []
+        self.log_prefix = f"[Stage {stage_index}]"
+        self.fwd_cache: dict[int, tuple[Any, list[Any]]] = {}
+        self.bwd_cache: dict[int, tuple[Tensor | None, ...]] = {}
+        self._example = output_args
+        self._weigh: dict[int, Callable[[], object]] = {}
+        self._perform: Perform | None = None
+        self._output: Any = None
+        self._takes: Layout | None = None
+        self._gives: Layout | None = None
+        self._values: dict[int, Any] = {}
+        self._owed: dict[int, Gradients] = {}
+        self._halves: set[int] = set()
+        self._adapter: Any = None
+        self._adapting = False
+        super().__init__(submodule, stage_index, num_stages, device)
         if get_mesh is not None:
             let_cross([submodule], get_mesh)
-        self._own: OwnStage | None = None
-        self._by_hand: ByHand | None = None
-        self._perform: Perform | None = None
-        self._halves: set[int] = set()
-        self.fwd_cache: dict[int, tuple[Any, list[Tensor]]] = {}
-        self.bwd_cache: dict[int, tuple[Tensor | None, ...]] = {}
 
-    def own(self) -> OwnStage:
-        """Penstock's stage, made on first use."""
-        if self._own is None or self._own.module is not self.submod:
-            place = (self.submod, self.stage_index, self.num_stages, self.device)
-            build = self.dw_builder
-            self._own = HeldStage(*place) if build is None else OwnWeights(*place, build=build)
-            self.submod = self._own.module
-        return self._own
+    @property
+    def submod(self) -> Any:
+        """The slice of the model."""
+        return self.module
 
-    def _hand(self) -> ByHand:
-        """The stage in the form that is driven by hand."""
-        own = self.own()
-        if self._by_hand is None or self._by_hand.own is not own:
-            wires = Wires(self.group, self.group_rank, self._rank_of, self.device)
-            self._by_hand = ByHand(own, wires, self.examples[1])
-        return self._by_hand
+    @submod.setter
+    def submod(self, module: nn.Module) -> None:
+        self.module = module
 
-    def _rank_of(self, stage: int) -> int:
-        return self.stage_index_to_group_rank[stage]
+    # ---- as the engine runs it
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module for a microbatch; see the engine's stage."""
+        output = super().run(*args, **kwargs)
+        if self._perform is not None:
+            self._output = output
+        return output
+
+    def backward(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
+        """Full backward of a microbatch; with ``dw_builder``, and what it builds."""
+        gradients = super().backward(microbatch, output_grads)
+        if self.dw_builder is not None:
+            self.dw_builder()()
+        return gradients
+
+    def backward_input(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
+        """The inputs' half; with ``dw_builder`` all of autograd's backward, and what it builds waits."""
+        if self.dw_builder is None:
+            return super().backward_input(microbatch, output_grads)
+        gradients = super().backward(microbatch, output_grads)
+        self._weigh[microbatch] = self.dw_builder()
+        return gradients
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The weights' half; with ``dw_builder``, what it built."""
+        if microbatch in self._weigh:
+            self._weigh.pop(microbatch)()
+        else:
+            super().backward_weight(microbatch)
+
+    def clear(self) -> None:
+        """Drop whatever microbatches have left here."""
+        super().clear()
+        self._weigh.clear()
+
+    def start(self, rank_of: Sequence[int] | None, chunks: int, *, trains: bool) -> None:
+        """A step begins; drop what a step by hand has left.
+
+        Args:
+            rank_of: the rank of each stage, if a schedule places them.
+            chunks: the number of microbatches.
+            trains: whether there is a backward.
+        """
+        self.clear_runtime_states()
+        self.has_backward, self.chunks = trains, chunks
+        if rank_of is not None:
+            self.stage_index_to_group_rank = dict(enumerate(rank_of))
 
     def bind(self, perform: Perform | None) -> None:
         """Say who carries out this stage's actions while a custom function runs."""
-        self._perform = perform
-
-    def start(self, rank_of: Sequence[int] | None, chunks: int, *, trains: bool) -> None:
-        """A step begins; drop what a step by hand has left."""
-        super().start(rank_of, chunks, trains=trains)
-        if self._by_hand is not None:
-            self.clear_runtime_states()
+        self._perform, self._output = perform, None
 
     # ---- one microbatch by hand, or from a custom function within a step
 
@@ -316,12 +242,18 @@ class PipelineStage(StageBase):
             save_forward_output: whether the last stage keeps its output in ``output_chunks``.
         """
         if self._perform is not None:
-            return self._perform(self._action(ComputationType.FORWARD, fwd_chunk_id))
-        output = self._hand().forward(fwd_chunk_id, args, dict(kwargs or {}))
+            self._perform(self._action(ComputationType.FORWARD, fwd_chunk_id))
+            return self._output
+        if self._takes is not None and not self.is_first:
+            tensors = take(self._values, fwd_chunk_id, self.stage_index, "get_fwd_recv_ops")
+            value = arrived(tensors, self._takes)
+            args = tuple(value) if isinstance(value, self.spread) else (value,)
+        self._adapt()
+        kwargs = dict(kwargs or {})
+        output = self.forward(fwd_chunk_id, args, kwargs)
         if save_forward_output and self.is_last:
             self.output_chunks.append(output)
-        taken = flatten((tuple(args), dict(kwargs or {})))[0]
-        self.fwd_cache[fwd_chunk_id] = (_as_tuple(output), taken)
+        self.fwd_cache[fwd_chunk_id] = (_as_tuple(output), flatten((tuple(args), kwargs))[0])
         return output
 
     def backward_one_chunk(
@@ -346,13 +278,18 @@ class PipelineStage(StageBase):
         if not self.has_backward:
             return None
         self._check_chunk(bwd_chunk_id)
-        found = self._hand().backward(bwd_chunk_id, loss, full=full_backward)
-        self.fwd_cache.pop(bwd_chunk_id, None)
-        self.bwd_cache[bwd_chunk_id] = found
-        if not full_backward:
+        roots = self._roots(bwd_chunk_id, loss)
+        gradients = (self.backward if full_backward else self.backward_input)(bwd_chunk_id, roots)
+        _, flat = self.fwd_cache.pop(bwd_chunk_id)
+        left = iter(gradients)
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        self.bwd_cache[bwd_chunk_id] = tuple(
+            next(left) if x.requires_grad else None for x in tensors
+        )
+        if full_backward:
+            self._end(bwd_chunk_id, last_backward)
+        else:
             self._halves.add(bwd_chunk_id)
-        elif last_backward:
-            self._hand().finish()
         return None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
@@ -367,30 +304,108 @@ class PipelineStage(StageBase):
                 "call backward_one_chunk(..., full_backward=False) first"
             )
         self._halves.remove(bwd_chunk_id)
-        self._hand().weight(bwd_chunk_id)
-        if last_backward:
-            self._hand().finish()
+        self.backward_weight(bwd_chunk_id)
+        self._end(bwd_chunk_id, last_backward)
         return None
+
+    def _roots(self, microbatch: int, loss: Tensor | None) -> Gradients | None:
+        if not self.is_last:
+            return take(self._owed, microbatch, self.stage_index, "get_bwd_recv_ops")  # type: ignore[no-any-return]
+        if loss is None:
+            raise CallError(
+                f"backward of stage {self.stage_index}, the last one, starts at loss=, which was not given"
+            )
+        self.start_from(microbatch, gathered(loss))
+        return None
+
+    def _adapt(self) -> None:
+        """Prepare a replicated or sharded module for the microbatches of a step."""
+        if not self.has_backward or self._adapting:
+            return
+        if self._adapter is None or not self._adapter.fits(self.module):
+            self._adapter = adapter_of(self.module, lambda: self.shared_context)
+        if self._adapter is not None:
+            self._adapting = True
+            if self._adapter.whole_backward:
+                self.reduce_later()
+            self._adapter.begin(self.chunks or 1)
+
+    def _end(self, microbatch: int, last: bool) -> None:
+        """A microbatch's gradients are complete."""
+        if self._adapting:
+            self._adapter.done(microbatch)
+            if last:
+                self._finish()
+
+    def _finish(self) -> None:
+        if self._adapting:
+            self._adapting = False
+            self._adapter.finish()
 
     def perform_reduce_grad(self, grad_scale_factor: int = 1) -> None:
         """By hand, after a step's last backward: reduce gradients over replicas or shards, and scale them."""
-        self._hand().finish()
+        self._finish()
         self.scale_grads(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients by a number."""
-        if grad_scale_factor == 1:
-            return
-        for parameter in self.submod.parameters():
+        for parameter in self.submod.parameters() if grad_scale_factor != 1 else ():
             if parameter.grad is not None:
                 parameter.grad.div_(grad_scale_factor)
 
     # ---- what travels, by hand
 
     def agree(self, chunks: int, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Agree with the neighbouring stages on what travels."""
+        """Agree with the neighbouring stages on what travels, before the stage is driven by hand.
+
+        Args:
+            chunks: the number of microbatches.
+            args: the arguments of a microbatch; or what the previous stage gives, if it is in this process.
+            kwargs: keyword arguments.
+
+        Returns:
+            What the stage gives, if the next one is in this process.
+
+        Raises:
+            CallError: values skip stages, which is for the engine alone.
+        """
+        if self.edges is not None:
+            raise CallError(
+                f"stage {self.stage_index} is of a Pipe whose values skip stages; run it by one of the "
+                "schedule classes, which send them"
+            )
         self.chunks = chunks
-        return self._hand().prepare(chunks, args, dict(kwargs or {}), trains=self.has_backward)
+        if self.is_first:
+            self._takes = value_layout(tuple(args), trains=self.has_backward)
+        else:
+            before = self._neighbour(-1)
+            self._takes = args if before is None else before.described()
+        if self.is_last:
+            return None
+        self._gives = self._find_given(kwargs or {})
+        after = self._neighbour(1)
+        if after is None:
+            return self._gives
+        after.describe(self._gives)
+        return None
+
+    def _find_given(self, kwargs: Mapping[str, Any]) -> Layout:
+        assert self._takes is not None
+        trains = self.has_backward
+        if self._example is not None:
+            return value_layout(self._example, trains=trains)
+        takes = self._takes
+        if not self.is_first and len(takes.leaves) == 1 and takes.tree.is_leaf():
+            takes = Layout(flatten((0,))[1], takes.leaves)
+        return infer_layout(self.module, takes, kwargs, self.device, trains=trains)
+
+    def _neighbour(self, step: int) -> Neighbour | None:
+        """The previous or the next stage; None if there is none, or it is in this process."""
+        index = self.stage_index + step
+        if not 0 <= index < self.num_stages:
+            return None
+        rank = self.stage_index_to_group_rank[index]
+        return None if rank == self.group_rank else Neighbour(self.group, rank, self.device)
 
     def _prepare_forward_infra(
         self,
@@ -406,42 +421,78 @@ class PipelineStage(StageBase):
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
         """Does nothing: what comes back follows from what was sent."""
 
+    def _check_agreed(self) -> None:
+        if self._takes is None:
+            raise CallError(
+                f"stage {self.stage_index} does not know yet what travels: its schedule must call "
+                "_initialize_stage first"
+            )
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         """By hand: the receives of a microbatch's values."""
-        return self._hand().receives(fwd_chunk_id)
+        self._check_agreed()
+        before = self._neighbour(-1)
+        if before is None or self._takes is None:
+            return []
+        buffers = [layout.empty(self.device) for layout in self._takes.tensors]
+        self._values[fwd_chunk_id] = buffers
+        return before.receives(buffers)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         """By hand: the sends of a microbatch's values."""
-        return self._hand().sends(fwd_chunk_id)
+        self._check_agreed()
+        after = self._neighbour(1)
+        if after is None or self._gives is None:
+            return []
+        if fwd_chunk_id not in self.fwd_cache:
+            raise CallError(
+                f"stage {self.stage_index} has nothing for microbatch {fwd_chunk_id}; forward_one_chunk "
+                "comes first"
+            )
+        what = f"stage {self.stage_index}, microbatch {fwd_chunk_id}: its output"
+        return after.sends(check_fits(self.fwd_cache[fwd_chunk_id][0], self._gives, what))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
         """By hand: the receives of the values' gradients."""
-        return self._hand().receives_back(bwd_chunk_id) if self.has_backward else []
+        after = self._neighbour(1)
+        if not self.has_backward or after is None:
+            return []
+        self._check_agreed()
+        assert self._gives is not None
+        buffers = [x.empty(self.device) for x in self._gives.tensors if x.learns]
+        self._owed[bwd_chunk_id] = buffers
+        return after.receives(buffers)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
         """By hand: the sends of the gradients to the previous stage."""
+        before = self._neighbour(-1)
         if not self.has_backward or self.is_first:
             return []
         self._check_chunk(bwd_chunk_id)
-        return self._hand().sends_back(self.bwd_cache.pop(bwd_chunk_id))
+        gradients = self.bwd_cache.pop(bwd_chunk_id)
+        if before is None:
+            return []
+        assert self._takes is not None
+        data = [
+            layout.empty(self.device).zero_() if gradient is None else gradient
+            for gradient, layout in zip(gradients, self._takes.tensors, strict=False)
+            if layout.learns
+        ]
+        return before.sends(data)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """By hand.
-
-        Take the output of the previous stage, if it is in this process. Does nothing in a step.
-        """
+        """By hand: take the output of the previous stage, if it is in this process; in a step, nothing."""
         if self._perform is None:
-            self._hand().take(mb_index, prev_stage_outputs)
+            self._values[mb_index] = [tensor.detach() for tensor in tensors_in(prev_stage_outputs)]
 
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        """By hand.
-
-        Take the gradients from the next stage, if it is in this process. Does nothing in a step.
-        """
+        """By hand: take the gradients from the next stage, if it is in this process; in a step, nothing."""
         if self._perform is None:
-            self._hand().take_back(mb_index, next_stage_bwd_outputs)
+            outputs = tensors_in(self.fwd_cache[mb_index][0])
+            pairs = zip(next_stage_bwd_outputs, outputs, strict=False)
+            self._owed[mb_index] = [grad for grad, output in pairs if output.requires_grad]
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
         """By hand: the gradients for the previous stage, if it is in this process. Empty in a step."""
@@ -449,12 +500,13 @@ class PipelineStage(StageBase):
 
     def clear_runtime_states(self) -> None:
         """Drop what microbatches have left here."""
+        if self._perform is not None:
+            return
         for left in (self.output_chunks, self.fwd_cache, self.bwd_cache, self._halves):
             left.clear()
-        if self._own is not None and self._perform is None:
-            self._own.clear()
-        if self._by_hand is not None:
-            self._by_hand.clear()
+        self._values.clear()
+        self._owed.clear()
+        self.clear()
 
     def _check_chunk(self, chunk_id: int) -> None:
         if self.chunks is None:
@@ -491,7 +543,7 @@ def build_stage(
         group: the process group of the pipeline; by default all processes.
     """
     stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
-    stage.shared = pipe_info.shared
+    stage.shared, stage.edges = pipe_info.shared, pipe_info.edges
     return stage
 
 
@@ -505,17 +557,11 @@ __all__ = [
     "PipelineStage",
     "PipeliningMetadataError",
     "StageBase",
-    "TensorMeta",
     "build_stage",
-    "extract_tensor_meta",
-    "extract_tensor_metas",
     "flatten_args",
     "map_debug_info",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
-    "to_local_if_dtensor",
     "validate_and_normalize_to_tuple",
-    "validate_static_arg_grad_correspondence",
-    "validate_tensors_metadata",
 ]

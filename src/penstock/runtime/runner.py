@@ -19,11 +19,19 @@ from penstock.errors import PenstockError, PoisonedError, SpecError, StageError,
 from penstock.faults import failing_module, without_own_frames
 from penstock.parallel import Adapter, adapter_of, let_cross, unwrapped
 from penstock.rng import generators_kept
-from penstock.runtime.calls import REFUSED, Agreement, Call, ModelCall, Offer, merge_offers, raise_refusals
+from penstock.runtime.calls import (
+    REFUSED,
+    Agreement,
+    Call,
+    ModelCall,
+    Offer,
+    merge_offers,
+    raise_refusals,
+)
 from penstock.runtime.hooks import Recorder
 from penstock.runtime.interpreter import Interpreter, Program, StepData, Takes
 from penstock.runtime.loss import Loss, Weights
-from penstock.runtime.result import Numbers, StepResult, Tally
+from penstock.runtime.result import Numbers, StepResult, StepTally
 from penstock.schedule import Edge, Op, Schedule, Span
 from penstock.stage import PipelineStage, StageModule
 from penstock.transport import Transport
@@ -39,7 +47,7 @@ _REMEMBERED = 1024
 
 
 @dataclass(frozen=True)
-class Report:
+class CallReport:
     """What this process knows after a call.
 
     Attributes:
@@ -162,7 +170,7 @@ class Runner:
 
     # ---- a call
 
-    def run(self, call: Call) -> Report:
+    def run(self, call: Call) -> CallReport:
         """Carry out a call.
 
         Raises:
@@ -198,8 +206,8 @@ class Runner:
         """
         if self._failure is not None:
             raise PoisonedError(
-                f"an earlier call failed ({type(self._failure).__name__}: {self._failure}), and this Pipeline "
-                "was closed, since its ranks may be anywhere in the step; make a new Pipeline"
+                f"an earlier call failed ({type(self._failure).__name__}: {self._failure}), and this "
+                "Pipeline was closed, since its ranks may be anywhere in the step; make a new Pipeline"
             ) from self._failure
 
     def fail(self, error: BaseException) -> BaseException:
@@ -209,7 +217,7 @@ class Runner:
         self._failure = self.transport.watch.failed(error)
         return self._failure
 
-    def _carry_out(self, call: Call, agreement: Agreement, weights: Weights) -> Report:
+    def _carry_out(self, call: Call, agreement: Agreement, weights: Weights) -> CallReport:
         schedule = agreement.program.schedule
         loss, batch = call.loss, call.batch
         self._route(agreement.model_call, schedule)
@@ -222,7 +230,7 @@ class Runner:
                 loss,
                 batch.targets or [None] * len(parts),
                 weights,
-                Tally(weights, loss.metrics if loss is not None else {}),
+                StepTally(weights, loss.metrics if loss is not None else {}),
                 seed=call.seed,
                 keeps_outputs=call.outputs or call.keep,
                 trains=call.trains,
@@ -233,7 +241,7 @@ class Runner:
             self.interpreter.run(agreement.program, data)
         finite = not call.finite or has_finite_gradients(self.stages.values())
         result = self._numbers.share(data.tally, loss, weights, finite=finite)
-        return Report(
+        return CallReport(
             schedule,
             result,
             self._share_outputs(agreement, data) if call.outputs else [],
@@ -265,7 +273,7 @@ class Runner:
                 self._described.add(offer.word)
             except PenstockError as error:
                 offer.refuse(error)
-        words = (offer.word,)
+        words: tuple[int, ...] = (offer.word,)
         if self.transport is not None:
             rows = self.transport.gather(torch.tensor([offer.word]))
             words = tuple([int(row) for row in rows])
@@ -287,7 +295,9 @@ class Runner:
         return "".join(
             [
                 f"{stage.module.training:d}"
-                + "".join([f"{parameter.requires_grad:d}" for parameter in stage.module.parameters()])
+                + "".join(
+                    [f"{parameter.requires_grad:d}" for parameter in stage.module.parameters()]
+                )
                 for stage in self.stages.values()
             ]
         )
@@ -388,13 +398,11 @@ class Runner:
             if not near and len(positions) > 1:
                 hint = f" (all {len(positions)} arguments by position went to the model)"
             raise UsageError(
-                f"no target was given{hint}, and loss_fn fails without one ({type(error).__name__}: {error}); "
-                f"pass target=, at least on rank {rank}, which has the last stage"
+                f"no target was given{hint}, and loss_fn fails without one ({type(error).__name__}: "
+                f"{error}); pass target=, at least on rank {rank}, which has the last stage"
             ) from error
 
-    def _weigh(
-        self, call: Call, model_call: ModelCall, counts: Sequence[float] | None
-    ) -> Weights:
+    def _weigh(self, call: Call, model_call: ModelCall, counts: Sequence[float] | None) -> Weights:
         """How much each microbatch counts, the same on every rank.
 
         If that depends on the targets and some ranks have none, the first rank that has them tells the
@@ -420,7 +428,7 @@ class Runner:
 
     @contextmanager
     def _adapted(self, call: Call, agreement: Agreement) -> Iterator[Mapping[int, Adapter]]:
-        """Put the adapters of replicated and sharded stages around a call; they reduce gradients at its end."""
+        """Put the adapters of replicated and sharded stages around a call; they reduce gradients then."""
         adapters = self._find_adapters()
         gathers = Op.UNSHARD not in agreement.program.schedule.ops
         for index, adapter in adapters.items():
@@ -562,8 +570,8 @@ def _check_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:
     for microbatch, plan in enumerate(plans):
         if plan.edges != edges:
             raise SpecError(
-                f"microbatch {microbatch} needs other values from stage to stage than microbatch 0, because of "
-                "its shapes; give a batch that splits evenly, or microbatches of one shape"
+                f"microbatch {microbatch} needs other values from stage to stage than microbatch 0, because "
+                "of its shapes; give a batch that splits evenly, or microbatches of one shape"
             )
     return edges
 

@@ -70,7 +70,8 @@ def fail_at(
             the rank's first action of the step. ``"between"``: in your own code before the step, where
             ``fault.over(batches)`` gives its batch.
         how: ``"exception"``, ``"out of memory"``: raise. ``"SIGKILL"``, ``"SIGSTOP"``, ``"SIGTERM"``,
-            ``"SIGINT"``, ``"SIGSEGV"``: send this process that signal. ``"exit"``: end it silently, with status 0.
+            ``"SIGINT"``, ``"SIGSEGV"``: send this process that signal. ``"exit"``: end it silently, with
+            status 0.
             ``"sleep"``: make no progress. ``"hold the GIL"``: likewise, and let no other thread run.
             ``"dtype"``, ``"shape"``, ``"layout"``, ``"detach"``, ``"nan"``: change the tensors that the
             first module of a stage returns from a forward. ``"short iterator"``: ``fault.over(batches)`` ends before the step.

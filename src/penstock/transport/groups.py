@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import MessageError
 from penstock.faults import Activity, Meeting, Watch, end_waits
@@ -54,13 +56,14 @@ class Circle:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         alone = group is None and not (dist.is_available() and dist.is_initialized())
-        self._group: Any = None if alone else group or dist.group.WORLD
-        self.rank = 0 if alone else self._group.rank()
-        self.size = 1 if alone else self._group.size()
+        members: Any = None if alone else group or dist.group.WORLD
+        self._group = members
+        self.rank = 0 if alone else members.rank()
+        self.size = 1 if alone else members.size()
         backend = dist.get_backend(self._group) if dist.is_initialized() else "gloo"
         self._device = None
         if backend == "nccl":
-            bound = self._group.bound_device_id
+            bound = members.bound_device_id
             self._device = bound or torch.accelerator.current_accelerator()
 
     def exchange(self, value: Any) -> list[Any]:
@@ -79,10 +82,20 @@ class Circle:
         return [row.cpu() for row in rows]
 
 
+_JSON = 0x4A534F4E
+"""Marks the length of JSON bytes, to tell it from what another operation sends."""
+
+
 def exchange_json(value: Any, gather: Callable[[Tensor], list[Tensor]]) -> list[Any]:
     """The JSON values of all processes, by a function that gathers tensors: first lengths, then bytes."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [int(length) for length in gather(torch.tensor([text.numel()]))]
+    words = [row.tolist() for row in gather(torch.tensor([_JSON, text.numel()]))]
+    if any(mark != _JSON for mark, _ in words):
+        raise MessageError(
+            "the ranks call different things: one exchanges values, and another waits for something else; call "
+            "the same methods of the pipeline in the same order on every rank"
+        )
+    lengths = [length for _, length in words]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: text.numel()] = text
     rows = zip(gather(padded), lengths, strict=True)
@@ -123,7 +136,7 @@ class Transport:
         self._closed = False
         # new_group will not do: for a part of the world it uses the name of an earlier, ended group again,
         # and its members then find the addresses of that group.
-        store = dist.PrefixStore("gloo", meeting.store)
+        store = PrefixStore("gloo", meeting.store)
         activity.wait("all ranks to connect", None)
         try:
             self._gloo: Any = dist.ProcessGroupGloo(
@@ -135,6 +148,8 @@ class Transport:
             ) from error
         self._gloo.set_timeout(timedelta(seconds=DAY))
         watch.protect(self.abort)
+        # Not at exit, when the watch itself tells whether an error was the reason.
+        weakref.finalize(self, watch.close).atexit = False
         self._lines = connect_lines(self.rank, self.ranks, self.exchange)
 
     # ---- messages between two ranks
@@ -361,7 +376,8 @@ def _wait_for(works: Iterable[Any]) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _packed(buffers: list[Tensor]) -> list[Tensor]:

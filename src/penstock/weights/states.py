@@ -182,9 +182,11 @@ class StageWeights:
         Raises:
             UsageError: a tensor is on the meta device.
         """
-        tensors = (pair for stage in self._stages for pair in stage.named_tensors())
-        empty = [name for name, tensor in tensors if tensor.is_meta]
-        if empty:
+        modules = [stage.module for stage in self._stages]
+        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        if any([tensor.is_meta for tensor in tensors]):
+            named = [pair for stage in self._stages for pair in stage.named_tensors()]
+            empty = [name for name, tensor in named if tensor.is_meta]
             raise UsageError(
                 f"{', '.join(empty[:5])} are on the meta device, where nothing can be copied to; give the "
                 "stages memory with penstock.init_weights(pipe, seed), which also fills what no file holds"

@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
 from tests.pipelining.one_process.common import Names, refused, texts
-
-
-def body_traces(p: Names, folder: Path) -> None:
-    steps = {0: p.row("0F0,0SEND_F0,,0B0"), 1: p.row(",1RECV_F0,1F0,1B0")}
-    file = folder / "trace.json"
-    p.schedules._dump_chrometrace(steps, str(file))
-    events = json.loads(file.read_text())["traceEvents"]
-    assert len(events) == 6
-    assert {e["name"]: (e["ph"], e["pid"], e["ts"], e["dur"], e["cat"]) for e in events} == {
-        "0F0": ("X", 0, 0, 1, "computation"),
-        "0SEND_F0": ("X", 0, 1, 1, "communication"),
-        "0B0": ("X", 0, 3, 1, "computation"),
-        "1RECV_F0": ("X", 1, 1, 1, "communication"),
-        "1F0": ("X", 1, 2, 1, "computation"),
-        "1B0": ("X", 1, 3, 1, "computation"),
-    }
 
 
 def body_files(p: Names, folder: Path) -> list[str]:
@@ -122,9 +105,12 @@ def body_single_schedules_have_an_order(p: Names) -> list[list[str]]:
 def body_rows_of_schedules(p: Names) -> list[list[str]]:
     v, shown = p._schedule_visualizer, []
     for name in ("Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"):
-        for options in ({}, {"with_comms": True}, {"with_comms": True, "defer_pp_recv": True}):
-            rows = v.get_schedule_ops(name, 2, 8, **options)
-            shown += [[text for text in texts(row) if text] for row in rows]
+        rows = v.get_schedule_ops(name, 2, 8)
+        shown += [[text for text in texts(row) if text] for row in rows]
+        for late in (False, True):
+            full = v.get_schedule_ops(name, 2, 8, with_comms=True, defer_pp_recv=late)
+            work = [[str(a) for a in row if a and a.is_compute_op] for row in full]
+            assert work == [[text for text in texts(row) if text] for row in rows]
     rows = v.get_schedule_ops(p.ScheduleGPipe, 2, 4)
     assert [str(a) for a in rows[1] if a][:4] == ["1F0", "1F1", "1F2", "1F3"]
     refused(ValueError, lambda: v.get_schedule_ops("GPipe", 2, 4, None, True, True))
@@ -145,26 +131,3 @@ def body_idle_steps_are_put_in(p: Names) -> list[list[str]]:
     names = ("Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV")
     made = [p._schedule_visualizer.get_schedule_ops(n, 4, 8, add_spacing=True) for n in names]
     return [[",".join(texts(row)).rstrip(",") for row in rows] for rows in made]
-
-
-def body_interleaved_rows_by_hand(p: Names) -> list[list[str]]:
-    """As a schedule of one's own would call it: 2 ranks, 2 stages each, 4 microbatches."""
-    s, shown = p.schedules, []
-    for rank in range(2):
-        for halves in (False, True):
-            warm = s._get_warmup_ops(rank, 2, 2, 2, 4, 1 if halves else 2)
-            both = 8 - warm
-            row = s._get_1f1b_rank_ops(
-                2,
-                2,
-                warm,
-                both,
-                warm,
-                rank,
-                lambda step, rank=rank: step // 2 % 2 * 2 + rank,
-                lambda step, rank=rank, warm=warm: (1 - (step - warm) // 2 % 2) * 2 + rank,
-                num_1f1b_microbatches=rank,
-                enable_zero_bubble=halves,
-            )
-            shown.append(texts(row))
-    return shown

@@ -1,0 +1,636 @@
+"""A model that is traced by ``torch.export`` and cut into stages where its graph is marked.
+
+A stage is the part of the graph between two marks, as a module that holds the model's own parameters and
+buffers under the model's names. It is traced in both modes, training and evaluation, where these differ.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import PartitionError, UsageError
+from penstock.partition import Shared
+from penstock.partition.base import check_paths
+from penstock.pipelining._utils import CutError, PathError
+from penstock.schedule import Edge
+
+Policy = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+class SplitPoint(Enum):
+    """Where to cut at a module."""
+
+    BEGINNING = 1
+    END = 2
+
+
+@torch.library.custom_op("penstock::split", mutates_args=())
+def _split_operator() -> None:
+    """Marks a place in a traced graph."""
+
+
+@_split_operator.register_fake
+def _split_without_data() -> None:
+    return
+
+
+aten_pipe_split_alias = torch.ops.penstock.split.default
+"""The call that a split policy puts into a graph, or finds in one."""
+fx.node.has_side_effect(aten_pipe_split_alias)
+
+
+def pipe_split() -> None:
+    """Cut the model here, when it is traced; otherwise does nothing."""
+    torch.ops.penstock.split()
+
+
+_MARKS = (pipe_split, aten_pipe_split_alias, torch.ops.penstock.split)
+
+# ---- where to cut
+
+
+def points_of(model: nn.Module, spec: Mapping[str, Any]) -> dict[str, SplitPoint]:
+    """The places that a split spec names.
+
+    Raises:
+        PathError: there is no module of that path.
+        UsageError: something else than a :class:`SplitPoint`.
+    """
+    for path, where in spec.items():
+        # By name, so that torch's own SplitPoint is accepted too.
+        if getattr(where, "name", where) not in SplitPoint.__members__:
+            raise UsageError(
+                f"split_spec[{path!r}] is {where!r}: must be SplitPoint.BEGINNING or SplitPoint.END"
+            )
+    try:
+        check_paths(model, spec)
+    except PartitionError as error:
+        raise PathError(str(error)) from error
+    return {path: SplitPoint[where.name] for path, where in spec.items()}
+
+
+def mark(module: nn.Module, where: SplitPoint, note: Callable[[], None] = lambda: None) -> Any:
+    """Call :func:`pipe_split` before or after a module's forward; the handle of the hook."""
+
+    def split(*_: Any) -> None:
+        note()
+        pipe_split()
+
+    if where is SplitPoint.BEGINNING:
+        return module.register_forward_pre_hook(split, prepend=True)
+    return module.register_forward_hook(split)
+
+
+@contextmanager
+def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None]:
+    """A context in which a model's modules are marked; it checks that they were called."""
+    reached: set[str] = set()
+    handles = [
+        mark(model.get_submodule(path), where, lambda path=path: reached.add(path))  # type: ignore[misc]
+        for path, where in points.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    for path, where in points.items():
+        if path not in reached:
+            raise CutError(f"{path} ({where.name}): the module was not called with these arguments")
+
+
+# ---- the trace
+
+
+@dataclass
+class Trace:
+    """One mode's graph of a model.
+
+    Attributes:
+        module: the graph with its attributes.
+        in_spec: the structure of the arguments.
+        out_spec: the structure of the output.
+        examples: the arguments that it was traced with, flat: tensors on the meta device, and plain values.
+    """
+
+    module: fx.GraphModule
+    in_spec: Any
+    out_spec: Any
+    examples: list[Any]
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    points: Mapping[str, SplitPoint],
+    policy: Policy | None,
+) -> Trace:
+    """Trace a model in the mode that it is in.
+
+    Raises:
+        CutError: it cannot be traced.
+    """
+    with _marked(model, points), _autograd_functions() as functions:
+        try:
+            program = torch.export.export(model, args, dict(kwargs), strict=False)
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise CutError(
+                f"torch.export cannot trace this {type(model).__name__}: {lines[0]}; penstock.Pipeline cuts "
+                "models without tracing them"
+            ) from error
+    if functions:
+        raise CutError(
+            f"the {type(model).__name__} uses {functions[0]}, with a backward of its own, which a trace "
+            "would replace; penstock.Pipeline cuts models without tracing them"
+        )
+    module: Any = program.module(check_guards=False)
+    if policy is not None:
+        module = policy(module)
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    examples = [x.detach().to("meta") if isinstance(x, Tensor) else x for x in leaves]
+    return Trace(module, program.call_spec.in_spec, program.call_spec.out_spec, examples)
+
+
+@contextmanager
+def _autograd_functions() -> Iterator[list[str]]:
+    """Collects the names of the user's ``autograd.Function`` s that are called."""
+    names: list[str] = []
+    usual = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            names.append(cls.__name__)
+        return usual.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    try:
+        yield names
+    finally:
+        torch.autograd.Function.apply = usual  # type: ignore[method-assign]
+
+
+# ---- the cut
+
+
+class Value:
+    """A node whose value other stages use."""
+
+    def __init__(self, node: fx.Node, source: int) -> None:
+        self.node, self.source = node, source
+        self.targets: set[int] = set()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient may come back for it."""
+        value = self.node.meta.get("val")
+        return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+
+
+class Cut:
+    """Which stage each node of a graph belongs to, and which values travel.
+
+    Raises:
+        CutError: a stage would be empty, a mark lies in a region, or stages write to one memory.
+    """
+
+    def __init__(self, traced: Trace) -> None:
+        self.trace = traced
+        graph = traced.module.graph
+        self.owner: dict[fx.Node, int] = {}
+        self._check_regions()
+        stage, busy = 0, {0: False}
+        for node in graph.nodes:
+            if _is_mark(node):
+                stage += 1
+                busy[stage] = False
+                continue
+            # A part of a tuple is made where the tuple is, so that tuples do not travel.
+            source = node.args[0] if node.target is operator.getitem else None
+            self.owner[node] = self.owner[source] if isinstance(source, fx.Node) else stage
+            if node.op in ("placeholder", "get_attr"):
+                self.owner[node] = 0
+            elif node.op != "output":
+                busy[stage] = True
+        self.count = stage + 1
+        empty = [index for index, works in busy.items() if not works]
+        if empty and self.count > 1:
+            raise CutError(
+                f"these cuts leave stage {empty[0]} of {self.count} without anything to compute, since they "
+                "leave the whole model in one stage or meet; move or drop one"
+            )
+        self.values = self._find_values()
+        self._check_writes()
+
+    def _check_regions(self) -> None:
+        for path, part in self.trace.module.named_modules():
+            graphs = isinstance(part, fx.GraphModule) and path
+            if graphs and any(map(_is_mark, part.graph.nodes)):
+                raise CutError(
+                    f"a cut lies within a region ({path}), such as torch.no_grad() or autocast, which cannot "
+                    "end in one stage and begin in another; cut outside of it"
+                )
+
+    def _find_values(self) -> list[Value]:
+        values = []
+        for node, source in self.owner.items():
+            value = Value(node, source)
+            if node.op not in ("get_attr", "output"):
+                value.targets = {self.owner[user] for user in node.users} - {source}
+            if value.targets:
+                values.append(value)
+        return values
+
+    @property
+    def edges(self) -> tuple[Edge, ...] | None:
+        """Which values travel; None if each stage feeds the next one alone."""
+        if all(value.targets == {value.source + 1} for value in self.values):
+            return None
+        names = self.names
+        return tuple(
+            Edge(names[v.node], v.source, tuple(sorted(v.targets)), v.has_gradient)
+            for v in self.values
+        )
+
+    @property
+    def names(self) -> dict[fx.Node, str]:
+        """The names of the values that travel."""
+        counts: dict[int, int] = {}
+        names = {}
+        for value in self.values:
+            number = counts[value.source] = counts.get(value.source, -1) + 1
+            names[value.node] = f"stage{value.source}_{number}"
+        return names
+
+    # ---- writes in place
+
+    def _check_writes(self) -> None:
+        for node, stage in self.owner.items():
+            for target in _written(node):
+                base = _base(target)
+                if base.op == "get_attr":
+                    self._check_buffer(node, stage, base)
+                elif self.owner[base] != stage:
+                    self._check_value(node, stage, base)
+
+    def _check_buffer(self, node: fx.Node, stage: int, base: fx.Node) -> None:
+        same = [n for n in self.owner if n.op == "get_attr" and n.target == base.target]
+        others = {self.owner[user] for one in same for user in one.users} - {stage}
+        if others:
+            raise CutError(
+                f"{_shown(node)} in stage {stage} changes {base.target} in place, which stage "
+                f"{min(others)} uses too; cut so that one stage has it"
+            )
+
+    def _check_value(self, node: fx.Node, stage: int, base: fx.Node) -> None:
+        """What a stage receives is its own, unless another value that travels shares its memory."""
+        before = [value for value in self.values if value.source < stage]
+        sharing = [value for value in before if _base(value.node) is base]
+        if len(sharing) != 1 or sharing[0].targets != {stage}:
+            raise CutError(
+                f"{_shown(node)} in stage {stage} changes a value of stage {self.owner[base]} in place, and "
+                "other values that travel share its memory; cut elsewhere, or write not in place"
+            )
+
+    # ---- stages
+
+    def graph(self, stage: int) -> fx.Graph:
+        """The graph of a stage: it takes flat arguments or values, and gives values or the flat output."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        names = self.names
+        taken = [value.node for value in self.values if stage in value.targets]
+        if stage == 0:
+            taken = [node for node in self.owner if node.op == "placeholder"]
+        for node in taken:
+            copies[node] = graph.placeholder(names.get(node, node.name) if stage else node.name)
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in copies:
+                copies[node] = graph.node_copy(node, copied)
+            return copies[node]
+
+        for node, owner in self.owner.items():
+            if owner == stage and node.op not in ("placeholder", "get_attr", "output"):
+                copied(node)
+        gives = [value.node for value in self.values if value.source == stage]
+        if stage == self.count - 1:
+            output = next(node for node in self.owner if node.op == "output")
+            graph.output(fx.map_arg(output.args[0], copied))
+        elif len(gives) == 1:
+            graph.output(copied(gives[0]))
+        elif self.edges is None:
+            graph.output(tuple(map(copied, gives)))
+        else:
+            graph.output({names[node]: copied(node) for node in gives})
+        return graph
+
+    def module(self, stage: int, model: nn.Module) -> fx.GraphModule:
+        """The code of a stage; a weight with several names has the one of the module that uses it here."""
+        graph = self.graph(stage)
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for node in graph.find_nodes(op="get_attr"):
+            several = names.get(id(_find(model, node.target)), [])
+            used = [path for user in node.users for path, _ in _modules_around(user)]
+            for name in several if len(several) > 1 else ():
+                if name.rpartition(".")[0] in used:
+                    _hold(self.trace.module, name, model, model)
+                    node.target = name
+        return fx.GraphModule(self.trace.module, graph)
+
+
+def _modules_around(node: fx.Node) -> list[Any]:
+    """The innermost module of the model whose call a node belongs to: its path and class."""
+    return list(node.meta.get("nn_module_stack", {}).values())[-1:]
+
+
+def _is_mark(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in _MARKS
+
+
+def _arguments(node: fx.Node) -> list[tuple[Any, Any]]:
+    """The arguments of an operation with what its schema says of each; none for other nodes."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    return [
+        (
+            argument,
+            node.kwargs.get(argument.name, node.args[place] if place < len(node.args) else None),
+        )
+        for place, argument in enumerate(schema.arguments)
+    ]
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values an operation changes in place."""
+    return [
+        value
+        for argument, value in _arguments(node)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and isinstance(value, fx.Node)
+    ]
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node that made the memory of a value."""
+    while True:
+        aliased = [
+            value
+            for argument, value in _arguments(node)
+            if argument.alias_info is not None and isinstance(value, fx.Node)
+        ]
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            aliased = [node.args[0]]
+        if not aliased or not _returns_alias(node):
+            return node
+        node = aliased[0]
+
+
+def _returns_alias(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(entry.alias_info is not None for entry in schema.returns)
+
+
+def _shown(node: fx.Node) -> str:
+    """A node for messages, with the line of the author's code."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    where = [line.strip() for line in lines if line.strip().startswith("File ")]
+    return f"{node.name} ({where[-1]})" if where else node.name
+
+
+# ---- a stage
+
+
+@dataclass
+class Arguments:
+    """How the first stage takes the model's arguments.
+
+    Args:
+        spec: their structure.
+        examples: what they were at the trace.
+    """
+
+    spec: Any
+    examples: list[Any] = field(default_factory=list)
+
+    def flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The arguments of a call as a list.
+
+        Raises:
+            UsageError: they are not like those at the trace.
+        """
+        _, keyword_spec = self.spec.children()
+        names = list(keyword_spec.context)
+        if set(names) == set(kwargs):
+            kwargs = {name: kwargs[name] for name in names}
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        unlike = ["their number or structure"] if spec != self.spec else []
+        for place, (leaf, example) in enumerate(zip(leaves, self.examples, strict=False)):
+            if not _alike(leaf, example):
+                unlike.append(f"number {place}: {_look(leaf)} instead of {_look(example)}")
+        if unlike:
+            raise UsageError(
+                f"the model was traced with other arguments ({'; '.join(unlike)}), and its graph holds for "
+                "them alone; call pipeline() with arguments of one microbatch as in training"
+            )
+        return leaves
+
+
+def _alike(leaf: Any, example: Any) -> bool:
+    if isinstance(leaf, Tensor) and isinstance(example, Tensor):
+        return leaf.shape == example.shape and leaf.dtype == example.dtype
+    return type(leaf) is type(example) and bool(leaf == example)
+
+
+def _look(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+
+
+class TracedStage(nn.Module):
+    """A stage of a traced model, with the model's own parameters and buffers under their names.
+
+    Args:
+        graphs: its graph in training (True) and evaluation (False), or in the one mode that was traced.
+        model: the model.
+        arguments: how the first stage takes the model's arguments.
+        out_spec: the structure of the model's output, for the last stage.
+
+    Attributes:
+        graph_module: its code in the mode that was traced first.
+    """
+
+    def __init__(
+        self,
+        graphs: Mapping[bool, fx.GraphModule],
+        model: nn.Module,
+        arguments: Arguments | None,
+        out_spec: Any,
+    ) -> None:
+        super().__init__()
+        self._forwards = {mode: type(part).forward for mode, part in graphs.items()}
+        first = next(iter(graphs.values()))
+        self._taken = [node.name for node in first.graph.nodes if node.op == "placeholder"]
+        self._arguments, self._out_spec = arguments, out_spec
+        self._code = first.code
+        for part in graphs.values():
+            for node in part.graph.nodes:
+                if node.op in ("get_attr", "call_module"):
+                    _hold(self, node.target, model, part)
+        self.train(model.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the stage on the model's arguments, or on what earlier stages give."""
+        if self.training not in self._forwards:
+            mode = "train" if self.training else "eval"
+            raise UsageError(
+                f"the model could be traced in the other mode only; call {mode}() on it before pipeline()"
+            )
+        run = self._forwards[self.training]
+        if self._arguments is not None:
+            output = run(self, *self._arguments.flat(args, kwargs))
+        else:
+            # Keyword arguments of the model are the first stage's, which hands them on.
+            named = {name: kwargs[name] for name in self._taken[len(args) :] if name in kwargs}
+            if len(args) + len(named) != len(self._taken):
+                raise UsageError(
+                    f"this stage takes {len(self._taken)} values ({', '.join(self._taken)}), but was given "
+                    f"{len(args) + len(named)}"
+                )
+            output = run(self, *args, **named)
+        return output if self._out_spec is None else pytree.tree_unflatten(output, self._out_spec)
+
+    def print_readable(self) -> str:
+        """Print its code, and return it."""
+        print(self._code)  # noqa: T201 - what it is for
+        return self._code
+
+
+def _hold(stage: nn.Module, path: str, model: nn.Module, traced: nn.Module) -> None:
+    """Put what a graph uses under a path into a stage: the model's own if it has it."""
+    *parents, name = path.split(".")
+    holder = stage
+    for parent in parents:
+        if parent not in holder._modules:
+            holder.add_module(parent, nn.Module())
+        holder = holder.get_submodule(parent)
+    if hasattr(holder, name):
+        return
+    value = _find(model, path)
+    lasting = value is not None and name not in _owner(model, parents)._non_persistent_buffers_set
+    value = _find(traced, path) if value is None else value
+    if isinstance(value, nn.Parameter):
+        holder.register_parameter(name, value)
+    elif isinstance(value, Tensor):
+        holder.register_buffer(name, value, persistent=lasting)
+    elif isinstance(value, nn.Module):
+        holder.add_module(name, value)
+    else:
+        setattr(holder, name, value)
+
+
+def _owner(model: nn.Module, parents: Sequence[str]) -> nn.Module:
+    return model.get_submodule(".".join(parents))
+
+
+def _find(module: nn.Module, path: str) -> Any:
+    found: Any = module
+    for step in path.split("."):
+        found = getattr(found, step, None)
+    return found if isinstance(found, Tensor | nn.Module) or module is not found else None
+
+
+# ---- a model in stages
+
+
+@dataclass
+class TracedModel:
+    """A traced and cut model.
+
+    Attributes:
+        stages: its stages.
+        edges: which values travel between them; None if each stage feeds the next.
+        shared: the weights that stages share.
+        graph: of the whole model.
+    """
+
+    stages: list[TracedStage]
+    edges: tuple[Edge, ...] | None
+    shared: tuple[Shared, ...]
+    graph: fx.Graph
+
+
+def cut_traced(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    points: Mapping[str, SplitPoint],
+    policy: Policy | None,
+) -> TracedModel:
+    """Trace a model in both modes, and cut it where it is marked.
+
+    Raises:
+        CutError: it cannot be traced, or cannot be cut there.
+    """
+
+    def cut() -> Cut:
+        return Cut(trace(model, args, kwargs or {}, points, policy))
+
+    cuts = {model.training: cut()}
+    first = cuts[model.training]
+    with _other_mode(model):
+        try:
+            other = cut()
+            if (other.count, other.edges) == (first.count, first.edges):
+                cuts[model.training] = other
+        except CutError:
+            pass
+    stages = []
+    for index in range(first.count):
+        graphs = {mode: c.module(index, model) for mode, c in cuts.items()}
+        arguments = Arguments(first.trace.in_spec, first.trace.examples) if index == 0 else None
+        out_spec = first.trace.out_spec if index == first.count - 1 else None
+        stages.append(TracedStage(graphs, model, arguments, out_spec))
+    return TracedModel(stages, first.edges, _shared(stages, model), first.trace.module.graph)
+
+
+@contextmanager
+def _other_mode(model: nn.Module) -> Iterator[None]:
+    """A context in which a model evaluates if it trains, and the other way round."""
+    modes = {part: part.training for part in model.modules()}
+    model.train(not model.training)
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _shared(stages: Sequence[nn.Module], model: nn.Module) -> tuple[Shared, ...]:
+    """The parameters that several stages use."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    holders: dict[int, dict[int, str]] = {}
+    for index, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            holders.setdefault(id(parameter), {})[index] = name
+    return tuple(
+        Shared(tuple(names[key]), tuple(of.items()))
+        for key, of in holders.items()
+        if len(of) > 1 or len(names[key]) > 1
+    )
