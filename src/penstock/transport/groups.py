@@ -92,7 +92,7 @@ def exchange_json(value: Any, gather: Callable[[Tensor], list[Tensor]]) -> list[
     words = [row.tolist() for row in gather(torch.tensor([_JSON, text.numel()]))]
     if any(mark != _JSON for mark, _ in words):
         raise MessageError(
-            "the ranks call different things: one exchanges values, and another waits for something else; call "
+            "the ranks call different things: one exchanges values, another waits for something else; call "
             "the same methods of the pipeline in the same order on every rank"
         )
     lengths = [length for _, length in words]
