@@ -236,8 +236,8 @@ class Layout:
             structure = pytree.treespec_loads(tree)
         except NotImplementedError as error:
             raise SpecError(
-                f"a value of another rank has a class that this one does not know ({error}); define it at the "
-                "top level of a module that every rank imports"
+                f"a value of another rank has a class that this one does not know ({error}); define it at "
+                "the top level of a module that every rank imports"
             ) from error
         return Layout(structure, tuple(map(_leaf_of, leaves)))
 
@@ -292,8 +292,8 @@ def _check_names(tree: Any, what: str) -> None:
         pytree._register_namedtuple(kind, serialized_type_name=_class_name(kind))
     elif entry is None or entry.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
         raise SpecError(
-            f"in {what} is a {kind.__module__}.{kind.__qualname__}, which cannot travel between stages: it is "
-            "registered with torch.utils._pytree without serialized_type_name=; give that, or a plain tuple"
+            f"in {what} is a {kind.__module__}.{kind.__qualname__}, which cannot travel between stages: it "
+            "is registered with torch.utils._pytree without serialized_type_name=; pass that, or a tuple"
         )
     for child in tree.children():
         _check_names(child, what)
@@ -839,7 +839,7 @@ def _merge_leaves(leaves: Sequence[Any], dim: int) -> Any:
             kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
             raise MicrobatchError(
                 f"microbatches gave outputs that are not tensors and differ ({kinds}), which cannot be "
-                "merged; let the model return tensors, or pass Microbatches(...) to get the outputs one by one"
+                "merged; let the model return tensors, or pass Microbatches(...) to get them one by one"
             )
         return leaves[0]
     if not leaves[0].dim():

@@ -173,7 +173,7 @@ def test_a_word_before_and_a_sum_after_a_step_are_all(workers: WorkerPool, sched
 
 
 def most_pending(group: Any, schedule: str, microbatches: int) -> list[int]:
-    """A worker's task: the most bytes of receives that were posted at a time, in a step and in an evaluation."""
+    """A worker's task: the most bytes of receives posted at a time, in a step and in an evaluation."""
     batch = torch.ones(microbatches, X.shape[1], dtype=X.dtype)
     options: dict[str, Any] = {"ranks": 2, "microbatches": microbatches, "group": group}
     with make(chain(4), schedule=schedule, **options) as pipe:

@@ -122,7 +122,7 @@ def test_one_stage_is_the_model() -> None:
 
 
 def test_other_models_need_paths() -> None:
-    with pytest.raises(PartitionError, match="a ModuleDict has no forward; .*stages="):
+    with pytest.raises(PartitionError, match=r"a ModuleDict has no forward; .*stages="):
         cut(nn.ModuleDict({"a": model(1)}), 2, 2)
 
 

@@ -11,13 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline, PipelineStage
-from penstock.errors import UsageError
+from penstock.errors import PartitionError, UsageError
 from penstock.testing import WorkerPool
-<<<<<<< HEAD
-from tests.pipeline.noisy import piped, plain
-=======
 from tests.pipeline.noisy import MODELS, WAYS, WIDTH, batch, piped, plain
->>>>>>> coretests
 
 # The schedule, how many ranks, how many stages.
 CASES = [
@@ -29,13 +25,7 @@ CASES = [
     ("ZB-V", 2, 4),
     ("DualPipeV", 2, 4),
 ]
-<<<<<<< HEAD
-ON_GLOO = [("GPipe", 2), ("1F1B", 2), ("Interleaved1F1B", 4), ("ZB-V", 4), ("DualPipeV", 4)]
-RECOMPUTE = ("", "kept")
-"""Without checkpoints, and with such that keep the state of the generators."""
-=======
 WHOLE = [name for name in MODELS if not name.startswith("between")]
->>>>>>> coretests
 
 
 @cache
@@ -219,6 +209,19 @@ class Own(nn.Module):
         for block in self.blocks:
             x = block(x) + torch.randn(WIDTH, generator=self.own)
         return x
+
+
+def test_one_that_several_stages_would_draw_from_is_refused() -> None:
+    own = torch.Generator()
+    with pytest.raises(PartitionError, match="1 draws from a torch.Generator that other stages"):
+        outputs(nn.Sequential(Adding(own), Adding(own)), ranks=2)
+    with pytest.raises(PartitionError, match="draws between its units from a torch.Generator"):
+        outputs(Own(), ranks=2)
+    model = Own()
+    unsplit = copy.deepcopy(model)
+    unsplit.own = torch.Generator().manual_seed(3)
+    expected = [unsplit(part) for part in batch()[0].chunk(2)]
+    assert all(map(torch.equal, outputs(model, ranks=1), expected))
 
 
 def outputs(model: nn.Module, **options: Any) -> list[Tensor]:

@@ -582,7 +582,7 @@ def test_a_loss_that_needs_no_target_is_given_none(target: dict[str, Any]) -> No
 
 
 def test_a_loss_that_gives_no_scalar_without_a_target_needs_one() -> None:
-    with pytest.raises(UsageError, match="no target was given, .* must return a scalar"):
+    with pytest.raises(UsageError, match=r"no target was given, .* must return a scalar"):
         make(loss_fn=lambda output, target: output if target is None else output.mean()).step(X)
 
 

@@ -283,20 +283,25 @@ class Twice(torch.autograd.Function):
         return grads[0] * 100
 
 
-class OwnBackward(nn.Module):
+class Chained(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
+
+class OwnBackward(Chained):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(Twice.apply(self.a(x)))  # type: ignore[no-any-return,no-untyped-call]
 
 
-class Fenced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+class Hooked(Chained):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        hidden.register_hook(lambda grad: 2 * grad)
+        return self.b(hidden)  # type: ignore[no-any-return]
 
+
+class Fenced(Chained):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             return self.b(self.a(x))  # type: ignore[no-any-return]
@@ -341,16 +346,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"split_spec": before("b")},
         r"uses Twice, with a backward of its own",
     ),
+    "hook": (Hooked, {"split_spec": before("b")}, r"a hook on the gradient of a tensor"),
     "in a region": (Fenced, {"split_spec": before("b")}, r"a cut lies within a region .*no_grad"),
     "views": (Views, {"split_spec": before("b")}, r"add_.* in stage 1 changes .* in place"),
 }
 
 
-class Forgetful(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Forgetful(Chained):
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x)  # type: ignore[no-any-return]
 

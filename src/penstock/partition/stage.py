@@ -31,6 +31,7 @@ from penstock.partition.seen import (
     uncheckpointed,
 )
 from penstock.partition.trace import is_ours, takes_gradient, where
+from penstock.rng import Draws
 from penstock.stage import StageCall, StageModule
 
 _ITERATE: Any = Tensor.__iter__

@@ -750,23 +750,6 @@ class _MadeUp(TorchDispatchMode):
                 recorder._note_read(event, recorder._index, recorder._made.get(key), key)
 
     def _on_ones(self, func: Any, args: Any, kwargs: Any, reason: Exception) -> Any:
-<<<<<<< HEAD
-=======
-        output = None
-        self._answers += 1
-        if self._answers > _MOST_ANSWERS:
-            # A loop that draws until the numbers please it would never end.
-            raise reason
-        for number in (1, 0):
-            with _disable_current_modes():
-                try:
-                    given, named = replaced((args, kwargs), partial(_filled, number))
-                    output = func(*given, **named)
-                    break
-                except Exception:
-                    if number == 0:
-                        raise reason from None
->>>>>>> coretests
         mode = self._recorder.mode
         self._answers += 1
         # Code that draws until it is pleased may be pleased by zeros only.

@@ -140,7 +140,7 @@ def trace(
     Raises:
         CutError: it cannot be traced.
     """
-    with _marked(model, points), _autograd_functions() as functions:
+    with _marked(model, points), _lost() as lost:
         try:
             program = torch.export.export(model, args, dict(kwargs), strict=False)
         except Exception as error:
@@ -149,10 +149,10 @@ def trace(
                 f"torch.export cannot trace this {type(model).__name__}: {lines[0]}; penstock.Pipeline cuts "
                 "models without tracing them"
             ) from error
-    if functions:
+    if lost:
         raise CutError(
-            f"the {type(model).__name__} uses {functions[0]}, with a backward of its own, which a trace "
-            "would replace; penstock.Pipeline cuts models without tracing them"
+            f"the {type(model).__name__} uses {lost[0]}, which a trace would lose; penstock.Pipeline cuts "
+            "models without tracing them"
         )
     module: Any = program.module(check_guards=False)
     if policy is not None:
@@ -163,21 +163,27 @@ def trace(
 
 
 @contextmanager
-def _autograd_functions() -> Iterator[list[str]]:
-    """Collects the names of the user's ``autograd.Function`` s that are called."""
-    names: list[str] = []
-    usual = vars(torch.autograd.Function)["apply"]
+def _lost() -> Iterator[list[str]]:
+    """Collects what is called that a trace has not: the user's backwards, and hooks on gradients."""
+    lost: list[str] = []
+    apply, register = vars(torch.autograd.Function)["apply"], Tensor.register_hook
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch."):
-            names.append(cls.__name__)
-        return usual.__get__(None, cls)(*args, **kwargs)
+            lost.append(f"{cls.__name__}, with a backward of its own")
+        return apply.__get__(None, cls)(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    def noted_register(tensor: Tensor, hook: Any) -> Any:
+        lost.append("a hook on the gradient of a tensor")
+        return register(tensor, hook)
+
+    torch.autograd.Function.apply = classmethod(noted_apply)  # type: ignore[method-assign,assignment]
+    Tensor.register_hook = noted_register  # type: ignore[method-assign]
     try:
-        yield names
+        yield lost
     finally:
-        torch.autograd.Function.apply = usual  # type: ignore[method-assign]
+        torch.autograd.Function.apply = apply
+        Tensor.register_hook = register  # type: ignore[method-assign]
 
 
 # ---- the cut

@@ -74,7 +74,8 @@ def fail_at(
             status 0.
             ``"sleep"``: make no progress. ``"hold the GIL"``: likewise, and let no other thread run.
             ``"dtype"``, ``"shape"``, ``"layout"``, ``"detach"``, ``"nan"``: change the tensors that the
-            first module of a stage returns from a forward. ``"short iterator"``: ``fault.over(batches)`` ends before the step.
+            first module of a stage returns from a forward. ``"short iterator"``: ``fault.over(batches)`` ends
+            before the step.
         before: called just before the fault, for instance to note the time.
 
     Returns:

@@ -92,8 +92,8 @@ def exchange_json(value: Any, gather: Callable[[Tensor], list[Tensor]]) -> list[
     words = [row.tolist() for row in gather(torch.tensor([_JSON, text.numel()]))]
     if any(mark != _JSON for mark, _ in words):
         raise MessageError(
-            "the ranks call different things: one exchanges values, another waits for something else; call "
-            "the same methods of the pipeline in the same order on every rank"
+            "the ranks call different things: one exchanges values, and another waits for something else; "
+            "call the same methods of the pipeline in the same order on every rank"
         )
     lengths = [length for _, length in words]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -165,9 +165,9 @@ class Transport:
             peer = target if source == self.rank else source
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=DAY)
-            store = dist.PrefixStore(f"nccl/{source}/{target}/{direction}", self._meeting.store)
+            store = PrefixStore(f"nccl/{source}/{target}/{direction}", self._meeting.store)
             # As for gloo: groups of new_group would share names with those of replicas.
-            group = dist.ProcessGroupNCCL(store, int(self.rank > peer), 2, options)
+            group: Any = dist.ProcessGroupNCCL(store, int(self.rank > peer), 2, options)
             self._channels[channel] = group
             # The first message connects, and waits for the other end. In a step two ranks might wait for each
             # other on different channels; here all ranks go through the channels in one order.
