@@ -151,7 +151,7 @@ def small_llama() -> Pipeline:
         num_attention_heads=4,
         use_cache=True,
     )
-    model = LlamaForCausalLM(config)
+    model: nn.Module = LlamaForCausalLM(config)
     return _pipeline(model, lambda output, target: next_byte_loss(output.logits, target))
 
 
