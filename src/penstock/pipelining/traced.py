@@ -112,7 +112,7 @@ def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None
 
 
 @dataclass
-class Trace:
+class TracedCall:
     """One mode's graph of a model.
 
     Attributes:
@@ -134,8 +134,8 @@ def trace(
     kwargs: Mapping[str, Any],
     points: Mapping[str, SplitPoint],
     policy: Policy | None,
-) -> Trace:
-    """Trace a model in the mode that it is in.
+) -> TracedCall:
+    """TracedCall a model in the mode that it is in.
 
     Raises:
         CutError: it cannot be traced.
@@ -159,37 +159,39 @@ def trace(
         module = policy(module)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     examples = [x.detach().to("meta") if isinstance(x, Tensor) else x for x in leaves]
-    return Trace(module, program.call_spec.in_spec, program.call_spec.out_spec, examples)
+    return TracedCall(module, program.call_spec.in_spec, program.call_spec.out_spec, examples)
 
 
 @contextmanager
 def _lost() -> Iterator[list[str]]:
     """Collects what is called that a trace has not: the user's backwards, and hooks on gradients."""
     lost: list[str] = []
-    apply, register = vars(torch.autograd.Function)["apply"], Tensor.register_hook
+    function: Any = torch.autograd.Function
+    apply, register = vars(function)["apply"], Tensor.register_hook
 
     def noted_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch."):
             lost.append(f"{cls.__name__}, with a backward of its own")
-        return apply.__get__(None, cls)(*args, **kwargs)
+        bound: Any = apply.__get__(None, cls)  # type: ignore[no-untyped-call]
+        return bound(*args, **kwargs)
 
     def noted_register(tensor: Tensor, hook: Any) -> Any:
         lost.append("a hook on the gradient of a tensor")
         return register(tensor, hook)
 
-    torch.autograd.Function.apply = classmethod(noted_apply)  # type: ignore[method-assign,assignment]
+    function.apply = classmethod(noted_apply)
     Tensor.register_hook = noted_register  # type: ignore[method-assign]
     try:
         yield lost
     finally:
-        torch.autograd.Function.apply = apply
+        function.apply = apply
         Tensor.register_hook = register  # type: ignore[method-assign]
 
 
 # ---- the cut
 
 
-class Value:
+class TracedValue:
     """A node whose value other stages use."""
 
     def __init__(self, node: fx.Node, source: int) -> None:
@@ -210,7 +212,7 @@ class Cut:
         CutError: a stage would be empty, a mark lies in a region, or stages write to one memory.
     """
 
-    def __init__(self, traced: Trace) -> None:
+    def __init__(self, traced: TracedCall) -> None:
         self.trace = traced
         graph = traced.module.graph
         self.owner: dict[fx.Node, int] = {}
@@ -247,10 +249,10 @@ class Cut:
                     "end in one stage and begin in another; cut outside of it"
                 )
 
-    def _find_values(self) -> list[Value]:
+    def _find_values(self) -> list[TracedValue]:
         values = []
         for node, source in self.owner.items():
-            value = Value(node, source)
+            value = TracedValue(node, source)
             if node.op not in ("get_attr", "output"):
                 value.targets = {self.owner[user] for user in node.users} - {source}
             if value.targets:
@@ -587,7 +589,7 @@ def cut_traced(
     points: Mapping[str, SplitPoint],
     policy: Policy | None,
 ) -> TracedModel:
-    """Trace a model in both modes, and cut it where it is marked.
+    """TracedCall a model in both modes, and cut it where it is marked.
 
     Raises:
         CutError: it cannot be traced, or cannot be cut there.

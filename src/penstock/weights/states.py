@@ -64,6 +64,10 @@ class HoldsWeights(Protocol):
     def index(self) -> int:
         """The index of the stage."""
 
+    @property
+    def module(self) -> nn.Module:
+        """What holds them."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their names in the unsplit model, each once."""
 
