@@ -167,7 +167,6 @@ class Transport:
             options._timeout = timedelta(seconds=DAY)
             store = PrefixStore(f"nccl/{source}/{target}/{direction}", self._meeting.store)
             # As for gloo: groups of new_group would share names with those of replicas.
-            # Torch's stubs do not declare its methods.
             group: Any = dist.ProcessGroupNCCL(store, int(self.rank > peer), 2, options)
             self._channels[channel] = group
             # The first message connects, and waits for the other end. In a step two ranks might wait for each
