@@ -30,8 +30,8 @@ FRONT = {"__init__", "__main__"}
 INNER = {"cli", "lazily"}
 
 
-BY_NAME = {"cli.main", "parallel.tensors", "parallel.wrapping", "plan.answer", "values.inference"}
-"""Modules that still import others by name; each goes from here when it no longer does."""
+BY_NAME = {"parallel.tensors", "parallel.wrapping"}
+"""Modules that import others of their own room by name, when a first DTensor is seen: torch takes long to."""
 
 
 class Import(NamedTuple):
@@ -173,9 +173,6 @@ def test_nothing_is_imported_by_name() -> None:
 
 
 # To be switched on by removing the mark, once docs/inside.md follows the table.
-@pytest.mark.xfail(
-    strict=False, reason="the order of rooms in docs/inside.md is not yet that of the table"
-)
 def test_the_tour_lists_the_rooms_from_the_bottom_up() -> None:
     tour = (ROOT / "docs" / "inside.md").read_text().split("## The rooms")[1].split("##")[0]
     cells = [line.split("|")[1] for line in tour.splitlines() if line.startswith("| `")]
@@ -324,7 +321,6 @@ def torch_names() -> set[str]:
 
 
 # To be switched on by removing the mark, once all rooms have their new names.
-@pytest.mark.xfail(strict=False, reason="some class names still stand twice")
 def test_no_class_name_stands_twice() -> None:
     homes: dict[str, list[str]] = {}
     for path in FILES:

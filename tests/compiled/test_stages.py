@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from penstock import Pipeline, PipelineStage
 from penstock.backward import PendingGradients, SplitBackward
 from penstock.compiled import halves, names
-from penstock.compiled.halves import CutError
+from penstock.compiled.halves import HalvesError
 from penstock.compiled.stages import tally
 from penstock.errors import StageError, UsageError
 
@@ -607,7 +607,7 @@ def test_what_cannot_be_cut_does_all_at_once(
     monkeypatch: pytest.MonkeyPatch, waiting: list[int], told: pytest.LogCaptureFixture
 ) -> None:
     def uncut(*_: Any) -> Any:
-        raise CutError("too hard")
+        raise HalvesError("too hard")
 
     torch.compiler.reset()
     expected = trained(sequence(2))

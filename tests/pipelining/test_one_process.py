@@ -95,7 +95,7 @@ CALLED = {
     ],
     "stage": ["PipelineStage", "build_stage", "flatten_args", "stage_backward", "GetMeshCallback"],
     "_utils": ["flatten_args", "flatten_args_detach", "generate_stage_to_rank_mapping", "PipeInfo"],
-    "_IR": ["annotate_split_points", "get_submod_name", "pipeline", "LossWrapper"],
+    "_IR": ["annotate_split_points", "get_submod_name", "pipeline"],
     "_backward": [
         *("stage_backward", "stage_backward_input", "stage_backward_weight"),
         *("construct_reverse_graph", "get_param_groups", "reverse_closure"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.pipelining as peer
 from torch import Tensor, fx, nn
 
@@ -23,6 +24,8 @@ from penstock.pipelining import (
     pipe_split,
     pipeline,
 )
+from penstock.pipelining.schedules import get_schedule_class
+from penstock.testing import WorkerPool
 from tests.pipelining.models import EXAMPLES, MICROBATCHES, SAMPLES, Example, Marked, Words, before
 
 
@@ -146,6 +149,39 @@ def test_calls_unlike_the_traced_one_are_refused() -> None:
         pipe.split_gm(torch.ones(2, 2, 4))
 
 
+def piped(group: Any, name: str, schedule: str) -> float:
+    """Two steps of this process's stages; the largest gap to the model's gradients."""
+    example = EXAMPLES[name]
+    model, expected = example.model(), example.model()
+    pipe = cut(example, model)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    kind = get_schedule_class(schedule)
+    here = [rank] if ranks == 4 else [rank, 3 - rank]
+    stages = [pipe.build_stage(index, "cpu", group) for index in here]
+    made: Any = kind(stages[0] if ranks == 4 else stages, MICROBATCHES, loss_fn=example.loss)  # type: ignore[arg-type]
+    for _ in range(2):
+        args = fresh(example) if rank == 0 else ()
+        kwargs = example.kwargs if rank == 0 else {}
+        target = example.target if any(stage.is_last for stage in stages) else None
+        made.step(*args, target=target, **kwargs)
+        plain_step(expected, example, MICROBATCHES)
+    gaps = [0.0]
+    for stage in stages:
+        for path, parameter in stage.submod.named_parameters():
+            wanted = expected.get_parameter(path).grad
+            assert parameter.grad is not None
+            assert wanted is not None
+            gaps.append(float((parameter.grad - wanted).abs().max()))
+    return max(gaps)
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1F1B", 4), ("ZBVZeroBubble", 2)])
+@pytest.mark.parametrize("name", ["unet", "words", "marked"])
+def test_a_pipe_over_processes(workers: WorkerPool, name: str, schedule: str, ranks: int) -> None:
+    gaps = workers.run(f"{__name__}:piped", ranks, 100.0, name=name, schedule=schedule)
+    assert max(gaps) < 1e-12
+
+
 # ---- torch's names
 
 
@@ -169,7 +205,7 @@ def test_a_stage_by_hand_is_given_values_by_name() -> None:
     with pytest.raises(UsageError, match=r"takes 3 values .* but was given 1"):
         pipe.get_stage_module(3)(values["stage2_0"])
     with pytest.raises(RuntimeError, match="values skip stages"):
-        pipe.build_stage(1, "cpu").agree(2, (x,))
+        pipe.build_stage(1, "cpu")._prepare_forward_infra(2, (x,))
 
 
 def test_a_chain_makes_a_pipeline() -> None:

@@ -40,7 +40,7 @@ Function = Callable[[list[Any]], Any]
 MOVED = 1.1
 
 
-class CutError(PenstockError):
+class HalvesError(PenstockError):
     """A graph cannot be cut."""
 
 
@@ -101,7 +101,7 @@ def cut(
         free: The names of arguments that cost nothing to keep, since they are kept in any case.
 
     Raises:
-        CutError: The graph cannot be cut.
+        HalvesError: The graph cannot be cut.
     """
     _separate_convolutions(backward.graph)
     results = list(_output(backward.graph).args[0])  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ def _smallest_cut(
     try:
         _, (before, _) = networkx.minimum_cut(net, "inputs' half", "weights' half")
     except networkx.NetworkXUnbounded:
-        raise CutError("both halves need something that is not a tensor") from None
+        raise HalvesError("both halves need something that is not a tensor") from None
     return [n for n in graph.nodes if (n, "in") in before and (n, "out") not in before]
 
 
@@ -332,7 +332,7 @@ def _cut_kind(node: Any) -> Sequence[int]:
             lambda graph, inputs, compile_: _compile(graph, inputs, compile_, weights, later)
         )
     except Exception as error:
-        is_expected = isinstance(error, names.UnknownError | CutError)
+        is_expected = isinstance(error, names.UnknownError | HalvesError)
         reason = str(error) if is_expected else f"{type(error).__name__}: {error}"
         log.warning("weight gradients do not wait in a compiled part of a stage: %s", reason)
         return ()

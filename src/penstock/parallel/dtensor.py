@@ -159,7 +159,8 @@ def take_apart(tensor: DTensor) -> tuple[Tensor, dict[str, Any]]:
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
     }
-    return tensor.detach().to_local(), sharding
+    part: Any = tensor.detach()
+    return part.to_local(), sharding
 
 
 def put_together(part: Tensor, sharding: dict[str, Any]) -> DTensor:

@@ -169,9 +169,11 @@ def let_cross(modules: Iterable[nn.Module], get_mesh: GetMesh | None = None) -> 
 def settled(tensor: Tensor) -> Tensor:
     """The tensor with pending (Partial) sums carried out, and collectives that are under way waited for."""
     if is_sharded(tensor):
-        return _dtensor().settled(tensor)
+        summed: Tensor = _dtensor().settled(tensor)
+        return summed
     wait = getattr(tensor, "trigger_wait", None)  # of torch's AsyncCollectiveTensor
-    return tensor if wait is None else wait()  # type: ignore[no-any-return]
+    arrived: Tensor = tensor if wait is None else wait()
+    return arrived
 
 
 def take_apart(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -181,4 +183,5 @@ def take_apart(tensor: Tensor) -> tuple[Tensor, Any]:
 
 def put_together(part: Tensor, sharding: Any) -> Tensor:
     """The DTensor with this local part, placed as :func:`take_apart` told."""
-    return _dtensor().put_together(part, sharding)
+    tensor: Tensor = _dtensor().put_together(part, sharding)
+    return tensor

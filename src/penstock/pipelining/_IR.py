@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 # As in ``microbatch``: it knows the types that users register as trees.
 from torch.utils import _pytree as pytree
@@ -28,14 +27,11 @@ from penstock.pipelining.traced import (
 
 __all__ = [
     "PP_SUBMOD_PREFIX",
-    "LossWrapper",
-    "MultiUseParameterConfig",
     "Pipe",
     "PipeInfo",
     "PipeSequential",
     "PipeSplitWrapper",
     "SplitPoint",
-    "TrivialLossWrapper",
     "annotate_split_points",
     "aten_pipe_split_alias",
     "get_submod_name",
@@ -253,44 +249,3 @@ class PipeSequential(nn.Sequential):
                 pipe_split()
             input = module(input)
         return input
-
-
-class LossWrapper(nn.Module):
-    """A model together with its loss; a subclass writes the ``forward`` that calls both.
-
-    Args:
-        module: the model.
-        loss_fn: its loss.
-    """
-
-    def __init__(self, module: nn.Module, loss_fn: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.module = module
-        self.loss_fn = loss_fn
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """To be written by a subclass.
-
-        Raises:
-            NotImplementedError: it was not.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no forward; write one that calls self.module and self.loss_fn"
-        )
-
-
-class TrivialLossWrapper(LossWrapper):
-    """A model with one input, whose loss compares its output with targets."""
-
-    loss_spec = True
-
-    def forward(self, x: Any, targets: Any) -> Any:
-        """The loss."""
-        return self.loss_fn(self.module(x), targets)
-
-
-class MultiUseParameterConfig(Enum):
-    """What becomes of a parameter that several stages use; Penstock always replicates it."""
-
-    TRANSMIT = 1
-    REPLICATE = 2

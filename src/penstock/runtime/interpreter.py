@@ -234,6 +234,7 @@ class Interpreter:
             Op.REDUCE_GRAD: lambda action: self._adapt(action, "reduce"),
         }
         self._methods = self._usual
+        self._action: Action | None = None
         self.clear()
 
     def use_transport(self, transport: Transport) -> None:
@@ -288,7 +289,7 @@ class Interpreter:
     @contextmanager
     def _errors_named(self) -> Iterator[None]:
         """Raise an error again with the action in which it happened, and leave nothing behind."""
-        self._action: Action | None = None
+        self._action = None
         try:
             yield
         except Exception as error:

@@ -13,7 +13,9 @@ from tests.pipelining.peers.seats import CHUNKS, Seat, names_of, sum_loss
 def by_hand(group: Any, package: str, which: str) -> str:
     """Orders that people write down, through each of the ways in."""
     names = names_of(package)
-    order, held = ORDERS[which](names)
+    rows, stages = ORDERS[which]
+    order = {rank: row(names, text) for rank, text in enumerate(rows)}
+    held = dict(enumerate(stages))
     seat = Seat(package, group, held)
     kind = names.PipelineScheduleMulti if which == "subclass" else names._PipelineScheduleRuntime
     microbatches = 2
@@ -26,7 +28,7 @@ def by_hand(group: Any, package: str, which: str) -> str:
         made._prepare_schedule_with_comms(order, format="compute_comms")
     elif which == "attribute":
         made.pipeline_order_with_comms = order
-        mapping = {stage: rank for rank, row in held.items() for stage in row}
+        mapping = {stage: rank for rank, here in held.items() for stage in here}
         made.stage_index_to_group_rank = mapping
         for stage in seat.stages:
             stage.stage_index_to_group_rank = mapping
@@ -42,134 +44,36 @@ def by_hand(group: Any, package: str, which: str) -> str:
     return which
 
 
-def _v(n: Any) -> Any:
-    A, F, B = n._Action, n.F, n.B
-    return {
-        0: [
-            A(0, F, 0),
-            A(0, F, 1),
-            None,
-            A(3, F, 0),
-            A(3, B, 0),
-            A(3, F, 1),
-            A(3, B, 1),
-            A(0, B, 0),
-            None,
-            A(0, B, 1),
-        ],
-        1: [
-            None,
-            A(1, F, 0),
-            A(2, F, 0),
-            A(1, F, 1),
-            A(2, F, 1),
-            A(2, B, 0),
-            A(1, B, 0),
-            A(2, B, 1),
-            A(1, B, 1),
-            None,
-        ],
-    }, {0: [0, 3], 1: [1, 2]}
+def row(names: Any, text: str) -> list[Any]:
+    """Actions from text; a dash is an idle step."""
+    return [None if part == "-" else names._Action.from_str(part) for part in text.split()]
 
 
-def _unbalanced(n: Any) -> Any:
-    A, F, B = n._Action, n.F, n.B
-    return {
-        0: [
-            A(0, F, 0),
-            A(0, F, 1),
-            A(1, F, 0),
-            A(1, F, 1),
-            None,
-            A(4, F, 0),
-            A(4, B, 0),
-            A(4, F, 1),
-            A(4, B, 1),
-            A(1, B, 0),
-            A(1, B, 1),
-            A(0, B, 0),
-            A(0, B, 1),
+ORDERS: dict[str, tuple[list[str], list[list[int]]]] = {
+    "subclass": (
+        ["0F0 0F1 2F0 2F1 - 2B0 - 2B1 0B0 - 0B1", "- 1F0 1F1 3F0 3B0 3F1 3B1 1B0 - 1B1 -"],
+        [[0, 2], [1, 3]],
+    ),
+    "v": (
+        ["0F0 0F1 - 3F0 3B0 3F1 3B1 0B0 - 0B1", "- 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1 -"],
+        [[0, 3], [1, 2]],
+    ),
+    "unbalanced": (
+        [
+            "0F0 0F1 1F0 1F1 - 4F0 4B0 4F1 4B1 1B0 1B1 0B0 0B1",
+            "- 2F0 3F0 2F1 3F1 3B0 2B0 3B1 2B1",
         ],
-        1: [
-            None,
-            A(2, F, 0),
-            A(3, F, 0),
-            A(2, F, 1),
-            A(3, F, 1),
-            A(3, B, 0),
-            A(2, B, 0),
-            A(3, B, 1),
-            A(2, B, 1),
+        [[0, 1, 4], [2, 3]],
+    ),
+    "messages": (
+        [
+            "0F0 0F1 0SEND_F0 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1",
+            "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1B1 1SEND_B0 1SEND_B1",
         ],
-    }, {0: [0, 1, 4], 1: [2, 3]}
-
-
-def _messages(n: Any) -> Any:
-    A, F, B = n._Action, n.F, n.B
-    SF, RF, SB, RB = n.SEND_F, n.RECV_F, n.SEND_B, n.RECV_B
-    return {
-        0: [
-            A(0, F, 0),
-            A(0, F, 1),
-            A(0, SF, 0),
-            A(0, SF, 1),
-            A(0, RB, 0),
-            A(0, RB, 1),
-            A(0, B, 0),
-            A(0, B, 1),
-        ],
-        1: [
-            A(1, RF, 0),
-            A(1, RF, 1),
-            A(1, F, 0),
-            A(1, F, 1),
-            A(1, B, 0),
-            A(1, B, 1),
-            A(1, SB, 0),
-            A(1, SB, 1),
-        ],
-    }, {0: [0], 1: [1]}
-
-
-def _looped(n: Any) -> Any:
-    A, F, B = n._Action, n.F, n.B
-    return {
-        0: [
-            A(0, F, 0),
-            A(0, F, 1),
-            A(2, F, 0),
-            A(2, F, 1),
-            None,
-            A(2, B, 0),
-            None,
-            A(2, B, 1),
-            A(0, B, 0),
-            None,
-            A(0, B, 1),
-        ],
-        1: [
-            None,
-            A(1, F, 0),
-            A(1, F, 1),
-            A(3, F, 0),
-            A(3, B, 0),
-            A(3, F, 1),
-            A(3, B, 1),
-            A(1, B, 0),
-            None,
-            A(1, B, 1),
-            None,
-        ],
-    }, {0: [0, 2], 1: [1, 3]}
-
-
-ORDERS = {
-    "subclass": _looped,
-    "v": _v,
-    "unbalanced": _unbalanced,
-    "messages": _messages,
-    "attribute": _messages,
+        [[0], [1]],
+    ),
 }
+ORDERS["attribute"] = ORDERS["messages"]
 
 
 def through_files(group: Any, package: str, schedule: str, path: str) -> int:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.pipelining.peers.loops import LOOPS
+from tests.pipelining.peers.orders import row
 from tests.pipelining.peers.seats import CHUNKS, WIDTH, Seat, one_each, sum_loss
 
 
@@ -122,40 +123,12 @@ def under_halves(group: Any, package: str, schedule: str) -> list[int]:
 
 
 def _with_weights(names: Any) -> Any:
-    A, F, W, B = names._Action, names.F, names.W, names.B
-    half = names.BACKWARD_INPUT
-
     class WithWeights(names.PipelineScheduleMulti):  # type: ignore[misc] # of either package
         def __init__(self, stages: Any, n_microbatches: int, **options: Any) -> None:
             super().__init__(stages, n_microbatches, **options)
             self.pipeline_order = {
-                0: [
-                    A(0, F, 0),
-                    A(0, F, 1),
-                    A(2, F, 0),
-                    A(2, F, 1),
-                    None,
-                    A(2, half, 0),
-                    A(2, W, 0),
-                    A(0, half, 0),
-                    A(2, half, 1),
-                    A(0, W, 0),
-                    A(0, B, 1),
-                    A(2, W, 1),
-                ],
-                1: [
-                    None,
-                    A(1, F, 0),
-                    A(1, F, 1),
-                    A(3, F, 0),
-                    A(3, half, 0),
-                    A(3, F, 1),
-                    A(1, B, 0),
-                    A(3, half, 1),
-                    A(3, W, 0),
-                    A(1, B, 1),
-                    A(3, W, 1),
-                ],
+                0: row(names, "0F0 0F1 2F0 2F1 - 2I0 2W0 0I0 2I1 0W0 0B1 2W1"),
+                1: row(names, "- 1F0 1F1 3F0 3I0 3F1 1B0 3I1 3W0 1B1 3W1"),
             }
             self._validate_and_set_stage_mapping(self.pipeline_order)
 
