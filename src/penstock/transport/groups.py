@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from penstock.errors import MessageError
+from penstock.errors import AgreementError, MessageError
 from penstock.faults import Activity, Meeting, Watch, end_waits
 from penstock.transport.sockets import SMALL, Line, connect_lines
 from penstock.values import TensorLayout
@@ -95,7 +95,7 @@ def exchange_json(value: Any, gather: Callable[[Tensor], list[Tensor]]) -> list[
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     words = [row.tolist() for row in gather(torch.tensor([_JSON, text.numel()]))]
     if any(mark != _JSON for mark, _ in words):
-        raise MessageError(_DIFFER)
+        raise AgreementError(_DIFFER)
     lengths = [length for _, length in words]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: text.numel()] = text
@@ -257,7 +257,7 @@ class Transport:
         """The CPU tensors of all ranks, which have one shape and type, by rank.
 
         Raises:
-            MessageError: another rank gathers something of another size.
+            AgreementError: another rank gathers something of another size.
         """
         rows = [
             torch.empty_like(values, memory_format=torch.contiguous_format)
@@ -274,7 +274,7 @@ class Transport:
         for peer, line in self._lines.items():
             row = torch.frombuffer(line.receive(_CONTROL), dtype=torch.uint8)
             if row.numel() != data.numel():
-                raise MessageError(_DIFFER)
+                raise AgreementError(_DIFFER)
             _bytes_of(rows[peer]).copy_(row)
         return rows
 
