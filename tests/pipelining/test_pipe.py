@@ -177,9 +177,7 @@ def piped(group: Any, name: str, schedule: str) -> float:
 
 @pytest.mark.parametrize(("schedule", "ranks"), [("1F1B", 4), ("ZBVZeroBubble", 2)])
 @pytest.mark.parametrize("name", ["unet", "words", "marked"])
-def test_a_pipe_over_processes(
-    workers: WorkerPool, name: str, schedule: str, ranks: int
-) -> None:
+def test_a_pipe_over_processes(workers: WorkerPool, name: str, schedule: str, ranks: int) -> None:
     gaps = workers.run(f"{__name__}:piped", ranks, 100.0, name=name, schedule=schedule)
     assert max(gaps) < 1e-12
 
@@ -207,7 +205,7 @@ def test_a_stage_by_hand_is_given_values_by_name() -> None:
     with pytest.raises(UsageError, match=r"takes 3 values .* but was given 1"):
         pipe.get_stage_module(3)(values["stage2_0"])
     with pytest.raises(RuntimeError, match="values skip stages"):
-        pipe.build_stage(1, "cpu").agree(2, (x,))
+        pipe.build_stage(1, "cpu")._prepare_forward_infra(2, (x,))
 
 
 def test_a_chain_makes_a_pipeline() -> None:

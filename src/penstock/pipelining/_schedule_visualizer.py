@@ -88,10 +88,10 @@ def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
 
 
 def _class_of(schedule: Any) -> type[PipelineSchedule]:
-    found = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
-    if not issubclass(found, PipelineScheduleSingle | PipelineScheduleMulti):
-        raise UsageError(f"{found.__name__} is not a schedule class")
-    return found
+    kind = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
+    if not issubclass(kind, PipelineScheduleSingle | PipelineScheduleMulti):
+        raise UsageError(f"{kind.__name__} is not a schedule class")
+    return kind
 
 
 def _order(chosen: Any, ranks: int, microbatches: int, each: int | None) -> Order:
@@ -129,8 +129,8 @@ def add_schedule_op_spacing(
     order = {rank: [a for a in row if a is not None] for rank, row in enumerate(schedule)}
     if not any(order.values()):
         return [[] for _ in order]
-    found = schedule_of(order, stages_of(order), microbatches_of(order))
-    timeline = simulate(found, Costs(backward=WIDTHS["B"])).timeline
+    placed = schedule_of(order, stages_of(order), microbatches_of(order))
+    timeline = simulate(placed, Costs(backward=WIDTHS["B"])).timeline
     start = {span.action: round(span.start) for span in timeline.spans}
     return [list(_spaced(order[rank], start, round(timeline.makespan))) for rank in order]
 

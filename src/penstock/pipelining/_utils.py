@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 from torch import Tensor, fx
@@ -28,7 +27,6 @@ __all__ = [
     "ChunkError",
     "CutError",
     "GetMeshCallback",
-    "InferenceMode",
     "PathError",
     "PipeInfo",
     "PipeliningMetadataError",
@@ -120,16 +118,6 @@ class GetMeshCallback(Protocol):
         """Returns the mesh of these dimensions."""
 
 
-class InferenceMode(Enum):
-    """How stages learn in torch what travels.
-
-    In Penstock they always agree on it, whatever they were given.
-    """
-
-    STATIC = "static"
-    DYNAMIC = "dynamic"
-
-
 @dataclass(frozen=True)
 class PipeInfo:
     """What :func:`penstock.pipelining.build_stage` needs to know of a pipe.
@@ -196,8 +184,8 @@ def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tupl
         )
     for place, value in enumerate(args):
         if not (isinstance(value, Tensor) or (value is None and allow_none)):
-            found = "None" if value is None else f"type {type(value).__name__}"
+            kind = "None" if value is None else f"type {type(value).__name__}"
             raise PipeliningMetadataError(
-                f"Stage arg[{place}] is {found}: a tensor is needed; pass other values by name"
+                f"Stage arg[{place}] is {kind}: a tensor is needed; pass other values by name"
             )
     return tuple(args)

@@ -214,8 +214,8 @@ def _mask_slice(mask: BlockMask, start: int, stop: int) -> BlockMask:
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         # The user's function expects the index in the whole batch.
-        found: Tensor = mask.mask_mod(b + start, h, q, kv)
-        return found
+        visible: Tensor = mask.mask_mod(b + start, h, q, kv)
+        return visible
 
     return BlockMask.from_kv_blocks(
         mask.kv_num_blocks[start:stop],

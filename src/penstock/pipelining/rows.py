@@ -111,17 +111,17 @@ def to_tuple(entry: Entry) -> ActionTuple:
     return ActionTuple(entry.stage, ComputationType(entry.op.value), entry.microbatch)
 
 
-def to_entry(found: ActionTuple) -> Entry:
+def to_entry(action: ActionTuple) -> Entry:
     """Torch's action in Penstock's form."""
-    if found.sub_actions is not None:
+    if action.sub_actions is not None:
         # Torch allows a pair in either order.
-        pair = sorted(map(_to_action, found.sub_actions), key=lambda part: part.op is not Op.F)
+        pair = sorted(map(_to_action, action.sub_actions), key=lambda part: part.op is not Op.F)
         return Overlap(*pair)
-    return _to_action(found)
+    return _to_action(action)
 
 
-def _to_action(found: ActionTuple) -> Action:
-    return Action(found.stage_index, Op(found.computation_type.value), found.microbatch_index)
+def _to_action(action: ActionTuple) -> Action:
+    return Action(action.stage_index, Op(action.computation_type.value), action.microbatch_index)
 
 
 def to_order(programs: Iterable[Iterable[Entry]]) -> dict[int, list[ActionTuple | None]]:
@@ -168,12 +168,12 @@ def check_order(
     if len(actions) != pp_group_size:
         raise PlacementError(f"actions for {len(actions)} ranks, but there are {pp_group_size}")
     try:
-        found = schedule_of(actions, num_stages, num_microbatches)
-        validate(found).raise_if_bad()
+        schedule = schedule_of(actions, num_stages, num_microbatches)
+        validate(schedule).raise_if_bad()
     except ValueError as error:
         raise PlacementError(str(error)) from error
-    check_trains(found)
-    return dict(enumerate(found.placement.rank_of))
+    check_trains(schedule)
+    return dict(enumerate(schedule.placement.rank_of))
 
 
 def check_trains(schedule: Schedule, *, wanted: bool = True) -> None:
@@ -292,8 +292,8 @@ def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTupl
 
 def stages_of(order: Order) -> int:
     """The number of stages."""
-    found = [action.stage_index for row in order.values() for action in _parts(row)]
-    return max(found, default=0) + 1
+    stages = [action.stage_index for row in order.values() for action in _parts(row)]
+    return max(stages, default=0) + 1
 
 
 def _parts(row: Row) -> Iterator[ActionTuple]:
@@ -305,8 +305,8 @@ def _parts(row: Row) -> Iterator[ActionTuple]:
 
 def microbatches_of(order: Order) -> int:
     """The number of microbatches."""
-    found = [action.microbatch_index or 0 for row in order.values() for action in _parts(row)]
-    return max(found, default=0) + 1
+    indices = [action.microbatch_index or 0 for row in order.values() for action in _parts(row)]
+    return max(indices, default=0) + 1
 
 
 def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
@@ -323,7 +323,7 @@ def format_order(pipeline_order: Order, error_step_number: int | None = None) ->
     ]
     rows = list(zip_longest(*columns, fillvalue=""))
     digits = len(str(max(len(rows) - 2, 0)))
-    widths = [max(len("Step ") + digits, *map(len, found)) for found in zip(*rows, strict=True)]
+    widths = [max(len("Step ") + digits, *map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
     for number, row in enumerate(rows, start=-1):
         label = "" if number < 0 else f"Step {number:0{digits}}:"

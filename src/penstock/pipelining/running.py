@@ -40,7 +40,7 @@ from penstock.pipelining.rows import (
     to_tuple,
 )
 from penstock.pipelining.stage import StageBase
-from penstock.runtime import Call, Loss, CallReport, Runner
+from penstock.runtime import Call, CallReport, Loss, Runner
 from penstock.schedule import (
     Action,
     Op,
@@ -161,8 +161,8 @@ def batch_of(arg_mbs: list[Any], kwarg_mbs: list[Any], targets: list[Any] | None
 def _part(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Microbatch:
     """A microbatch; what cannot be described to other ranks, such as a block mask, stays local."""
     local = {name: value for name, value in kwargs.items() if not _describable(value)}
-    told = {name: value for name, value in kwargs.items() if name not in local}
-    return Microbatch(tuple(args), told, 0, local=local)
+    others = {name: value for name, value in kwargs.items() if name not in local}
+    return Microbatch(tuple(args), others, 0, local=local)
 
 
 def _describable(value: Any) -> bool:
@@ -324,8 +324,8 @@ class PipelineSchedule:
         Set it, or fill it in, to write your own schedule.
         """
         if self._order is None:
-            made = self._schedule
-            self._order = {} if made is None else to_order(compute_only(made).programs)
+            known = self._schedule
+            self._order = {} if known is None else to_order(compute_only(known).programs)
         return self._order
 
     @pipeline_order.setter
@@ -463,12 +463,12 @@ class PipelineSchedule:
         Raises:
             PenstockError: the error as every rank raises it, if it is one of Penstock's.
         """
-        told = error if isinstance(error, PenstockError) else before_first(error)
+        refusal = error if isinstance(error, PenstockError) else before_first(error)
         try:
-            call = Call(Batch(), trains=self._has_backward, refusal=told)
+            call = Call(Batch(), trains=self._has_backward, refusal=refusal)
             self._current_engine().run(call)
         except PenstockError:
-            if told is error:
+            if refusal is error:
                 raise
 
     def eval(
@@ -532,8 +532,8 @@ class PipelineSchedule:
 
     def _follow_count(self) -> None:
         """Build the schedule again if ``_n_microbatches`` was changed: people set it between steps."""
-        made = self._schedule
-        if made is not None and made.microbatches != self._n_microbatches and self.recipe:
+        known = self._schedule
+        if known is not None and known.microbatches != self._n_microbatches and self.recipe:
             self._build()
 
     def _placement(self) -> Sequence[int] | None:
@@ -582,14 +582,14 @@ class PipelineSchedule:
             MicrobatchError: a list does not have one entry for each microbatch.
         """
         count = self._n_microbatches
-        given = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
-        for name, found in {**given, "losses": losses}.items():
-            if found is not None and not isinstance(found, list):
-                raise TypeError(f"{name} must be a list, not a {type(found).__name__}")
-        for name, found in given.items():
-            if found is not None and len(found) != count:
+        lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+        for name, parts in {**lists, "losses": losses}.items():
+            if parts is not None and not isinstance(parts, list):
+                raise TypeError(f"{name} must be a list, not a {type(parts).__name__}")
+        for name, parts in lists.items():
+            if parts is not None and len(parts) != count:
                 raise MicrobatchError(
-                    f"expected {count} microbatches, but {name} has {len(found)}; give one for each"
+                    f"expected {count} microbatches, but {name} has {len(parts)}; give one for each"
                 )
         return (
             [()] * count if arg_mbs is None else arg_mbs,
@@ -629,7 +629,8 @@ class PipelineSchedule:
         stages: list[Any] = sorted(self._stages, key=lambda stage: stage.stage_index)
         layout: Any = None
         for stage in stages:
-            layout = stage.agree(self._n_microbatches, args if stage.is_first else layout, kwargs)
+            passed = args if stage.is_first else layout
+            layout = stage._prepare_forward_infra(self._n_microbatches, passed, kwargs)
 
     _initialize_stages = _initialize_stage
 
@@ -665,9 +666,9 @@ class PipelineSchedule:
         """Move the losses into the caller's list, on the rank of the last stage."""
         held = stages if isinstance(stages, list) else [stages]
         if losses is not None and any(stage.is_last for stage in held):
-            found = len(self._internal_losses)
-            if found != self._n_microbatches:
-                raise CallError(f"expected {self._n_microbatches} losses, found {found}")
+            count = len(self._internal_losses)
+            if count != self._n_microbatches:
+                raise CallError(f"expected {self._n_microbatches} losses, found {count}")
             losses[:] = [loss.detach() for loss in self._internal_losses]
         self._internal_losses.clear()
 
@@ -708,8 +709,8 @@ class PipelineSchedule:
         """
         check_format(format)
         only = format == "compute_only"
-        made = compute_only(self.schedule) if only else self._spelt_out()
-        Path(filename).write_text(to_csv(made), encoding="utf-8", newline="")
+        rows = compute_only(self.schedule) if only else self._spelt_out()
+        Path(filename).write_text(to_csv(rows), encoding="utf-8", newline="")
 
     def _load_csv(self, filename: Any, format: str = "compute_only") -> None:
         """Read a schedule and prove that it can run.
@@ -724,9 +725,9 @@ class PipelineSchedule:
             PlacementError: it is for other stages, or actions are missing or repeated.
         """
         check_format(format)
-        found = read_rows(filename)
-        if format == "compute_only" and found.communicates:
+        schedule = read_rows(filename)
+        if format == "compute_only" and schedule.communicates:
             raise PlacementError(
                 f"{filename} spells out messages; load it with format='compute_comms'"
             )
-        self._adopt(proven(found))
+        self._adopt(proven(schedule))

@@ -8,7 +8,6 @@ from typing import Any
 from penstock.errors import ScheduleError, UsageError
 from penstock.pipelining._utils import (
     CallError,
-    InferenceMode,
     PlacementError,
     generate_rank_to_stage_mapping,
     generate_stage_to_rank_mapping,
@@ -36,7 +35,6 @@ from penstock.pipelining.running import Custom, PipelineContext, PipelineSchedul
 from penstock.pipelining.stage import PipelineStage, StageBase
 
 __all__ = [
-    "InferenceMode",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "PipelineStage",

@@ -17,7 +17,6 @@ from penstock.pipelining._debug import map_debug_info
 from penstock.pipelining._utils import (
     CallError,
     GetMeshCallback,
-    InferenceMode,
     PipeInfo,
     PipeliningMetadataError,
     PlacementError,
@@ -347,13 +346,20 @@ class PipelineStage(StageBase, engine.PipelineStage):
 
     # ---- what travels, by hand
 
-    def agree(self, chunks: int, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
+    def _prepare_forward_infra(
+        self,
+        num_microbatches: int,
+        args: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        has_backward: bool = False,
+    ) -> Any:
         """Agree with the neighbouring stages on what travels, before the stage is driven by hand.
 
         Args:
-            chunks: the number of microbatches.
+            num_microbatches: their number.
             args: the arguments of a microbatch; or what the previous stage gives, if it is in this process.
             kwargs: keyword arguments.
+            has_backward: whether there is a backward; it may have been set on the stage before.
 
         Returns:
             What the stage gives, if the next one is in this process.
@@ -366,7 +372,8 @@ class PipelineStage(StageBase, engine.PipelineStage):
                 f"stage {self.stage_index} is of a Pipe whose values skip stages; run it by one of the "
                 "schedule classes, which send them"
             )
-        self.chunks = chunks
+        self.chunks = num_microbatches
+        self.has_backward = has_backward or self.has_backward
         if self.is_first:
             self._takes = value_layout(tuple(args), trains=self.has_backward)
         else:
@@ -398,17 +405,6 @@ class PipelineStage(StageBase, engine.PipelineStage):
             return None
         rank = self.stage_index_to_group_rank[index]
         return None if rank == self.group_rank else Neighbour(self.group, rank, self.device)
-
-    def _prepare_forward_infra(
-        self,
-        num_microbatches: int,
-        args: Any,
-        kwargs: Mapping[str, Any] | None = None,
-        has_backward: bool = False,
-    ) -> Any:
-        """Like :meth:`agree`, but also sets ``has_backward``."""
-        self.has_backward = has_backward or self.has_backward
-        return self.agree(num_microbatches, args, kwargs)
 
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
         """Does nothing: what comes back follows from what was sent."""
@@ -544,7 +540,6 @@ _PipelineStageBase = StageBase
 # Including what can be imported from torch's module of the same name.
 __all__ = [
     "GetMeshCallback",
-    "InferenceMode",
     "PipeInfo",
     "PipelineStage",
     "PipeliningMetadataError",

@@ -7,10 +7,12 @@ buffers under the model's names. It is traced in both modes, training and evalua
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -112,7 +114,7 @@ def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None
 
 
 @dataclass
-class TracedCall:
+class Trace:
     """One mode's graph of a model.
 
     Attributes:
@@ -134,8 +136,8 @@ def trace(
     kwargs: Mapping[str, Any],
     points: Mapping[str, SplitPoint],
     policy: Policy | None,
-) -> TracedCall:
-    """TracedCall a model in the mode that it is in.
+) -> Trace:
+    """Trace a model in the mode that it is in.
 
     Raises:
         CutError: it cannot be traced.
@@ -159,50 +161,35 @@ def trace(
         module = policy(module)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     examples = [x.detach().to("meta") if isinstance(x, Tensor) else x for x in leaves]
-    return TracedCall(module, program.call_spec.in_spec, program.call_spec.out_spec, examples)
+    return Trace(module, program.call_spec.in_spec, program.call_spec.out_spec, examples)
 
 
 @contextmanager
 def _lost() -> Iterator[list[str]]:
     """Collects what is called that a trace has not: the user's backwards, and hooks on gradients."""
     lost: list[str] = []
-    function: Any = torch.autograd.Function
-    apply, register = vars(function)["apply"], Tensor.register_hook
+    apply: Any = vars(torch.autograd.Function)["apply"]
+    register: Any = Tensor.register_hook
 
     def noted_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch."):
             lost.append(f"{cls.__name__}, with a backward of its own")
-        bound: Any = apply.__get__(None, cls)  # type: ignore[no-untyped-call]
-        return bound(*args, **kwargs)
+        return apply.__get__(None, cls)(*args, **kwargs)
 
     def noted_register(tensor: Tensor, hook: Any) -> Any:
         lost.append("a hook on the gradient of a tensor")
         return register(tensor, hook)
 
-    function.apply = classmethod(noted_apply)
+    torch.autograd.Function.apply = classmethod(noted_apply)  # type: ignore[method-assign,assignment]
     Tensor.register_hook = noted_register  # type: ignore[method-assign]
     try:
         yield lost
     finally:
-        function.apply = apply
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         Tensor.register_hook = register  # type: ignore[method-assign]
 
 
 # ---- the cut
-
-
-class TracedValue:
-    """A node whose value other stages use."""
-
-    def __init__(self, node: fx.Node, source: int) -> None:
-        self.node, self.source = node, source
-        self.targets: set[int] = set()
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a gradient may come back for it."""
-        value = self.node.meta.get("val")
-        return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 class Cut:
@@ -212,7 +199,7 @@ class Cut:
         CutError: a stage would be empty, a mark lies in a region, or stages write to one memory.
     """
 
-    def __init__(self, traced: TracedCall) -> None:
+    def __init__(self, traced: Trace) -> None:
         self.trace = traced
         graph = traced.module.graph
         self.owner: dict[fx.Node, int] = {}
@@ -249,42 +236,41 @@ class Cut:
                     "end in one stage and begin in another; cut outside of it"
                 )
 
-    def _find_values(self) -> list[TracedValue]:
-        values = []
+    def _find_values(self) -> dict[fx.Node, tuple[int, ...]]:
+        """The values that travel, each with the stages that it goes to."""
+        values = {}
         for node, source in self.owner.items():
-            value = TracedValue(node, source)
-            if node.op not in ("get_attr", "output"):
-                value.targets = {self.owner[user] for user in node.users} - {source}
-            if value.targets:
-                values.append(value)
+            targets = {self.owner[user] for user in node.users} - {source}
+            if targets and node.op not in ("get_attr", "output"):
+                values[node] = tuple(sorted(targets))
         return values
 
     @property
     def edges(self) -> tuple[Edge, ...] | None:
         """Which values travel; None if each stage feeds the next one alone."""
-        if all(value.targets == {value.source + 1} for value in self.values):
+        if all(targets == (self.owner[node] + 1,) for node, targets in self.values.items()):
             return None
-        names = self.names
         return tuple(
-            Edge(names[v.node], v.source, tuple(sorted(v.targets)), v.has_gradient)
-            for v in self.values
+            Edge(self.names[node], self.owner[node], targets, _has_gradient(node))
+            for node, targets in self.values.items()
         )
 
-    @property
+    @cached_property
     def names(self) -> dict[fx.Node, str]:
         """The names of the values that travel."""
-        counts: dict[int, int] = {}
+        counts = Counter[int]()
         names = {}
-        for value in self.values:
-            number = counts[value.source] = counts.get(value.source, -1) + 1
-            names[value.node] = f"stage{value.source}_{number}"
+        for node in self.values:
+            source = self.owner[node]
+            names[node] = f"stage{source}_{counts[source]}"
+            counts[source] += 1
         return names
 
     # ---- writes in place
 
     def _check_writes(self) -> None:
         for node, stage in self.owner.items():
-            for target in _written(node):
+            for target in [value for value, writes in _aliased(node) if writes]:
                 base = _base(target)
                 if base.op == "get_attr":
                     self._check_buffer(node, stage, base)
@@ -302,9 +288,12 @@ class Cut:
 
     def _check_value(self, node: fx.Node, stage: int, base: fx.Node) -> None:
         """What a stage receives is its own, unless another value that travels shares its memory."""
-        before = [value for value in self.values if value.source < stage]
-        sharing = [value for value in before if _base(value.node) is base]
-        if len(sharing) != 1 or sharing[0].targets != {stage}:
+        sharing = [
+            targets
+            for node, targets in self.values.items()
+            if self.owner[node] < stage and _base(node) is base
+        ]
+        if sharing != [(stage,)]:
             raise CutError(
                 f"{_shown(node)} in stage {stage} changes a value of stage {self.owner[base]} in place, and "
                 "other values that travel share its memory; cut elsewhere, or write not in place"
@@ -315,12 +304,13 @@ class Cut:
     def graph(self, stage: int) -> fx.Graph:
         """The graph of a stage: it takes flat arguments or values, and gives values or the flat output."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        names = self.names
-        taken = [value.node for value in self.values if stage in value.targets]
         if stage == 0:
-            taken = [node for node in self.owner if node.op == "placeholder"]
-        for node in taken:
-            copies[node] = graph.placeholder(names.get(node, node.name) if stage else node.name)
+            for node in self.owner:
+                if node.op == "placeholder":
+                    copies[node] = graph.placeholder(node.name)
+        for node, targets in self.values.items():
+            if stage in targets:
+                copies[node] = graph.placeholder(self.names[node])
 
         def copied(node: fx.Node) -> fx.Node:
             if node not in copies:
@@ -330,17 +320,19 @@ class Cut:
         for node, owner in self.owner.items():
             if owner == stage and node.op not in ("placeholder", "get_attr", "output"):
                 copied(node)
-        gives = [value.node for value in self.values if value.source == stage]
+        graph.output(self._output(stage, copied))
+        return graph
+
+    def _output(self, stage: int, copied: Callable[[fx.Node], fx.Node]) -> Any:
+        """What a stage returns: the flat output, the only value, or all values in a tuple or by name."""
         if stage == self.count - 1:
             output = next(node for node in self.owner if node.op == "output")
-            graph.output(fx.map_arg(output.args[0], copied))
-        elif len(gives) == 1:
-            graph.output(copied(gives[0]))
-        elif self.edges is None:
-            graph.output(tuple(map(copied, gives)))
-        else:
-            graph.output({names[node]: copied(node) for node in gives})
-        return graph
+            return fx.map_arg(output.args[0], copied)
+        gives = {node: copied(node) for node in self.values if self.owner[node] == stage}
+        if len(gives) == 1 or self.edges is None:
+            values = tuple(gives.values())
+            return values[0] if len(values) == 1 else values
+        return {self.names[node]: value for node, value in gives.items()}
 
     def module(self, stage: int, model: nn.Module) -> fx.GraphModule:
         """The code of a stage; a weight with several names has the one of the module that uses it here."""
@@ -358,6 +350,11 @@ class Cut:
         return fx.GraphModule(self.trace.module, graph)
 
 
+def _has_gradient(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+
+
 def _modules_around(node: fx.Node) -> list[Any]:
     """The innermost module of the model whose call a node belongs to: its path and class."""
     return list(node.meta.get("nn_module_stack", {}).values())[-1:]
@@ -367,49 +364,28 @@ def _is_mark(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _MARKS
 
 
-def _arguments(node: fx.Node) -> list[tuple[Any, Any]]:
-    """The arguments of an operation with what its schema says of each; none for other nodes."""
+def _aliased(node: fx.Node) -> list[tuple[fx.Node, bool]]:
+    """The arguments whose memory an operation writes to or returns, and whether it writes."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return [(node.args[0], False)]
     schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return []
+    arguments = [] if schema is None else schema.arguments
+    passed = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
     return [
-        (
-            argument,
-            node.kwargs.get(argument.name, node.args[place] if place < len(node.args) else None),
-        )
-        for place, argument in enumerate(schema.arguments)
-    ]
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values an operation changes in place."""
-    return [
-        value
-        for argument, value in _arguments(node)
-        if argument.alias_info is not None
-        and argument.alias_info.is_write
-        and isinstance(value, fx.Node)
+        (value, a.alias_info.is_write)
+        for a in arguments
+        if a.alias_info is not None and isinstance(value := passed.get(a.name), fx.Node)
     ]
 
 
 def _base(node: fx.Node) -> fx.Node:
     """The node that made the memory of a value."""
-    while True:
-        aliased = [
-            value
-            for argument, value in _arguments(node)
-            if argument.alias_info is not None and isinstance(value, fx.Node)
-        ]
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            aliased = [node.args[0]]
-        if not aliased or not _returns_alias(node):
-            return node
-        node = aliased[0]
-
-
-def _returns_alias(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or any(entry.alias_info is not None for entry in schema.returns)
+    while aliased := _aliased(node):
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and all(entry.alias_info is None for entry in schema.returns):
+            break
+        node = aliased[0][0]
+    return node
 
 
 def _shown(node: fx.Node) -> str:
@@ -420,41 +396,6 @@ def _shown(node: fx.Node) -> str:
 
 
 # ---- a stage
-
-
-@dataclass
-class Arguments:
-    """How the first stage takes the model's arguments.
-
-    Args:
-        spec: their structure.
-        examples: what they were at the trace.
-    """
-
-    spec: Any
-    examples: list[Any] = field(default_factory=list)
-
-    def flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments of a call as a list.
-
-        Raises:
-            UsageError: they are not like those at the trace.
-        """
-        _, keyword_spec = self.spec.children()
-        names = list(keyword_spec.context)
-        if set(names) == set(kwargs):
-            kwargs = {name: kwargs[name] for name in names}
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        unlike = ["their number or structure"] if spec != self.spec else []
-        for place, (leaf, example) in enumerate(zip(leaves, self.examples, strict=False)):
-            if not _alike(leaf, example):
-                unlike.append(f"number {place}: {_look(leaf)} instead of {_look(example)}")
-        if unlike:
-            raise UsageError(
-                f"the model was traced with other arguments ({'; '.join(unlike)}), and its graph holds for "
-                "them alone; call pipeline() with arguments of one microbatch as in training"
-            )
-        return leaves
 
 
 def _alike(leaf: Any, example: Any) -> bool:
@@ -475,26 +416,25 @@ class TracedStage(nn.Module):
     Args:
         graphs: its graph in training (True) and evaluation (False), or in the one mode that was traced.
         model: the model.
-        arguments: how the first stage takes the model's arguments.
-        out_spec: the structure of the model's output, for the last stage.
-
-    Attributes:
-        graph_module: its code in the mode that was traced first.
+        first: the model's trace, if it is the first stage, which takes the model's arguments.
+        last: the model's trace, if it is the last stage, which gives the model's output.
     """
 
     def __init__(
         self,
         graphs: Mapping[bool, fx.GraphModule],
         model: nn.Module,
-        arguments: Arguments | None,
-        out_spec: Any,
+        first: Trace | None,
+        last: Trace | None,
     ) -> None:
         super().__init__()
         self._forwards = {mode: type(part).forward for mode, part in graphs.items()}
-        first = next(iter(graphs.values()))
-        self._taken = [node.name for node in first.graph.nodes if node.op == "placeholder"]
-        self._arguments, self._out_spec = arguments, out_spec
-        self._code = first.code
+        self._in_spec: Any = None if first is None else first.in_spec
+        self._examples = [] if first is None else first.examples
+        self._out_spec = None if last is None else last.out_spec
+        part = next(iter(graphs.values()))
+        self._taken = [node.name for node in part.graph.nodes if node.op == "placeholder"]
+        self._code = part.code
         for part in graphs.values():
             for node in part.graph.nodes:
                 if node.op in ("get_attr", "call_module"):
@@ -508,19 +448,36 @@ class TracedStage(nn.Module):
             raise UsageError(
                 f"the model could be traced in the other mode only; call {mode}() on it before pipeline()"
             )
-        run = self._forwards[self.training]
-        if self._arguments is not None:
-            output = run(self, *self._arguments.flat(args, kwargs))
-        else:
-            # Keyword arguments of the model are the first stage's, which hands them on.
-            named = {name: kwargs[name] for name in self._taken[len(args) :] if name in kwargs}
-            if len(args) + len(named) != len(self._taken):
-                raise UsageError(
-                    f"this stage takes {len(self._taken)} values ({', '.join(self._taken)}), but was given "
-                    f"{len(args) + len(named)}"
-                )
-            output = run(self, *args, **named)
+        take = self._values if self._in_spec is None else self._arguments
+        output = self._forwards[self.training](self, *take(args, kwargs))
         return output if self._out_spec is None else pytree.tree_unflatten(output, self._out_spec)
+
+    def _values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """What earlier stages give; the model's own arguments go to the first stage, which hands them on."""
+        names = self._taken[len(args) :]
+        values = [*args, *(kwargs[name] for name in names if name in kwargs)]
+        if len(values) != len(self._taken):
+            raise UsageError(
+                f"this stage takes {len(self._taken)} values ({', '.join(self._taken)}), but was given "
+                f"{len(values)}"
+            )
+        return values
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The model's arguments, flat, if they are like those of the trace."""
+        names = list(self._in_spec.children()[1].context)
+        ordered = {name: kwargs[name] for name in names} if set(names) == set(kwargs) else kwargs
+        leaves, spec = pytree.tree_flatten((args, dict(ordered)))
+        unlike = ["their number or structure"] if spec != self._in_spec else []
+        for place, (leaf, example) in enumerate(zip(leaves, self._examples, strict=False)):
+            if not _alike(leaf, example):
+                unlike.append(f"number {place}: {_look(leaf)} instead of {_look(example)}")
+        if unlike:
+            raise UsageError(
+                f"the model was traced with other arguments ({'; '.join(unlike)}), and its graph holds for "
+                "them alone; call pipeline() with arguments of one microbatch as in training"
+            )
+        return leaves
 
     def print_readable(self) -> str:
         """Print its code, and return it."""
@@ -556,10 +513,11 @@ def _owner(model: nn.Module, parents: Sequence[str]) -> nn.Module:
 
 
 def _find(module: nn.Module, path: str) -> Any:
-    found: Any = module
+    """What a module has under a path; None if it has nothing there."""
+    value: Any = module
     for step in path.split("."):
-        found = getattr(found, step, None)
-    return found if isinstance(found, Tensor | nn.Module) or module is not found else None
+        value = getattr(value, step, None)
+    return value
 
 
 # ---- a model in stages
@@ -589,7 +547,7 @@ def cut_traced(
     points: Mapping[str, SplitPoint],
     policy: Policy | None,
 ) -> TracedModel:
-    """TracedCall a model in both modes, and cut it where it is marked.
+    """Trace a model in both modes, and cut it where it is marked.
 
     Raises:
         CutError: it cannot be traced, or cannot be cut there.
@@ -610,9 +568,12 @@ def cut_traced(
     stages = []
     for index in range(first.count):
         graphs = {mode: c.module(index, model) for mode, c in cuts.items()}
-        arguments = Arguments(first.trace.in_spec, first.trace.examples) if index == 0 else None
-        out_spec = first.trace.out_spec if index == first.count - 1 else None
-        stages.append(TracedStage(graphs, model, arguments, out_spec))
+        begins, ends = index == 0, index == first.count - 1
+        stages.append(
+            TracedStage(
+                graphs, model, first.trace if begins else None, first.trace if ends else None
+            )
+        )
     return TracedModel(stages, first.edges, _shared(stages, model), first.trace.module.graph)
 
 
