@@ -11,40 +11,16 @@ from typing import Any
 
 import torch
 
-from benchmarks import (
-    backward,
-    buffers,
-    checkpoints,
-    checks,
-    compiling,
-    cutting,
-    inside,
-    lengths,
-    loading,
-    mesh,
-    plan,
-    predictions,
-    schedules,
-    search,
-    steps,
-)
+from benchmarks import backward, buffers, checkpoints, cut, inside, plan, steps
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
     "inside": inside.compare,
-    "predictions": predictions.compare,
+    "backward": backward.compare,
+    "cut": cut.compare,
     "plan": plan.compare,
     "buffers": buffers.compare,
-    "checks": checks.compare,
-    "schedules": schedules.compare,
-    "search": search.compare,
-    "backward": backward.compare,
-    "loading": loading.compare,
-    "cutting": cutting.compare,
-    "lengths": lengths.compare,
-    "mesh": mesh.compare,
     "checkpoints": checkpoints.compare,
-    "compile": compiling.compare,
 }
 
 
@@ -64,9 +40,9 @@ def main() -> None:
 
 
 def _run(name: str, rounds: int, folder: Path) -> None:
-    found = {"machine": _machine(), "figures": BENCHES[name](rounds)}
+    report = {"machine": _machine(), "figures": BENCHES[name](rounds)}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
 def _machine() -> dict[str, Any]:

@@ -15,8 +15,8 @@ from benchmarks.live import LiveBytes
 PICTURE = Path("docs/backward/memory.svg")
 WAYS_SHOWN = {
     "peer": ("torch.distributed.pipelining", "#999999"),
-    "deferred": ("deferred engine", "#0072b2"),
-    "graph": ("graph engine", "#e69f00"),
+    "plain": ("a full backward in I", "#e69f00"),
+    "split": ("Penstock's halves", "#0072b2"),
 }
 LEFT, TOP, WIDTH, HEIGHT = 64, 34, 560, 240
 STEPS = 3 * MICROBATCHES
@@ -94,7 +94,7 @@ def _rule(value: int, top: float) -> str:
 
 def _line(name: str, line: list[float], top: float) -> str:
     points = " ".join(f"{_x(step)},{_y(value, top)}" for step, value in enumerate(line))
-    dash = ' stroke-dasharray="6 4"' if name == "graph" else ""
+    dash = ' stroke-dasharray="6 4"' if name == "plain" else ""
     color = WAYS_SHOWN[name][1]
     return f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2.5"{dash}/>'
 

@@ -96,27 +96,6 @@ def take_turns(
     return {name: Times(*times) for name, times in found.items()}
 
 
-def alternate(
-    ours: Callable[[], object], peers: Callable[[], object], rounds: int, repeats: int
-) -> tuple[list[float], list[float]]:
-    """Time two things in turn, the order within a round changing from round to round.
-
-    Args:
-        ours: runs one repeat.
-        peers: likewise.
-        rounds: how many paired times.
-        repeats: how many repeats make one time.
-
-    Returns:
-        Seconds per repeat, for each round.
-    """
-    times: dict[int, list[float]] = {0: [], 1: []}
-    for index in range(rounds):
-        for which in (0, 1) if index % 2 == 0 else (1, 0):
-            times[which].append(_time(ours if which == 0 else peers, repeats))
-    return times[0], times[1]
-
-
 def _time(run: Callable[[], object], repeats: int) -> float:
     start = perf_counter()
     for _ in range(repeats):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage as PeerStage
 from torch.distributed.pipelining import Schedule1F1B as Peer1F1B
 from torch.distributed.pipelining import ScheduleInterleaved1F1B as PeerInterleaved
+from torch.distributed.pipelining import ScheduleInterleavedZeroBubble as PeerZeroBubble
 from torch.distributed.pipelining import ScheduleZBVZeroBubble as PeerZBV
 
 from penstock import Pipeline, PipelineStage
@@ -80,8 +81,15 @@ def tiny(stages: int, microbatches: int = 64) -> Work:
 
 
 WORKS: dict[str, Callable[..., Work]] = {"gpt": gpt, "tiny": tiny}
-SCHEDULES = {"1F1B": RANKS, "Interleaved1F1B": 2 * RANKS, "ZB-V": 2 * RANKS}
-"""The schedules that both have, and how many stages each takes."""
+SCHEDULES = {"1F1B": RANKS, "Interleaved1F1B": 2 * RANKS, "ZB-H1": RANKS, "ZB-V": 2 * RANKS}
+"""The schedules, and how many stages each takes."""
+PEERS: dict[str, Any] = {
+    "1F1B": Peer1F1B,
+    "Interleaved1F1B": PeerInterleaved,
+    "ZB-H1": PeerZeroBubble,
+    "ZB-V": PeerZBV,
+}
+"""What the peer calls them; its nearest to ZB-H1 is its interleaved one, with one stage on each rank."""
 
 
 def placement(schedule: str) -> tuple[int, ...]:
@@ -89,14 +97,12 @@ def placement(schedule: str) -> tuple[int, ...]:
     return build(schedule, ranks=RANKS, microbatches=2 * RANKS).placement.rank_of
 
 
-def ours(
-    work: Work, schedule: str, group: Any, kind: type[PipelineStage] = PipelineStage
-) -> Pipeline:
+def ours(work: Work, schedule: str, group: Any) -> Pipeline:
     """A pipeline of this rank's stages, or of all where there is no group."""
     home = placement(schedule)
     held = range(len(home)) if group is None else work.held(home, group.rank())
     return Pipeline.from_stages(
-        [kind(work.stages[index], index, len(home)) for index in held],
+        [PipelineStage(work.stages[index], index, len(home)) for index in held],
         schedule=schedule,
         microbatches=work.microbatches,
         loss_fn=work.loss,
@@ -116,11 +122,8 @@ class Peer:
         ]
         self._arguments = (work.batch,) if 0 in held else ()
         self._target = work.target if len(home) - 1 in held else None
-        if schedule == "1F1B":
-            self._schedule: Any = Peer1F1B(self.stages[0], work.microbatches, work.loss)
-        else:
-            kind = PeerZBV if schedule == "ZB-V" else PeerInterleaved
-            self._schedule = kind(self.stages, work.microbatches, work.loss)
+        stages = self.stages[0] if schedule == "1F1B" else self.stages
+        self._schedule = PEERS[schedule](stages, work.microbatches, work.loss)
 
     def step(self) -> None:
         """Forward and backward of the batch."""

@@ -1,9 +1,8 @@
 """What all tests share: one torch thread, one pool of worker processes, and which cases are nightly.
 
-A test with several parameters is a product. By default one case runs for each value of the largest parameter,
-with the values of the others in turn, so that every value of each is there; the rest of the product is marked
-``nightly``, as some long tests of launchers are, and `make test-all` runs it too. Tests marked ``whole``
-always run all their cases.
+A test with several parameters is a product. By default as few cases run as show every value of each of them;
+the rest of the product is marked ``nightly``, as some long tests of launchers are, and `make test-all` runs
+it too. Tests marked ``whole`` always run all their cases.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing import forkserver
-from typing import Any
 
 import pytest
 import torch
@@ -54,35 +52,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
-    products: dict[str, list[Any]] = defaultdict(list)
+    products: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        if len(params) > 1 and item.get_closest_marker("whole") is None:
+        if len(values_of(item)) > 1 and item.get_closest_marker("whole") is None:
             products[item.nodeid.partition("[")[0]].append(item)
     for product in products.values():
-        for item in rest_of(product):
+        for item in without_new_values(product):
             item.add_marker("nightly")
 
 
-def rest_of(product: Sequence[Any]) -> list[Any]:
-    """The cases of a test that tell nothing of a single value that the others do not tell."""
-    params = [
-        {name: repr(value) for name, value in item.callspec.params.items()} for item in product
-    ]
-    values = {name: list(dict.fromkeys(of[name] for of in params)) for name in params[0]}
-    longest = max(values, key=lambda name: len(values[name]))
+def values_of(item: pytest.Item) -> set[tuple[str, str]]:
+    """The parameters of a case, each with its value."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    return {(name, repr(value)) for name, value in params.items()}
+
+
+def without_new_values(product: list[pytest.Item]) -> list[pytest.Item]:
+    """What is left of a product after taking the case with the most new values, as long as there is one."""
+    values = {item: values_of(item) for item in product}
     seen: set[tuple[str, str]] = set()
-    left = []
-    for item, of in zip(product, params, strict=True):
-        turn = values[longest].index(of[longest])
-        if all(found.index(of[name]) == turn % len(found) for name, found in values.items()):
-            seen.update(of.items())
-        else:
-            left.append((item, of))
-    rest = []
-    # Where not all combinations are there, a value may have had no turn.
-    for item, of in left:
-        if seen.issuperset(of.items()):
-            rest.append(item)
-        seen.update(of.items())
-    return rest
+    while values:
+        richest = max(values, key=lambda item: len(values[item] - seen))
+        if values[richest] <= seen:
+            break
+        seen |= values.pop(richest)
+    return list(values)

@@ -64,6 +64,10 @@ def run_script(*command: str, processes: int = 1) -> list[Ran]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as folder:
         outputs = [f"{folder}/{rank}" for rank in range(processes)]
+        # One that is ended before it has begun has printed nothing.
+        for one in outputs:
+            for way in ("out", "err"):
+                Path(f"{one}.{way}").touch()
         rows = (
             (command, _environment(rank, processes, store.port), output)
             for rank, output in enumerate(outputs)

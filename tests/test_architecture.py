@@ -173,9 +173,6 @@ def test_nothing_is_imported_by_name() -> None:
 
 
 # To be switched on by removing the mark, once docs/inside.md follows the table.
-@pytest.mark.xfail(
-    strict=False, reason="the order of rooms in docs/inside.md is not yet that of the table"
-)
 def test_the_tour_lists_the_rooms_from_the_bottom_up() -> None:
     tour = (ROOT / "docs" / "inside.md").read_text().split("## The rooms")[1].split("##")[0]
     cells = [line.split("|")[1] for line in tour.splitlines() if line.startswith("| `")]
@@ -252,10 +249,13 @@ def test_the_front_door_refuses_unknown_names(name: str) -> None:
         getattr(penstock, name)
 
 
-@pytest.mark.parametrize("package", ["faults", "schedule", "train"])
+@pytest.mark.parametrize(
+    "package", ["checkpoint", "compiled", "faults", "parallel", "plan", "schedule", "train"]
+)
 def test_names_that_are_imported_lazily_are_found(package: str) -> None:
     found = getattr(penstock, package)
     assert [name for name in found.__all__ if not hasattr(found, name)] == []
+    assert dir(found) == found.__all__
     assert not hasattr(found, "no_such_name")
 
 
@@ -321,7 +321,6 @@ def torch_names() -> set[str]:
 
 
 # To be switched on by removing the mark, once all rooms have their new names.
-@pytest.mark.xfail(strict=False, reason="some class names still stand twice")
 def test_no_class_name_stands_twice() -> None:
     homes: dict[str, list[str]] = {}
     for path in FILES:

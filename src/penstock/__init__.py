@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from penstock import weights as weights
     from penstock.checkpoint import Checkpoints as Checkpoints
     from penstock.partition import Partition as Partition
+    from penstock.partition import randomness as randomness
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepEvent as StepEvent
     from penstock.pipeline import TensorBoard as TensorBoard
-    from penstock.partition import randomness as randomness
     from penstock.runtime import ActionEvent as ActionEvent
     from penstock.runtime import LossScaler as LossScaler
     from penstock.runtime import Replicas as Replicas

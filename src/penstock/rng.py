@@ -1,4 +1,4 @@
-"""Random numbers: seeded anew for each call of a unit, so that masks do not depend on the schedule or the cut."""
+"""Random numbers: seeded for each call of a unit, so that masks depend neither on schedule nor on cut."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Seed = int | Literal["off"] | None
 LOSS = ":loss"
 """Stands for a unit's path where the loss draws."""
 
-_NUMBERS: dict[str, int] = {}
-"""For each path, a number made of it."""
+_NUMBERS: dict[tuple[str, int], int] = {}
+"""For each path and number of a call, a number made of them."""
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -74,10 +74,10 @@ class Draws:
             path: of the unit that is called, or a name that is no path.
             number: of the call.
         """
-        place = _NUMBERS.get(path)
+        place = _NUMBERS.get((path, number))
         if place is None:
-            place = _NUMBERS[path] = seed_of(0, path)
-        seed = _mixed(self._start ^ _mixed(place + number)) >> 1
+            place = _NUMBERS[path, number] = _mixed(seed_of(0, path) + number)
+        seed = _mixed(self._start ^ place) >> 1
         for generator in self._generators:
             generator.manual_seed(seed)
 

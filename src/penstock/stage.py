@@ -60,7 +60,12 @@ class StageModule(nn.Module):
 
     @abstractmethod
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What all stages of the model do in a call with arguments like these; it has ``edges``."""
+        """What all stages of the model do in a call with arguments like these.
+
+        Returns:
+            Something with ``edges``, the values that travel, and ``with_output(function)``, which calls a
+            function with the model's output without data.
+        """
 
     @property
     @abstractmethod
@@ -112,6 +117,9 @@ class PipelineStage:
 
     Attributes:
         code: the slice itself, without wrappers; names of parameters begin there.
+        planned: whether it is a :class:`StageModule`, which is called by a plan.
+        is_first: whether the batch enters here.
+        is_last: whether the loss is computed here.
 
     Raises:
         UsageError: the index is not below the count.
@@ -133,6 +141,7 @@ class PipelineStage:
             raise UsageError(f"stage {index} of {count}: stages count from 0")
         self.index = index
         self.count = count
+        self.is_first, self.is_last = index == 0, index == count - 1
         self.device = device_of(module) if device is None else torch.device(device)
         self._module = _moved(module, self.device)
         self.code = parallel.unwrapped(self._module)
@@ -145,12 +154,13 @@ class PipelineStage:
 
     def _set_up(self) -> None:
         """Make what depends on the module: what is called, and the engine of its backward."""
+        self.planned = isinstance(self.code, StageModule)
         self._call: Callable[..., Any] = self._module
         self._compiled: compiled.CompiledModule | None = None
         if self._settings is not None:
             name = f"stage {self.index}"
             self._compiled = compiled.CompiledModule(
-                self._module, self._settings, name, pieces_of=self.code
+                self._module, self._settings, name, units_of=self.code
             )
             self._call = self._compiled
         self._compiles = self._compiled is not None or any(map(is_compiled, self._module.modules()))
@@ -176,24 +186,9 @@ class PipelineStage:
         self._set_up()
 
     @property
-    def planned(self) -> bool:
-        """Whether the slice is a :class:`StageModule`, which is called by a plan."""
-        return isinstance(self.code, StageModule)
-
-    @property
     def compiles(self) -> bool:
         """Whether the module is compiled, as a whole or in its pieces."""
         return self._compiled is not None
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the batch enters here."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the loss is computed here."""
-        return self.index == self.count - 1
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters under their names in the slice, whatever is wrapped around it or parts of it."""
@@ -284,7 +279,7 @@ class PipelineStage:
         """
         leaves: list[Tensor] = []
         entered = [enter(value, leaves, copies=True) for value in args]
-        named = {name: enter(kwargs[name], leaves, copies=True) for name in kwargs or ()}
+        named = {n: enter(value, leaves, copies=True) for n, value in (kwargs or {}).items()}
         return self.run(microbatch, entered, named, leaves, loss, call)
 
     def run(
@@ -302,7 +297,9 @@ class PipelineStage:
         output = self._run_compiled(args, kwargs) if self._compiles else self._call(*args, **kwargs)
         root = output if loss is None else loss(output)
         if torch.is_grad_enabled():
-            roots = [root] if isinstance(root, Tensor) else flatten(root)[0]
+            if isinstance(root, Tensor):
+                root = [root]
+            roots = root if type(root) is list else flatten(root)[0]
             learning = [x for x in roots if isinstance(x, Tensor) and x.requires_grad]
             self._forwards[microbatch] = learning, leaves
         return output
@@ -312,7 +309,9 @@ class PipelineStage:
         try:
             with compiled.graphs_kept(), warnings.catch_warnings():
                 # Dynamo reads .grad of every argument, also of non-leaves.
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+                warnings.filterwarnings(
+                    "ignore", "The .grad attribute of a Tensor that is not a leaf"
+                )
                 return self._call(*args, **kwargs)
         except compiled.RefusedError as error:
             if self._compiled is None:
@@ -434,8 +433,13 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` is around a module, or was applied to it in place."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    """Whether ``torch.compile`` is around a module, or was applied to it or to a function of it."""
+    functions = (type(module).forward, *vars(module).values())
+    return (
+        hasattr(module, "_orig_mod")
+        or module._compiled_call_impl is not None
+        or any(callable(f) and hasattr(f, "_torchdynamo_orig_callable") for f in functions)
+    )
 
 
 def without_compilation(model: nn.Module, asked: Compilation) -> tuple[nn.Module, Compilation]:

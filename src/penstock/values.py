@@ -8,7 +8,7 @@ its tensors' data is its :class:`Layout`, which travels once, as JSON; afterward
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
@@ -46,7 +46,11 @@ def unflatten(leaves: Leaves, tree: Any) -> Any:
 def named_leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
     """The leaves of a value, each with its path, which begins with ``name``."""
     flatten(value)
-    pairs, _ = pytree.tree_flatten_with_path(value)
+    try:
+        pairs, _ = pytree.tree_flatten_with_path(value)
+    except ValueError:
+        # A class was registered without names for what is in it.
+        return [(f"{name}, leaf {i}", leaf) for i, leaf in enumerate(flatten(value)[0])]
     return [(name + pytree.keystr(path), leaf) for path, leaf in pairs]
 
 
@@ -108,7 +112,7 @@ def _register_node(
 
 def _fill_dataclass(kind: type, names: tuple[str, ...], values: list[Any]) -> Any:
     """An object with these fields; its ``__init__`` does not run, as the fields may be set otherwise."""
-    filled = object.__new__(kind)
+    filled: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(filled, name, value)
     return filled
@@ -131,8 +135,11 @@ def _find_class(name: str) -> None:
         kind = getattr(kind, step, None)
     if isinstance(kind, type) and is_dataclass(kind):
         _register(kind, None)
+    elif isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        pytree._register_namedtuple(kind, serialized_type_name=name)
     elif isinstance(kind, type) and issubclass(kind, Mapping):
-        _register(kind, kind({}))
+        make: Any = kind
+        _register(kind, make({}))
 
 
 # ---- what a value looks like
@@ -195,9 +202,7 @@ def restrided(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
     for dim, repeats in enumerate(expanded):
         if repeats:
             compact = compact.narrow(dim, 0, 1)
-    laid = torch.empty_strided(
-        compact.shape, strides, dtype=tensor.dtype, device=tensor.device
-    )
+    laid = torch.empty_strided(compact.shape, strides, dtype=tensor.dtype, device=tensor.device)
     if torch._debug_has_internal_overlap(laid) == 1:  # there is no public name for it
         return tensor
     return laid.copy_(compact).expand(tensor.shape) if any(expanded) else laid.copy_(compact)
@@ -219,11 +224,22 @@ class Layout:
 
     @staticmethod
     def read(text: list[Any]) -> Layout:
-        """The layout that :meth:`describe` told."""
+        """The layout that :meth:`describe` told.
+
+        Raises:
+            SpecError: a class in it is not known in this process.
+        """
         tree, leaves = text
         for name in _names_in(tree):
             _find_class(name)
-        return Layout(pytree.treespec_loads(tree), tuple(map(_leaf_of, leaves)))
+        try:
+            structure = pytree.treespec_loads(tree)
+        except NotImplementedError as error:
+            raise SpecError(
+                f"a value of another rank has a class that this one does not know ({error}); define it at "
+                "the top level of a module that every rank imports"
+            ) from error
+        return Layout(structure, tuple(map(_leaf_of, leaves)))
 
     @cached_property
     def tensors(self) -> list[TensorLayout]:
@@ -249,11 +265,13 @@ def check_plain(value: Any, what: str) -> None:
     """Check that everything in a value can travel.
 
     Raises:
-        SpecError: a leaf is neither a tensor nor a plain value; the message gives its path.
+        SpecError: a leaf is neither a tensor nor a plain value, and the message gives its path; or a class
+            has no name that other ranks know.
     """
+    _check_names(flatten(value)[1], what)
     for path, leaf in named_leaves(value, what):
         if isinstance(leaf, Tensor):
-            _check_tensor(leaf, path)
+            check_tensor(leaf, path)
         elif type(leaf) not in _PLAIN:
             raise SpecError(
                 f"{path} is a {type(leaf).__name__}, which cannot travel between stages; give tensors, "
@@ -262,7 +280,31 @@ def check_plain(value: Any, what: str) -> None:
             )
 
 
-def _check_tensor(tensor: Tensor, path: str) -> None:
+def _check_names(tree: Any, what: str) -> None:
+    """Check that all classes in a structure can be named in JSON; named tuples get their name here."""
+    if tree.is_leaf():
+        return
+    is_named_tuple = tree.type is namedtuple
+    kind = tree.context if is_named_tuple else tree.type
+    entry = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+    if entry is None and is_named_tuple:
+        # It has no public name. As of torch 2.13.
+        pytree._register_namedtuple(kind, serialized_type_name=_class_name(kind))
+    elif entry is None or entry.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+        raise SpecError(
+            f"in {what} is a {kind.__module__}.{kind.__qualname__}, which cannot travel between stages: it "
+            "is registered with torch.utils._pytree without serialized_type_name=; pass that, or a tuple"
+        )
+    for child in tree.children():
+        _check_names(child, what)
+
+
+def check_tensor(tensor: Tensor, path: str) -> None:
+    """Check that a tensor can travel.
+
+    Raises:
+        SpecError: it is sparse, nested or quantized.
+    """
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise SpecError(
@@ -590,7 +632,9 @@ def _split_arguments(positional: int, arguments: _Arguments, count: int, fewer: 
         )
     size, rest = divmod(samples or 0, count)
     sizes = [size + (index < rest) for index in range(count)]
-    columns = {key: _cut(value, rule, sizes, _shown(key)) for key, (value, rule) in arguments.items()}
+    columns = {
+        key: _cut(value, rule, sizes, _shown(key)) for key, (value, rule) in arguments.items()
+    }
     targets = columns.pop(_TARGET_KEY, None)
     names = [key for key in columns if isinstance(key, str)]
     parts = [
@@ -754,7 +798,9 @@ def output_dim(rules: Rules | None) -> int:
     if isinstance(rule, Split):
         return rule.dim
     if rule is not None:
-        raise MicrobatchError(f"rules={{'output': {rule!r}}}: the rule for outputs must be Split(dim)")
+        raise MicrobatchError(
+            f"rules={{'output': {rule!r}}}: the rule for outputs must be Split(dim)"
+        )
     dims = sorted({entry.dim for entry in rules.values() if isinstance(entry, Split)} - {0})
     if dims:
         raise MicrobatchError(
@@ -790,7 +836,11 @@ def merge(outputs: Sequence[Any], dim: int = 0) -> Any:
 def _merge_leaves(leaves: Sequence[Any], dim: int) -> Any:
     if not isinstance(leaves[0], Tensor):
         if any(leaf != leaves[0] for leaf in leaves):
-            raise MicrobatchError(f"microbatches gave different values: {list(leaves)}")
+            kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+            raise MicrobatchError(
+                f"microbatches gave outputs that are not tensors and differ ({kinds}), which cannot be "
+                "merged; let the model return tensors, or pass Microbatches(...) to get them one by one"
+            )
         return leaves[0]
     if not leaves[0].dim():
         return torch.stack(list(leaves))

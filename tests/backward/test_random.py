@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from penstock import PipelineStage
+from penstock.backward import SplitBackward
 from tests.backward.blocks import counted_linear, standardise
 from tests.backward.making import WIDTH, linear, weight, x
 
@@ -213,13 +213,15 @@ def by_autograd(model: Program, values: list[Tensor]) -> list[Tensor | None]:
 
 
 def by_halves(model: Program, values: list[Tensor]) -> list[Tensor | None]:
-    stage = PipelineStage(model, 1, 2)
-    for index, value in enumerate(values):
-        stage.forward(index, [value.detach().requires_grad_(model.gets_gradient)], loss=model.loss)
-    grads = [stage.backward_input(index, None)[0] for index in range(len(values))]
-    for index in range(len(values)):
-        stage.backward_weight(index)
-    return list(grads)
+    split = SplitBackward(model)
+    leaves = [value.detach().requires_grad_(model.gets_gradient) for value in values]
+    losses = [model.loss(model(leaf * 1)) for leaf in leaves]
+    halves = [
+        split.input_half([loss], None, [leaf]) for loss, leaf in zip(losses, leaves, strict=True)
+    ]
+    for _, pending in halves:
+        split.weight_half(pending)
+    return [grads[0] for grads, _ in halves]
 
 
 def check(seed: int) -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from penstock.backward import SplitBackward
 from tests.backward.blocks import Lambda
 from tests.backward.making import linear, rerun, weight, x
+from tests.backward.probes import OperationCounter
 
 Run = Callable[[Any, Tensor], Any]
 
@@ -157,6 +158,20 @@ def test_a_failure_leaves_the_engine_usable() -> None:
     _, pending = split.input_half([output], [torch.ones(4, 6).double()], [value])
     assert len(pending) == 2
     split.weight_half(pending)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_first_gradients_are_not_copied(direct: bool) -> None:
+    run: Run = (lambda m, v: v @ m.w @ m.u) if direct else (lambda m, v: v @ m.w.t() @ m.u.t())
+    model = Lambda(run, w=weight(), u=weight())
+    value = x()
+    _, pending = SplitBackward(model).input_half(
+        [model(value)], [torch.ones(4, 6).double()], [value]
+    )
+    with OperationCounter() as counter:
+        SplitBackward(model).weight_half(pending)
+    assert counter.counts["mm"] == 2
+    assert not counter.counts.keys() & {"clone", "copy_", "add", "add_"}
 
 
 def calls_in(run: Callable[[], object]) -> int:

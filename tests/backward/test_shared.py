@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import PipelineStage
-from penstock.backward import SharedGradients
+from penstock.backward import SharedGradients, SplitBackward
 
 
 def parameter() -> nn.Parameter:
@@ -40,36 +39,28 @@ def test_an_error_leaves_grad_as_it_was() -> None:
     assert one.grad is before
 
 
+def run(split: SplitBackward, shared: SharedGradients, loss: Tensor, *, halves: bool) -> None:
+    if not halves:
+        with shared:
+            split.full([loss], None, [])
+        return
+    with shared:
+        _, pending = split.input_half([loss], None, [])
+    with shared:
+        split.weight_half(pending)
+
+
 @pytest.mark.parametrize("halves", [False, True])
 def test_two_stages_with_one_weight(halves: bool) -> None:
     """Each has the share that it would have as the only user."""
-    shared = nn.Linear(3, 3).double()
+    layer = nn.Linear(3, 3).double()
     x = torch.randn(2, 3, dtype=torch.float64)
-    stages = [PipelineStage(shared, i, 2) for i in range(2)]
-    for scale, stage in enumerate(stages, start=1):
-        stage.keep_apart([shared.weight])
-        for microbatch in range(2):
-            stage.forward(microbatch, [x * scale], loss=Tensor.sum)
-    for stage in stages:
-        for microbatch in range(2):
-            if halves:
-                stage.backward_input(microbatch, None)
-                stage.backward_weight(microbatch)
-            else:
-                stage.backward(microbatch, None)
-    assert shared.weight.grad is None
-    assert shared.bias.grad is not None
+    stages = [(SplitBackward(layer), SharedGradients([layer.weight])) for _ in range(2)]
+    for scale, (split, shared) in enumerate(stages, start=1):
+        for _ in range(2):
+            run(split, shared, layer(x * scale).sum(), halves=halves)
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
     alone = 2 * x.sum(0).expand(3, 3)
-    for scale, stage in enumerate(stages, start=1):
-        (share,) = stage.take_shares()
-        torch.testing.assert_close(share, alone * scale)
-
-
-def test_clearing_a_stage_drops_its_shares() -> None:
-    shared = nn.Linear(3, 3)
-    stage = PipelineStage(shared, 0, 1)
-    stage.keep_apart(list(shared.parameters()))
-    stage.forward(0, [torch.ones(1, 3)], loss=Tensor.sum)
-    stage.backward(0, None)
-    stage.clear()
-    assert stage.take_shares() == [None, None]
+    for scale, (_, shared) in enumerate(stages, start=1):
+        torch.testing.assert_close(shared.take(), [alone * scale])

@@ -17,7 +17,9 @@ GRAD = torch.zeros(2)
 
 CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "stage_backward": stage_backward,
-    "stage_backward_input": lambda *args: stage_backward_input(*args, ())[0],
+    "stage_backward_input": lambda output, grads, inputs: stage_backward_input(
+        output, grads, inputs, ()
+    )[0],
     "input_half": lambda *args: SplitBackward(nn.Identity()).input_half(*args)[0],
     "full": lambda *args: SplitBackward(nn.Identity()).full(*args),
 }

@@ -1,6 +1,6 @@
 """A process that is killed at any moment of saving leaves a whole checkpoint.
 
-``python -m benchmarks checkpoints`` kills ranks of a pipeline and their launcher, at random moments.
+``tests/checkpoint/campaign.py`` kills ranks of a pipeline and their launcher, at random moments.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from penstock import Checkpoints
-from penstock.checkpoint import folder as folders
-from penstock.checkpoint.loading import Table
+from penstock.checkpoint import describe
+from penstock.weights import files
 
 MOST = 200
 """Moments of one saving; there are about fifty."""
@@ -44,7 +44,7 @@ def kill_at(moment: int) -> None:
         return inner
 
     # In the middle of a file: each block that was written, and each time the disk is waited for.
-    folders.crc32 = counted(folders.crc32)  # type: ignore[attr-defined]
+    files.crc32 = counted(files.crc32)  # type: ignore[attr-defined]
     os.fsync = counted(os.fsync)
 
     def audit(event: str, args: Any) -> None:
@@ -87,16 +87,16 @@ def test_a_kill_at_each_moment(tmp_path: Path, asynchronous: bool) -> None:
         step = moment + 1
         status = in_child(lambda step=step, moment=moment: save(step, moment))  # type: ignore[misc]
         statuses.append(status)
-        found = folders.find(tmp_path)[0]
-        Table(found).verify_all()
+        found = Checkpoints(tmp_path).steps()[0]
+        assert "DAMAGED" not in describe(tmp_path, check=True)
         # The last whole one, or the new one where the kill came late.
-        assert found.step in (last, step)
-        steps.add(found.step == step)
+        assert found in (last, step)
+        steps.add(found == step)
         loaded = model_at(0)
-        assert Checkpoints(tmp_path).load(model=loaded) == found.step
-        expected = model_at(found.step).state_dict()
+        assert Checkpoints(tmp_path).load(model=loaded) == found
+        expected = model_at(found).state_dict()
         assert all(torch.equal(expected[n], t) for n, t in loaded.state_dict().items())
-        last = found.step
+        last = found
         if not status:
             break
     assert statuses[-1] == 0

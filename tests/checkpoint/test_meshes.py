@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from penstock import Checkpoints, Pipeline, PipelineStage
-from penstock.checkpoint.folder import find
-from penstock.checkpoint.loading import Table
+from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, PenstockError, UsageError
 from penstock.testing import WorkerPool
 from tests.checkpoint.runs import AFTER, BEFORE, Run, resumed, saved
@@ -67,11 +67,10 @@ def test_two_by_two_and_back(workers: WorkerPool, tmp_path: Path, how: str) -> N
         assert again == own
         assert from_plain == pytest.approx(expected, abs=LIMIT)
     # All four have written their part, about equally much.
-    table = Table(find(folder)[0])
-    sizes = [about["bytes"] for about in table.files.values()]
+    sizes = [path.stat().st_size for path in folder.glob("step-*/states-*")]
     assert len(sizes) == 4
     assert max(sizes) < 2 * min(sizes)
-    assert table.layout["replicas"] == 2
+    assert "in 2 replicas, 1F1B, 2 stages on 2 ranks" in describe(folder)
     # Any other layout goes on from it; but for the loader, which only two replicas can share.
     assert resumed(folder, "plain", 1) == pytest.approx(expected, abs=LIMIT)
     assert resumed(folder, "ZB-V", 4) == pytest.approx(expected, abs=LIMIT)
@@ -122,6 +121,48 @@ def test_a_failure_on_one_rank_is_an_error_on_all(workers: WorkerPool, tmp_path:
     whole.weight = nn.Parameter(torch.zeros(4, 2))
     assert Checkpoints(tmp_path).load(model=whole) == 0
     assert torch.equal(whole.weight, torch.ones(4, 2))
+    assert list(tmp_path.glob(".writing*")) == []
+
+
+def full_beside(group: Any, folder: str) -> list[str]:
+    """A worker's task: one rank's disk is full while the training goes on; then it is not any more."""
+    run = Run("1F1B", 2, group)
+    fsync = os.fsync
+    checkpoints = Checkpoints(folder, asynchronous=True)
+    told = []
+
+    def full(handle: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    try:
+        for step in range(1, 4):
+            os.fsync = cast("Any", full if step == 2 and group.rank() == 1 else fsync)
+            run.train(1)
+            try:
+                checkpoints.save(step, **run.states)
+                checkpoints.wait()
+                told.append("saved")
+            except CheckpointError as error:
+                told.append(str(error))
+        checkpoints.close()
+    finally:
+        os.fsync = fsync
+        run.close()
+    return told
+
+
+def test_a_failure_beside_the_training_is_an_error_on_all(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    first, second = workers.run(f"{__name__}:full_beside", 2, 60.0, folder=str(tmp_path))
+    assert first[::2] == second[::2] == ["saved", "saved"]
+    assert "rank 1 cannot save: " in first[1]
+    assert "No space left on device" in first[1]
+    assert "No space left on device" in second[1]
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == [
+        "step-00000001",
+        "step-00000003",
+    ]
     assert list(tmp_path.glob(".writing*")) == []
 
 

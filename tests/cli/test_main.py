@@ -79,9 +79,9 @@ def test_our_own_launcher_was_withdrawn(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    told = capsys.readouterr().err
-    assert "was withdrawn" in told
-    assert said in told
+    shown = capsys.readouterr().err
+    assert "was withdrawn" in shown
+    assert said in shown
     assert main(["--help"]) == 0
     assert "│ run " not in capsys.readouterr().out
 

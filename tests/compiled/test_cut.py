@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.compiled.halves import Halves, Policy, cut
-from penstock.compiled.stages import function_of
+from penstock.compiled.names import function_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 aten = torch.ops.aten

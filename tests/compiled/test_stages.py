@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -12,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
 
 from penstock import Pipeline, PipelineStage
 from penstock.backward import PendingGradients, SplitBackward
 from penstock.compiled import halves, names
-from penstock.compiled.halves import CutError
+from penstock.compiled.halves import HalvesError
 from penstock.compiled.stages import tally
 from penstock.errors import StageError, UsageError
 
@@ -118,10 +118,10 @@ def test_equal_stages_are_compiled_once_and_never_again(
     # The norm's wait in the first stage only, which has nothing to do in the inputs' half.
     assert sorted(waiting) == [4] * 12 + [6] * 4
     check_alike(found, eager)
-    frames = dict(torch._dynamo.utils.counters["frames"])
+    compiled, frames = tally.compiled, dict(torch._dynamo.utils.counters["frames"])
     for _ in range(2):
         found.pipe.step(batch()[0], target=batch()[1])
-    assert tally.compiled - before == 2
+    assert tally.compiled == compiled
     assert dict(torch._dynamo.utils.counters["frames"]) == frames
 
 
@@ -135,34 +135,6 @@ def test_evaluation_is_compiled_too(eager: Trained) -> None:
     value, target = batch()
     assert found.eval(value, target=target).loss == eager.pipe.eval(value, target=target).loss
     torch.testing.assert_close(found.predict(value), eager.pipe.predict(value), rtol=0, atol=0)
-
-
-def test_a_plain_stage_takes_fewer_steps_of_python() -> None:
-    counts = []
-    for compiled in (PLAIN, None):
-        stage = PipelineStage(sequence(8), 0, 1, compile=compiled)
-        # One stays under way, as in a pipeline.
-        stage.forward(3, [batch()[0].requires_grad_()])
-        counts.append([_python_calls(stage, microbatch) for microbatch in range(3)][-1])
-    assert counts[0] < 0.9 * counts[1]
-
-
-def _python_calls(stage: PipelineStage, microbatch: int) -> int:
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    value = batch()[0].requires_grad_()
-    sys.setprofile(count)
-    try:
-        output = stage.forward(microbatch, [value])
-        stage.backward_input(microbatch, [torch.ones_like(output)])
-        stage.backward_weight(microbatch)
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def test_shapes_may_change_and_are_compiled_twice_at_most(waiting: list[int]) -> None:
@@ -181,7 +153,7 @@ def test_shapes_may_change_and_are_compiled_twice_at_most(waiting: list[int]) ->
         compiled.append(tally.compiled)
         largest.append(max(waiting))
     assert compiled[0] < compiled[1] == compiled[2] == compiled[3]
-    assert largest == [12] * 4
+    assert largest == [6] * 4
     for mine, other in zip(found.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-12)
 
@@ -225,9 +197,13 @@ def test_stages_draw_other_masks_than_each_other() -> None:
     asked: dict[str, Any] = {"schedule": "GPipe", "ranks": 2, "microbatches": 1, "seed": 2}
     pipe = Pipeline(model, loss_fn=loss_fn, compile=PLAIN, **asked)
     kept: list[Tensor] = []
-    pipe.on("*F*", after=lambda event: kept.append(event.outputs[0]))
+    pipe.on("*F*", after=lambda event: kept.append(_first_tensor(event.outputs)))
     pipe.step(torch.ones(1, 64), target=torch.ones(1, 64))
     assert not torch.equal(kept[0] != 0, kept[1] != 0)
+
+
+def _first_tensor(values: Any) -> Tensor:
+    return next(value for value in tree_leaves(values) if isinstance(value, Tensor))
 
 
 class Own(nn.Module):
@@ -437,7 +413,7 @@ class Rerun(Block):
 def test_checkpointed_regions(eager: Trained, checkpoints: str, waiting: list[int]) -> None:
     settings = {**PLAIN, "checkpoints": checkpoints}
     check_alike(trained(sequence(4, Rerun), compile=settings), eager, 1e-12)
-    assert set(waiting) == {8, 12}
+    assert set(waiting) == {4, 6}
 
 
 def test_a_checkpoint_around_a_compiled_block(eager: Trained, waiting: list[int]) -> None:
@@ -612,34 +588,26 @@ def broken(*_: Any) -> Any:
     raise ArithmeticError("out of order")
 
 
-@pytest.mark.parametrize(
-    ("backend_name", "broken_way", "weights"),
-    [("inductor", "compile_with_inductor", {4, 6}), ("plain", "compile_plainly", {1})],
-)
+@pytest.mark.parametrize("backend", ["inductor", "plain"])
 def test_a_compiler_that_fails_is_done_without(
-    backend_name: str,
-    broken_way: str,
-    weights: set[int],
-    monkeypatch: pytest.MonkeyPatch,
-    waiting: list[int],
-    told: pytest.LogCaptureFixture,
+    backend: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
 ) -> None:
     torch.compiler.reset()
     expected = trained(sequence(2))
-    waiting.clear()
-    monkeypatch.setattr(names, broken_way, broken)
-    found = trained(sequence(2), compile={"backend": backend_name})
+    monkeypatch.setattr(names, "compile_with_inductor", broken)
+    monkeypatch.setattr(names, "compile_plainly", broken)
+    found = trained(sequence(2), compile={"backend": backend})
     torch.compiler.reset()
-    check_alike(found, expected, 1e-12)
+    check_alike(found, expected)
     assert "ArithmeticError: out of order" in told.text
-    assert set(waiting) == weights
+    assert "it runs without compilation" in told.text
 
 
 def test_what_cannot_be_cut_does_all_at_once(
     monkeypatch: pytest.MonkeyPatch, waiting: list[int], told: pytest.LogCaptureFixture
 ) -> None:
     def uncut(*_: Any) -> Any:
-        raise CutError("too hard")
+        raise HalvesError("too hard")
 
     torch.compiler.reset()
     expected = trained(sequence(2))
@@ -673,14 +641,6 @@ def test_without_a_compiler_graphs_run_as_they_are(
     monkeypatch.setattr(names, "has_compiler", lambda device: False)
     check_alike(trained(sequence(), compile=True), eager)
     assert "there is no compiler for cpu here" in told.text
-
-
-def test_batch_statistics_of_a_whole_batch_are_refused() -> None:
-    model = nn.Sequential(linear(), nn.BatchNorm1d(WIDTH, dtype=torch.float64))
-    with pytest.raises(UsageError, match="cannot follow what is compiled: 1"):
-        Pipeline(
-            model, schedule="1F1B", ranks=2, loss_fn=loss_fn, batch_statistics="batch", compile=True
-        )
 
 
 def test_what_is_not_finite_is_found_inside_a_compiled_stage() -> None:

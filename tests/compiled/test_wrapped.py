@@ -26,8 +26,6 @@ from tests.parallel.bodies import Mlp, X, Y
 # Two processes import a compiler first.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
-HOWS = ("blocks", "ddp", "fsdp", "tp")
-
 
 def wrap(module: Any, how: str, mesh: DeviceMesh) -> Any:
     blocks = [part for part in module.modules() if isinstance(part, Mlp)]
@@ -108,7 +106,15 @@ def pair() -> Iterator[WorkerPool]:
         yield made
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("ddp", marks=pytest.mark.nightly),
+        "fsdp",
+        "tp",
+        pytest.param("blocks", marks=pytest.mark.nightly),
+    ],
+)
 def test_compiled_stages_in_wrappers_give_the_gradients_of_one_process(
     pair: WorkerPool, how: str
 ) -> None:

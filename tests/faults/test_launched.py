@@ -11,40 +11,37 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock.faults.processes import Process, this_host
 from tests.faults.jobs import RANKS, SLACK
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-SCRIPT = str(Path(__file__).with_name("script.py"))
-TORCHRUN = [
-    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-    *("--nproc-per-node", str(RANKS), SCRIPT),
-]
-START = 120.0
-USUAL_START = 5.0
-"""Seconds that a job takes to start on a machine of its own: how slow this one is follows from that."""
+START = 150.0
+"""Seconds that a job may take, on a machine where others run beside."""
 
 
 @contextmanager
-def launched(folder: Path, how: str) -> Iterator[subprocess.Popen[str]]:
+def launched(folder: Path, **case: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A job under torchrun; nothing of it is alive afterwards."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [
+        "--nproc-per-node",
+        str(RANKS),
+        "-m",
+        "tests.faults.jobs",
+        str(folder),
+        json.dumps(case),
+    ]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": "1",
     }
     environment.pop("GLOO_SOCKET_IFNAME", None)
-    with (folder / "output").open("w") as output:
-        job = subprocess.Popen(
-            [*TORCHRUN, str(folder), how],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
+    with (folder / "output").open("wb") as output:
+        job = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     try:
         yield job
     finally:
@@ -56,94 +53,63 @@ def launched(folder: Path, how: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def alive(pid: int) -> bool:
-    started = Path(f"/proc/{pid}/stat")
-    if not started.exists():
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
         return False
-    fields = started.read_text().rpartition(")")[2].split()
-    return Process(this_host(), pid, fields[19]).condition() != "ended"
 
 
 def pids(folder: Path) -> list[int]:
-    """Of all ranks, once each has made its first step."""
+    """Of all ranks, once each has made two steps."""
     deadline = time.monotonic() + START
-    paths = [folder / f"pid-{rank}" for rank in range(RANKS)]
-    while not all(path.exists() and path.read_text() for path in paths):
+    while not all((folder / f"trains-{rank}").exists() for rank in range(RANKS)):
         assert time.monotonic() < deadline, (folder / "output").read_text()
         time.sleep(0.05)
-    return [int(path.read_text()) for path in paths]
+    return [int((folder / f"pid-{rank}").read_text()) for rank in range(RANKS)]
 
 
 def all_gone(found: list[int], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while any(map(alive, found)):
-        if time.monotonic() > deadline:
-            return False
+    while any(map(alive, found)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return True
-
-
-def listening(found: list[int]) -> set[str]:
-    """The addresses at which these processes listen, as the kernel writes them."""
-    sockets = set()
-    for pid in found:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                sockets.add(os.readlink(link))
-            except FileNotFoundError:
-                continue
-    addresses = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                addresses.add(fields[1].split(":")[0])
-    return addresses
+    return not any(map(alive, found))
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("how", "says"),
     [
-        "exception",
-        pytest.param("SIGKILL", marks=pytest.mark.nightly),
-        pytest.param("SIGSTOP", marks=pytest.mark.nightly),
+        ("exception", "InjectedError: injected by fail_at"),
+        ("SIGKILL", ""),
+        pytest.param("SIGSTOP", "its process is stopped by a signal", marks=pytest.mark.nightly),
     ],
 )
-def test_torchrun_ends_in_time_and_names_the_cause(how: str, tmp_path: Path) -> None:
-    began = time.monotonic()
-    with launched(tmp_path, how) as job:
-        ranks = pids(tmp_path)
-        factor = max(SLACK, SLACK * (time.monotonic() - began) / USUAL_START)
-        status = job.wait(START)
-        ended = time.monotonic()
+def test_torchrun_ends_and_names_the_cause(how: str, says: str, tmp_path: Path) -> None:
+    fault = {"rank": 1, "step": 3, "action": "1F2", "how": how}
+    with launched(tmp_path, fault=fault) as job:
+        found = pids(tmp_path)
+        assert job.wait(START) == 1
         output = (tmp_path / "output").read_text()
-        assert status == 1, output
-        assert all_gone(ranks, 1.0)
-    bound = (3.0 if how != "SIGSTOP" else 2.0 + 5.0) * factor
-    assert ended - float((tmp_path / "fired").read_text()) < bound
-    assert "stopped because rank 1, step 2, stage 1, microbatch 2, action 1F2" in output
-    failures = json.loads((tmp_path / "failure.json").read_text())["failures"]
-    assert failures[0]["rank"] == 1
+        assert all_gone(found, 1.0)
+    if how == "SIGKILL":
+        # Torchrun sees it at once, and may end the others before they can say so.
+        assert "Signal 9 (SIGKILL) received by PID" in output
+        return
+    assert "stopped because rank 1" in output
+    assert says in output
+    assert json.loads((tmp_path / "failure.json").read_text())["failures"][0]["rank"] == 1
     if how == "exception":
-        # The culprit's own traceback; torchrun shows its error file once more.
-        assert output.count("in _raise\n") == 2
-        assert output.index("in _raise") < output.index("stopped because")
+        # The culprit's own traceback; torchrun shows its error file once more, as the root cause.
+        assert "in _raise" in output
+        assert "action 1F2: InjectedError" in output[output.index("Root Cause") :]
 
 
-def test_torchrun_that_is_killed_takes_its_workers_along(tmp_path: Path) -> None:
-    """One is stopped, another holds the GIL."""
-    with launched(tmp_path, "frozen") as job:
-        ranks = pids(tmp_path)
-        # One that every interface of a machine would give reads 00000000; loopback 127.0.0.1 is 0100007F.
-        assert listening(ranks) <= {"0100007F", "0000000000000000FFFF00000100007F"}
+@pytest.mark.parametrize("how", ["SIGSTOP", "hold the GIL", "sleep"])
+def test_a_launcher_that_is_killed_takes_its_workers_along(how: str, tmp_path: Path) -> None:
+    fault = {"rank": 1, "step": 3, "action": "1F2", "how": how}
+    with launched(tmp_path, fault=fault, timeout=60.0) as job:
+        found = pids(tmp_path)
+        while not (tmp_path / "fired").exists():
+            time.sleep(0.02)
+        assert all(map(alive, found))
         job.kill()
-        assert all_gone(ranks, 2.0 * SLACK)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_torchrun_ends_all(number: int, tmp_path: Path) -> None:
-    with launched(tmp_path, "wait") as job:
-        ranks = pids(tmp_path)
-        job.send_signal(number)
-        assert job.wait(60.0)
-        assert all_gone(ranks, 1.0)
+        assert all_gone(found, 2.0 * SLACK)

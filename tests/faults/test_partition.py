@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import SILENT, SLACK, run_job
+from tests.faults.jobs import SLACK, run_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -60,6 +61,7 @@ def test_all_sides_of_a_cut_network_stop(
     (near, here), (far, there) = spaces
 
     def cut() -> None:
+        time.sleep(2.0)  # the machines have seen each other
         if ways == "link":
             assert ip("-n", near, "link", "set", here, "down")
         if ways in ("both", "to the far side"):
@@ -72,15 +74,11 @@ def test_all_sides_of_a_cut_network_stop(
         tmp_path,
         fault={"rank": 9, "step": 1, "how": "sleep"},
         steps=10**9,
+        timeout=60.0,
         spaces=[spaces[0], spaces[1], spaces[1]],
-        cut=cut,
+        meddle=cut,
     )
     assert [ended.error for ended in job.ranks] == ["PeerFailed"] * 3, job.ranks[0].output
     assert [ended.status for ended in job.ranks] == [75] * 3
-    assert "or the network to it is cut" in job.ranks[0].text
-    for ended in job.ranks[1:]:
-        assert (
-            "the control store, through which ranks leave word, is lost: it has not" in ended.text
-        )
-    assert job.heard() < SILENT + 3.0 * SLACK
-    assert job.gone - job.fired < SILENT + 5.0 * SLACK
+    assert all("or the network to it is cut" in ended.text for ended in job.ranks)
+    assert job.heard() < 3.0 * SLACK

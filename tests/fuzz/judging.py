@@ -290,7 +290,7 @@ def outcome_of(error: Exception) -> Outcome:
     reason = f"{type(root).__name__}: {message}"
     if refuses and isinstance(root, PeerFailed):
         return Outcome("failed", reason, detail)
-    if refuses and (fault := fault_of(str(root), isinstance(root, PartitionError))):
+    if refuses and (fault := fault_of(f"{error}: {root}", isinstance(root, PartitionError))):
         return Outcome("failed", f"message {fault}: {reason}", detail)
     return Outcome("refused" if refuses else "failed", reason, detail)
 
@@ -355,7 +355,10 @@ def judge(source: str) -> Outcome:
 
 
 def judge_in(pool: WorkerPool, source: str, processes: int) -> Outcome:
-    """Judge a program in workers, where a crash or a hang is a failure of the program."""
+    """Judge a program in workers, where a crash or a hang is a failure of the program.
+
+    A pool for programs of one process has one worker: others would count as ranks that are missing.
+    """
     try:
         answers = pool.run(f"{__name__}:work", processes, source=source)
     except WorkerError as error:
@@ -365,6 +368,8 @@ def judge_in(pool: WorkerPool, source: str, processes: int) -> Outcome:
     outcomes = [Outcome(**answer["outcome"]) for answer in answers]
     # The rank with the cause, rather than those that stopped because of it.
     worst = min(outcomes, key=lambda outcome: (outcome.kind == "same", "Peer" in outcome.reason))
+    if processes == 1:
+        return worst
     if worst.kind != "same":
         pool.close()  # messages between the ranks may still be under way
         return worst
@@ -377,23 +382,21 @@ def judge_in(pool: WorkerPool, source: str, processes: int) -> Outcome:
 
 def work(group: Any, source: str) -> dict[str, Any]:
     """A worker's task: compare its share; what hooks saw and what is missing is for all ranks together."""
+    if group.size() == 1:
+        return {"outcome": asdict(judge(source))}
     with loaded(source) as program:
         both = reports(program, group)
         if isinstance(both, Outcome):
             return {"outcome": asdict(both)}
         expected, found = both
         limit = tolerance(program.RUN)
-    alone = group.size() == 1
-    hooks = {} if alone else {name: v for name, v in found.items() if isinstance(v, list)}
-    same = {
-        name: value for name, value in expected.items() if alone or name in found.keys() - hooks
-    }
-    outcome = compare(same, {name: v for name, v in found.items() if name not in hooks}, limit)
-    names = {name: v if isinstance(v, list) else None for name, v in expected.items()}
+    hooks = {name: calls for name, calls in found.items() if isinstance(calls, list)}
+    share = {name: value for name, value in found.items() if name not in hooks}
+    outcome = compare({name: v for name, v in expected.items() if name in share}, share, limit)
     return {
         "outcome": asdict(outcome),
-        "expected": names,
-        "found": dict.fromkeys(found) | hooks,
+        "expected": {n: v if isinstance(v, list) else None for n, v in expected.items()},
+        "found": dict.fromkeys(share) | hooks,
         "limit": limit,
     }
 

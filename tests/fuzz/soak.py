@@ -1,8 +1,8 @@
 """Train for hundreds of steps with random faults, and check that every run ends as it should.
 
 ``python -m tests.fuzz.soak`` starts runs of a few steps on three gloo processes. In a third of them a rank
-fails, in a way and at a place that are drawn from a seed. A run is good if all ranks end in time, and every
-rank that still can names the culprit.
+fails, in a way and at a place that are drawn from a seed. A run is good if all ranks end in time (but for one
+that is stopped or holds the GIL), and every rank that still can names the culprit.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ SET_UP = ("connects", "cuts", "makes")
 PROCESSES: Any = multiprocessing.get_context("forkserver")
 
 
-def draw_fault(chance: random.Random, schedule: str) -> dict[str, Any] | None:
+FROZEN = ("SIGSTOP", "hold the GIL")
+"""Faults after which a process stays until its launcher ends it."""
+
+
+def draw_fault(chance: random.Random, schedule: str, share: float) -> dict[str, Any] | None:
     """Which rank fails, where and how, if any does."""
-    if chance.random() >= 1 / 3:
+    if chance.random() >= share:
         return None
     rank, step = chance.randrange(RANKS), chance.randint(2, STEPS)
     where = chance.choice((*SET_UP, "between", *["step"] * 8))
@@ -96,9 +100,11 @@ def run(schedule: str, fault: dict[str, Any] | None) -> tuple[list[str], float]:
         for process in processes:
             process.start()
         deadline = time.monotonic() + LIMIT
-        for process in processes:
+        frozen = fault["rank"] if fault is not None and fault["how"] in FROZEN else None
+        waited = {rank: process for rank, process in enumerate(processes) if rank != frozen}
+        for process in waited.values():
             process.join(max(0.0, deadline - time.monotonic()))
-        hung = {rank for rank, process in enumerate(processes) if process.is_alive()}
+        hung = {rank for rank, process in waited.items() if process.is_alive()}
         for process in processes:
             process.kill()
             process.join()
@@ -107,12 +113,17 @@ def run(schedule: str, fault: dict[str, Any] | None) -> tuple[list[str], float]:
 
 def judge(fault: dict[str, Any] | None, folder: Path, hung: set[int]) -> tuple[list[str], float]:
     culprit = None if fault is None else fault["rank"]
-    problems = [f"rank {rank} hung" for rank in hung - {culprit}]
+    problems = [f"rank {rank} hung" for rank in hung]
     fired, heard = folder / "fired", 0.0
     if fault is not None and not fired.exists():
         return [*problems, "the fault did not happen"], heard
     for rank in set(range(RANKS)) - {culprit} - hung:
-        reply = json.loads((folder / f"ended-{rank}").read_text())
+        path = folder / f"ended-{rank}"
+        if not path.exists():
+            text = (folder / f"out-{rank}").read_text()
+            problems.append(f"rank {rank} ended itself: {text[-2000:]}")
+            continue
+        reply = json.loads(path.read_text())
         right = reply["error"] == ("" if fault is None else "PeerFailed")
         if fault is not None:
             heard = max(heard, reply["time"] - float(fired.read_text()))
@@ -133,6 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the soak and print its figures; 0 if every run was good."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=300, help="training steps, over all runs")
+    parser.add_argument("--share", type=float, default=1 / 3, help="the share of runs with a fault")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     PROCESSES.set_forkserver_preload(["penstock.pipeline", "penstock.testing"])
@@ -141,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     longest: dict[str, float] = {}
     for number in range(-(-options.steps // STEPS)):
         schedule = chance.choice(("1F1B", "GPipe", "ZB-H1"))
-        fault = draw_fault(chance, schedule)
+        fault = draw_fault(chance, schedule, options.share)
         problems, heard = run(schedule, fault)
         kind = "none" if fault is None else fault["how"]
         kinds[kind] += 1

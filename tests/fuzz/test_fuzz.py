@@ -15,6 +15,8 @@ from tests.fuzz.campaign import Campaign
 from tests.fuzz.judging import Outcome, differences, judge, judge_in, outcome_of
 from tests.fuzz.programs import Program
 
+pytestmark = pytest.mark.timeout(400)  # a few CPU seconds each, also where the machine is busy
+
 # ---- fixed programs
 
 
@@ -27,7 +29,6 @@ def test_fixed_programs_in_one_process_do_what_a_plain_loop_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_fixed_programs_with_a_process_for_each_rank_do_too(workers: WorkerPool) -> None:
     campaign = Campaign(lambda program: judge_in(workers, program.source, program.processes))
     campaign.explore(seed=0, most=5, gloo=True)  # hypothesis begins with the plainest
@@ -131,7 +132,12 @@ REFUSAL = "m3 writes into a tensor of another stage"
         (caused(StageError("rank 0"), PartitionError(REFUSAL)), "refused", "PartitionError"),
         (SpecError("microbatch 1 has a float32 where others have none"), "refused", "SpecError"),
         (PartitionError("this model cannot be cut like that"), "failed", "names no module"),
-        (SpecError("m3: bad"), "failed", "is no sentence"),
+        (
+            caused(StageError("module 'm3', on rank 0 in 1F2"), PartitionError("do not do that")),
+            "refused",
+            "PartitionError",
+        ),
+        (SpecError("bad"), "failed", "is no sentence"),
         (caused(StageError("rank 0"), KeyError("x")), "failed", "KeyError"),
         (InternalError("this is a bug in m3"), "failed", "InternalError"),
         (PeerFailed("stopped because rank 1 failed there"), "failed", "PeerFailed"),
@@ -162,6 +168,53 @@ class DeadPool(WorkerPool):
 def test_a_crash_is_a_failure_unless_the_plain_loop_crashes_too(pool: DeadPool, kind: str) -> None:
     outcome = judge_in(pool, "", 1)
     assert (outcome.kind, outcome.reason) == (kind, "crash: worker 0 died: Segmentation fault")
+
+
+HOOKED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock
+
+seen = []
+
+
+def make():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, output: seen.append(("all", [output.sum()])))
+    return model
+
+
+def batch(step):
+    return (torch.ones(2, 4),), {}, torch.ones(2, 4)
+
+
+def change(model, step):
+    pass
+
+
+def pipeline(model, group=None):
+    return penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=F.mse_loss, group=group, ranks=2)
+
+
+loss_fn = F.mse_loss
+RUN = dict(steps=1, microbatches=2, reduction="mean", dtype="float64", optimizer="SGD", clip=None,
+    outputs=True, evaluate=True, load=False, accumulate=1, seed=None, loss_weight=False,
+    autocast=False, half=True)
+"""
+
+
+@pytest.mark.slow
+def test_what_ranks_report_is_put_together(workers: WorkerPool) -> None:
+    with WorkerPool(1) as alone:
+        assert judge_in(alone, HOOKED, 1) == Outcome("same")
+    assert judge_in(workers, HOOKED, 2) == Outcome("same")
+    lost = HOOKED.replace("return penstock", "model[1]._forward_hooks.clear()\n    return penstock")
+    for outcome in (judge(lost), judge_in(workers, lost, 2)):
+        assert (outcome.kind, "hook called" in outcome.reason) == ("failed", True)
 
 
 def test_a_plain_loop_that_fails_or_gives_no_numbers_is_void() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,9 @@ def forwards(
     for index, module in enumerate(cut.modules):
         wanted = [edge.value for edge in plan.edges if index in edge.targets]
         leaves = {name: fresh(values[name], gradient=gradients[name]) for name in wanted}
-        arrived = {n: torch.empty_like(t).copy_(t) if t.requires_grad else t for n, t in leaves.items()}
+        arrived = {
+            n: torch.empty_like(t).copy_(t) if t.requires_grad else t for n, t in leaves.items()
+        }
         with penstock.collect_losses() as losses:
             output, sent = module(StageCall(plan, 0, draws), arrived, *args, **named)
         assert set(sent) == {edge.value for edge in plan.edges if edge.source == index}
@@ -95,7 +98,11 @@ def backwards(done: Forwarded, loss: Tensor) -> None:
                 gradients[name] = gradients[name] + leaf.grad if name in gradients else leaf.grad
 
 
-def check_equal(
+def randomness(model: nn.Module, microbatch: int, units: list[str]) -> Any:
+    return penstock.randomness(model, seed=3, microbatch=microbatch, units=units)
+
+
+def check_equal(  # noqa: PLR0913 - one oracle, many cases
     model: nn.Module,
     cut: Callable[[nn.Module], Partition],
     args: Sequence[Any] = (),
@@ -112,14 +119,10 @@ def check_equal(
     units = [path for m in made.modules for path, part in m.named_modules() if part in m.units]
     for microbatch in range(repeat):
         own, theirs = copy.deepcopy((args, kwargs or {})), copy.deepcopy((args, kwargs or {}))
-        with penstock.collect_losses() as losses:
-            if draws:
-                with penstock.randomness(whole, seed=3, microbatch=microbatch, units=units):
-                    expected = score(whole(*theirs[0], **theirs[1])) + losses.total()
-                    expected.backward()
-            else:
-                expected = score(whole(*theirs[0], **theirs[1])) + losses.total()
-                expected.backward()
+        seeded = randomness(whole, microbatch, units) if draws else contextlib.nullcontext()
+        with penstock.collect_losses() as losses, seeded:
+            expected = score(whole(*theirs[0], **theirs[1])) + losses.total()
+            expected.backward()
         drawn = Draws(3, 0, microbatch, None) if draws else None
         done = forwards(made, *own, drawn)
         if drawn is not None:

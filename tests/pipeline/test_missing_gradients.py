@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock import Pipeline
 from penstock.testing import Case, WorkerPool, compare
 from tests.pipeline.models import mean_loss
 

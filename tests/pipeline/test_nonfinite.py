@@ -59,9 +59,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_where_it_began() -> None:
     made = pipe(Divides())
     made.zero_grad()
     assert made.step(X[:3].repeat(2, 1)[:4], target=X).finite
-    with pytest.raises(
-        NonFiniteError, match=r"step 2: .* output of microbatch 3 in stage 1, rank 1, action 1F3"
-    ):
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss is inf; .*find_nonfinite"):
         made.step(X, target=X)
     # All ranks agreed: nothing is torn down, and a good batch goes on.
     made.zero_grad()
@@ -69,7 +67,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_where_it_began() -> None:
 
 
 def test_a_gradient_that_is_not_finite_stops_although_the_loss_is() -> None:
-    with pytest.raises(NonFiniteError, match=r"but gradients are not finite; .* stage 1, rank 1"):
+    with pytest.raises(NonFiniteError, match="but gradients are not finite"):
         pipe(Roots()).step(X, target=X)
 
 
@@ -86,7 +84,7 @@ def test_a_gradient_of_a_shared_weight_that_is_not_finite_stops() -> None:
     made = Pipeline(
         nn.Sequential(first, Passes(), last), ranks=3, microbatches=4, loss_fn=mean_loss
     )
-    with pytest.raises(NonFiniteError, match="gradients of the weights of stage"):
+    with pytest.raises(NonFiniteError, match="but gradients are not finite"):
         made.step(X, target=X)
 
 
@@ -95,7 +93,7 @@ def test_skipping_drops_the_gradients(caplog: pytest.LogCaptureFixture) -> None:
     result = made.step(X, target=X)
     assert not result.finite
     assert all(parameter.grad is None for parameter in made.parameters())
-    assert "action 1F3" in caplog.text
+    assert "the loss is inf" in caplog.text
 
 
 def test_warning_leaves_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -103,7 +101,7 @@ def test_warning_leaves_them(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "penstock"):
         assert not made.step(X, target=X).finite
     assert all(parameter.grad is not None for parameter in made.parameters())
-    assert "action 1F3" in caplog.text
+    assert "the loss is inf" in caplog.text
 
 
 def test_steps_are_counted_as_everywhere(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,5 +183,5 @@ def stop_everywhere(group: Any) -> list[str]:
 def test_every_process_stops_with_one_text(workers: WorkerPool) -> None:
     told = workers.run(f"{__name__}:stop_everywhere", 3, 60.0)
     assert told[0] == told[1] == told[2]
-    assert "action 1F3" in told[0][0]
+    assert "the loss is inf" in told[0][0]
     assert "'1.1'" in told[0][1]

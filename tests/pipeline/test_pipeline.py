@@ -56,7 +56,6 @@ def test_a_schedule_of_ones_own_takes_a_short_last_batch(
     schedule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "RECIPES", dict(library.RECIPES))
-    monkeypatch.setattr(library, "_BY_NAME", dict(library._BY_NAME))
     register("last-first", last_first)
     case = Case(chain(), (X[:3],), Y[:3], mean_loss)
     compare(case, schedule=schedule, ranks=3, microbatches=4).check(1e-12)

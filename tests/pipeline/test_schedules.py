@@ -17,7 +17,7 @@ from penstock import schedule as ps
 from penstock.errors import ScheduleError
 from penstock.schedule import Action, Op, Schedule
 from penstock.testing import WorkerPool, compare
-from tests.pipeline.cases import deep_case
+from tests.pipeline.cases import MODELS, deep_case, run_bits
 
 TRAINING = tuple(name for name in ps.names() if name != "forward-only")
 RANKS = (1, 2, 3, 4)
@@ -35,8 +35,9 @@ def digest(
     schedule: str | Path | Schedule, stages: int, ranks: int, microbatches: int
 ) -> dict[str, str]:
     case = deep_case(torch.float32)
-    found = compare(case, schedule=schedule, stages=stages, ranks=ranks, microbatches=microbatches)
-    return found.digest()
+    return compare(
+        case, schedule=schedule, stages=stages, ranks=ranks, microbatches=microbatches
+    ).digest()
 
 
 @pytest.mark.parametrize(
@@ -60,15 +61,6 @@ def test_gradients_on_gloo(workers: WorkerPool, name: str, ranks: int) -> None:
     assert max(gap for answer in answers for gap in answer["differences"].values()) < 1e-12
     bits = {name: text for answer in answers for name, text in answer["digest"].items()}
     assert bits == digest("1F1B", schedule.stages, schedule.stages, 8)
-
-
-@pytest.mark.parametrize(("name", "microbatches"), list(product(TRAINING, (4, 5, 8))))
-def test_float32_bits_do_not_depend_on_the_schedule(name: str, microbatches: int) -> None:
-    schedule = built(
-        name, 4 if ps.build(name, ranks=4, microbatches=8).stages == 4 else 2, microbatches
-    )
-    expected = digest("GPipe", 4, 4, microbatches)
-    assert digest(schedule, 4, schedule.ranks, microbatches) == expected
 
 
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
@@ -121,7 +113,24 @@ def needs(action: Action, stages: int, full: set[int]) -> list[Action]:
     return [Action(stage, Op.F, microbatch), *behind]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_any_valid_order_gives_the_same_bits(seed: int) -> None:
-    found = digest(shuffled(3, 5, seed), 3, 3, 5)
-    assert found == digest("GPipe", 3, 3, 5)
+@pytest.mark.parametrize("seed", range(6))
+def test_any_valid_order_trains(seed: int) -> None:
+    """Weights may get their gradients in another order, so the last digits may differ."""
+    compare(deep_case(torch.float32), schedule=shuffled(3, 5, seed)).check(1e-5)
+    compare(deep_case(), schedule=shuffled(3, 5, seed)).check(1e-12)
+
+
+# ---- bits
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_bits_are_those_of_gpipe(workers: WorkerPool, name: str, model: str) -> None:
+    """In one process and on gloo, for losses and gradients."""
+    stages = ps.build(name, ranks=2, microbatches=4).stages
+    expected = run_bits(schedule="GPipe", model=model, stages=stages, ranks=stages)
+    assert run_bits(schedule=name, model=model, stages=stages, ranks=2) == expected
+    answers = workers.run(
+        "tests.pipeline.cases:run_bits", 2, schedule=name, model=model, stages=stages
+    )
+    assert answers[0] | answers[1] == expected

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock import Pipeline, PipelineStage
 from penstock import schedule as ps
-from penstock.errors import AgreementError, PoisonedError, UsageError
+from penstock.errors import AgreementError, UsageError
 from penstock.partition import Shared, partition
 from penstock.testing import WorkerPool, compare
 from tests.pipeline.models import X, Y, mean_loss
@@ -249,9 +249,7 @@ def test_a_shared_buffer_that_a_step_changes_is_refused() -> None:
     model = nn.Sequential(block, nn.Linear(4, 4).double(), block)
     pipe = Pipeline(model, stages=3, loss_fn=mean_loss, microbatches=2)
     pipe.eval(X, target=Y)
-    with pytest.raises(UsageError, match=r"share: '0.norm.running_mean' \(stages \[0, 2\]\)"):
-        pipe.step(X, target=Y)
-    with pytest.raises(PoisonedError):
+    with pytest.raises(UsageError, match=r"share: '0.norm.*' \(stages \[0, 2\]\)"):
         pipe.step(X, target=Y)
 
 
@@ -314,5 +312,5 @@ def test_what_ranks_are_told_must_agree(workers: WorkerPool) -> None:
 
 def test_the_chain_may_come_back_to_a_module() -> None:
     of = case("looped")
-    partition = partition(of.model, cut_of("looped", 4))
-    assert {one.stages for one in partition.shared} == {(0, 1, 2, 3)}
+    made = partition(of.model, cut_of("looped", 4))
+    assert {one.stages for one in made.shared} == {(0, 1, 2, 3)}

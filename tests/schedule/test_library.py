@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from penstock.cli.schedule import app
 from penstock.errors import ScheduleError
 from penstock.schedule import (
     Costs,
@@ -15,10 +17,12 @@ from penstock.schedule import (
     Simulation,
     add_communication,
     build,
-    library,
+    looped,
     names,
     register,
+    search,
     simulate,
+    unregister,
     validate,
 )
 from penstock.schedule.library import RECIPES, find
@@ -182,22 +186,58 @@ def test_an_unknown_name_lists_the_nearest_and_all() -> None:
 
 
 @pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_registry() -> Iterator[None]:
     """What a test registers is forgotten after it."""
-    monkeypatch.setattr(library, "RECIPES", dict(RECIPES))
-    monkeypatch.setattr(library, "_BY_NAME", dict(library._BY_NAME))
+    before = names()
+    yield
+    for name in set(names()) - set(before):
+        unregister(name)
+
+
+def three_in_laps(ranks: int, microbatches: int) -> Schedule:
+    """Three stages on each rank, in laps."""
+    if ranks == 1:
+        raise ScheduleError("ranks=1: nothing to overlap")
+    laps = build("LoopedBFS", ranks=ranks, microbatches=microbatches, stages_per_rank=3)
+    return replace(laps, name="three in laps")
 
 
 @pytest.mark.usefixtures("own_registry")
-def test_a_schedule_of_ones_own_has_a_name() -> None:
-    register(
-        "mine", lambda ranks, microbatches: build("GPipe", ranks=ranks, microbatches=microbatches)
-    )
-    register("mine too", looped_bfs, stages_per_rank=3, any_stages=True)
-    assert build("Mine", ranks=3, microbatches=5) == build("GPipe", ranks=3, microbatches=5)
-    assert build("mine too", ranks=2, microbatches=2).stages == 6
-    assert build("mine too", ranks=2, microbatches=2, stages_per_rank=1).stages == 2
-    assert names()[-2:] == ("mine", "mine too")
+def test_a_schedule_is_added_by_a_function_and_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else: how many stages it has is read off what it builds."""
+    monkeypatch.setenv("COLUMNS", "160")
+    register("three in laps", three_in_laps)
+    made = build("Three in Laps", ranks=2, microbatches=4)
+    assert (made.stages, made.placement) == (6, looped(2, 3))
+    assert build("three in laps", ranks=2, microbatches=4, stages_per_rank=3) == made
+    with pytest.raises(ScheduleError, match=r"three in laps has 3 stages on each rank, not .*=2"):
+        build("three in laps", ranks=2, microbatches=4, stages_per_rank=2)
+    validate(add_communication(made)).raise_if_bad()
+    assert simulate(made).makespan == MAKESPANS["LoopedBFS"](2, 4, 3)
+    assert search(Costs(forward=[1] * 6), ranks=2, microbatches=4, effort=0).stages == 6
+    for command, says in (
+        ("list", "Three stages on each rank"),
+        ("show", "three in laps: 2 ranks, 6 stages"),
+        ("validate", "three in laps: valid"),
+        ("simulate", "makespan              39"),
+    ):
+        size = [] if command == "list" else ["three in laps", "--ranks", "2", "-m", "4"]
+        app([command, *size], prog_name="schedule", standalone_mode=False)
+        assert says in capsys.readouterr().out
+    app(["compare", "-p", "2", "-m", "4"], prog_name="schedule", standalone_mode=False)
+    assert "three in laps" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_schedule_of_ones_own_may_take_any_number_of_stages() -> None:
+    register("mine", looped_bfs)
+    assert build("mine", ranks=2, microbatches=2).stages == 4
+    assert build("mine", ranks=2, microbatches=2, stages_per_rank=1).stages == 2
+    assert names()[-1] == "mine"
+    unregister("MINE")
+    assert "mine" not in names()
 
 
 @pytest.mark.usefixtures("own_registry")
@@ -213,7 +253,7 @@ def test_a_name_that_is_none(name: str, says: str) -> None:
 @pytest.mark.usefixtures("own_registry")
 def test_a_schedule_of_ones_own_is_what_was_asked_for() -> None:
     register("mine", lambda ranks, microbatches: build("GPipe", ranks=2, microbatches=2))
-    register("yours", lambda ranks, microbatches: "GPipe")  # type: ignore[arg-type]
+    register("yours", lambda ranks, microbatches: "GPipe")  # type: ignore[arg-type,return-value]
     with pytest.raises(ScheduleError, match="mine gave a schedule of ranks=2, microbatches=2"):
         build("mine", ranks=2, microbatches=4)
     with pytest.raises(

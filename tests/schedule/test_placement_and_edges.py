@@ -6,7 +6,6 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Edge, Placement, chain, looped, v_shaped
-from penstock.schedule.base import routes
 
 
 def test_stages_are_laid_in_laps_or_in_a_v() -> None:
@@ -50,29 +49,3 @@ def test_targets_ascend(targets: tuple[int, ...]) -> None:
 def test_a_value_goes_to_later_stages_only(source: int, target: int) -> None:
     with pytest.raises(ScheduleError, match="goes to later stages only"):
         Edge("x", source, (target,))
-
-
-SKIPPING = (Edge("x", 0, (1, 2, 3)), Edge("mask", 0, (3,), gradient=False), Edge("y", 2, (3,)))
-
-
-def test_a_value_is_sent_once_to_each_rank_that_needs_it() -> None:
-    found = routes(SKIPPING, looped(2, 2))
-    assert found.sources == ((), (0,), (0,), (0, 2))
-    assert found.messages_out == ((1,), (), (3,), ())
-    assert found.messages_in == ((), (0,), (), (2,))
-    assert found.carrier(0, 3) == 1
-
-
-def test_gradients_come_back_from_the_stage_that_names_the_message() -> None:
-    found = routes(SKIPPING, looped(2, 2))
-    assert found.users == ((1, 2, 3), (), (3,), ())
-    assert found.gradients_in == ((1,), (), (3,), ())
-    assert found.gradients_out == ((), (0,), (), (2,))
-    assert found.gradient_carrier(0, 3) == 1
-    assert found.owing(0, 1) == (1, 3)
-
-
-def test_values_without_gradient_owe_nothing() -> None:
-    found = routes((Edge("mask", 0, (1,), gradient=False),), looped(2))
-    assert found.messages_out == ((1,), ())
-    assert found.gradients_in == ((), ())

@@ -1,16 +1,34 @@
-"""What torch 2.13 writes loads, validates and simulates; what we write, torch loads."""
+"""What torch 2.13 writes loads, validates and simulates; what we write, torch loads and runs."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections import defaultdict
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.pipelining import schedules as peer
 from torch.distributed.pipelining.stage import PipelineStage
 
-from penstock.schedule import add_communication, build, load, save, simulate, validate
+from penstock import Pipeline
+from penstock.schedule import (
+    Action,
+    add_communication,
+    build,
+    load,
+    names,
+    save,
+    simulate,
+    validate,
+)
+from penstock.schedule.action import RECV_OPS, SEND_OPS
+from penstock.schedule.dependencies import counterpart
 
 NAMES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 FORMATS = ("compute_only", "compute_comms")
@@ -45,6 +63,22 @@ def test_torchs_files_load_and_are_proven(name: str, form: str, ranks: int, tmp_
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_pipeline_runs_torchs_files(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "torch.csv"
+    peer_schedule(name, 2, 8)._dump_csv(path, "compute_comms")
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)])
+    batch, target = torch.randn(8, 3), torch.randn(8, 3)
+    expected = nn.functional.mse_loss(model(batch), target)
+    expected.backward()
+    pipe = Pipeline(deepcopy(model), schedule=path, microbatches=8, loss_fn=nn.functional.mse_loss)
+    pipe.zero_grad()
+    torch.testing.assert_close(pipe.step(batch, target=target).loss, expected.item())
+    for got, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_our_files_are_read_by_torch(name: str, tmp_path: Path) -> None:
     made = build(name, ranks=4, microbatches=8)
     for form, content in zip(FORMATS, (made, add_communication(made)), strict=True):
@@ -53,3 +87,37 @@ def test_our_files_are_read_by_torch(name: str, tmp_path: Path) -> None:
         reader._load_csv(tmp_path / "ours.csv", form)
         reader._dump_csv(tmp_path / "again.csv", form)
         assert load(tmp_path / "again.csv") == content
+
+
+@pytest.mark.timeout(180)
+def test_torchs_own_runtime_runs_our_files(tmp_path: Path) -> None:
+    """Its messages from one rank to another share a queue: receives must follow the order of sends."""
+    for name in names():
+        schedule = build(name, ranks=2, microbatches=8)
+        if schedule.trains:
+            save(add_communication(schedule), tmp_path / f"{name}.csv")
+    command = [sys.executable, str(Path(__file__).with_name("peer_runtime.py"))]
+    ranks = [subprocess.Popen([*command, str(rank), "2", str(tmp_path)]) for rank in range(2)]
+    try:
+        assert [process.wait(timeout=150) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("name", names())
+def test_messages_between_two_ranks_are_received_in_the_order_of_their_sends(
+    name: str, ahead: int
+) -> None:
+    made = add_communication(build(name, ranks=4, microbatches=9), ahead=ahead)
+    rank_of = made.placement.rank_of
+    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank in range(made.ranks):
+        for action in made.actions(rank):
+            if action.op in SEND_OPS:
+                sent[rank, rank_of[action.peer_stage]].append(action)
+            elif action.op in RECV_OPS:
+                received[rank_of[action.peer_stage], rank].append(counterpart(action))
+    assert sent == received

@@ -1,4 +1,4 @@
-"""The text: found, split by file or position, cut into the same batches everywhere."""
+"""The text: read, split by file or position, cut into the same batches everywhere."""
 
 from __future__ import annotations
 
@@ -164,6 +164,6 @@ def test_held_out_batches_span_the_text() -> None:
 @pytest.mark.parametrize(("held_out", "batches"), [(1000, 20), (100, 3), (40, 1), (9, 1)])
 def test_short_text_gives_fewer_held_out_batches(held_out: int, batches: int) -> None:
     corpus = small_corpus(held_out=held_out)
-    found = list(corpus.held_out_batches(20, batch=4, sequence=8))
-    assert len(found) == batches
-    assert all(x.shape == (4, 8) for x, _ in found)
+    parts = list(corpus.held_out_batches(20, batch=4, sequence=8))
+    assert len(parts) == batches
+    assert all(x.shape == (4, 8) for x, _ in parts)

@@ -60,11 +60,10 @@ def test_text_is_printed_as_it_is() -> None:
     [
         ("NVIDIA H200", "highest", 66.9e12),
         ("NVIDIA H100 80GB HBM3", "high", 494.7e12),
-        ("NVIDIA H100 PCIe", "highest", None),
+        ("NVIDIA H100 PCIe", "highest", 51e12),
         ("NVIDIA A100-SXM4-80GB", "high", 156e12),
-        ("NVIDIA GeForce RTX 4090", "highest", 82.6e12),
         ("NVIDIA L40S", "highest", 91.6e12),
-        ("NVIDIA L4", "highest", None),
+        ("NVIDIA L4", "high", 60e12),
         ("a GPU of the future", "highest", None),
     ],
 )
@@ -73,5 +72,5 @@ def test_the_peak_is_known_by_the_name(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    assert peak_flops(torch.device("cuda")) == peak
+    assert peak_flops(torch.device("cuda")) == (peak and pytest.approx(peak))
     assert peak_flops(torch.device("cpu")) is None

@@ -126,6 +126,7 @@ def test_what_cannot_be_resumed(text: Path, tmp_path: Path) -> None:
         resolve({"resume": "auto"})
     with pytest.raises(UsageError, match="resume='no/such': there is no such folder"):
         run(config_for(text, out=str(tmp_path / "a"), resume="no/such"))
+    assert not (tmp_path / "a").exists()
     with pytest.raises(UsageError, match="there is no checkpoint in"):
         run(config_for(text, out=str(tmp_path / "b"), resume=str(tmp_path)))
 

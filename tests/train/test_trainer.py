@@ -1,4 +1,4 @@
-"""A whole run, small, in one process."""
+"""A complete run, small, in one process."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def records(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def weights(outcome: Outcome) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for path in sorted((outcome.folder / "weights").glob("*.safetensors")):
         with safe_open(str(path), "pt") as file:
-            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    return found
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return tensors
 
 
 def plain_losses(
@@ -171,7 +171,7 @@ def test_the_schedule_does_not_change_a_bit(
     assert outcome.held_out_loss == finished[0].held_out_loss
 
 
-@pytest.mark.parametrize("checkpoint", ["all", "blocks.0,blocks.1.attention"])
+@pytest.mark.parametrize("checkpoint", ["all", "blocks.0,blocks.1"])
 def test_what_is_computed_again_does_not_change_a_bit(
     checkpoint: str, finished: tuple[Outcome, str], text: Path, tmp_path: Path
 ) -> None:
@@ -185,7 +185,7 @@ def test_what_is_computed_again_does_not_change_a_bit(
     [
         ({"device": "tpu9"}, "device='tpu9': there is no such device here; use cpu"),
         ({"device": "cpu:1"}, "device='cpu:1': there is no such device"),
-        ({"checkpoint": "nix"}, "no module 'nix'"),
+        ({"checkpoint": "nix"}, "checkpoint='nix'"),
         ({"plan": "nowhere.json"}, "plan='nowhere.json': there is no such file"),
         ({"replicas": 2}, "need 4 processes, not 1: torchrun --standalone --nproc-per-node 4"),
     ],

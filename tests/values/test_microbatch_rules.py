@@ -75,8 +75,8 @@ def test_a_tensor_without_dimensions_goes_to_every_microbatch() -> None:
 
 
 def test_fewer_samples_than_microbatches() -> None:
-    found = split_batch((TOKENS[:3],), {}, TOKENS[:3], None, 4, fewer=True)
-    assert (found.count, found.samples) == (3, [1, 1, 1])
+    batch = split_batch((TOKENS[:3],), {}, TOKENS[:3], None, 4, fewer=True)
+    assert (batch.count, batch.samples) == (3, [1, 1, 1])
 
 
 def test_what_is_not_split_is_one_microbatch() -> None:
@@ -87,20 +87,20 @@ def test_what_is_not_split_is_one_microbatch() -> None:
 
 
 def test_nothing_is_known_where_nothing_was_given() -> None:
-    found = split_batch((), {}, MISSING, {"mask": REPLICATE}, 4)
-    assert (found.parts, found.targets, found.samples, found.count) == (None, None, None, None)
+    batch = split_batch((), {}, MISSING, {"mask": REPLICATE}, 4)
+    assert (batch.parts, batch.targets, batch.samples, batch.count) == (None, None, None, None)
 
 
 def test_a_target_alone_tells_the_sizes() -> None:
-    found = split_batch((), {}, TOKENS, {0: Split(1)}, 2)
-    assert (found.parts, found.samples, found.count) == (None, [3, 2], 2)
-    assert found.targets is not None
-    assert [len(target) for target in found.targets] == [3, 2]
+    batch = split_batch((), {}, TOKENS, {0: Split(1)}, 2)
+    assert (batch.parts, batch.samples, batch.count) == (None, [3, 2], 2)
+    assert batch.targets is not None
+    assert [len(target) for target in batch.targets] == [3, 2]
 
 
 def test_arguments_without_a_target() -> None:
-    found = split_batch((TOKENS,), {}, MISSING, None, 2)
-    assert (found.targets, found.samples) == (None, [3, 2])
+    batch = split_batch((TOKENS,), {}, MISSING, None, 2)
+    assert (batch.targets, batch.samples) == (None, [3, 2])
 
 
 def test_none_is_a_target() -> None:
@@ -149,8 +149,8 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def tokens_of(value: Any) -> Tensor:
-    found: Tensor = value.tokens if hasattr(value, "tokens") else value["tokens"]
-    return found
+    batch: Tensor = value.tokens if hasattr(value, "tokens") else value["tokens"]
+    return batch
 
 
 @pytest.mark.parametrize("name", sorted(KINDS))
@@ -234,9 +234,9 @@ def test_a_function_must_give_a_part_for_each() -> None:
 
 
 def test_a_function_splits_the_target() -> None:
-    found = split_batch((TOKENS,), {}, PATCHES, {"target": patches}, 3)
-    assert found.targets is not None
-    assert [len(target) for target in found.targets] == [3, 2, 1]
+    batch = split_batch((TOKENS,), {}, PATCHES, {"target": patches}, 3)
+    assert batch.targets is not None
+    assert [len(target) for target in batch.targets] == [3, 2, 1]
 
 
 def by_length(
@@ -249,12 +249,12 @@ def by_length(
 
 
 def test_a_function_splits_the_call() -> None:
-    found = split_batch((TOKENS,), {}, TOKENS + 1, by_length, 4)
-    assert (found.count, found.samples, found.ready) == (2, [3, 2], True)
-    assert found.parts is not None
-    assert found.targets is not None
-    assert torch.equal(found.parts[1].args[0], TOKENS[:2])
-    assert torch.equal(found.targets[1], TOKENS[:2] + 1)
+    batch = split_batch((TOKENS,), {}, TOKENS + 1, by_length, 4)
+    assert (batch.count, batch.samples, batch.presplit) == (2, [3, 2], True)
+    assert batch.parts is not None
+    assert batch.targets is not None
+    assert torch.equal(batch.parts[1].args[0], TOKENS[:2])
+    assert torch.equal(batch.targets[1], TOKENS[:2] + 1)
 
 
 @pytest.mark.parametrize(
@@ -275,10 +275,10 @@ RAGGED = [torch.zeros(2, 3), torch.zeros(1, 5), torch.zeros(2, 1)]
 
 
 def test_ready_microbatches() -> None:
-    found = split_batch((Microbatches(RAGGED),), {}, [1, 2, 3], None, 8)
-    assert (found.count, found.samples, found.targets) == (3, [2, 1, 2], [1, 2, 3])
-    assert found.parts is not None
-    assert [part.args[0] for part in found.parts] == RAGGED
+    batch = split_batch((Microbatches(RAGGED),), {}, [1, 2, 3], None, 8)
+    assert (batch.count, batch.samples, batch.targets) == (3, [2, 1, 2], [1, 2, 3])
+    assert batch.parts is not None
+    assert [part.args[0] for part in batch.parts] == RAGGED
 
 
 def test_arguments_of_ready_microbatches() -> None:
@@ -312,7 +312,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a list too short": (lambda: ready([1, 2]), "3 microbatches, but target=2; give a list"),
     "one tensor": (lambda: ready(torch.zeros(3)), "but target=Tensor; give a list"),
-    "twice": (lambda: ready([1, 2, 3], targets=[1, 2, 3]), "as target=; give one"),
+    "twice": (lambda: ready([1, 2, 3], targets=[1, 2, 3]), "passed both"),
     "with others": (
         lambda: split_batch((Microbatches(RAGGED), 1), {}, None, None, 8),
         "pass no others beside them",

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from penstock.partition import cut_chain, cut_sequential
+from penstock.partition import partition
 from penstock.weights import WeightFiles, read_weights, save_index, save_stage
-from penstock.weights.files import INDEX, stage_file
+from penstock.weights.folders import INDEX, stage_file
 
 
 def save(model: nn.Sequential, folder: Path, stages: int) -> None:
-    modules = cut_sequential(model, stages).modules
+    modules = partition(model, stages).modules
     save_index(
         folder, {i: save_stage(m.state_dict(), folder, i, stages) for i, m in enumerate(modules)}
     )
@@ -69,7 +69,7 @@ def test_saving_again_replaces(tmp_path: Path) -> None:
 def test_tied_weights_are_there_under_each_name(tmp_path: Path) -> None:
     tied = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     tied["head"].weight = tied["embed"].weight
-    (stage,) = cut_chain(tied, [["embed", "head"]]).modules
+    (stage,) = partition(tied, [["embed", "head"]]).modules
     save_index(tmp_path, {0: save_stage(stage.state_dict(), tmp_path, 0, 1)})
     assert torch.equal(load(tmp_path)["head.weight"], load(tmp_path)["embed.weight"])
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import Pipeline, PipelineStage
 from penstock.errors import UsageError
-from penstock.partition import cut_chain, cut_sequential
+from penstock.partition import partition
 from penstock.testing import WorkerPool
 from tests.pipeline.models import mean_loss
 
@@ -83,7 +83,7 @@ def whole(seed: int = 1) -> dict[str, Tensor]:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_any_cut_gives_the_same(stages: int, device: str) -> None:
-    parts = cut_sequential(model(device), stages).modules
+    parts = partition(model(device), stages).modules
     for part in parts:
         penstock.init_weights(part, 1)
     assert same(state(*parts), whole())
@@ -98,7 +98,7 @@ def test_of_a_pipeline(schedule: str, ranks: int, device: str) -> None:
 
 
 def test_of_stages() -> None:
-    parts = cut_sequential(model("meta"), 2).modules
+    parts = partition(model("meta"), 2).modules
     stages = [PipelineStage(part, index, 2, "cpu") for index, part in enumerate(parts)]
     penstock.init_weights(stages[0], 1)
     assert next(stages[1].module.parameters()).is_meta
@@ -191,7 +191,7 @@ def test_the_initialiser_of_the_model_goes_along_with_its_stages() -> None:
     wanted = state(net)
     assert wanted["head.weight"].std() < 0.02
     assert wanted["embed.weight"].std() > 0.5
-    parts = cut_chain(Titled(), [["embed", "blocks.0"], ["blocks.1", "head"]]).modules
+    parts = partition(Titled(), [["embed", "blocks.0"], ["blocks.1", "head"]]).modules
     penstock.init_weights(parts, 1)
     assert same(state(*parts), wanted)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -16,13 +17,48 @@ from torch import Tensor, nn
 
 from penstock import Pipeline
 from penstock.errors import InputFileError, StateDictError, UsageError
-from penstock.partition import cut_chain, cut_traced, partition
-from penstock.partition.traced import Cuts, Point, TracedCut
-from penstock.weights import load_partition, load_stage, parameters_on_meta, save_index, save_stage
+from penstock.partition import Partition, partition
+from penstock.weights import (
+    load_partition,
+    load_stage,
+    parameters_on_meta,
+    read_weights,
+    save_index,
+    save_stage,
+)
 from penstock.weights.files import entries
-from tests.partition.traced.models import EXAMPLES, Words, word_loss
 
-EXAMPLE = EXAMPLES["words"]
+
+class Words(nn.Module):
+    """Tied weights, and positions that are no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 12)
+        self.register_buffer("positions", torch.linspace(0, 1, 32), persistent=False)
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 17, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        hidden = self.embed(tokens) + self.get_buffer("positions")[: tokens.shape[1], None]
+        for block in self.blocks:
+            hidden = hidden + block(hidden).tanh()
+        return self.head(self.norm(hidden))
+
+
+TOKENS = torch.arange(32).reshape(4, 8) % 17
+CUTS = ["blocks.1", "blocks.2", "norm"]
+
+
+def word_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def filled() -> nn.Module:
+    torch.manual_seed(0)
+    return Words().double()
 
 
 def empty() -> nn.Module:
@@ -30,14 +66,13 @@ def empty() -> nn.Module:
         return Words().double()
 
 
-def cut(model: nn.Module) -> TracedCut:
-    args, kwargs = EXAMPLE.microbatch()
-    return cut_traced(model, args, kwargs, Cuts(tuple(map(Point, EXAMPLE.cuts))))
+def cut(model: nn.Module) -> Partition:
+    return partition(model, CUTS, example=((TOKENS[:2],), {}))
 
 
 def saved(folder: Path) -> nn.Module:
     """A model in the form of transformers: several files and an index, tied weights under one name."""
-    model = EXAMPLE.model()
+    model = filled()
     own = {n: t for n, t in model.state_dict().items() if n != "head.weight"}
     names = sorted(own)
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
@@ -60,13 +95,13 @@ def close(found: Any, expected: Any) -> None:
 def test_only_the_parameters_are_without_memory() -> None:
     model = empty()
     assert all(parameter.is_meta for parameter in model.parameters())
-    close(dict(model.named_buffers()), dict(EXAMPLE.model().named_buffers()))
+    close(dict(model.named_buffers()), dict(filled().named_buffers()))
     assert not Words().embed.weight.is_meta
 
 
 def test_a_stage_is_filled_and_the_others_stay_empty(tmp_path: Path) -> None:
     model = saved(tmp_path)
-    parts = cut(empty()).partition
+    parts = cut(empty())
     load_partition(parts, [1], tmp_path)
     found = parts.modules[1].state_dict()
     close(dict(found), {name: model.state_dict()[name] for name in found})
@@ -75,28 +110,27 @@ def test_a_stage_is_filled_and_the_others_stay_empty(tmp_path: Path) -> None:
 
 def test_what_is_tied_stays_tied(tmp_path: Path) -> None:
     saved(tmp_path)
-    parts = cut(empty()).partition
+    parts = cut(empty())
     load_partition(parts, [0, 3], tmp_path)
     first, last = (dict(parts.modules[stage].named_parameters()) for stage in (0, 3))
     assert first["embed.weight"] is last["head.weight"]
 
 
-@pytest.mark.parametrize("how", ["calls", "traced"])
-def test_a_pipeline_fills_its_stages_and_trains(tmp_path: Path, how: str) -> None:
+def test_a_pipeline_fills_its_stages_and_trains(tmp_path: Path) -> None:
     expected = saved(tmp_path)
-    model = empty()
     pipe = Pipeline(
-        model,
+        empty(),
         schedule="1F1B",
-        stages=partition(model, list(EXAMPLE.cuts), how=how, example=EXAMPLE.microbatch()),
+        ranks=4,
+        stages=CUTS,
         microbatches=2,
         loss_fn=word_loss,
         weights=tmp_path,
     )
-    loss = pipe.step(*EXAMPLE.args, target=EXAMPLE.target, **EXAMPLE.kwargs).loss
-    whole = word_loss(expected(*EXAMPLE.args, **EXAMPLE.kwargs), EXAMPLE.target)
-    whole.backward()
-    assert loss == pytest.approx(float(whole.detach()), abs=1e-12)
+    loss = pipe.step(TOKENS, target=TOKENS).loss
+    plain = word_loss(expected(TOKENS), TOKENS)
+    plain.backward()
+    assert loss == pytest.approx(float(plain.detach()), abs=1e-12)
     wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}
     found = {name: parameter.grad for name, parameter in pipe.named_parameters()}
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
@@ -108,7 +142,7 @@ def test_a_single_file_and_other_types_are_read(tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with parameters_on_meta():
         other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).bfloat16()
-    parts = cut_chain(other, [["0", "1"], ["2"]])
+    parts = partition(other, [["0", "1"], ["2"]])
     for index, module in enumerate(parts.modules):
         load_stage(module, tmp_path, shared=parts.shared)
         assert all(p.dtype is torch.bfloat16 for p in module.parameters()), index
@@ -116,13 +150,13 @@ def test_a_single_file_and_other_types_are_read(tmp_path: Path) -> None:
 
 
 def test_what_penstock_saved_is_read(tmp_path: Path) -> None:
-    model = EXAMPLE.model()
+    model = filled()
     modules = cut(model).modules
     sizes = {i: save_stage(m.state_dict(), tmp_path, i, 4) for i, m in enumerate(modules)}
     save_index(tmp_path, sizes)
-    filled = cut(empty())
-    load_partition(filled.partition, range(4), tmp_path)
-    for module, own in zip(filled.modules, modules, strict=True):
+    parts = cut(empty())
+    load_partition(parts, range(4), tmp_path)
+    for module, own in zip(parts.modules, modules, strict=True):
         close(dict(module.state_dict()), dict(own.state_dict()))
 
 
@@ -131,13 +165,13 @@ def test_what_penstock_saved_is_read(tmp_path: Path) -> None:
 
 def test_all_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
     saved(tmp_path)
-    own = dict(EXAMPLE.model().state_dict())
+    own = dict(filled().state_dict())
     del own["head.weight"], own["norm.bias"]
     own["norm.weight"] = torch.ones(5, dtype=torch.float64)
     own["extra"] = torch.ones(1)
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file(own, tmp_path / "model.safetensors")
-    parts = cut(empty()).partition
+    parts = cut(empty())
     with pytest.raises(StateDictError) as caught:
         load_partition(parts, [0], tmp_path)
     text = str(caught.value)
@@ -162,7 +196,7 @@ def test_values_that_no_file_has_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"positions are.*in no file.*penstock.weights.parameters_on_meta"
     ):
-        load_partition(cut(model).partition, [0], tmp_path)
+        load_partition(cut(model), [0], tmp_path)
 
 
 def header(about: dict[str, Any], data: bytes = b"") -> bytes:
@@ -205,10 +239,50 @@ def test_every_type_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory")
 def test_a_rank_needs_the_memory_of_its_share() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.loading", "--layers", "16", "--width", "1024"],
+        [sys.executable, "-m", "tests.weights.peak"],
         capture_output=True,
         text=True,
         timeout=110,
         check=True,
     )
-    assert json.loads(done.stdout)["peak_over_share"] < 1.1
+    assert float(done.stdout) < 1.1
+
+
+def deep(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+INDICES = {
+    "no JSON": "{",
+    "another JSON": "[]",
+    "no map": "{}",
+    "no files": json.dumps({"weight_map": {"weight": 1}}),
+    "odd metadata": json.dumps({"weight_map": {}, "metadata": []}),
+    "odd ties": json.dumps({"weight_map": {}, "metadata": {"tied": {"a": []}}}),
+    "deep": '{"weight_map": ' + deep(200) + "}",
+    "very deep": '{"weight_map": ' + deep(100_000) + "}",
+    "a long name": json.dumps({"weight_map": {"weight": "x" * 5000}}),
+    "escapes": json.dumps({"weight_map": {"weight": "\x1b[2J\nx"}}),
+    "not in the file": json.dumps({"weight_map": {"we\n\x1b[1m" + "x" * 5000: "a.safetensors"}}),
+}
+
+
+@pytest.mark.parametrize("what", INDICES)
+def test_an_odd_index_is_an_error_of_one_line(tmp_path: Path, what: str) -> None:
+    save_file({"other": torch.ones(1)}, tmp_path / "a.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(INDICES[what])
+    with pytest.raises(InputFileError) as caught:
+        dict(read_weights(tmp_path))
+    text = str(caught.value)
+    assert str(tmp_path) in text
+    assert "\n" not in text
+    assert "\x1b" not in text
+    assert len(text) < 600
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_or_a_device_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    for path in (tmp_path, Path("/dev/zero")):
+        with pytest.raises(InputFileError, match="not a regular file"):
+            read_weights(path)

@@ -3,7 +3,8 @@
 The halves work on any autograd graph and need nothing but its outputs and inputs.
 """
 
-from penstock.backward.split import PendingGradients, SharedGradients, SplitBackward
+from penstock.backward.pending import PendingGradients
+from penstock.backward.split import SharedGradients, SplitBackward
 from penstock.backward.torch_names import (
     ParamGroup,
     _get_grad_fn_or_grad_acc,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from penstock.errors import StageError, UsageError
+from penstock.errors import PenstockError, StageError, UsageError
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
@@ -178,6 +179,17 @@ def failure(call: str, error: Exception, **values: Any) -> StageError:
     text = ", ".join(f"{name}={_describe(value)}" for name, value in values.items())
     hint = _CHANGED if "modified by an inplace operation" in str(error) else ""
     return StageError(f"{call} failed for {text}: {error}{hint}")
+
+
+@contextmanager
+def explained(call: str, **values: Any) -> Iterator[None]:
+    """Turns what autograd raises inside into a StageError that shows the values of the call."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise failure(call, error, **values) from error
 
 
 _CHANGED = (

@@ -39,12 +39,12 @@ from penstock.backward.passes import (
     Gradients,
     Pair,
     backward_to,
-    failure,
+    explained,
     seeds_of,
     tensors_in,
 )
 from penstock.backward.saved import is_recomputed, saved_by
-from penstock.errors import InternalError, PenstockError, UsageError
+from penstock.errors import UsageError
 
 ParamGroup: TypeAlias = dict[str, Any]
 """Weights whose gradients come from the same intermediates; see `get_param_groups` for the keys."""
@@ -83,7 +83,7 @@ def stage_backward(
         stage_output = [stage_output[i] for i in outputs_with_grads_idxs]
         output_grads = [output_grads[i] for i in outputs_with_grads_idxs]
     pairs = seeds_of(stage_output, output_grads)
-    with _explained("stage_backward", output=stage_output, gradient=output_grads):
+    with explained("stage_backward", output=stage_output, gradient=output_grads):
         return backward_to(pairs, input_values)
 
 
@@ -122,7 +122,7 @@ def stage_backward_input(
         StageError: Autograd failed; the cause is chained.
     """
     pairs = _seeds(stage_outputs_or_loss, output_grads)
-    with _explained("stage_backward_input", output=stage_outputs_or_loss, gradient=output_grads):
+    with explained("stage_backward_input", output=stage_outputs_or_loss, gradient=output_grads):
         dinputs, groups = _input_gradients(pairs, input_values, weights)
     if accumulate_grad:
         _accumulate(input_values, dinputs)
@@ -162,22 +162,11 @@ def stage_backward_weight(
     nodes = [_get_grad_fn_or_grad_acc(weight) for weight in weights]
     leaves = {node: weight for node, weight in zip(nodes, weights, strict=True) if node is not None}
     with (
-        _explained("stage_backward_weight", weights=weights),
+        explained("stage_backward_weight", weights=weights),
         _recording(leaves if return_grads else ()) as increments,
     ):
         _deliver(param_groups, leaves, retain_graph=retain_graph)
     return tuple(None if node is None else increments.get(node) for node in nodes)
-
-
-@contextlib.contextmanager
-def _explained(call: str, **values: Any) -> Iterator[None]:
-    """Turns what autograd raises inside into a StageError that shows the values of the call."""
-    try:
-        yield
-    except PenstockError:
-        raise
-    except Exception as error:
-        raise failure(call, error, **values) from error
 
 
 # ---- the graph
@@ -290,60 +279,31 @@ def get_param_groups(
     """
     between, _ = reverse_closure(inputs, (), reverse_edges_dict)
     wanted = [p for p in params if p in reverse_edges_dict and p not in between]
-    sets = _connect(wanted, between, reverse_edges_dict)
-    groups: dict[Node, ParamGroup] = {sets.find(param): _empty_group() for param in wanted}
-    for node in sets:
-        groups[sets.find(node)]["intermediates" if node in between else "weight_side"].add(node)
+    group_of: dict[Node, ParamGroup] = {}
+    walked = set(between)
     for param in wanted:
-        groups[sets.find(param)]["params"].add(param)
-    for root in (root for root in roots if root in sets and root not in between):
-        groups[sets.find(root)]["intermediates"].add(root)
+        # The walk stops where one before has been, so each node is walked once.
+        closure, met = reverse_closure((param,), walked, reverse_edges_dict)
+        walked |= closure
+        known = {id(group_of[n]): group_of[n] for n in (param, *met) if n in group_of}
+        group, *others = known.values() or [_empty_group()]
+        for other in others:
+            for key, nodes in other.items():
+                group[key] |= nodes
+            group_of.update(dict.fromkeys(other["intermediates"] | other["weight_side"], group))
+        group["params"].add(param)
+        group["weight_side"] |= closure
+        group["intermediates"] |= met & between
+        group_of.update(dict.fromkeys(closure | met, group))
+    for root in roots:
+        if root in group_of and root not in between:
+            group_of[root]["intermediates"].add(root)
+    groups = {id(group_of[param]): group_of[param] for param in wanted}
     return [group for group in groups.values() if group["intermediates"]]
 
 
 def _empty_group() -> ParamGroup:
     return {"params": set(), "intermediates": set(), "weight_side": set()}
-
-
-def _connect(
-    params: Iterable[Node], between: set[Node], reverse_edges_dict: Mapping[Node, list[Node]]
-) -> _DisjointSets:
-    """Joins each weight with the weight-side nodes above it and the intermediates over those."""
-    sets = _DisjointSets()
-    walked = set(between)
-    for param in params:
-        closure, met = reverse_closure((param,), walked, reverse_edges_dict)
-        for node in chain(closure, met):
-            sets.join(param, node)
-        # The next weight stops where this one has been, so each node is walked once.
-        walked |= closure
-    return sets
-
-
-class _DisjointSets:
-    """Union-find over nodes (Galler and Fischer, 1964), with path halving."""
-
-    def __init__(self) -> None:
-        self._parents: dict[Node, Node] = {}
-
-    def __contains__(self, node: Node) -> bool:
-        return node in self._parents
-
-    def __iter__(self) -> Iterator[Node]:
-        return iter(self._parents)
-
-    def find(self, node: Node) -> Node:
-        """Returns the node that stands for the set of ``node``; a new node is a set of its own."""
-        parents = self._parents
-        parents.setdefault(node, node)
-        while parents[node] is not node:
-            parents[node] = parents[parents[node]]
-            node = parents[node]
-        return node
-
-    def join(self, left: Node, right: Node) -> None:
-        """Makes one set of the sets of two nodes."""
-        self._parents[self.find(right)] = self.find(left)
 
 
 # ---- the inputs' half
@@ -384,17 +344,7 @@ def _detach(outputs: Iterable[Tensor], input_values: Sequence[Any]) -> None:
 def _capture(
     pairs: Sequence[Pair], inputs: Sequence[Tensor], weights: Iterable[Tensor]
 ) -> tuple[Gradients, list[ParamGroup]]:
-    """Computes the gradients of ``inputs``, and fills param groups on the way.
-
-    Args:
-        pairs: The outputs with their gradients.
-        inputs: Tensors that require a gradient.
-        weights: The parameters to make groups of.
-
-    Returns:
-        The gradients of ``inputs``; and the groups that a gradient flowed into, in the order in which the
-        first one did.
-    """
+    """Returns the gradients of ``inputs``; and the groups that a gradient flowed into, in that order."""
     roots = _nodes_of(output for output, _ in pairs)
     leaves = {node: weight for weight in weights for node in _nodes_of((weight,))}
     reverse = construct_reverse_graph(roots)
@@ -417,8 +367,7 @@ def _capture(
             at_once.update(dict.fromkeys(group["params"], group))
             continue
         for output, grad in pairs:
-            node = _get_grad_fn_or_grad_acc(output)
-            if node is not None and node in weight_side:
+            for node in weight_side.intersection(_nodes_of([output])):
                 keep(group, node, _at(output.output_nr, grad))
         for node in inner:
             handles[node] = _watch(node, weight_side, partial(keep, group))
@@ -432,7 +381,7 @@ def _capture(
     for (node, group), gradient in zip(at_once.items(), gradients[len(inputs) :], strict=True):
         if gradient is not None:
             keep(group, node, (gradient,))
-    _keep_alive(flowing.values(), pairs)
+    _keep_alive(list(flowing.values()), pairs)
     return gradients[: len(inputs)], list(flowing.values())
 
 
@@ -459,16 +408,12 @@ def _hooks_suspended(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Keeps tensor hooks on ``leaves`` from running now: they will run when ``.grad`` is written."""
     with contextlib.ExitStack() as stack:
         for leaf in leaves:
-            handle = leaf.register_hook(_no_change)
+            handle = leaf.register_hook(lambda _: None)
             hooks = handle.hooks_dict_ref()
             handle.remove()
             stack.callback(hooks.update, dict(hooks))
             hooks.clear()
         yield
-
-
-def _no_change(_: Tensor) -> None:
-    """Leaves a gradient as it is."""
 
 
 def _watch(
@@ -481,7 +426,6 @@ def _watch(
     # A backward written in Python computes all its gradients, whatever is needed. Those of the weights are
     # taken now, which saves a second call.
     def take_results(results: Gradients, _: Gradients) -> None:
-        _check_complete(node)
         for (successor, index), grad in zip(node.next_functions, results, strict=True):
             if successor in weight_side and grad is not None:
                 keep(successor, _at(index, grad))
@@ -489,27 +433,16 @@ def _watch(
     return node.register_hook(take_results)
 
 
-def _check_complete(node: Any) -> None:
-    edges = sum(successor is not None for successor, _ in node.next_functions)
-    if sum(node.needs_input_grad) < edges:
-        raise InternalError(
-            f"{node.name()} was asked for {sum(node.needs_input_grad)} of {edges} gradients in the "
-            "inputs' half: this version of torch splits Python functions itself"
-        )
-
-
 def _at(index: int, grad: Tensor | None) -> Gradients:
     return (*(None,) * index, grad)
 
 
-def _keep_alive(groups: Iterable[ParamGroup], pairs: Sequence[Pair]) -> None:
-    """Keeps captured nodes of Python functions alive: a reference to the node is not enough."""
-    groups = list(groups)
+def _keep_alive(groups: Sequence[ParamGroup], pairs: Sequence[Pair]) -> None:
+    """Keeps captured nodes of Python functions alive, for which a reference to the node is not enough."""
     nodes = chain.from_iterable(group["intermediates"] for group in groups)
     if any(isinstance(node, BackwardCFunction) for node in nodes):
-        owners = [get_gradient_edge(output) for output, _ in pairs]
         for group in groups:
-            group["owners"] = owners
+            group["owners"] = [get_gradient_edge(output) for output, _ in pairs]
 
 
 # ---- the weights' half
@@ -540,14 +473,14 @@ def _fault_in(nodes: Sequence[Node], grads: Any, weight_side: set[Node]) -> str 
         kind = len(grads) if isinstance(grads, list | tuple) else type(grads).__name__
         return f"expected grads to be a list of {len(nodes)} tuples, one for each intermediate, found {kind}"
     for index, (node, row) in enumerate(zip(nodes, grads, strict=True)):
-        count = len(node._input_metadata)
+        count, what = len(node._input_metadata), f"expected grads[{index}] to"
         if not isinstance(row, list | tuple):
-            return f"expected grads[{index}] to be a tuple of tensors, found {type(row).__name__}"
+            return f"{what} be a tuple of tensors, found {type(row).__name__}"
         # On the weight side a row ends with its last gradient.
         if len(row) > count or (len(row) < count and node not in weight_side):
-            return f"expected grads[{index}] to hold {count} for {node.name()}, found {len(row)}"
+            return f"{what} hold {count} for {node.name()}, found {len(row)}"
         if wrong := [type(grad).__name__ for grad in row if not isinstance(grad, Tensor | None)]:
-            return f"expected grads[{index}] to hold tensors or None, found {', '.join(wrong)}"
+            return f"{what} hold tensors or None, found {', '.join(wrong)}"
     return None
 
 
@@ -582,11 +515,6 @@ def _deliver(
     inputs. That pass consists of one node of our own, whose backward makes the calls. No hook on the nodes
     or on their tensors runs a second time, since no gradient travels through the graph. And all calls belong
     to one pass, so that a checkpointed block is recomputed once for all of them.
-
-    Args:
-        param_groups: As `stage_backward_input` returned them.
-        leaves: The weights, by their accumulators.
-        retain_graph: Keep the groups and their graph; otherwise each group is emptied when used.
     """
     needed = [
         GradientEdge(successor, index)

@@ -17,8 +17,8 @@ from penstock.checkpoint.contents import Targets
 from penstock.checkpoint.folder import Writer, find
 from penstock.checkpoint.loading import Loading
 from penstock.checkpoint.saving import Background, Job, Preparing, Snapshots
-from penstock.checkpoint.table import Table
-from penstock.checkpoint.team import Team
+from penstock.checkpoint.table import CheckpointTable
+from penstock.checkpoint.team import ProcessTeam
 from penstock.errors import InputFileError, UsageError
 
 log = logging.getLogger("penstock")
@@ -134,7 +134,7 @@ class Checkpoints:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"step={step!r}: must be the number of steps made, from 0")
         targets = Targets.of(states)
-        team = Team(targets.pipe, self._group)
+        team = ProcessTeam(targets.pipe, self._group)
         with team.patient(_PATIENCE):
             job = self._preparing.job(team, targets, step, extra, self._writer)
         size = sum(tensor.nbytes for tensor in job.tensors.values())
@@ -193,7 +193,7 @@ class Checkpoints:
         """
         self.wait()
         targets = Targets.of(states)
-        team = Team(targets.pipe, self._group)
+        team = ProcessTeam(targets.pipe, self._group)
         with team.patient(10 * _PATIENCE):
             names = team.together("load", lambda: self._candidates(step) if team.leads else [])[0]
             damaged = []
@@ -225,7 +225,7 @@ class Checkpoints:
         return chosen[:1]
 
     def _check(
-        self, path: Path, targets: Targets, team: Team, *, strict: bool
+        self, path: Path, targets: Targets, team: ProcessTeam, *, strict: bool
     ) -> tuple[Loading | None, str]:
         """Check on all processes whether a checkpoint is damaged, and whether it fits.
 
@@ -237,9 +237,10 @@ class Checkpoints:
         def match() -> list[Any]:
             nonlocal loading
             try:
-                loading = Loading(Table(path), targets, team, strict=strict)
+                loading = Loading(CheckpointTable(path), targets, team, strict=strict)
             except InputFileError as error:
-                return [str(error), None]
+                text = str(error)
+                return [text if str(path) in text else f"{path}: {text}", None]
             return [loading.damage(), loading.report()]
 
         replies = team.together("load", match)
@@ -286,7 +287,7 @@ def _result(job: Job, stall: float) -> Saved:
 
 
 @contextmanager
-def _removed_on_error(job: Job, team: Team) -> Iterator[None]:
+def _removed_on_error(job: Job, team: ProcessTeam) -> Iterator[None]:
     """Remove what was being written if that fails."""
     try:
         yield

@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import UsageError
-from penstock.parallel import local_part, region_of, whole
+from penstock.parallel import local_part, path_without_wrappers, region_of, whole
 from penstock.partition import find_shared
 from penstock.pipeline import Pipeline
-from penstock.parallel import path_without_wrappers
 from penstock.weights.files import NAMES, raw_bytes
 from penstock.weights.optimizers import check_kept_per_parameter, read_states
-from penstock.weights.states import Names, Weights, WholeModel
+from penstock.weights.states import Names, StageWeights, WholeModel
 from penstock.weights.trees import MARK, encode, encode_inline
 
 MODEL = "model"
@@ -47,7 +46,7 @@ class Targets:
         names: the names of all parameters, by identity.
     """
 
-    weights: dict[str, Weights] = field(default_factory=dict)
+    weights: dict[str, StageWeights] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
     pipe: Pipeline | None = None
@@ -82,7 +81,7 @@ class Targets:
             self.pipe = value
             self._add_weights(MODEL, value.held_weights)
         elif isinstance(value, nn.Module):
-            weights = Weights([WholeModel(value)], Names(find_shared(value, [value])))
+            weights = StageWeights([WholeModel(value)], Names(find_shared(value, [value])))
             self._add_weights(MODEL if label == "pipe" else label, weights)
         elif isinstance(value, Optimizer):
             check_kept_per_parameter(value, f"{label}=")
@@ -95,7 +94,7 @@ class Targets:
                 "load_state_dict(), as torchdata's StatefulDataLoader has; plain values go into extra="
             )
 
-    def _add_weights(self, label: str, weights: Weights) -> None:
+    def _add_weights(self, label: str, weights: StageWeights) -> None:
         if label in self.weights:
             raise UsageError("give pipe= or model=, not both: each says whose weights they are")
         self.weights[label] = weights
@@ -113,13 +112,12 @@ class Targets:
         """All labels."""
         return [*self.weights, *self.optimizers, *self.states]
 
-    def optimizer_of(self, label: str) -> str:
-        """The label of the optimizer that a scheduler drives; empty if it is no scheduler."""
+    def optimizer_of(self, label: str) -> str | None:
+        """The label of the optimizer that a scheduler drives, empty if that is not here; None for others."""
         value = self.states[label]
-        # ReduceLROnPlateau was not always an LRScheduler.
-        is_scheduler = isinstance(value, LRScheduler) or hasattr(value, "min_lrs")
-        driven = getattr(value, "optimizer", None) if is_scheduler else None
-        return next((name for name, one in self.optimizers.items() if one is driven), "")
+        if not isinstance(value, LRScheduler):
+            return None
+        return next((name for name, one in self.optimizers.items() if one is value.optimizer), "")
 
 
 Description = list[Any]
@@ -176,19 +174,25 @@ class Flat:
         flat.structure["tensors"] = {key: describe_part(of) for key, of in flat.tensors.items()}
         return flat
 
-    def _add_weights(self, label: str, weights: Weights) -> None:
+    def _add_weights(self, label: str, weights: StageWeights) -> None:
         weights.check_filled()
-        tied, others, shared = {}, {}, []
+        tied, others, alone = {}, {}, []
         for first, (names, value) in weights.held().items():
             name = path_without_wrappers(first)
             if isinstance(value, Tensor):
                 self.tensors[f"{label}/{name}"] = value
-                tied.update({path_without_wrappers(one): name for one in names if path_without_wrappers(one) != name})
+                tied.update(
+                    {
+                        path_without_wrappers(one): name
+                        for one in names
+                        if path_without_wrappers(one) != name
+                    }
+                )
             else:
                 others[name] = encode(value, f"{label}/{name}", self.tensors)
-            if weights.is_shared(first):
-                shared.append(name)
-        about = {"tied": tied, "others": others, "shared": shared}
+            if not weights.is_shared(first):
+                alone.append(name)
+        about = {"tied": tied, "others": others, "alone": alone}
         self.structure["weights"][label] = about
 
     def _add_optimizer(self, label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
@@ -259,5 +263,5 @@ def join_groups(tree: Any, values: Callable[[str, Any], list[Any]], now: Any) ->
         return {key: join_groups(one, values, known.get(key)) for key, one in tree.items()}
     if isinstance(tree, list):
         inner = now if isinstance(now, list) and len(now) == len(tree) else [None] * len(tree)
-        return [join_groups(one, values, own) for one, own in zip(tree, inner, strict=True)]
+        return [join_groups(one, values, current) for one, current in zip(tree, inner, strict=True)]
     return tree

@@ -34,7 +34,7 @@ _NAME = re.compile(r"step-(\d{1,18})(-\d{1,9})?")
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointFolder:
     """A checkpoint in a folder.
 
     Args:
@@ -48,7 +48,7 @@ class Found:
     step: int
 
 
-def find(folder: Path) -> list[Found]:
+def find(folder: Path) -> list[CheckpointFolder]:
     """The checkpoints of a folder, the latest first; those with damaged tables come last."""
     checkpoints = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -57,9 +57,9 @@ def find(folder: Path) -> list[Found]:
             continue
         try:
             serial, step, _ = read_head(path / TABLE)
-            checkpoints.append(Found(path, serial, step))
+            checkpoints.append(CheckpointFolder(path, serial, step))
         except InputFileError:
-            checkpoints.append(Found(path, -1, int(name[1])))
+            checkpoints.append(CheckpointFolder(path, -1, int(name[1])))
     return sorted(checkpoints, key=lambda one: (one.serial, one.step), reverse=True)
 
 

@@ -12,14 +12,20 @@ from torch import Tensor
 
 from penstock.checkpoint.contents import MODEL, RANDOMNESS, Targets, join_groups
 from penstock.checkpoint.planning import Box
-from penstock.checkpoint.table import Table
-from penstock.checkpoint.team import Team
-from penstock.errors import InputFileError, PenstockError, StateDictError
-from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
-from penstock.parallel import path_without_wrappers
-from penstock.weights.files import quoted
+from penstock.checkpoint.table import CheckpointTable
+from penstock.checkpoint.team import ProcessTeam
+from penstock.errors import InputFileError, PenstockError, StateDictError, printable
+from penstock.parallel import (
+    is_sharded,
+    local_part,
+    path_without_wrappers,
+    region_of,
+    spread,
+    with_local,
+)
+from penstock.weights.files import shortened
 from penstock.weights.optimizers import OptimizerStates, find_groups, read_states, write_states
-from penstock.weights.states import Weights, check_apart
+from penstock.weights.states import StageWeights, check_one_rank_each
 from penstock.weights.trees import decode, decode_inline, keys_of
 
 log = logging.getLogger("penstock")
@@ -37,7 +43,9 @@ class Loading:
         strict: whether everything must fit.
     """
 
-    def __init__(self, table: Table, targets: Targets, team: Team, *, strict: bool) -> None:
+    def __init__(
+        self, table: CheckpointTable, targets: Targets, team: ProcessTeam, *, strict: bool
+    ) -> None:
         self._table = table
         self._saved = table.contents
         self._targets = targets
@@ -59,7 +67,7 @@ class Loading:
 
     # ---- match what was saved with what is here
 
-    def _match(self, label: str, weights: Weights) -> list[tuple[str, Any, str]]:
+    def _match(self, label: str, weights: StageWeights) -> list[tuple[str, Any, str]]:
         """For each weight here its name, the weight itself, and its key in the checkpoint."""
         weights.check_filled()
         saved, matched = self._saved.weights.get(label), []
@@ -72,7 +80,7 @@ class Loading:
             keys = [f"{label}/{name}" for name in known]
             self._used.update(keys)
             if label == MODEL and not weights.is_shared(first):
-                self._alone.add(f"{label}/{path_without_wrappers(first)}")
+                self._alone.add(path_without_wrappers(first))
             if isinstance(value, Tensor):
                 key = next((one for one in keys if one in self._saved.tensors), None)
             else:
@@ -83,32 +91,34 @@ class Loading:
                 matched.append((first, value, key))
         return matched
 
-    def _fits(self, key: str, own: Tensor) -> bool:
+    def _fits(self, key: str, tensor: Tensor) -> bool:
         shape, dtype = self._table.shape(key), self._table.dtype(key)
-        if shape != tuple(own.shape):
-            text = f"{key}: {list(shape)} was saved, {list(own.shape)} is here"
+        if shape != tuple(tensor.shape):
+            text = f"{key}: {list(shape)} was saved, {list(tensor.shape)} is here"
             self._problems["shapes"].append(text)
-        elif dtype != own.dtype:
-            self._problems["types"].append(f"{key}: {dtype} was saved, {own.dtype} is here")
-        return shape == tuple(own.shape)
+        elif dtype != tensor.dtype:
+            self._problems["types"].append(f"{key}: {dtype} was saved, {tensor.dtype} is here")
+        return shape == tuple(tensor.shape)
 
     def _match_groups(self, label: str) -> list[int | None]:
         """For each group of an optimizer the number of the saved group."""
         saved, optimizer = self._saved.optimizers.get(label), self._targets.optimizers[label]
-        own = read_states(optimizer, self._targets.names, f"{label}=")
+        states = read_states(optimizer, self._targets.names, f"{label}=")
         if saved is None:
             self._note_unsaved(label)
-            return [None] * len(own.groups)
+            return [None] * len(states.groups)
         others = self._problems["others"]
-        if saved.kind != own.kind:
-            others.append(f"{label}= is of the class {own.kind}, {quoted([saved.kind])} was saved")
+        if saved.kind != states.kind:
+            others.append(
+                f"{label}= is of the class {states.kind}, {printable(saved.kind, '')} was saved"
+            )
         members = [group.parameters for group in saved.groups]
         numbers, problems = find_groups(
-            own.groups, members, [group.settings for group in saved.groups]
+            states.groups, members, [group.settings for group in saved.groups]
         )
         others += [f"{label}: {text}" for text in problems]
         known = {name for names in members for name in names}
-        for name in (name for names in own.groups for name in names):
+        for name in (name for names in states.groups for name in names):
             self._used.add(f"{label}/{name}")
             if name not in known:
                 self._problems["missing"].append(f"{label}/{name}")
@@ -138,10 +148,10 @@ class Loading:
         if len(numbers) != replicas * processes or replicas != self._team.layout[0]:
             return None
         replica = self._team.rank // self._team.layout[1]
-        own = numbers[replica * processes : (replica + 1) * processes]
+        of_replica = numbers[replica * processes : (replica + 1) * processes]
         if processes == self._team.layout[1]:
-            own = [own[self._team.rank % processes]]
-        kinds = {number for number in own if number >= 0}
+            of_replica = [of_replica[self._team.rank % processes]]
+        kinds = {number for number in of_replica if number >= 0}
         return kinds.pop() if len(kinds) == 1 else None
 
     def _note_unsaved(self, label: str) -> None:
@@ -160,9 +170,9 @@ class Loading:
 
     def _needs(self) -> Iterator[tuple[str, Box | None]]:
         for label, matched in self._weights.items():
-            for _, own, key in matched:
-                if isinstance(own, Tensor):
-                    yield key, region_of(own)
+            for _, tensor, key in matched:
+                if isinstance(tensor, Tensor):
+                    yield key, region_of(tensor)
             saved = self._saved.weights.get(label)
             yield from ((key, None) for key in keys_of(saved.others if saved else {}))
         for label in self._groups:
@@ -174,15 +184,11 @@ class Loading:
             yield from ((key, None) for key in keys_of(tree))
 
     def report(self) -> list[Any]:
-        """For the other processes: what does not fit, and what of the checkpoint is used here."""
-        names = self._names()
-        bits = [
-            f"{sum(1 << i for i, name in enumerate(names) if name in chosen):x}"
-            for chosen in (self._used, self._alone)
-        ]
-        return [self._problems, self._targets.rank, *bits]
+        """For the other processes: what does not fit, what is not used here, and which weights are here."""
+        unused = sorted(self._names() - self._used)
+        return [self._problems, unused, self._targets.rank, sorted(self._alone)]
 
-    def _names(self) -> list[str]:
+    def _names(self) -> set[str]:
         """The names of all that was saved of the given weights and optimizers."""
         names: set[str] = set()
         inner: set[str] = set()
@@ -194,7 +200,7 @@ class Loading:
             if optimizer := self._saved.optimizers.get(label):
                 names.update(f"{label}/{n}" for of in optimizer.groups for n in of.parameters)
         tensors = (key for key in self._saved.tensors if key.partition("/")[0] in self._weights)
-        return sorted(names.union(key for key in tensors if key not in inner))
+        return names.union(key for key in tensors if key not in inner)
 
     def check(self, reports: Sequence[Any]) -> None:
         """Check what all processes report.
@@ -206,16 +212,10 @@ class Loading:
             kind: list(dict.fromkeys(text for one in reports for text in one[0][kind]))
             for kind in _KINDS
         }
-        used, alone = 0, dict[int, int]()
-        for _, rank, bits, bits_alone in reports:
-            used |= int(bits, 16)
-            alone[rank] = alone.get(rank, 0) | int(bits_alone, 16)
+        check_one_rank_each((rank, alone) for _, _, rank, alone in reports)
+        unexpected = sorted(set[str].intersection(*({*unused} for _, unused, _, _ in reports)))
         names = self._names()
-        twice = [n for i, n in enumerate(names) if sum(b >> i & 1 for b in alone.values()) > 1]
-        # A saved weight goes to one rank only, or to ranks that share it.
-        check_apart([name.partition("/")[2] for name in twice] * 2)
-        unexpected = [name for i, name in enumerate(names) if not used >> i & 1]
-        self._raise_or_warn(problems, unexpected, other_model=bool(names) and not used)
+        self._raise_or_warn(problems, unexpected, other_model=names == {*unexpected} != set())
 
     def _raise_or_warn(
         self, problems: Mapping[str, list[str]], unexpected: list[str], *, other_model: bool
@@ -251,6 +251,14 @@ class Loading:
         Raises:
             InputFileError: something of the table cannot be read.
         """
+        try:
+            self._read()
+        except InputFileError as error:
+            raise InputFileError(
+                f"{self._table.path} is damaged, and nothing was loaded: {error}"
+            ) from error
+
+    def _read(self) -> None:
         for label, tree in self._trees.items():
             if tree is not None:
                 state = decode(self._joined(label, tree), self._table.read)
@@ -267,6 +275,8 @@ class Loading:
     def _joined(self, label: str, tree: Any) -> Any:
         """A state; if it is a scheduler's, then with values for the groups that its optimizer has here."""
         optimizer = self._targets.optimizer_of(label)
+        if optimizer is None:
+            return tree
 
         def values(path: str, now: Any) -> list[Any]:
             if optimizer:
@@ -278,12 +288,12 @@ class Loading:
                 every = (group for one in self._saved.optimizers.values() for group in one.groups)
                 groups = [group.settings for group in every if path in group.settings]
                 numbers = list(range(len(groups)))
-            own = (
+            current = (
                 now if isinstance(now, list) and len(now) == len(numbers) else [None] * len(numbers)
             )
             return [
                 value if number is None else groups[number].get(path, value)
-                for number, value in zip(numbers, own, strict=True)
+                for number, value in zip(numbers, current, strict=True)
             ]
 
         return join_groups(tree, values, self._targets.states[label].state_dict())
@@ -361,20 +371,20 @@ class Loading:
         weights = self._targets.weights[label]
         memory = {tensor.data_ptr() for tensor in weights.tensors()}
         others: dict[str, Any] = {}
-        for first, own, key in matched:
-            if not isinstance(own, Tensor):
+        for first, tensor, key in matched:
+            if not isinstance(tensor, Tensor):
                 others[first] = decode(self._saved.weights[label].others[key], self._table.read)
-            elif local_part(own).data_ptr() not in memory:
+            elif local_part(tensor).data_ptr() not in memory:
                 # The module's hooks made it for the state dict, and will take it back.
-                others[first] = spread(own, self._table.read(key))
-            elif (region := region_of(own)) is None:
-                own.copy_(spread(own, self._table.read(key)))
+                others[first] = spread(tensor, self._table.read(key))
+            elif (region := region_of(tensor)) is None:
+                tensor.copy_(spread(tensor, self._table.read(key)))
             else:
-                local_part(own).copy_(self._table.read(key, region))
+                local_part(tensor).copy_(self._table.read(key, region))
         if others:
             weights.load(others)
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:20])
+    shown = ", ".join(map(shortened, names[:20]))
     return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"

@@ -11,9 +11,9 @@ from typing import Any
 
 from penstock.checkpoint.contents import MODEL
 from penstock.checkpoint.folder import find
-from penstock.checkpoint.table import TABLE, Table
+from penstock.checkpoint.table import TABLE, CheckpointTable
 from penstock.errors import InputFileError, UsageError, printable
-from penstock.weights.files import save_index, save_stage
+from penstock.weights.folders import save_index, save_stage
 
 LARGEST = 2 << 30
 """The most bytes of an exported file, which are in memory at once."""
@@ -49,7 +49,7 @@ def describe(folder: str | os.PathLike[str], *, check: bool = False) -> str:
     lines, latest = [], None
     for path in _checkpoints(folder):
         try:
-            table = Table(path)
+            table = CheckpointTable(path)
             if check:
                 table.verify_all()
         except InputFileError as error:
@@ -62,7 +62,7 @@ def describe(folder: str | os.PathLike[str], *, check: bool = False) -> str:
     return printable("\n".join([*lines, *(["", *_contents(latest)] if latest else [])]), "\n")
 
 
-def _contents(table: Table) -> Iterator[str]:
+def _contents(table: CheckpointTable) -> Iterator[str]:
     contents = table.contents
     yield f"step {table.step}, in {table.path.name}:"
     layout = contents.layout
@@ -119,7 +119,7 @@ def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[
         UsageError: there is no checkpoint with a model's weights, or there are such files already.
         InputFileError: the checkpoint is damaged.
     """
-    table, path = Table(_checkpoints(folder)[0]), Path(out)
+    table, path = CheckpointTable(_checkpoints(folder)[0]), Path(out)
     if MODEL not in table.contents.weights:
         raise UsageError(f"{table.path} holds no weights of a pipeline or of model=")
     if path.exists() and any(path.glob("*.safetensors*")):
@@ -135,7 +135,7 @@ def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[
     return sorted(path.glob("*.safetensors"))
 
 
-def _split(table: Table, keys: list[str]) -> Iterator[list[str]]:
+def _split(table: CheckpointTable, keys: list[str]) -> Iterator[list[str]]:
     """The weights in parts of bounded size."""
     part, size = list[str](), 0
     for key in keys:

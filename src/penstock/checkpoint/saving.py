@@ -25,12 +25,12 @@ from penstock.checkpoint.contents import MODEL, Description, Flat, Targets
 from penstock.checkpoint.folder import Writer
 from penstock.checkpoint.planning import Share, plan_writes
 from penstock.checkpoint.table import join_pieces
-from penstock.checkpoint.team import Team
+from penstock.checkpoint.team import ProcessTeam
 from penstock.errors import FAILURE, CheckpointError, UsageError
 from penstock.parallel import local_part
 from penstock.weights.files import Written, write_file
 from penstock.weights.optimizers import merge_groups
-from penstock.weights.states import check_apart
+from penstock.weights.states import check_one_rank_each
 from penstock.weights.trees import encode_inline, with_keys
 
 _POLL = 0.02
@@ -106,7 +106,9 @@ class Preparing:
         self._structures: list[Any] = []
         self._shares: list[list[Share]] = []
 
-    def job(self, team: Team, targets: Targets, step: int, extra: Any, writer: Writer) -> Job:
+    def job(
+        self, team: ProcessTeam, targets: Targets, step: int, extra: Any, writer: Writer
+    ) -> Job:
         """Agree with the other processes on what is to be written, and by whom.
 
         Raises:
@@ -129,7 +131,7 @@ class Preparing:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _job(self, team: Team, targets: Targets, flat: Flat, replies: Sequence[Any]) -> Job:
+    def _job(self, team: ProcessTeam, targets: Targets, flat: Flat, replies: Sequence[Any]) -> Job:
         folder, step, extra, *_ = replies[0]
         if any(one[1] != step for one in replies):
             raise CheckpointError(
@@ -140,7 +142,8 @@ class Preparing:
         digests = [one[3] for one in replies]
         if self._agreed is None or digests != self._agreed[0]:
             self._agreed, self._structures = None, team.agree(flat.structure)
-            _check_one_rank_each(self._structures)
+            models = [(one["rank"], one["weights"].get(MODEL)) for one in self._structures]
+            check_one_rank_each((rank, of["alone"]) for rank, of in models if of)
         parts = [one["tensors"] | more for one, more in zip(self._structures, extras, strict=True)]
         if self._agreed is None or extras != self._agreed[1]:
             self._shares = plan_writes(parts, [team.name(process) for process in range(team.size)])
@@ -204,20 +207,6 @@ def _state_tensors(
     }
 
 
-def _check_one_rank_each(structures: Sequence[Mapping[str, Any]]) -> None:
-    """Check that no two ranks of a pipeline have different weights of the same name.
-
-    Raises:
-        UsageError: there are such weights.
-    """
-    rank_of: dict[str, int] = {}
-    for one in structures:
-        shared = {f"{MODEL}/{name}" for name in one["weights"].get(MODEL, {}).get("shared", ())}
-        mine = [key for key in one["tensors"] if key.startswith(f"{MODEL}/") and key not in shared]
-        twice = [key for key in mine if rank_of.setdefault(key, one["rank"]) != one["rank"]]
-        check_apart([key.partition("/")[2] for key in twice] * 2)
-
-
 def _merge_weights(structures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What all processes say about weights, by label."""
     return {
@@ -249,8 +238,14 @@ def _merge_optimizers(
             )
         groups = merge_groups(
             [
-                list(zip(own.get(label, ()), one.get(label, {"groups": ()})["groups"], strict=True))
-                for one, own in zip(structures, settings, strict=True)
+                list(
+                    zip(
+                        of_process.get(label, ()),
+                        one.get(label, {"groups": ()})["groups"],
+                        strict=True,
+                    )
+                )
+                for one, of_process in zip(structures, settings, strict=True)
             ]
         )
         merged[label] = {
@@ -302,10 +297,11 @@ class Background:
         writer: makes the checkpoint visible.
     """
 
-    def __init__(self, job: Job, team: Team, writer: Writer) -> None:
+    def __init__(self, job: Job, team: ProcessTeam, writer: Writer) -> None:
         self.job = job
         self._team = team
         self._writer = writer
+        self.process = os.getpid()
         self._problem: Exception | None = None
         self._file_done = threading.Event()
         self._given_up = threading.Event()
@@ -364,7 +360,8 @@ class Background:
         except BaseException:
             self._given_up.set()
             if self._team.leads:
-                self._thread.join()
+                # If even that hangs, its folder is removed by the next run.
+                self._thread.join(_AT_EXIT)
                 shutil.rmtree(self.job.folder, ignore_errors=True)
             raise
 
@@ -397,19 +394,15 @@ class Background:
 
 
 _UNFINISHED: set[Background] = set()
-_PROCESS = os.getpid()
-log = logging.getLogger("penstock")
 
 
 def finish_all() -> None:
     """At the end of the process, complete what is being written, or say that it was lost."""
-    if os.getpid() != _PROCESS:
-        return
     # A process that dies of an exception does not wait for long; its status says already that it failed.
     fails = getattr(sys, "last_value", None) is not None
     until = time.monotonic() + _AT_EXIT if fails else math.inf
     problems = []
-    for background in list(_UNFINISHED):
+    for background in [one for one in _UNFINISHED if one.process == os.getpid()]:
         if problem := background.finish(until):
             problems.append(f"the checkpoint of step {background.job.step} was lost: {problem}")
     sys.stderr.writelines(f"penstock: {text}\n" for text in problems)

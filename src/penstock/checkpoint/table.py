@@ -205,7 +205,7 @@ def write_table(path: Path, contents: Mapping[str, Any], serial: int, step: int)
         os.fsync(file.fileno())
 
 
-class Table:
+class CheckpointTable:
     """A checkpoint's table, and through it the tensors in its files.
 
     Args:

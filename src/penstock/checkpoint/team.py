@@ -30,7 +30,7 @@ class _Circle(NamedTuple):
     exchange: Callable[[Any], list[Any]]
 
 
-class Team:
+class ProcessTeam:
     """All processes of a run, taken from a pipeline and its replicas or from a process group.
 
     Args:
@@ -100,7 +100,9 @@ class Team:
     def _gather(self, pipe: Pipeline, value: Any) -> list[Any]:
         try:
             return [one[_WORD] for one in pipe.agree({_WORD: value})[: self.layout[1]]]
-        except (MessageError, TypeError, KeyError) as error:
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            if isinstance(error, PenstockError) and not isinstance(error, MessageError):
+                raise
             raise AgreementError(
                 "all ranks must save and load together, and some of them called something else: was this "
                 f"called on one rank only, as under `if pipe.leads:`? ({error})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -91,6 +92,9 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
 
     The model is the one of penstock train (--config), or one of transformers (--hf) without its weights.
     """
+    for path in (report, json):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{path}: cannot be written: there is no folder {path.parent}")
     if (config is None) == (hf is None):
         raise ConfigError(
             "give the settings of penstock train as --config, or a model's config as --hf"
@@ -105,7 +109,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
         flags = {"ranks": ranks, "batch": batch, "sequence": sequence}
         chosen = {name: value for name, value in flags.items() if value is not None}
         settings = train.resolve(chosen, config)
-        profile = train.profile_of(settings, described)
+        profile = partial(train.profile_of, settings, described)
         ranks, batch = train.ranks_of(settings), settings.batch
         pipeline = pipeline or ranks
     else:
@@ -113,8 +117,14 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
             needed = {"--ranks": ranks, "--batch": batch, "--device": described}
             lacking = ", ".join(flag for flag, value in needed.items() if value is None)
             raise ConfigError(f"--hf needs {lacking} too")
-        profile = planning.predict_hf(
-            hf, batch=batch, device=described, sequence=sequence, dtype=dtype, stages=ranks
+        profile = partial(
+            planning.predict_hf,
+            hf,
+            batch=batch,
+            device=described,
+            sequence=sequence,
+            dtype=dtype,
+            stages=ranks,
         )
     plans = planning.search(
         profile,

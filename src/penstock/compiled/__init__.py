@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from penstock.compiled.halves import places_in as places_in
     from penstock.compiled.names import graphs_kept as graphs_kept
     from penstock.compiled.names import has_compiler as has_compiler
+    from penstock.compiled.names import settings_of as settings_of
     from penstock.compiled.stages import CompiledModule as CompiledModule
     from penstock.compiled.stages import RefusedError as RefusedError
-    from penstock.compiled.stages import settings_of as settings_of
 
 __all__, __getattr__, __dir__ = lazily(__name__)

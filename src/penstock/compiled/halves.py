@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter, itemgetter
 from time import perf_counter
 from typing import Any
 
@@ -38,12 +36,11 @@ Function = Callable[[list[Any]], Any]
 # never a matrix product that can wait.
 
 
-# It costs more to keep what the inputs' half would not compute otherwise, and what is made earlier.
+# It costs a little more to keep what the inputs' half would not compute otherwise.
 MOVED = 1.1
-FARTHER = 0.01
 
 
-class CutError(PenstockError):
+class HalvesError(PenstockError):
     """A graph cannot be cut."""
 
 
@@ -104,7 +101,7 @@ def cut(
         free: The names of arguments that cost nothing to keep, since they are kept in any case.
 
     Raises:
-        CutError: The graph cannot be cut.
+        HalvesError: The graph cannot be cut.
     """
     _separate_convolutions(backward.graph)
     results = list(_output(backward.graph).args[0])  # type: ignore[arg-type]
@@ -113,8 +110,7 @@ def cut(
     impure = [n for n in backward.graph.nodes if n.op == "call_function" and n.is_impure()]
     now = _above([*(results[i] for i in given), *impure])
     late = _above(results[i] for i in left)
-    prices = _Prices(backward.graph, now, late, set(free))
-    kept = _cheapest(prices, [results[i] for i in left], policy)
+    kept = _smallest_cut(backward.graph, now, late, [results[i] for i in left], policy, free)
     # A gradient that would itself be kept, or of which it would be a view, can be returned at once.
     early = [i for i in left if all(map(_is_view, _above([results[i]], stop=set(kept))))]
     given, left = given + early, [i for i in left if i not in early]
@@ -183,79 +179,71 @@ def _separate_convolutions(graph: Graph) -> None:
 # ---- what to keep
 
 
-@dataclass
-class _Prices:
-    """What it costs to keep the values on which the weights' half depends.
+def _smallest_cut(
+    graph: Graph,
+    now: Collection[Node],
+    late: Collection[Node],
+    results: Iterable[Node],
+    policy: Policy,
+    free: Collection[str],
+) -> list[Node]:
+    """Returns the nodes to keep for the weights' half, in the order of the graph.
 
     Args:
         graph: The backward graph.
         now: The nodes that the inputs' half needs.
         late: The nodes that the weights' half needs.
-        free: The names of the nodes that cost nothing to keep.
+        results: The weights' gradients.
+        policy: What may be computed twice.
+        free: The names of nodes that cost nothing to keep.
     """
-
-    graph: Graph
-    now: Collection[Node]
-    late: Collection[Node]
-    free: Collection[str]
-
-    def __post_init__(self) -> None:
-        self.waits = self._that_wait()
-        self._distances = self._to_what_waits()
-
-    def _that_wait(self) -> set[Node]:
-        """Returns the heavy nodes that only the weights' half needs, and what depends on them."""
-        waits: set[Node] = set()
-        for node in self.graph.nodes:
-            if node not in self.late or node in self.now or node.op == "placeholder":
-                continue
-            if not is_light(node) or any(source in waits for source in node.all_input_nodes):
-                waits.add(node)
-        return waits
-
-    def _to_what_waits(self) -> dict[Node, int]:
-        """Returns how many steps each node is away from those that wait."""
-        found: dict[Node, int] = {}
-        for node in reversed(self.graph.nodes):
-            if node in self.late:
-                users = (user for user in node.users if user in self.late)
-                steps = (0 if user in self.waits else 1 + found[user] for user in users)
-                found[node] = min(steps, default=0)
-        return found
-
-    def of(self, node: Node) -> float | None:
-        """Returns what a node costs, or None for one that cannot be kept."""
-        value = _value(node)
-        if isinstance(value, torch.SymInt | int) or node.name in self.free:
-            return 1.0
-        if not isinstance(value, Tensor) or (_is_view(node) and node.op != "placeholder"):
-            return None
-        factor = 1.0 if node in self.now or node.op == "placeholder" else MOVED
-        return (1 + bytes_of(node)) * (factor + FARTHER * min(self._distances[node], 100))
-
-
-def _cheapest(prices: _Prices, results: Iterable[Node], policy: Policy) -> list[Node]:
-    """Returns the nodes to keep for the weights' half, in the order of the graph."""
-    may_repeat = _repetition(prices.graph, policy)
+    gradients = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name]
+    of_gradients = _reached(gradients, lambda node: node.users)
+    waits: set[Node] = set()
     net = networkx.DiGraph()
-    for node in prices.late:
-        price = prices.of(node)
-        net.add_edge((node, "in"), (node, "out"), **({} if price is None else {"capacity": price}))
-        for source in node.all_input_nodes:
-            net.add_edge((source, "out"), (node, "in"))
-        if node.op == "placeholder" or (node in prices.now and not may_repeat(node)):
-            net.add_edge("inputs' half", (node, "in"))
-        if node in prices.waits:
+    for node in (node for node in graph.nodes if node in late):
+        is_now, is_argument = node in now, node.op == "placeholder"
+        # What is heavy waits if only the weights' half needs it, and so does what depends on that.
+        sources = node.all_input_nodes
+        if not (is_now or is_argument) and not (is_light(node) and waits.isdisjoint(sources)):
+            waits.add(node)
             net.add_edge((node, "in"), "weights' half")
-    for node in results:
-        net.add_edge((node, "out"), "weights' half")
+        if is_argument or (is_now and not _may_repeat(node, policy, of_gradients)):
+            net.add_edge("inputs' half", (node, "in"))
+        price = 1.0 if node.name in free else _price(node)
+        if price is not None:
+            price *= 1.0 if is_now or is_argument else MOVED
+        net.add_edge((node, "in"), (node, "out"), **({} if price is None else {"capacity": price}))
+        net.add_edges_from(((source, "out"), (node, "in")) for source in sources)
+    net.add_edges_from(((node, "out"), "weights' half") for node in results)
     if "inputs' half" not in net:
         return []
     try:
         _, (before, _) = networkx.minimum_cut(net, "inputs' half", "weights' half")
     except networkx.NetworkXUnbounded:
-        raise CutError("both halves need something that is not a tensor") from None
-    return [n for n in prices.graph.nodes if (n, "in") in before and (n, "out") not in before]
+        raise HalvesError("both halves need something that is not a tensor") from None
+    return [n for n in graph.nodes if (n, "in") in before and (n, "out") not in before]
+
+
+def _price(node: Node) -> float | None:
+    """Returns what it costs to keep a node, or None for one that cannot be kept."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt | int):
+        return 1.0
+    if not isinstance(value, Tensor) or (_is_view(node) and node.op != "placeholder"):
+        return None
+    return 1.0 + bytes_of(node)
+
+
+def _may_repeat(node: Node, policy: Policy, of_gradients: Collection[Node]) -> bool:
+    """Says whether the weights' half may compute a node once more."""
+    is_number = not isinstance(node.meta.get("val"), Tensor | list | tuple)
+    if node.op == "get_attr" or _is_view(node) or is_number:
+        return True
+    if policy.checkpoints and node not in of_gradients:
+        return not node.is_impure()
+    is_reduction = 4 * bytes_of(node) < sum(map(bytes_of, node.all_input_nodes))
+    return policy.fused and is_light(node) and not is_reduction
 
 
 def _needed(kept: Iterable[Node], results: Iterable[Node]) -> list[Node]:
@@ -272,32 +260,10 @@ def _with_views(graph: Graph, kept: Iterable[Node], now: Collection[Node]) -> li
     """
     shown = dict.fromkeys(kept)
     for node in graph.nodes:
-        is_tensor = isinstance(_value(node), Tensor)
+        is_tensor = isinstance(node.meta.get("val"), Tensor)
         if node in now and is_tensor and _is_view(node) and shown.keys() >= {*node.all_input_nodes}:
             shown[node] = None
     return list(shown)
-
-
-def _repetition(graph: Graph, policy: Policy) -> Callable[[Node], bool]:
-    gradients = (n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name)
-    of_gradients = _reached(gradients, lambda node: node.users)
-
-    def may_repeat(node: Node) -> bool:
-        if (
-            node.op == "get_attr"
-            or _is_view(node)
-            or not isinstance(_value(node), Tensor | list | tuple)
-        ):
-            return True
-        if policy.checkpoints and node not in of_gradients:
-            return not node.is_impure()
-        return policy.fused and is_light(node) and not _is_reduction(node)
-
-    return may_repeat
-
-
-def _value(node: Node) -> Any:
-    return node.meta.get("val")
 
 
 def _is_view(node: Node) -> bool:
@@ -305,10 +271,6 @@ def _is_view(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     infos = [] if schema is None else [made.alias_info for made in schema.returns]
     return any(info is not None and not info.is_write for info in infos)
-
-
-def _is_reduction(node: Node) -> bool:
-    return 4 * bytes_of(node) < sum(map(bytes_of, node.all_input_nodes))
 
 
 # ---- the two graphs
@@ -337,13 +299,17 @@ def _graph_of(
 # the second one to whoever asks for it.
 
 
+WeightsHalf = Callable[[], Sequence[Tensor | None]]
+"""Computes a gradient or None for each of the edges that wait."""
+
+
 def places_in(node: Any) -> Sequence[int]:
     """Returns which edges of a compiled node lead to weights that can wait; none if it is not cut."""
     kind = type(node)
-    if not hasattr(kind, _CUT):
-        setattr(kind, _CUT, _cut(node))
-    backward: Backward | None = getattr(kind, _CUT)
-    return () if backward is None else backward.places
+    if not hasattr(kind, _PLACES):
+        setattr(kind, _PLACES, _cut_kind(node))
+    places: Sequence[int] = getattr(kind, _PLACES)
+    return places
 
 
 def leave_weights(node: Any, keep: Callable[[WeightsHalf], Any]) -> None:
@@ -351,36 +317,34 @@ def leave_weights(node: Any, keep: Callable[[WeightsHalf], Any]) -> None:
     node.keep_weights_half = keep
 
 
-WeightsHalf = Callable[[], Sequence[Tensor | None]]
-"""Computes a gradient or None for each of the edges that wait."""
-
-_CUT = "cut_by_penstock"
+_PLACES = "places_cut_by_penstock"
 
 
-def _cut(node: Any) -> Backward | None:
+def _cut_kind(node: Any) -> Sequence[int]:
     """Cuts the backward of a kind of nodes; logs it if that is not possible."""
     weights = dict(_weights_of(node))
     if not weights:
-        return None
+        return ()
     started = perf_counter()
     try:
         later = names.backward_of(node)
-        make = partial(_backward, weights=weights, later=later)
-        backward: Backward | None = later.compiled(make)
-    except Exception as error:
-        told = str(error) if isinstance(error, _EXPECTED) else f"{type(error).__name__}: {error}"
-        log.warning("weight gradients do not wait in a compiled part of a stage: %s", told)
-        return None
-    if backward is not None:
-        later.run_instead(backward)
-        done, count = perf_counter() - started, len(backward.places)
-        log.info(
-            "compiled a backward pass in two halves in %.1f s; weights that wait: %d", done, count
+        made: tuple[Halves, Function] | None = later.compiled(
+            lambda graph, inputs, compile_: _compile(graph, inputs, compile_, weights, later)
         )
-    return backward
-
-
-_EXPECTED = names.UnknownError, CutError
+    except Exception as error:
+        is_expected = isinstance(error, names.UnknownError | HalvesError)
+        reason = str(error) if is_expected else f"{type(error).__name__}: {error}"
+        log.warning("weight gradients do not wait in a compiled part of a stage: %s", reason)
+        return ()
+    if made is None:
+        return ()
+    halves, backward = made
+    later.run_instead(backward)
+    seconds, count = perf_counter() - started, len(halves.left)
+    log.info(
+        "compiled a backward pass in two halves in %.1f s; weights that wait: %d", seconds, count
+    )
+    return [weights[place] for place in halves.left]
 
 
 def _weights_of(node: Any) -> Iterator[tuple[int, int]]:
@@ -393,14 +357,14 @@ def _weights_of(node: Any) -> Iterator[tuple[int, int]]:
             yield place, edge
 
 
-def _backward(
+def _compile(
     graph: GraphModule,
     inputs: Sequence[Any],
     compile_: Callable[..., Any],
-    weights: dict[int, int],
+    weights: Mapping[int, int],
     later: names.Later,
-) -> Backward | None:
-    """Compiles a backward graph in halves, or returns None if nothing of it can wait.
+) -> tuple[Halves, Function] | None:
+    """Cuts a backward graph and compiles its halves; returns None if nothing of it can wait.
 
     Args:
         graph: The graph.
@@ -417,90 +381,60 @@ def _backward(
     if not halves.left:
         return None
     first, second = (
-        _boxed(compile_(half, _values(half))) for half in (halves.inputs, halves.weights)
+        names.boxed(
+            compile_(half, [n.meta["val"] for n in half.graph.nodes if n.op == "placeholder"])
+        )
+        for half in (halves.inputs, halves.weights)
     )
-    places = tuple(weights[place] for place in halves.left)
-    return Backward(halves, first, second, later.whole(), places)
+    return halves, names.boxed(_backward(halves, first, second, later.whole()), is_boxed=True)
 
 
-def _values(graph: GraphModule) -> list[Any]:
-    return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-
-
-def _boxed(function: Any) -> Function:
-    if hasattr(function, "_boxed_call"):
-        return function  # type: ignore[no-any-return]
-    return lambda args: function(*args)
-
-
-class Backward:
-    """The backward pass of a kind of compiled nodes, as AOT autograd calls it.
+def _backward(halves: Halves, inputs: Function, weights: Function, whole: Function) -> Function:
+    """Returns the backward pass of a kind of compiled nodes, as AOT autograd calls it.
 
     Args:
         halves: How it is cut.
         inputs: The inputs' half, compiled.
         weights: The weights' half, compiled.
         whole: Both as one.
-        places: Which of a node's edges lead to the weights that may wait.
     """
+    count = len(halves.given)
 
-    def __init__(
-        self,
-        halves: Halves,
-        inputs: Function,
-        weights: Function,
-        whole: Function,
-        places: Sequence[int],
-    ) -> None:
-        self.places = places
-        self._halves, self._given = halves, len(halves.given)
-        self._hold, self._take = _picking(halves.held), _picking(halves.taken)
-        # Picks from the given gradients, which are followed by a None.
-        of = {place: index for index, place in enumerate(halves.given)}
-        self._spread = _picking([of.get(place, len(of)) for place in range(halves.count)])
-        self._inputs, self._weights, self._whole = inputs, weights, whole
-        # With this attribute AOT autograd passes a list of arguments, which may be emptied.
-        self._boxed_call = True
-
-    def __call__(self, args: list[Any]) -> Sequence[Any]:
+    def backward(args: list[Any]) -> Any:
         """Returns a gradient or None for each argument of forward; those of weights may be left for later."""
         keep = getattr(names.running_node(), "keep_weights_half", None)
         if keep is None:
-            found: Sequence[Any] = self._whole(args)
-            return found
-        held, taken = self._hold(args), [*self._take(args)]
+            return whole(args)
+        held, taken = [args[p] for p in halves.held], [args[p] for p in halves.taken]
         args.clear()
-        made = self._inputs(taken)
-        kept = self._halves.in_order(held, made[self._given :])
-        keep(partial(self._later, kept, _versions(kept)))
-        return self._spread([*made[: self._given], None])
+        results = inputs(taken)
+        kept = halves.in_order(held, results[count:])
+        versions = _versions(kept)
 
-    def _later(self, kept: list[Any], versions: list[int]) -> Sequence[Tensor | None]:
-        if _versions(kept) != versions:
-            now = zip(kept, _versions(kept), versions, strict=True)
-            changed = next(value for value, found, before in now if found != before)
+        def run_weights() -> Sequence[Tensor | None]:
+            _check_unchanged(kept, versions)
+            with names.autocast_disabled():
+                gradients: Sequence[Tensor | None] = weights(kept)
+            return gradients
+
+        keep(run_weights)
+        gradients: list[Any] = [None] * halves.count
+        for place, gradient in zip(halves.given, results, strict=False):
+            gradients[place] = gradient
+        return gradients
+
+    return backward
+
+
+def _versions(values: Iterable[Any]) -> list[int]:
+    # Some of the values are sizes, which are plain numbers.
+    return [getattr(value, "_version", 0) for value in values]
+
+
+def _check_unchanged(values: Sequence[Any], versions: Sequence[int]) -> None:
+    for value, now, before in zip(values, _versions(values), versions, strict=True):
+        if now != before:
             raise StageError(
                 "an input of a compiled module was changed in place between the inputs' half "
-                f"and the weights' half of backward; its shape is {tuple(changed.shape)}"
+                f"and the weights' half of backward; its shape is {tuple(value.shape)}"
             )
-        with names.autocast_disabled():
-            found: Sequence[Tensor | None] = self._weights(kept)
-        return found
-
-
-def _picking(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Returns a function that picks the values at some places, if several then in a single call of C code."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: [values[place] for place in places]
-
-
-def _versions(values: list[Any]) -> list[int]:
-    try:
-        return [*map(_version, values)]
-    except AttributeError:
-        # Some of the values are sizes, which are plain numbers.
-        return [getattr(value, "_version", 0) for value in values]
-
-
-_version = attrgetter("_version")

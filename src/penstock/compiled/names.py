@@ -12,28 +12,23 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import eval_frame
-from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._functorch import config
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, get_default_op_list
 from torch._guards import TracingContext, detect_fake_mode
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import optimization_hint
+from torch.fx.graph import _BoxedCodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._triton import has_triton
 
 Compile = Callable[..., Any]
 Options = dict[str, Any]
-
-is_wrapper = is_traceable_wrapper_subclass
 
 # ---- graphs
 
@@ -71,13 +66,12 @@ class Later:
     """The backward graph of a kind of compiled nodes, which torch compiles when it is first run.
 
     Args:
-        kind: The type of the nodes.
         compiler: What compiles it.
         noted: What `note` has noted for it.
     """
 
-    def __init__(self, kind: Any, compiler: Any, noted: Any) -> None:
-        self._kind, self._compiler, self.noted = kind, compiler, noted
+    def __init__(self, compiler: Any, noted: Any) -> None:
+        self._compiler, self.noted = compiler, noted
 
     @property
     def is_fused(self) -> bool:
@@ -98,12 +92,7 @@ class Later:
     def whole(self) -> Compile:
         """Returns the whole backward, which torch has compiled, or compiles when it is first called."""
         before = replace(self._compiler)
-
-        def run(args: list[Any]) -> Any:
-            compiled = before.get_or_compile(saved_tensors_use_once=False)
-            return compiled(args) if hasattr(compiled, "_boxed_call") else compiled(*args)
-
-        return run
+        return lambda args: boxed(before.get_or_compile(saved_tensors_use_once=False))(args)
 
     def run_instead(self, function: Compile) -> None:
         """Makes nodes of the kind call this function."""
@@ -151,7 +140,7 @@ def backward_of(node: Any) -> Later:
         or getattr(context, "ddp_optimizer_ctx", None) is not None
     ):
         raise UnknownError("it handles more than gradients")
-    return Later(type(node), compiler, getattr(context, _NOTED, None))
+    return Later(compiler, getattr(context, _NOTED, None))
 
 
 _NOTED = "noted_by_penstock"
@@ -180,6 +169,29 @@ def runs_as_written() -> bool:
 
 
 # ---- compile a graph
+
+
+def function_of(module: GraphModule, _: Any = None) -> Compile:
+    """Returns a function that runs a graph's operations in their order, and empties its list of arguments."""
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.set_codegen(_BoxedCodeGen())
+    run = GraphModule(module, graph).forward
+
+    return boxed(lambda args: run(args), is_boxed=True)
+
+
+def boxed(function: Any, *, is_boxed: bool = False) -> Compile:
+    """Returns a compiled function as one that takes a list of arguments, which it may empty.
+
+    Args:
+        function: The function.
+        is_boxed: Whether it is to be known for one that does already.
+    """
+    if is_boxed:
+        vars(function)["_boxed_call"] = True
+    is_boxed = hasattr(function, "_boxed_call")
+    return cast("Compile", function) if is_boxed else lambda args: function(*args)
 
 
 def compile_plainly(graph: GraphModule, inputs: Sequence[Any], compile_: Compile) -> Compile:
@@ -219,21 +231,6 @@ def graphs_kept() -> AbstractContextManager[Any]:
     return found
 
 
-def storage_of(tensor: Tensor) -> Any:
-    """Returns a value that is the same for tensors that share memory."""
-    return StorageWeakRef(tensor.untyped_storage()).cdata
-
-
-def global_state() -> str:
-    """Returns the state of torch on which compiled code depends: grad mode, autocast, and so on."""
-    return str(GlobalStateGuard().__getstate__())
-
-
-def is_no_failure(error: BaseException) -> bool:
-    """Says whether an error is only Dynamo's way to start again."""
-    return isinstance(error, RestartAnalysis | SkipFrame)
-
-
 @cache
 def has_compiler(device: str) -> bool:
     """Says whether inductor can compile for a type of device here."""
@@ -253,29 +250,16 @@ def inductor_options(settings: Mapping[str, Any]) -> Options:
     return dict(torch._TorchCompileInductorWrapper(mode, options, settings.get("dynamic")).config)
 
 
-class CompiledWith(NamedTuple):
-    """The settings that `torch.compile` was given.
-
-    Args:
-        backend: The backend.
-        inductor: The options of inductor, if that is the backend.
-        options: The other options.
-    """
-
-    backend: Any
-    inductor: Options | None
-    options: Options
-
-
-def compiled_with(function: Any) -> CompiledWith:
-    """Returns how a compiled function was made."""
+def settings_of(function: Any) -> Options:
+    """Returns the settings with which a function was compiled, as options of `torch.compile`."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
     context = cells["self"].cell_contents
-    backend = eval_frame.innermost_backend(context.callback)
-    options = {
+    settings = {
         "fullgraph": context.fullgraph,
         "dynamic": context._dynamic,
         "isolate_recompiles": context._isolate_recompiles_id >= 0,
     }
-    inductor = dict(backend.config) if type(backend) is torch._TorchCompileInductorWrapper else None
-    return CompiledWith(getattr(backend, "compiler_fn", backend), inductor, options)
+    backend = eval_frame.innermost_backend(context.callback)
+    if type(backend) is torch._TorchCompileInductorWrapper:
+        return {"backend": "inductor", "options": dict(backend.config), **settings}
+    return {"backend": getattr(backend, "compiler_fn", backend), **settings}

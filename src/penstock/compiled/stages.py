@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -13,168 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from penstock.compiled import names
-from penstock.compiled.halves import Function, Policy
-from penstock.compiled.names import global_state, is_wrapper, storage_of
+from penstock.compiled.halves import Policy
 from penstock.errors import PenstockError, UsageError
-
-# ---- a graph as a Python function: one line per operation, and nothing else
-
-
-def function_of(module: GraphModule, _: Any = None) -> Function:
-    """Returns a function that runs a graph's operations in their order."""
-    return _Writer(module).function()
-
-
-class _Writer:
-    def __init__(self, module: GraphModule) -> None:
-        self._module = module
-        self._known: dict[str, Any] = {}
-        self._names: dict[Node, str] = {}
-
-    def function(self) -> Function:
-        nodes = list(self._module.graph.nodes)
-        arguments = [node for node in nodes if node.op == "placeholder"]
-        for place, node in enumerate(nodes):
-            self._names[node] = f"v{place}"
-        taken = "".join(f"{self._names[node]}, " for node in arguments)
-        lines = [f"{taken}= args" if taken else "", "args.clear()"]
-        lines += self._dropped(node for node in arguments if not node.users)
-        last = {used: node for node in nodes for used in node.all_input_nodes}
-        for node in nodes:
-            if node.op != "placeholder":
-                lines.append(self._line(node))
-                over = [used for used in node.all_input_nodes if last[used] is node]
-                lines += self._dropped(over if node.op != "output" else ())
-                lines += self._dropped([node] if node.op != "output" and not node.users else ())
-        source = "def run(args):\n" + "".join(f"    {line}\n" for line in lines if line)
-        exec(compile(source, "<compiled stage>", "exec"), self._known)
-        made: Function = self._known["run"]
-        vars(made)["_boxed_call"] = True
-        return made
-
-    def _dropped(self, nodes: Any) -> list[str]:
-        names = [self._names[node] for node in nodes]
-        return [f"del {', '.join(names)}"] if names else []
-
-    def _line(self, node: Node) -> str:
-        if node.op == "output":
-            return f"return {self._text(node.args[0])}"
-        return f"{self._names[node]} = {self._call(node)}"
-
-    def _call(self, node: Node) -> str:
-        if node.op == "get_attr":
-            return self._constant(operator.attrgetter(str(node.target))(self._module))
-        if node.target is operator.getitem:
-            return f"{self._text(node.args[0])}[{self._text(node.args[1])}]"
-        # The same as the overload's own __call__ does, without the cost of that call.
-        target = node.target._op if isinstance(node.target, OpOverload) else node.target
-        arguments = [self._text(value) for value in node.args]
-        arguments += [f"{name}={self._text(value)}" for name, value in node.kwargs.items()]
-        return f"{self._constant(target)}({', '.join(arguments)})"
-
-    def _text(self, value: Any) -> str:
-        if isinstance(value, Node):
-            return self._names[value]
-        if isinstance(value, tuple):
-            return f"({''.join(f'{self._text(each)}, ' for each in value)})"
-        if isinstance(value, list):
-            return f"[{', '.join(map(self._text, value))}]"
-        if isinstance(value, dict):
-            return f"{{{', '.join(f'{k!r}: {self._text(v)}' for k, v in value.items())}}}"
-        if isinstance(value, slice):
-            parts = value.start, value.stop, value.step
-            return f"slice({', '.join(map(self._text, parts))})"
-        if value is None or isinstance(value, bool | int | str):
-            return repr(value)
-        return self._constant(value)
-
-    def _constant(self, value: Any) -> str:
-        name = f"c{len(self._known)}"
-        self._known[name] = value
-        return name
-
-
-# ---- when two captured graphs are equal, so that they need be compiled only once
-
-
-_CONSTANTS: set[Any] = {bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype}
-_CONSTANTS |= {torch.device, torch.layout, torch.memory_format, torch.Size}
-
-
-class _UnlikeError(Exception):
-    """Something in a graph cannot be compared."""
-
-
-def key_of(graph: GraphModule, inputs: Sequence[Any]) -> str | None:
-    """Returns a text that is equal for graphs that compute the same from inputs of the same kinds.
-
-    None means that no other graph is equal: sizes are not fixed, inputs share memory, or it has constants.
-    """
-    tensors = [value for value in inputs if isinstance(value, Tensor)]
-    if len(tensors) < len(inputs) or any(map(is_wrapper, tensors)):
-        return None
-    if len(set(map(storage_of, tensors))) < len(tensors):
-        return None
-    try:
-        return "\n".join([global_state(), *map(_input, tensors), *_lines(graph)])
-    except _UnlikeError:
-        return None
-
-
-def _input(value: Tensor) -> str:
-    shape = (*value.shape, *value.stride(), value.storage_offset())
-    if not all(type(size) is int for size in shape):
-        raise _UnlikeError
-    kind = "weight" if isinstance(value, nn.Parameter) else "value"
-    told = value.dtype, value.device, value.requires_grad, value.is_conj(), value.is_neg()
-    return f"{kind} {shape} {told}"
-
-
-def _lines(graph: GraphModule) -> Iterable[str]:
-    places: dict[Node, str] = {}
-    for node in graph.graph.nodes:
-        places[node] = f"v{len(places)}"
-        inner = node.target if isinstance(node.target, str) else None
-        if node.op == "placeholder":
-            yield places[node]
-        elif node.op in {"get_attr", "call_module"}:
-            yield from _attribute(graph, str(inner))
-        target = inner if node.op == "call_method" else _function(node.target)
-        yield f"{node.op} {target} {_text(node.args, places)} {_text(node.kwargs, places)}"
-
-
-def _attribute(graph: GraphModule, name: str) -> Iterable[str]:
-    value: Any = graph
-    for part in name.split("."):
-        value = getattr(value, part)
-    if not isinstance(value, GraphModule):
-        raise _UnlikeError
-    yield from _lines(value)
-
-
-def _function(target: Any) -> str:
-    # By identity too, since two functions of the same name may do different things.
-    return "" if isinstance(target, str) else f"{target} {id(target)}"
-
-
-def _text(value: Any, places: dict[Node, str]) -> str:
-    if isinstance(value, Node):
-        return places[value]
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__}({', '.join(_text(each, places) for each in value)})"
-    if isinstance(value, dict):
-        return ", ".join(f"{key!r}: {_text(each, places)}" for key, each in value.items())
-    if isinstance(value, slice):
-        return f"slice{_text((value.start, value.stop, value.step), places)}"
-    if type(value) not in _CONSTANTS:
-        raise _UnlikeError
-    return repr(value)
-
 
 # ---- the backend of `torch.compile` for stages: it compiles each graph that Dynamo captures once
 # Dynamo captures graphs, with guards that say when each holds; AOT autograd traces a graph together with its
@@ -185,8 +28,6 @@ def _text(value: Any, places: dict[Node, str]) -> str:
 log = logging.getLogger("penstock")
 
 CUDA_GRAPHS = "triton.cudagraphs"
-
-_known: dict[tuple[str, str], tuple[Callable[..., Any], GraphModule]] = {}
 
 
 @dataclass
@@ -221,59 +62,28 @@ class Compiler:
 
     def __eq__(self, other: object) -> bool:
         # If backends are equal, Dynamo uses for one stage what it has compiled for another.
-        return isinstance(other, Compiler) and str(self) == str(other)
+        return isinstance(other, Compiler) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        return hash(str(self))
-
-    def __str__(self) -> str:
-        return f"Compiler({self._inductor}, {self._checkpoints})"
+        return hash(self._checkpoints)
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Returns a function that computes a graph."""
-        key = key_of(graph, inputs)
-        known = key and _known.get((str(self), key))
-        if known:
-            return known[0]
-        made = self._compiled(graph, inputs)
-        if made is None:
-            return graph.forward
+        started = perf_counter()
+        names.note(Policy(fused=self._inductor is not None, checkpoints=self._checkpoints))
+        if self._inductor is None:
+            compiled = names.compile_plainly(graph, inputs, names.function_of)
+        else:
+            compiled = names.compile_with_inductor(graph, inputs, self._inductor)
+        tally.compiled += 1
+        seconds, nodes = perf_counter() - started, len(graph.graph.nodes)
+        log.info("compiled a forward pass of %d operations in %.1f s", nodes, seconds)
 
         def run(*args: Any) -> Any:
             tally.graphs += 1
-            return made(*args)
+            return compiled(*args)
 
-        if key:
-            # Keeps the graph alive too, since the key contains the identities of its functions.
-            _known[str(self), key] = run, graph
         return run
-
-    def reset(self) -> None:
-        """Forgets all graphs; `torch.compiler.reset` calls it."""
-        _known.clear()
-
-    def _compiled(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any] | None:
-        """Compiles a graph, or if inductor fails, without inductor; None if that fails too."""
-        for inductor in [self._inductor, None] if self._inductor is not None else [None]:
-            started = perf_counter()
-            names.note(Policy(fused=inductor is not None, checkpoints=self._checkpoints))
-            try:
-                if inductor is None:
-                    made = names.compile_plainly(graph, inputs, function_of)
-                else:
-                    made = names.compile_with_inductor(graph, inputs, inductor)
-            except Exception as error:
-                if names.is_no_failure(error):
-                    raise
-                by = "as it is" if inductor is None else "by inductor"
-                told = f"{type(error).__name__}: {error}"
-                log.warning("a part of a stage could not be compiled %s: %s", by, told)
-                continue
-            tally.compiled += 1
-            done, nodes = perf_counter() - started, len(graph.graph.nodes)
-            log.info("compiled a forward pass of %d operations in %.1f s", nodes, done)
-            return made
-        return None
 
 
 # ---- the module of a stage, called through what it is compiled to
@@ -294,14 +104,14 @@ class RefusedError(PenstockError):
 class CompiledModule:
     """A stage's module, called through what it is compiled to.
 
-    If the module has ``pieces``, the modules that run in it as wholes, these are compiled one by one, in
+    If the module has ``units``, the modules that run in it as wholes, these are compiled one by one, in
     place, as by their own ``compile()``, except for those that are compiled already.
 
     Args:
         module: The module.
         settings: Options of `torch.compile`, and ``checkpoints``.
         name: The name for messages.
-        pieces_of: The module with the pieces, if ``module`` is wrapped around it.
+        units_of: The module with the units, if ``module`` is wrapped around it.
 
     Raises:
         UsageError: There is no such option.
@@ -312,25 +122,25 @@ class CompiledModule:
         module: nn.Module,
         settings: Mapping[str, Any],
         name: str,
-        pieces_of: nn.Module | None = None,
+        units_of: nn.Module | None = None,
     ) -> None:
         self._module, self._name = module, name
         self._backend = _backend(module, settings)
         self._strict = bool(settings.get("fullgraph"))
         self._passed: set[tuple[bool, bool]] = set()
         options = {key: value for key, value in settings.items() if key in _OF_TORCH}
-        pieces = getattr(module if pieces_of is None else pieces_of, "pieces", None)
+        units = getattr(module if units_of is None else units_of, "units", None)
         self._call: Callable[..., Any] = module
-        if pieces is None:
+        if units is None:
             self._call = _compiled(module, self._backend, options)
-        self._pieces = [piece for piece in pieces or () if _is_worth_it(piece)]
-        for piece in self._pieces:
-            piece._compiled_call_impl = _compiled(piece, self._backend, options)
+        self._units = [unit for unit in units or () if _is_worth_it(unit)]
+        for unit in self._units:
+            unit._compiled_call_impl = _compiled(unit, self._backend, options)
 
     def undo(self) -> None:
-        """Undoes the compilation of pieces in place."""
-        for piece in self._pieces:
-            piece._compiled_call_impl = None
+        """Undoes the compilation of units in place."""
+        for unit in self._units:
+            unit._compiled_call_impl = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; the first call of each kind is undone if it fails.
@@ -354,12 +164,12 @@ class CompiledModule:
                 if self._strict:
                     raise
                 raise RefusedError(f"{self._name}: {type(error).__name__}: {error}") from error
-            self._tell(before, perf_counter() - started)
+            self._report(before, perf_counter() - started)
             if _is_differentiated_twice(result):
                 raise RefusedError(f"{self._name}: it differentiates twice through compiled code")
         return result
 
-    def _tell(self, before: Tally, seconds: float) -> None:
+    def _report(self, before: Tally, seconds: float) -> None:
         """Logs what the first call has compiled; refuses a module of which nothing was."""
         if not isinstance(self._backend, Compiler):
             log.info("%s: compiled by %s in %.1f s", self._name, self._backend, seconds)
@@ -372,10 +182,10 @@ class CompiledModule:
         )
 
 
-def _is_worth_it(piece: nn.Module) -> bool:
-    """Says whether to compile a piece: not a single operation, nor one that is compiled already."""
-    is_single = type(piece).__module__.startswith("torch.nn.") and not any(piece.children())
-    return piece._compiled_call_impl is None and not is_single
+def _is_worth_it(unit: nn.Module) -> bool:
+    """Says whether to compile a unit: not a single operation, nor one that is compiled already."""
+    is_single = type(unit).__module__.startswith("torch.nn.") and not any(unit.children())
+    return unit._compiled_call_impl is None and not is_single
 
 
 def _backend(module: nn.Module, settings: Mapping[str, Any]) -> Any:
@@ -403,14 +213,6 @@ def _default_backend(module: nn.Module) -> str:
     return "plain"
 
 
-def settings_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the settings with which a function was compiled."""
-    known = names.compiled_with(function)
-    if known.inductor is not None:
-        return {"backend": "inductor", "options": known.inductor, **known.options}
-    return {"backend": known.backend, **known.options}
-
-
 def _compiled(module: nn.Module, backend: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns a compiled function that calls a module.
 
@@ -434,18 +236,17 @@ _codes: dict[str, CodeType] = {}
 
 def _signature(module: nn.Module) -> str:
     """Returns a text that is the same for modules for which Dynamo may use the same code."""
-    kinds = (f"{path}: {type(inner)} {_settings(inner)}" for path, inner in module.named_modules())
-    tensors = (
+    plain = (int, float, bool, str)
+    lines = [
+        f"{path}: {type(inner)} "
+        f"{ {n: v for n, v in vars(inner).items() if type(v) in plain and n != 'training'} }"
+        for path, inner in module.named_modules()
+    ]
+    lines += [
         f"{path}: {tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}, {tensor.requires_grad}"
         for path, tensor in (*module.named_parameters(), *module.named_buffers())
-    )
-    return "\n".join((*kinds, *tensors))
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    plain = (int, float, bool, str)
-    found = {name: value for name, value in vars(module).items() if type(value) in plain}
-    return {name: value for name, value in found.items() if name != "training"}
+    ]
+    return "\n".join(lines)
 
 
 # ---- a first call that can be undone

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
+    from penstock.faults.activity import RENDEZVOUS as RENDEZVOUS
     from penstock.faults.activity import Activity as Activity
     from penstock.faults.activity import Patience as Patience
-    from penstock.faults.activity import RENDEZVOUS as RENDEZVOUS
     from penstock.faults.activity import Timeout as Timeout
     from penstock.faults.activity import add_probe as add_probe
+    from penstock.faults.activity import has_probes as has_probes
     from penstock.faults.failure import Failure as Failure
     from penstock.faults.failure import failing_module as failing_module
     from penstock.faults.failure import status_of as status_of

@@ -33,6 +33,11 @@ def add_probe(probe: Probe) -> Callable[[], None]:
     return lambda: _PROBES.remove(probe) if probe in _PROBES else None
 
 
+def has_probes() -> bool:
+    """Whether any such function was added."""
+    return bool(_PROBES)
+
+
 class Activity:
     """What one rank is doing.
 
@@ -129,8 +134,13 @@ class Activity:
         self.action = action
         self.since = now
 
-    def place(self, status: str = "runs") -> Place:
-        """A copy of it, as it is sent to the other ranks; each has a number of its own."""
+    def place(self, status: str = "runs", limit: float = 0.0) -> Place:
+        """A copy of it, as it is sent to the other ranks; each has a number of its own.
+
+        Args:
+            status: of the rank.
+            limit: seconds that it may make no progress now.
+        """
         action, waits = self.action, self.waits
         return Place(
             self.rank,
@@ -146,6 +156,7 @@ class Activity:
             waits=waits,
             peer=None if waits is None else self.peer,
             age=max(0.0, monotonic() - self.since),
+            limit=max(limit, self.slack),
             slack=self.slack,
             busy={str(stage): [*pair] for stage, pair in list(self._busy.items())},
         )

@@ -37,7 +37,7 @@ from penstock.errors import (
     UsageError,
     printable,
 )
-from penstock.faults.silence import LONGEST_LINE, LONGEST_TRACE, Place, Verdict
+from penstock.faults.silence import LONGEST_LINE, LONGEST_TRACE, Place, SilenceVerdict
 
 FILE = "failure.json"
 
@@ -133,7 +133,7 @@ def at_place(place: Place, kind: str, what: str, **more: Any) -> Failure:
     )
 
 
-def of_silence(verdict: Verdict, places: Mapping[int, Place], by: int) -> Failure:
+def of_silence(verdict: SilenceVerdict, places: Mapping[int, Place], by: int) -> Failure:
     """The failure of the ranks that :func:`find_silent` has found."""
     place = places[verdict.culprits[0]]
     if len(verdict.culprits) == 1:

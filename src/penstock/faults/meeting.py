@@ -10,7 +10,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -94,34 +94,40 @@ def meet(
     seconds = (patience or Patience()).rendezvous
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
-    if dist.is_initialized():
+    created = not dist.is_initialized()
+    if not created:
         chosen = _group_of(group, mesh)
         members = tuple(dist.get_process_group_ranks(chosen))
-        place, rank, host = "make their pipeline", chosen.rank(), _store_host()
-
-        def reach() -> Any:
-            return PrefixStore("penstock", chosen.get_group_store())
-
-        store, name, processes = _within(
-            seconds, rank, place, lambda: _gather(reach(), rank, len(members), seconds, place)
-        )
-        room = PrefixStore(name, store)
-        return Meeting(
-            rank, len(members), members, chosen, room, False, _may_host(), processes, host
-        )
-    if group is not None or mesh is not None:
+        rank, place = chosen.rank(), "make their pipeline"
+    elif group is not None or mesh is not None:
         raise UsageError("group= or mesh= was given, but torch.distributed is not initialized")
-    call = read_environment()
-    stay_local(call)
-    store, name, processes = _within(
-        seconds,
-        call.rank,
-        call.place,
-        lambda: _gather(
-            _reach_store(call, seconds), call.rank, call.ranks, seconds, call.place, call
-        ),
+    else:
+        call = read_environment()
+        _stay_local(call)
+        rank, members, place = call.rank, tuple(range(call.ranks)), call.place
+
+    def come() -> tuple[Any, tuple[Process, ...]]:
+        own = None if created else PrefixStore("penstock", chosen.get_group_store())
+        store = own or _reach_store(call, seconds)
+        name, processes = gather(store, rank, len(members), seconds, place, launched=created)
+        return PrefixStore(name, store), processes
+
+    room, processes = _within(seconds, rank, place, come)
+    if created:
+        chosen = _start_world(call, room, device, seconds, processes)
+    hosts = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return Meeting(
+        rank, len(members), members, chosen, room, created, hosts, processes, _store_host()
     )
-    room = PrefixStore(name, store)
+
+
+def _start_world(
+    call: LauncherCall,
+    room: Any,
+    device: torch.device | None,
+    seconds: float,
+    processes: Sequence[Process],
+) -> Any:
     backend = "cpu:gloo,cuda:nccl" if device is not None and device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(
@@ -132,20 +138,14 @@ def meet(
             timeout=timedelta(seconds=seconds + SLACK),
         )
     except (dist.DistError, RuntimeError) as error:
-        gone = [
-            f"rank {rank} {_CONDITIONS[process.condition()]}"
-            for rank, process in enumerate(processes)
-            if process.condition() in ("stopped", "ended")
-        ]
+        conditions = enumerate(process.condition() for process in processes)
+        gone = [f"; rank {r} {_CONDITIONS[c]}" for r, c in conditions if c in ("stopped", "ended")]
         raise AgreementError(
-            f"the ranks came to {call.place}, but could not connect: {first_line(error)}"
-            f"{''.join('; ' + text for text in gone)}"
+            f"the ranks came to {call.place}, but could not connect: {first_line(error)}{''.join(gone)}"
         ) from error
     world: Any = dist.group.WORLD
     world.set_timeout(DAY)
-    members = tuple(range(call.ranks))
-    host = (call.address, call.port)
-    return Meeting(call.rank, call.ranks, members, world, room, True, _may_host(), processes, host)
+    return world
 
 
 def end_waits(group: Any) -> None:
@@ -249,7 +249,7 @@ def read_environment(environment: Any = os.environ) -> LauncherCall:
     )
 
 
-def stay_local(call: LauncherCall) -> None:
+def _stay_local(call: LauncherCall) -> None:
     """Have gloo listen on the loopback interface alone, if all ranks are on this machine."""
     if not call.one_host or "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -262,25 +262,20 @@ def stay_local(call: LauncherCall) -> None:
 
 def _reach_store(call: LauncherCall, seconds: float) -> Any:
     """The store of a launcher's processes, which rank 0 or the launcher hosts."""
-    wait = timedelta(seconds=seconds)
-    hosts = call.rank == 0 and not call.hosted
-    listening: Any = None
+    hosts, listening = call.rank == 0 and not call.hosted, None
     try:
         if hosts and _is_loopback(call.address):
             # Torch's own socket would listen on all interfaces.
-            listening = socket.create_server(
-                (socket.gethostbyname(call.address), call.port), backlog=1024
-            )
-        if not hosts:
-            _await_port(call, seconds)
+            address = (socket.gethostbyname(call.address), call.port)
+            listening = socket.create_server(address, backlog=1024).detach()
         store = TCPStore(
             call.address,
             call.port,
             None,
             hosts,
-            wait,
+            timedelta(seconds=seconds),
             wait_for_workers=False,
-            master_listen_fd=None if listening is None else listening.detach(),
+            master_listen_fd=listening,
         )
     except (OSError, dist.DistError) as error:
         if hosts:
@@ -289,30 +284,11 @@ def _reach_store(call: LauncherCall, seconds: float) -> Any:
                 "second process with RANK=0 or the rest of an earlier job: choose another MASTER_PORT"
             ) from error
         raise AgreementError(
-            f"what listens at {call.place} is no store of torch: {first_line(error)}; choose another "
-            "MASTER_PORT"
+            f"rank {call.rank} found no store of torch at {call.place} within {seconds:g} s: "
+            f"{first_line(error)}; is rank 0 started, and can this machine reach it? Where another program "
+            "has the port, choose another MASTER_PORT"
         ) from error
     return PrefixStore(f"penstock/{call.attempt}", store)
-
-
-def _await_port(call: LauncherCall, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            left = max(0.05, deadline - time.monotonic())
-            socket.create_connection((call.address, call.port), timeout=left).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise AgreementError(
-                    f"rank {call.rank} found nobody at {call.place} within {seconds:g} s ({error}): is "
-                    "rank 0 started, and can this machine reach it?"
-                ) from error
-            time.sleep(0.05)
-
-
-def _may_host() -> bool:
-    return dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _store_host() -> tuple[str, int] | None:
@@ -356,27 +332,39 @@ _CONDITIONS = {
 }
 
 
-def _gather(
+def gather(
     store: Any,
     rank: int,
     ranks: int,
     seconds: float,
     place: str,
-    call: LauncherCall | None = None,
-) -> tuple[Any, str, tuple[Process, ...]]:
+    *,
+    launched: bool = False,
+) -> tuple[str, tuple[Process, ...]]:
     """Wait until every rank is there.
 
     Every rank says that it waits, under a ticket of its own. Rank 0 answers each ticket, once all ranks are
     there, with a random name for their part of the store; so an earlier attempt to meet disturbs nothing.
 
+    Args:
+        store: a store that all of them reach.
+        rank: this process's rank.
+        ranks: the number of ranks.
+        seconds: until all must be there.
+        place: where they come to, in words.
+        launched: whether a launcher has given each process its rank.
+
     Returns:
-        The store, the name, and the process of each rank.
+        The name, and the process of each rank.
+
+    Raises:
+        AgreementError: a rank is absent, comes twice, or has another number of ranks.
     """
     deadline = time.monotonic() + seconds
     ticket, process = secrets.token_hex(8), this_process(own_address(_store_host()))
     own = json.dumps(asdict(process))
     other = store.compare_set(f"process/{rank}", "", own).decode()
-    if call is not None and other != own and _process(other).condition() != "ended":
+    if launched and other != own and _process(other).condition() != "ended":
         raise AgreementError(f"two processes have RANK={rank}; every rank needs its own")
     store.set(f"process/{rank}", own)
     store.set(f"waits/{rank}", json.dumps({"ticket": ticket, "ranks": ranks, "process": own}))
@@ -386,22 +374,19 @@ def _gather(
             _answer_all(store, ranks, seconds, time.monotonic() > deadline, place)
         elif time.monotonic() > deadline + SLACK:
             _say_late(store, rank)
-            raise AgreementError(
-                _absent(store, ranks, seconds, place) or _no_answer(0, seconds, place)
-            )
+            raise AgreementError(_absent(store, ranks, seconds, place))
         reply = _read(store, f"reply/{ticket}")
         if reply is None:
             time.sleep(pause)
             pause = min(0.05, 1.3 * pause)
     if "problem" in reply:
         _say_late(store, rank)
-        if call is not None and rank == 0 and not call.hosted:
-            time.sleep(
-                SLACK
-            )  # the store ends with this process: the others must have read the answer
+        if launched and rank == 0:
+            # The store may end with this process: the others must have read the answer.
+            time.sleep(SLACK)
         raise AgreementError(printable(str(reply["problem"])))
     store.set(f"waits/{rank}", "{}")
-    return store, str(reply["name"]), tuple(_process(text) for text in reply["processes"])
+    return str(reply["name"]), tuple(_process(text) for text in reply["processes"])
 
 
 def _answer_all(store: Any, ranks: int, seconds: float, is_late: bool, place: str) -> None:
@@ -435,12 +420,12 @@ def _say_late(store: Any, rank: int) -> None:
 
 
 def _absent(store: Any, ranks: int, seconds: float, place: str) -> str:
-    """Who is absent, in words; empty if nobody is."""
+    """Who is absent, in words."""
     entries = [_read(store, f"waits/{rank}") or {} for rank in range(ranks)]
     recent = time.time() - seconds - SLACK
     absent = [r for r, e in enumerate(entries) if "ticket" not in e and e.get("late", 0.0) < recent]
     if not absent:
-        return ""
+        return f"after {seconds:g} s rank 0 has come to {place}, but does not go on: it is stopped, or ended"
     words = ""
     for rank in absent:
         if store.check([f"process/{rank}"]):
@@ -450,10 +435,6 @@ def _absent(store: Any, ranks: int, seconds: float, place: str) -> str:
         f"after {seconds:g} s ranks {absent} of {ranks} have not come to {place}{words}; start them, or wait "
         "longer with rendezvous_timeout="
     )
-
-
-def _no_answer(rank: int, seconds: float, place: str) -> str:
-    return f"after {seconds:g} s rank {rank} has come to {place}, but does not go on: it is stopped, or ended"
 
 
 def _read(store: Any, key: str) -> dict[str, Any] | None:

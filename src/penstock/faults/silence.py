@@ -91,13 +91,15 @@ class Place:
             "its process is stopped, its machine is down, or the network to it is cut",
         )
         if self.condition == "ended":
-            return f"{self._doing} by its last heartbeat, {self.stale:.1f} s ago"
-        return f"{self._doing} by its last heartbeat, {self.stale:.1f} s ago; {why}"
+            return f"{self._doing}, by its last heartbeat {self.stale:.1f} s ago"
+        return f"{self._doing}, by its last heartbeat {self.stale:.1f} s ago; {why}"
 
     @property
     def advice(self) -> str:
         """For a silent rank: what to do."""
-        if self.is_mute or (self.inside and self.setup is None):
+        if self.is_mute:
+            return ""
+        if self.inside and self.setup is None:
             return ", and waits for nobody"
         remedy = "raise rendezvous_timeout=" if self.setup else "say so by pipe.patient()"
         return f", and waits for nobody; if it needs that long, {remedy}"
@@ -157,7 +159,7 @@ def _checked(value: Any, kinds: str, name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SilenceVerdict:
     """Which ranks are silent, and how that was found.
 
     Args:
@@ -169,7 +171,7 @@ class Verdict:
     chain: tuple[str, ...]
 
 
-def find_silent(places: Mapping[int, Place], start: int) -> Verdict | None:
+def find_silent(places: Mapping[int, Place], start: int) -> SilenceVerdict | None:
     """Follow the waits from a rank to where they end.
 
     Args:
@@ -186,10 +188,10 @@ def find_silent(places: Mapping[int, Place], start: int) -> Verdict | None:
     idle = [places[rank] for rank in order if places[rank].waits is None or places[rank].is_mute]
     late = [p for p in idle if (p.idle if p.is_mute else p.age) >= p.limit]
     if late:
-        return Verdict((max(late, key=lambda place: place.idle).rank,), chain)
+        return SilenceVerdict((max(late, key=lambda place: place.idle).rank,), chain)
     # In a circle, what a rank says must be as old as its wait: it may have gone on since its heartbeat.
     circle = not idle and all(places[rank].age >= places[rank].limit for rank in order)
-    return Verdict(tuple(sorted(order)), chain) if circle else None
+    return SilenceVerdict(tuple(sorted(order)), chain) if circle else None
 
 
 def awaited(places: Mapping[int, Place], rank: int) -> Sequence[int]:

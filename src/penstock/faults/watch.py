@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import torch.distributed as dist
 
@@ -35,7 +35,7 @@ from penstock.faults.failure import (
 )
 from penstock.faults.heartbeats import Heartbeats
 from penstock.faults.meeting import Meeting
-from penstock.faults.silence import STALE, Place, Stragglers, find_silent
+from penstock.faults.silence import STALE, Place, SilenceVerdict, Stragglers, find_silent
 
 TICK = 0.1
 """Seconds between two looks of the monitor."""
@@ -51,6 +51,8 @@ BOW = 0.5
 """Seconds that the others wait, so that the failed rank is the first to end."""
 LAST = 4.0
 """Seconds after waits were ended until a rank that still waits ends itself."""
+DOUBT = 1.5
+"""Seconds without a word from a machine after which it is asked whether it can be reached."""
 PROBE = 1.0
 """Seconds in which a machine that can be reached answers."""
 
@@ -101,9 +103,11 @@ class Watch:
         self._aborted = 0.0
         self._reachable: dict[str, bool] = {}
         self._stragglers = Stragglers()
+        self._gave_stacks = False
+        self._reporting = threading.Lock()
         self._ending = threading.Event()
         self._closed = False
-        self._heartbeats = Heartbeats(meeting, lambda: activity.place(self._status))
+        self._heartbeats = Heartbeats(meeting, self._own_place)
         self._monitor = threading.Thread(target=self._run, name="penstock monitor", daemon=True)
         self._monitor.start()
         _ALL.add(self)
@@ -128,6 +132,22 @@ class Watch:
         self.activity.setup = None
         self.activity.rest()
         self._heartbeats.now()
+
+    def await_all(self, what: str) -> None:
+        """Wait until all ranks are here: before something that blocks in torch and cannot be ended.
+
+        Args:
+            what: what they come for, in words; each is waited for once.
+
+        Raises:
+            PeerFailed: another rank has failed.
+        """
+        store, ranks = self._meeting.store, range(self._meeting.ranks)
+        self.activity.wait(what, None)
+        store.set(f"{what}/{self.activity.rank}", "")
+        while not store.check([f"{what}/{rank}" for rank in ranks]):
+            self.check()
+            sleep(TICK / 10)
 
     def keep_in(self, folder: Path | None) -> None:
         """Write reports of failures to this folder."""
@@ -232,7 +252,7 @@ class Watch:
         self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
         if not failure.everywhere:
             self._end_waits()
-        self._heartbeats.wait_for(lambda: all(map(self._has_stopped, self._others)), LINGER)
+        self._await_others()
         first = self._heartbeats.failure or failure
         if first.rank == self.activity.rank:
             write_report(self._folder, first, self._places().values())
@@ -244,14 +264,15 @@ class Watch:
         rank = self.activity.rank
         tell_torchrun(failure, own=False)
         if failure.by == rank:
-            write_report(self._folder, failure, self._places().values(), self._heartbeats.stacks)
+            with self._reporting:
+                write_report(self._folder, failure, self._places().values())
         text = str(failure)
         if failure.rank != rank:
             if failure.is_raised:
                 self._heartbeats.wait_for(lambda: self._has_left(failure.rank), BOW)
             if self._meeting.hosts:
                 # The store ends with this process.
-                self._heartbeats.wait_for(lambda: all(map(self._has_stopped, self._others)), LINGER)
+                self._await_others()
             text = f"rank {rank} stopped because {text}"
         return PeerFailed(text, (failure,), failure.status)
 
@@ -292,6 +313,17 @@ class Watch:
     def _has_stopped(self, rank: int) -> bool:
         return self._heartbeats.places[rank].status == "stops" or self._has_left(rank)
 
+    def _await_others(self) -> None:
+        """Wait a moment until all others that can have heard of the failure."""
+
+        def have_heard() -> bool:
+            places = self._places().values()
+            return all(
+                self._has_stopped(p.rank) or p.is_mute for p in places if p.rank in self._others
+            )
+
+        self._heartbeats.wait_for(have_heard, LINGER)
+
     @property
     def _limit(self) -> float:
         if self.activity.setup is not None:
@@ -301,24 +333,34 @@ class Watch:
     def _places(self) -> dict[int, Place]:
         """Where every rank is."""
         now, limit = monotonic(), self._limit
-        places = {self.activity.rank: self.activity.place(self._status)}
+        places = {self.activity.rank: self._own_place()}
         for rank in self._others:
             # First its time, as the other thread may replace both.
             stale = now - self._heartbeats.heard[rank]
-            places[rank] = replace(
-                self._heartbeats.places[rank],
-                stale=max(0.0, stale),
-                condition=self._meeting.processes[rank].condition(),
+            condition = self._meeting.processes[rank].condition()
+            if condition != "stopped":
+                # While the store does not answer, nobody is heard.
+                stale -= self._heartbeats.unanswered
+            place = replace(
+                self._heartbeats.places[rank], stale=max(0.0, stale), condition=condition
             )
-        return {
-            rank: replace(places[rank], limit=max(limit, places[rank].slack))
-            for rank in sorted(places)
-        }
+            if place.is_mute:
+                # It has come as far as this rank, at least: a step ends for all together.
+                place = replace(place, limit=max(limit, place.slack))
+            places[rank] = place
+        return dict(sorted(places.items()))
+
+    def _is_overdue(self) -> bool:
+        return monotonic() - self.activity.since > max(self._limit, self.activity.slack)
+
+    def _own_place(self) -> Place:
+        return self.activity.place(self._status, self._limit)
 
     def _accuse(self, failure: Failure) -> None:
         """Report the failure of another rank, unless one is known already."""
         self._heartbeats.report(failure)
-        self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
+        if self._heartbeats.unanswered < DOUBT:
+            self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
         self._learn(self._heartbeats.failure or failure)
 
     def _learn(self, failure: Failure) -> None:
@@ -329,6 +371,9 @@ class Watch:
 
     def _run(self) -> None:
         ticks = 0
+        for process in self._meeting.processes:
+            if process.condition() == "unknown" and process.address:
+                self._can_be_reached(process.address)
         while not self._ending.wait(TICK):
             ticks += 1
             if self._launcher is not None and os.getppid() != self._launcher:
@@ -343,9 +388,9 @@ class Watch:
 
     def _react(self, failure: Failure) -> None:
         """Another rank has failed, or others say that this one has: end the waits here."""
-        seconds, is_accused = monotonic() - self._since_failure, failure.rank == self.activity.rank
-        if failure.kind == "silent" and not self._heartbeats.stacks.get(-1):
-            self._heartbeats.stacks[-1] = "given"
+        seconds = monotonic() - self._since_failure
+        if failure.kind == "silent" and not self._gave_stacks:
+            self._gave_stacks = True
             self._heartbeats.give_stacks(stacks())
         if failure.everywhere and (self._stopped or seconds < LINGER):
             return
@@ -355,14 +400,10 @@ class Watch:
         waits = self.activity.waits is not None
         if waits and monotonic() - self._aborted > 1.0:
             self._end_waits()
+        is_accused = failure.rank == self.activity.rank
         is_busy = self.activity.inside or self.activity.setup is not None
-        stuck = is_busy and monotonic() - self.activity.since > max(
-            self._limit, self.activity.slack
-        )
-        if (
-            (waits and seconds > LAST)
-            or (is_accused and seconds > CAUSE)
-            or (stuck and seconds > LAST)
+        if (is_accused and seconds > CAUSE) or (
+            seconds > LAST and (waits or (is_busy and self._is_overdue()))
         ):
             self._end_process(str(failure), failure.status)
 
@@ -372,17 +413,15 @@ class Watch:
                 [self.activity.place(), *self._heartbeats.places.values()]
             ):
                 logger.warning("penstock: %s", sentence)
-        waits = self.activity.waits is not None
-        overdue = waits and monotonic() - self.activity.since > max(
-            self._limit, self.activity.slack
-        )
+        overdue = self.activity.waits is not None and self._is_overdue()
         if ticks % LOOK and not overdue and self._broken is None:
             return
-        failure = self._find_gone() or self._find_lost_store(overdue)
+        failure = self._find_gone()
+        if failure is None and overdue and self._broken is None and self._find_silent():
+            return
+        failure = failure or self._find_lost_store(overdue)
         if failure is not None:
             self._accuse(failure)
-        elif overdue:
-            self._find_silent()
 
     def _find_gone(self) -> Failure | None:
         """The failure of a rank that has left, ended, or is out of reach."""
@@ -404,21 +443,23 @@ class Watch:
 
     def _find_cut(self, place: Place) -> str:
         """Why a rank of another machine is out of reach; empty if that is not known."""
-        heard = self._heartbeats.heard[place.rank]
-        if self._broken is not None and heard < self._broken and monotonic() - self._broken > CAUSE:
+        if self._broken is not None and min(place.stale, monotonic() - self._broken) > CAUSE:
             return (
                 "its process ended without a word, its machine is down, or the network to it is cut"
             )
         address = self._meeting.processes[place.rank].address
         if not address or self._heartbeats.lost:
             return ""
-        port = self._meeting.host[1] if self._meeting.host else 9
-        if address not in self._reachable:
-            # What never answers, as behind a firewall, says nothing later.
-            self._reachable[address] = _answers(address, port)
-        if place.stale < STALE or not self._reachable[address] or _answers(address, port):
+        if place.stale < DOUBT or self._can_be_reached(address):
             return ""
         return f"not heard of for {place.stale:.1f} s: its machine is down, or the network to it is cut"
+
+    def _can_be_reached(self, address: str) -> bool:
+        """Whether a machine answers; one that never did, as behind a firewall, may all the same."""
+        port = self._meeting.host[1] if self._meeting.host else 9
+        if address not in self._reachable:
+            self._reachable[address] = _answers(address, port)
+        return not self._reachable[address] or _answers(address, port)
 
     def _find_lost_store(self, overdue: bool) -> Failure | None:
         """The failure to reach the store, if that is one."""
@@ -427,10 +468,9 @@ class Watch:
         if why and any(place.status == "left" for place in self._heartbeats.places.values()):
             # Its host is done, and so may this rank be.
             return None
-        if not why and silent > STALE:
-            is_far = host is not None and self._reachable.setdefault(host[0], _answers(*host))
-            if overdue or (is_far and host is not None and not _answers(*host)):
-                why = f"it has not answered for {silent:.1f} s"
+        is_cut = silent > DOUBT and host is not None and not self._can_be_reached(host[0])
+        if not why and (is_cut or (overdue and silent > STALE)):
+            why = f"it has not answered for {silent:.1f} s"
         if not why:
             return None
         place = self.activity.place()
@@ -441,19 +481,31 @@ class Watch:
         )
         return Failure("lost", 0, what=what, by=place.rank)
 
-    def _find_silent(self) -> None:
+    def _find_silent(self) -> bool:
+        """Report who holds this rank up, if that can be known; returns whether it can."""
         places = self._places()
         verdict = find_silent(places, self.activity.rank)
+        if verdict is None and self._heartbeats.unanswered > STALE:
+            # The host of the store may be stopped, and nobody is heard of since then.
+            stopped = [p for p in places.values() if p.condition == "stopped" and p.idle >= p.limit]
+            verdict = (
+                SilenceVerdict((stopped[0].rank,), tuple(map(str, stopped))) if stopped else None
+            )
         if verdict is None:
-            return
-        failure = of_silence(verdict, places, self.activity.rank)
+            return False
+        with self._reporting:
+            self._report_silence(of_silence(verdict, places, self.activity.rank), verdict, places)
+        return True
+
+    def _report_silence(
+        self, failure: Failure, verdict: SilenceVerdict, places: dict[int, Place]
+    ) -> None:
         self._accuse(failure)
         if self._failure is None or self._failure.by != self.activity.rank:
             return
         able = [rank for rank in self._others if not places[rank].is_mute]
         self._heartbeats.wait_for(lambda: all(r in self._heartbeats.stacks for r in able), LINGER)
-        known = {r: text for r, text in self._heartbeats.stacks.items() if r >= 0}
-        known[self.activity.rank] = stacks()
+        known = {**self._heartbeats.stacks, self.activity.rank: stacks()}
         write_report(self._folder, failure, places.values(), known)
         lines = [str(failure), "what waits for what:", *(f"  {line}" for line in verdict.chain)]
         lines += [

@@ -21,12 +21,12 @@ BUCKET_BYTES = 25 * 2**20
 def make_adapter(module: nn.Module, apart: Apart) -> Adapter | None:
     """The adapter of a module that is, or has a part that is, replicated or sharded; None for others."""
     if isinstance(module, DistributedDataParallel):
-        return Replicated(module, apart)
+        return ReplicatedStage(module, apart)
     sharded = _sharded_parts(module)
     return Sharded(sharded, apart) if sharded else None
 
 
-class Replicated(Adapter):
+class ReplicatedStage(Adapter):
     """A stage in ``DistributedDataParallel``: gradients are averaged over its replicas once per step.
 
     Its own reducer expects a single backward that reaches every parameter. A step has many, so the reducer

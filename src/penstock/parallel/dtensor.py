@@ -113,9 +113,9 @@ def _is_partial(placement: object) -> bool:
     return isinstance(placement, Partial)
 
 
-def largest(like: DTensor, value: Tensor, operation: str) -> Tensor:
-    """The ``"max"`` or ``"min"`` of a number over the processes among which ``like`` is cut."""
-    placements = [p if isinstance(p, Replicate) else Partial(operation) for p in like.placements]
+def largest(like: DTensor, value: Tensor) -> Tensor:
+    """The largest of numbers on the processes among which ``like`` is cut."""
+    placements = [p if isinstance(p, Replicate) else Partial("max") for p in like.placements]
     return DTensor.from_local(value, like.device_mesh, placements, run_check=False).full_tensor()
 
 
@@ -159,7 +159,8 @@ def take_apart(tensor: DTensor) -> tuple[Tensor, dict[str, Any]]:
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
     }
-    return tensor.detach().to_local(), sharding
+    part: Any = tensor.detach()
+    return part.to_local(), sharding
 
 
 def put_together(part: Tensor, sharding: dict[str, Any]) -> DTensor:

@@ -109,7 +109,8 @@ def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
     for index, tensor in enumerate(tensors):
         if is_sharded(tensor):
             whole_sum = _dtensor().settled(tensor)
-            key = whole_sum.device_mesh, whole_sum.placements
+            # torch's norm of order 0 counts tensors.
+            key = (whole_sum.device_mesh, whole_sum.placements) if order else index
             alike.setdefault(key, []).append(whole_sum)
         else:
             dense = tensor.coalesce().values() if tensor.is_sparse else tensor
@@ -123,12 +124,13 @@ def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
 
 
 def _total(tensors: Sequence[Tensor], order: float) -> Tensor:
-    if is_sharded(tensors[0]) and math.isinf(order):
-        # Of a shard that is empty torch does not know this norm.
+    if is_sharded(tensors[0]) and order == math.inf:
+        # Of an empty shard torch does not know this norm.
         local = _total([tensor.to_local() for tensor in tensors if is_sharded(tensor)], order)
-        largest: Tensor = _dtensor().largest(tensors[0], local, "max" if order > 0 else "min")
+        largest: Tensor = _dtensor().largest(tensors[0], local)
         return largest.double()
-    norms = [_norm(tensor, order) for tensor in tensors]
+    # Nor those below 0, which hardly anybody needs: they are taken of the gathered tensors.
+    norms = [_norm(whole(tensor) if order < 0 else tensor, order) for tensor in tensors]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
     return gathered(total).double()
 
@@ -165,8 +167,13 @@ def let_cross(modules: Iterable[nn.Module], get_mesh: GetMesh | None = None) -> 
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """The tensor with pending (Partial) sums carried out."""
-    return _dtensor().settled(tensor) if is_sharded(tensor) else tensor
+    """The tensor with pending (Partial) sums carried out, and collectives that are under way waited for."""
+    if is_sharded(tensor):
+        summed: Tensor = _dtensor().settled(tensor)
+        return summed
+    wait = getattr(tensor, "trigger_wait", None)  # of torch's AsyncCollectiveTensor
+    arrived: Tensor = tensor if wait is None else wait()
+    return arrived
 
 
 def take_apart(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -176,4 +183,5 @@ def take_apart(tensor: Tensor) -> tuple[Tensor, Any]:
 
 def put_together(part: Tensor, sharding: Any) -> Tensor:
     """The DTensor with this local part, placed as :func:`take_apart` told."""
-    return _dtensor().put_together(part, sharding)
+    tensor: Tensor = _dtensor().put_together(part, sharding)
+    return tensor

@@ -9,7 +9,7 @@ from penstock.partition.base import (
     find_shared_between,
     named_tensors,
 )
-from penstock.partition.costs import Table, table
+from penstock.partition.costs import StageTable, table
 from penstock.partition.entry import partition, randomness, trace, unit_paths
 from penstock.partition.plan import CallPlan
 from penstock.partition.trace import Trace, UnitCall
@@ -19,7 +19,7 @@ __all__ = [
     "Example",
     "Partition",
     "Shared",
-    "Table",
+    "StageTable",
     "Trace",
     "UnitCall",
     "choose_cuts",

@@ -244,5 +244,3 @@ def _uses(modules: Mapping[int, nn.Module]) -> _Uses:
             if not held or held[-1][0] != stage:
                 held.append((stage, name))
     return uses
-
-

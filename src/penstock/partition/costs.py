@@ -123,10 +123,6 @@ class ValueCost:
     kept: tuple[int, ...] = ()
 
 
-Costs = tuple[tuple[UnitCost, ...], tuple[ValueCost, ...]]
-"""The costs of a model's units, in order, and of the values between them."""
-
-
 def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
     model: nn.Module,
     paths: Sequence[str],
@@ -137,7 +133,7 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
     loss: Loss | None = None,
     rate: Rate | None = None,
     repeats: int = 0,
-) -> Costs:
+) -> tuple[tuple[UnitCost, ...], tuple[ValueCost, ...]]:
     """Finds what the units of a model cost for one microbatch.
 
     A copy of the model runs, so that its gradients, buffers, attributes and hooks stay as they are, and the
@@ -183,7 +179,9 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
         return _costs(units, values, probes)
 
 
-def _costs(units: Sequence[Unit], values: Sequence[ValueCost], probes: Sequence[_Probe]) -> Costs:
+def _costs(
+    units: Sequence[UnitRun], values: Sequence[ValueCost], probes: Sequence[_Probe]
+) -> tuple[tuple[UnitCost, ...], tuple[ValueCost, ...]]:
     """The costs of the units, and the values with the units whose graphs keep them."""
     keepers: dict[str, set[int]] = defaultdict(set)
     for number, (unit, probe) in enumerate(zip(units, probes, strict=True)):
@@ -242,22 +240,25 @@ def weigh_units(
 def _copy_model(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy without hooks, whose parameters, buffers and plain tensors are what `tensor` makes of them."""
     memo: dict[int, Any] = {}
-    for part in model.modules():
-        scripted = isinstance(part, torch.jit.ScriptModule)
-        memo[id(part)] = part if scripted else type(part).__new__(type(part))
+    for path, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{path!r} is scripted, so its costs cannot be measured: balance by parameters, give a "
+                "number for each module, or measure the module as it was before torch.jit.script"
+            )
+        memo[id(part)] = object.__new__(type(part))
     held = [value for part in model.modules() for value in vars(part).values()]
     for value in (*model.parameters(), *model.buffers(), *held):
         if isinstance(value, Tensor) and id(value) not in memo:
             memo[id(value)] = tensor(value)
     for part in model.modules():
-        if memo[id(part)] is not part:
-            vars(memo[id(part)]).update(
-                {
-                    name: _copied(name, value, memo)
-                    for name, value in vars(part).items()
-                    if name != "forward"  # it would run the original
-                }
-            )
+        vars(memo[id(part)]).update(
+            {
+                name: _copied(name, value, memo)
+                for name, value in vars(part).items()
+                if name != "forward"  # it would run the original
+            }
+        )
     return memo[id(model)]  # type: ignore[no-any-return]
 
 
@@ -334,7 +335,7 @@ def _clock(home: torch.device) -> Callable[[], float]:
 # ---- recording: which calls belong to a unit, and what travels between units
 
 
-class Event(NamedTuple):
+class UnitStep(NamedTuple):
     """A call of a unit, or of a function on tensors between units.
 
     Attributes:
@@ -351,20 +352,20 @@ class Event(NamedTuple):
 
 
 @dataclass
-class Unit:
-    """A unit and what belongs to it: events that can run again with other tensors in place of its inputs.
+class UnitRun:
+    """A unit and what belongs to it: steps that can run again with other tensors in place of its inputs.
 
     Attributes:
         path: The path of its module.
         module: The module.
-        events: In the order in which they ran.
+        steps: In the order in which they ran.
         inputs: The tensors it uses of other units, each with the name of its value.
         outputs: The tensors that other units use of it, likewise; of the last unit the loss, without a name.
     """
 
     path: str
     module: nn.Module
-    events: list[Event] = field(default_factory=list)
+    steps: list[UnitStep] = field(default_factory=list)
     inputs: list[tuple[str, Tensor]] = field(default_factory=list)
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)
 
@@ -374,7 +375,7 @@ class Unit:
         return leaves, [leaf.clone() for leaf in leaves]
 
     def run(self, entered: Sequence[Tensor], *, dropping: bool = False) -> list[Tensor]:
-        """Runs the events, and returns the outputs.
+        """Runs the steps, and returns the outputs.
 
         Args:
             entered: The inputs.
@@ -387,12 +388,12 @@ class Unit:
                 return leaf
             return now.get(id(leaf), leaf if leaf.grad_fn is None else leaf.detach())
 
-        for event in self.events:
-            args, kwargs = tree_map(current, (event.args, event.kwargs))
-            drops = dropping and event.run is self.module
+        for step in self.steps:
+            args, kwargs = tree_map(current, (step.args, step.kwargs))
+            drops = dropping and step.run is self.module
             with saved_tensors_hooks(lambda _: None, _never) if drops else nullcontext():
-                result = event.run(*args, **kwargs)
-            now.update(zip(map(id, event.outputs), _tensors(result), strict=True))
+                result = step.run(*args, **kwargs)
+            now.update(zip(map(id, step.outputs), _tensors(result), strict=True))
         return [now[id(tensor)] for _, tensor in self.outputs]
 
 
@@ -413,7 +414,7 @@ def record_units(  # noqa: PLR0913 - as measure_units
     target: Any = None,
     loss: Loss | None = None,
     skip_alike: bool = False,
-) -> tuple[list[Unit], list[ValueCost]]:
+) -> tuple[list[UnitRun], list[ValueCost]]:
     """Runs a model once, and records what each unit is called with and what runs between the units.
 
     A function on tensors belongs to the latest unit among its inputs, and the loss to the last unit. What
@@ -431,8 +432,8 @@ def record_units(  # noqa: PLR0913 - as measure_units
     Raises:
         UsageError: A unit is not called.
     """
-    units = [Unit(path, model.get_submodule(path)) for path in paths]
-    recorder = _Recorder(units, skip_alike=skip_alike)
+    units = [UnitRun(path, model.get_submodule(path)) for path in paths]
+    recorder = _UnitRecorder(units, skip_alike=skip_alike)
     for module in {id(unit.module): unit.module for unit in units}.values():
         module.forward = partial(recorder.call, module, module.forward)
     try:
@@ -453,7 +454,7 @@ def record_units(  # noqa: PLR0913 - as measure_units
 
 def _record_without_data(
     model: nn.Module, paths: Sequence[str], call: Any, loss: Loss | None
-) -> tuple[list[Unit], list[ValueCost]]:
+) -> tuple[list[UnitRun], list[ValueCost]]:
     """Records units on fake tensors, and moves what is to run again to the meta device, where that is quick.
 
     The run of the whole model takes fake tensors because code between the units may ask for a device, or for
@@ -471,12 +472,12 @@ def _record_without_data(
         module, unit.module = unit.module, moved.get_submodule(unit.path)
         unit.inputs = [(name, metas(tensor)) for name, tensor in unit.inputs]
         unit.outputs = [(name, metas(tensor)) for name, tensor in unit.outputs]
-        unit.events = [
-            Event(
-                unit.module if event.run is module else event.run,
-                *tree_map(metas, (event.args, event.kwargs, event.outputs)),
+        unit.steps = [
+            UnitStep(
+                unit.module if step.run is module else step.run,
+                *tree_map(metas, (step.args, step.kwargs, step.outputs)),
             )
-            for event in unit.events
+            for step in unit.steps
         ]
     return units, values
 
@@ -485,14 +486,14 @@ def _sum_up(output: Any, _: Any) -> Any:
     return sum(tensor.float().sum() for tensor in _tensors(output) if tensor.requires_grad)
 
 
-class _Recorder(TorchFunctionMode):
+class _UnitRecorder(TorchFunctionMode):
     """Follows tensors from unit to unit.
 
     Attributes:
         called: The units that were called.
     """
 
-    def __init__(self, units: Sequence[Unit], *, skip_alike: bool) -> None:
+    def __init__(self, units: Sequence[UnitRun], *, skip_alike: bool) -> None:
         super().__init__()
         self.called: set[int] = set()
         self._units = units
@@ -532,7 +533,7 @@ class _Recorder(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         forward: Callable[..., Any] | None = None,
     ) -> Any:
-        """Runs something as an event of a unit; a module is run by its true `forward`."""
+        """Runs something as a step of a unit; a module is run by its true `forward`."""
         inputs = _tensors((args, kwargs))
         for tensor in inputs:
             # A module that is called twice may use what a later one made: then both are in one stage.
@@ -551,7 +552,7 @@ class _Recorder(TorchFunctionMode):
         self._owner.update((id(tensor), index) for tensor in outputs if id(tensor) not in passed)
         self._seen.update((id(tensor), tensor) for tensor in (*inputs, *outputs))
         if outputs or getattr(run, "__name__", "") == "__setitem__":
-            self._units[index].events.append(Event(run, args, kwargs, outputs))
+            self._units[index].steps.append(UnitStep(run, args, kwargs, outputs))
         return result
 
     def _of_unit(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -582,7 +583,7 @@ class _Recorder(TorchFunctionMode):
             for target in targets:
                 self._units[target].inputs += [(name, tensor) for tensor in tensors]
         last = self._units[-1]
-        last.outputs = [("", tensor) for tensor in last.events[-1].outputs]
+        last.outputs = [("", tensor) for tensor in last.steps[-1].outputs]
         return values
 
 
@@ -636,15 +637,15 @@ def _shapes(value: Any) -> tuple[Any, ...]:
     )
 
 
-def _kind_of_unit(unit: Unit, *, is_last: bool) -> Any:
+def _kind_of_unit(unit: UnitRun, *, is_last: bool) -> Any:
     """A key that is the same for units that cost the same."""
     if is_last:
         return unit.path
-    events = tuple(
-        (event.run if event.run is not unit.module else None, _shapes((event.args, event.kwargs)))
-        for event in unit.events
+    steps = tuple(
+        (step.run if step.run is not unit.module else None, _shapes((step.args, step.kwargs)))
+        for step in unit.steps
     )
-    return _kind_of(unit.module), events, len(unit.inputs), len(unit.outputs)
+    return _kind_of(unit.module), steps, len(unit.inputs), len(unit.outputs)
 
 
 # ---- running one unit
@@ -662,8 +663,9 @@ class _Probe:
         times: The times of F, I, W and B, in the order of the runs.
     """
 
-    def __init__(self, unit: Unit, rate: Rate | None, clock: Callable[[], float] | None) -> None:
+    def __init__(self, unit: UnitRun, rate: Rate | None, clock: Callable[[], float] | None) -> None:
         self.unit = unit
+        self._split = SplitBackward(unit.module)
         self.times: dict[str, list[float]] = defaultdict(list)
         self._stash = 0.0
         self._extra: dict[str, float] = {}
@@ -684,13 +686,15 @@ class _Probe:
         peaks = _Peaks(meter, self._extra)
         leaves, outputs, gradients = self._forward(times, peaks)
         with self._timed(times["input"]):
-            finish = _run_input_half(self.unit.module, outputs, gradients, leaves)
+            # The gradients of the inputs are sent away.
+            pending = self._split.input_half(outputs, gradients, leaves)[1] if outputs else None
         del outputs, gradients
         peaks.note("input")
         self._stash = max(self._stash, peaks.live)
         with self._timed(times["weight"]):
-            finish()
-        del finish, leaves
+            if pending is not None:
+                self._split.weight_half(pending)
+        del pending, leaves
         peaks.note("weight")
         leaves, outputs, gradients = self._forward(times, peaks)
         with self._timed(times["backward"]):
@@ -767,17 +771,6 @@ class _Probe:
         )
 
 
-def _run_input_half(
-    module: nn.Module, outputs: list[Tensor], gradients: list[Tensor], leaves: list[Tensor]
-) -> Callable[[], object]:
-    """Runs I of a unit, and returns its W."""
-    if not outputs:
-        return lambda: None
-    split = SplitBackward(module)
-    _, store = split.input_half(outputs, gradients, leaves)
-    return partial(split.weight_half, store)
-
-
 class _Peaks:
     """Notes how much more memory something takes while it runs than before or after it."""
 
@@ -801,7 +794,7 @@ class _Peaks:
 
 
 def _probes(
-    units: Sequence[Unit], rate: Rate | None, clock: Callable[[], float] | None
+    units: Sequence[UnitRun], rate: Rate | None, clock: Callable[[], float] | None
 ) -> list[_Probe]:
     """A probe for each unit; units that are alike share one."""
     known: dict[Any, _Probe] = {}
@@ -829,7 +822,7 @@ def _count(module: nn.Module) -> int:
 
 
 @dataclass(frozen=True)
-class Row:
+class StageRow:
     """A stage in the table, for one microbatch.
 
     Args:
@@ -854,10 +847,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class StageTable:
     """A row for each stage; ``str`` gives it as text."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[StageRow, ...]
 
     def __str__(self) -> str:
         head = ["stage", "modules", "parameters", "held", "flops", "saved", "sent"]
@@ -885,7 +878,7 @@ def table(
     kwargs: Mapping[str, Any] | None = None,
     *,
     repeats: int = 0,
-) -> Table:
+) -> StageTable:
     """What each stage of a cut holds, computes and sends for one microbatch.
 
     Args:
@@ -910,7 +903,7 @@ def table(
             if stage_of[value.source] == stage and {stage_of[t] for t in value.targets} != {stage}
         )
         rows.append(
-            Row(
+            StageRow(
                 tuple(spans(run)),
                 sum(unit.numbers for unit in mine),
                 sum(unit.parameters for unit in mine),
@@ -921,7 +914,7 @@ def table(
                 sum(unit.backward for unit in mine) if repeats else 0.0,
             )
         )
-    return Table(tuple(rows))
+    return StageTable(tuple(rows))
 
 
 def spans(paths: Iterable[str]) -> list[str]:

@@ -17,7 +17,7 @@ from penstock.partition.balance import choose_cuts, use_up_to
 from penstock.partition.base import Example, Partition, find_shared
 from penstock.partition.costs import weigh_units
 from penstock.partition.nested import tensors_in
-from penstock.partition.plan import CallPlan, Homes, assign, first_uses
+from penstock.partition.plan import CallPlan, Homes, assign, empty_plan, first_uses
 from penstock.partition.seen import Door, Seeded
 from penstock.partition.stage import Author, CutStage
 from penstock.partition.trace import Trace, record
@@ -59,7 +59,8 @@ def partition(
             calls its modules, where that is not the order in which it holds them.
         balance: what makes stages equal where their number is given: ``"parameters"``, ``"flops"``,
             ``"memory"`` or ``"time"``, of which all but the first need the example; or a weight for each
-            module that can be placed. By default parameters; the children of an ``nn.Sequential`` count alike.
+            module that can be placed. By default parameters; the children of an ``nn.Sequential`` count
+            alike.
         placement: which rank holds which stage, where their number is given: then ranks, rather than
             stages, are made equal.
         checkpoint: recompute the units in the backward instead of keeping what they hold: all of them, or
@@ -222,7 +223,7 @@ def _calls_in_order(units: Sequence[str], calls: Sequence[str]) -> list[str]:
     if all(count == 1 for count in counts.values()):
         return list(units)
     runs = [path for path, after in pairwise([*calls, ""]) if path == after]
-    again = {path for path in runs}
+    again = set(runs)
     kept: list[str] = []
     for path in calls:
         if path in again or path not in kept:
@@ -252,7 +253,9 @@ def _homes(
 ) -> dict[str, list[int]]:
     """The stages of each unit, and of each parameter and of each buffer of a unit by name."""
     homes: dict[str, list[int]] = {}
-    first = {id(model.get_submodule(path)): path for of in reversed(placed) for path in reversed(of)}
+    first = {
+        id(model.get_submodule(path)): path for of in reversed(placed) for path in reversed(of)
+    }
     for stage, paths in enumerate(placed):
         for path in paths:
             homes.setdefault(first[id(model.get_submodule(path))], []).append(stage)
@@ -297,8 +300,9 @@ def _assembled(
     checkpoint: bool | Sequence[str],
 ) -> Partition:
     homes = _homes(model, placed, shown, example)
-    doors = [Door(model.get_submodule(path), path) for path in homes if path in set(sum(placed, []))]
-    forward = _chain(model, sum(placed, [])) if not has_forward(model) else model
+    paths = [path for of in placed for path in of]
+    doors = [Door(model.get_submodule(path), path) for path in homes if path in set(paths)]
+    forward = model if has_forward(model) else _chain(model, paths)
     recomputes = _recomputed(model, [door.path for door in doors], checkpoint)
     author = Author(model, doors, forward, recomputes, len(placed))
     cut = _Cut(author, homes, example)
@@ -331,10 +335,12 @@ def _chain(model: nn.Module, paths: Sequence[str]) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         first, *rest = paths
-        value = model.get_submodule(first)(*args, **{n: v for n, v in kwargs.items() if n in names[first]})
+        value = model.get_submodule(first)(
+            *args, **{n: v for n, v in kwargs.items() if n in names[first]}
+        )
         for path in rest:
-            more = {name: kwargs[name] for name in names[path][1:] if name in kwargs}
             given = value if type(value) is tuple else (value,)
+            more = {name: kwargs[name] for name in names[path][len(given) :] if name in kwargs}
             value = model.get_submodule(path)(*given, **more)
         return value
 
@@ -347,6 +353,8 @@ def _takes(module: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
+_NOTHING = empty_plan()
+"""Of a model in one stage, whose forward runs as it is."""
 _REMEMBERED = 256
 """How many kinds of calls are remembered; then the oldest are forgotten."""
 
@@ -361,6 +369,8 @@ class _Cut:
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
         author = self._author
+        if author.stages == 1 and not author.recomputes:
+            return _NOTHING
         call = (tuple(args), dict(kwargs))
         doors = [*author.doors, *author.hooked()] if author.stages > 1 else author.doors
         key = (_kind(call), self._state(), tuple(door.path for door in doors))
@@ -396,8 +406,8 @@ class _Cut:
         before, now = dict(self._form), dict(form)
         changed = next((n for n in {**before, **now} if before.get(n) != now.get(n)), "")
         raise UsageError(
-            f"{changed!r} was replaced, added or taken away in the model after the Pipeline was made, and its "
-            "stages have what was there before; make a new Pipeline"
+            f"{changed!r} was replaced, added or taken away in the model after the Pipeline was made, and "
+            "its stages have what was there before; make a new Pipeline"
         )
 
 

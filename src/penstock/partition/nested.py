@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -33,6 +33,16 @@ def _collect(value: Any, add: Callable[[Tensor], None]) -> None:
         _collect(child, add)
 
 
+def plain_in(value: Any) -> list[bool | float | str]:
+    """The plain values inside a value, in order."""
+    kind = type(value)
+    if kind in (bool, int, float, str):
+        return [value]
+    if isinstance(value, Tensor) or kind in _ATOMS:
+        return []
+    return [plain for child in _children(value, kind) for plain in plain_in(child)]
+
+
 def _children(value: Any, kind: type) -> Any:
     if kind is tuple or kind is list or isinstance(value, tuple | list):
         return value
@@ -41,8 +51,15 @@ def _children(value: Any, kind: type) -> Any:
     if kind in SUPPORTED_NODES:
         return SUPPORTED_NODES[kind].flatten_fn(value)[0]
     if isinstance(value, UserDict) or (is_dataclass(value) and not isinstance(value, type)):
-        return vars(value).values()
+        return _attributes(value).values()
     return ()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    if hasattr(value, "__dict__"):
+        attributes: dict[str, Any] = vars(value)
+        return attributes
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 Place = tuple[Any, ...]
@@ -100,11 +117,43 @@ def _rebuilt(value: Any, kind: type, put: Callable[[Tensor], Any]) -> Any:
         return node.unflatten_fn([replaced(child, put) for child in children], context)
     if isinstance(value, UserDict) or (is_dataclass(value) and not isinstance(value, type)):
         twin = copy.copy(value)
-        for name, child in vars(value).items():
+        for name, child in _attributes(value).items():
             object.__setattr__(twin, name, replaced(child, put))
         return twin
     if isinstance(value, list):
         twin = copy.copy(value)
         twin[:] = [replaced(child, put) for child in value]
         return twin
+    return value
+
+
+def opaque_in(value: Any) -> dict[Place, Any]:
+    """The objects inside a value that are looked into no further, such as caches, by their places."""
+    objects: dict[Place, Any] = {}
+
+    def look(value: Any, at: Place) -> None:
+        kind = type(value)
+        if isinstance(value, Tensor) or kind in _ATOMS:
+            return
+        children = _children(value, kind)
+        if children == () and not isinstance(value, tuple | list | dict):
+            objects[at] = value
+        names = value if isinstance(value, dict) else range(len(children))
+        for name, child in zip(names, children, strict=True):
+            look(child, (*at, name))
+
+    look(value, ())
+    return objects
+
+
+def without(value: Any, names: set[Any]) -> Any:
+    """A mapping or sequence with ``None`` under some names."""
+    if isinstance(value, dict):
+        twin = copy.copy(value)
+        for name in names & set(twin):
+            twin[name] = None
+        return twin
+    if isinstance(value, tuple | list):
+        items = [None if i in names else item for i, item in enumerate(value)]
+        return tuple.__new__(type(value), items) if isinstance(value, tuple) else items
     return value

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch._subclasses import FakeTensorMode
+
 from penstock.errors import PartitionError
-from penstock.partition.nested import Place
+from penstock.partition.nested import Place, opaque_in
 from penstock.partition.trace import Event, Trace, Value, is_ours
 from penstock.schedule import Edge
 
@@ -30,7 +33,8 @@ class Step:
         swaps: the arguments, by place, in whose place the owner puts what has arrived: the edge of each.
         sends: the arguments that it changed, by place, that travel afterwards: the edge of each.
         follows: the arguments, by place, that are other values from now on.
-        aliases: values that it changed without being given them, by the value before: the edge, if it travels.
+        aliases: values that it changed without being given them: by the value before, the value after and its
+            edge, if it travels.
     """
 
     what: Any
@@ -57,6 +61,7 @@ class CallPlan:
         copies: the values that are changed after they are to be sent.
         kept: the values whose tensors a stage needs later.
         output_swaps: the tensors of the output, by position, that arrive: the edge of each.
+        lost: the names in the output of objects that no stage has all of, such as caches.
         regions: for each of the author's checkpoints, the stages of its events.
         buffers: the names of the units' buffers that are used between units.
         changed_arguments: the positions of the model's arguments that are changed.
@@ -72,9 +77,21 @@ class CallPlan:
     copies: set[int]
     kept: set[int]
     output_swaps: dict[int, str]
+    lost: set[Any]
     regions: list[set[int]]
     buffers: list[str]
     changed_arguments: set[int]
+
+    def with_output(self, function: Callable[[Any], Any]) -> Any:
+        """Call a function, such as a loss, with the model's output without data."""
+        with self.trace.mode:
+            return function(self.trace.output)
+
+
+def empty_plan() -> CallPlan:
+    """Nothing travels."""
+    trace = Trace(FakeTensorMode(), torch.device("cpu"), [])
+    return CallPlan((), [], trace, [0], [{}], [{}], [{}], set(), set(), {}, set(), [], [], set())
 
 
 def first_uses(trace: Trace, homes: Homes) -> dict[str, int]:
@@ -100,13 +117,28 @@ def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
             )
         if len({stage for path in changed.units for stage in homes[path]}) > 1:
             raise PartitionError(
-                f"the model's forward changes {changed.what}, which are in several stages, and each stage has "
+                f"the model's forward changes {changed.what}, which are in several stages, and each has "
                 "its own; return what the later one needs and pass it on, or put both into one stage"
             )
     owners = _Owners(trace, homes)
     for event in trace.events:
         owners.add(event)
+    _check_generators(trace, owners.stages)
     return _Planner(trace, owners, stages).plan()
+
+
+def _check_generators(trace: Trace, stages: Sequence[int]) -> None:
+    """Refuse a generator of the model's own from which several stages draw."""
+    drawn: dict[int, tuple[Event, int]] = {}
+    for event, stage in zip(trace.events, stages, strict=True):
+        for generator in event.generators:
+            other, known = drawn.setdefault(id(generator), (event, stage))
+            if known != stage:
+                raise PartitionError(
+                    f"{event.name} in stage {stage} draws from a torch.Generator from which {other.name} in "
+                    f"stage {known} draws too, so that the numbers would depend on the schedule; draw from "
+                    "torch's own, which is seeded for each call"
+                )
 
 
 class _Owners:
@@ -181,9 +213,9 @@ class _Owners:
                 left = self.trace.events[read]
                 raise PartitionError(
                     f"{event.name} in stage {owner} reads a tensor that {left.name} in stage "
-                    f"{self.stages[read]} left somewhere, as in an attribute, a hook's list or an object that "
-                    "both are given; return it and pass it on as an argument (a loss: penstock.add_loss), or "
-                    "put both into one stage"
+                    f"{self.stages[read]} left somewhere, as in an attribute, a hook's list or an object "
+                    "that both are given; return it and pass it on as an argument (a loss: penstock."
+                    "add_loss), or put both into one stage"
                 )
 
 
@@ -240,8 +272,7 @@ class _Planner:
         copies = {
             c.old
             for c, i in changes
-            if c.old in self._users
-            and owner_of[i] in self._owners.holders(trace.values[c.old])
+            if c.old in self._users and owner_of[i] in self._owners.holders(trace.values[c.old])
         }
         return CallPlan(
             tuple(edges),
@@ -254,6 +285,7 @@ class _Planner:
             {number for number in copies if number is not None},
             {c.old for c, _ in changes if c.argument is None and c.old is not None},
             output_swaps,
+            self._lost(),
             [set(owner_of[r.first : r.stop]) for r in trace.regions],
             self._buffers(),
             trace.changed_arguments,
@@ -263,9 +295,9 @@ class _Planner:
         for index, event in enumerate(self._trace.events):
             for _, number in event.inputs:
                 self._use(number, self._owners.stages[index])
-        for number in self._trace.slots:
-            if number is not None:
-                self._use(number, self._stages - 1)
+        for slot in self._trace.slots:
+            if slot is not None:
+                self._use(slot, self._stages - 1)
 
     def _use(self, number: int, stage: int) -> None:
         holders = self._owners.holders(self._trace.values[number])
@@ -307,7 +339,7 @@ class _Planner:
         return step
 
     def _reached(self) -> set[int]:
-        """The values from which a gradient may come back: those that the output or an added loss is made of."""
+        """The values that the output or an added loss is made of: from those a gradient may come back."""
         trace = self._trace
         reached = {number for number in trace.slots if number is not None}
         for event in reversed(trace.events):
@@ -320,12 +352,22 @@ class _Planner:
                 reached.update(number for _, number in event.inputs)
         return reached
 
+    def _lost(self) -> set[Any]:
+        """The names in the output of objects that units of other stages were given."""
+        calls = [(event, i) for i, event in enumerate(self._trace.events) if event.is_unit]
+        elsewhere = {
+            id(thing)
+            for call, (_, index) in zip(self._trace.units, calls, strict=True)
+            if self._owners.stages[index] != self._stages - 1
+            for thing in opaque_in((call.args, call.kwargs)).values()
+        }
+        things = opaque_in(self._trace.output)
+        return {place[0] for place, thing in things.items() if place and id(thing) in elsewhere}
+
     def _buffers(self) -> list[str]:
         values = self._trace.values
         events = [event for event in self._trace.events if not event.is_unit]
         used = {number for event in events for _, number in event.inputs}
         return [
-            values[number].parameter or ""
-            for number in sorted(used)
-            if values[number].is_buffer
+            values[number].parameter or "" for number in sorted(used) if values[number].is_buffer
         ]

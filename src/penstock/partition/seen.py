@@ -20,6 +20,8 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 
+from penstock.rng import Draws
+
 Run = Callable[..., Any]
 """Does what would have been done."""
 
@@ -79,13 +81,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 def observers_left_out(units: Sequence[nn.Module]) -> Iterator[None]:
     """Leave out hooks that only record something, and those of PyTorch that gather weights."""
     before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    for part in {id(part): part for unit in units for part in unit.modules()}.values():
-        for kind in _HOOKS:
-            hooks = vars(part).get(kind)
-            if hooks:
-                before.append((hooks, dict(hooks)))
-                for key in [key for key, hook in hooks.items() if _only_observes(hook)]:
-                    del hooks[key]
+    parts = {id(part): part for unit in units for part in unit.modules()}.values()
+    for hooks in [vars(part).get(kind) for part in parts for kind in _HOOKS]:
+        if hooks:
+            before.append((hooks, dict(hooks)))
+            for key in [key for key, hook in hooks.items() if _only_observes(hook)]:
+                del hooks[key]
     try:
         yield
     finally:
@@ -106,7 +107,7 @@ def _only_observes(hook: Any) -> bool:
         return False
     steps = list(dis.get_instructions(code))
     return all(
-        not (step.opname == "STORE_SUBSCR")
+        step.opname != "STORE_SUBSCR"
         and not (step.opname == "RETURN_CONST" and step.argval is not None)
         and not (step.opname == "RETURN_VALUE" and not _is_none(before))
         for before, step in zip([None, *steps], steps, strict=False)
@@ -125,7 +126,9 @@ def _drawing_names() -> frozenset[str]:
     names = {
         packet
         for packet in dir(torch._C._VariableFunctions) + dir(Tensor)
-        if isinstance(operator := getattr(torch.ops.aten, packet, None), torch._ops.OpOverloadPacket)
+        if isinstance(
+            operator := getattr(torch.ops.aten, packet, None), torch._ops.OpOverloadPacket
+        )
         and any(
             torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags
             for overload in operator.overloads()
@@ -148,13 +151,6 @@ def may_draw(function: Any) -> bool:
         name = getattr(function, "__name__", "")
         answer = _DRAWS[function] = name in _drawing_names()
     return answer
-
-
-class Draws(Protocol):
-    """What seeds the generators."""
-
-    def enter(self, path: str, number: int) -> None:
-        """Seed them for one call of a unit, or for one draw between units."""
 
 
 BETWEEN = ":between"

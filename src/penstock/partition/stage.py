@@ -16,12 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError, StageError
 from penstock.partition.base import Planner
-from penstock.partition.nested import Place, located, replaced, tensors_in
+from penstock.partition.nested import Place, located, plain_in, replaced, tensors_in, without
 from penstock.partition.plan import CallPlan, Homes, Step
 from penstock.partition.seen import (
     BETWEEN,
     Door,
-    Draws,
     Run,
     Seeded,
     checkpointed,
@@ -32,12 +31,13 @@ from penstock.partition.seen import (
     uncheckpointed,
 )
 from penstock.partition.trace import is_ours, takes_gradient, where
+from penstock.rng import Draws
 from penstock.stage import StageCall, StageModule
 
 _ITERATE: Any = Tensor.__iter__
 
 
-class _Left(BaseException):
+class _StageDone(BaseException):
     """The stage has nothing more to do in this forward."""
 
 
@@ -66,9 +66,7 @@ class Author:
         self.outside = [module for module in model.modules() if id(module) not in inside]
         # Modules of torch keep nothing in attributes.
         self.around = [
-            module
-            for module in self.outside
-            if not type(module).__module__.startswith("torch.nn.")
+            module for module in self.outside if not type(module).__module__.startswith("torch.nn.")
         ]
         self.paths = {id(module): path for path, module in model.named_modules()}
         named = dict(model.named_modules())
@@ -86,7 +84,9 @@ class Author:
 
     def hooked(self) -> list[Door]:
         """The modules between the units that have hooks: each call is in one stage, as a unit's."""
-        paths = [path for path, module in self._loose.items() if any(map(_has_hooks, module.modules()))]
+        paths = [
+            path for path, module in self._loose.items() if any(map(_has_hooks, module.modules()))
+        ]
         outer = [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]
         return [Door(self._loose[path], path) for path in outer]
 
@@ -96,8 +96,8 @@ class Author:
             if module._backward_hooks or module._backward_pre_hooks:
                 raise PartitionError(
                     f"{path or 'the model'} has backward hooks, and its parts are placed by themselves: no "
-                    "stage has its gradients on both ends. Set the hooks on its parts, or place it as a whole "
-                    "by naming it in stages="
+                    "stage has its gradients on both ends. Set the hooks on its parts, or place it as a "
+                    "whole by naming it in stages="
                 )
 
 
@@ -128,6 +128,7 @@ class CutStage(StageModule):
         self.index = index
         self.training = author.model.training
         self.__dict__["_loose"] = _fill(self, author, index, homes)
+        self._chains = _Chains(author, index)
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
         """What all stages do in a call, see :meth:`Partition.plan`."""
@@ -169,18 +170,30 @@ class CutStage(StageModule):
     ) -> tuple[Any, dict[str, Any]]:
         """Run this stage's part of the author's forward."""
         author: Author = self.__dict__["_author"]
-        self._follow()
+        if self.__dict__["_loose"]:
+            self._follow()
         if author.stages == 1:
             return self._whole(author, call, args, kwargs), {}
-        with _attributes_kept(author.around):
+        chain = self._chains[call.plan]
+        model, draws = author.model, call.draws
+        if chain and not (model._forward_pre_hooks or model._forward_hooks):
+            hidden = args[0] if chain.arrives is None else values[chain.arrives]
+            if isinstance(hidden, Tensor) and not hidden.is_meta:
+                hidden = chain.run(hidden, draws)
+                return (
+                    (hidden, {}) if chain.last is None else (None, chain.sent(hidden, self.index))
+                )
+        with _attributes_kept(author.around, call.plan.trace.settled):
             return _Runner(self.index, author, call, values).run(args, kwargs)
 
     def _whole(self, author: Author, call: StageCall, args: Any, kwargs: Any) -> Any:
         if call.draws is None and not author.recomputes:
             return author.forward(*args, **kwargs)
-        return Seeded(author.doors, call.draws, {}, recomputes=author.recomputes).run(
-            author.forward, args, kwargs
-        )
+        # What changes its arguments would change them again where it is recomputed.
+        events = call.plan.trace.events
+        recomputes = author.recomputes - {event.what for event in events if event.changes}
+        seeded = Seeded(author.doors, call.draws, {}, recomputes=recomputes)
+        return seeded.run(author.forward, args, kwargs)
 
     def _follow(self) -> None:
         """Let the author's modules use the tensors held here, which may have been moved or wrapped."""
@@ -192,17 +205,16 @@ class CutStage(StageModule):
         """Let go of all data except that of the tensors in ``kept``."""
         others = {id(tensor) for tensor in kept}
         metas: dict[int, Tensor] = {}
-        for module in self.modules():
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is None or id(tensor) in others or tensor.is_meta:
-                        continue
-                    if id(tensor) not in metas:
-                        bare: Tensor = torch.empty_like(tensor, device="meta")
-                        if isinstance(tensor, nn.Parameter):
-                            bare = nn.Parameter(bare, tensor.requires_grad)
-                        metas[id(tensor)] = bare
-                    table[name] = metas[id(tensor)]  # type: ignore[assignment]
+        tables: list[Any] = [t for m in self.modules() for t in (m._parameters, m._buffers)]
+        for table, name, tensor in [(t, name, x) for t in tables for name, x in t.items()]:
+            if tensor is None or id(tensor) in others or tensor.is_meta:
+                continue
+            if id(tensor) not in metas:
+                bare: Tensor = torch.empty_like(tensor, device="meta")
+                if isinstance(tensor, nn.Parameter):
+                    bare = nn.Parameter(bare, tensor.requires_grad)
+                metas[id(tensor)] = bare
+            table[name] = metas[id(tensor)]
         self._follow()
 
 
@@ -259,17 +271,116 @@ def _holder(root: nn.Module, path: str) -> tuple[nn.Module, str]:
     return holder, name
 
 
+class _Chain:
+    """A stage of an ``nn.Sequential``: its units one after the other, with nothing between them to look at.
+
+    Args:
+        arrives: the edge of what the first unit takes; None for the model's argument.
+        units: the modules, each with its path and the number of the call.
+        last: the step of the last unit, if its result travels.
+        edge: of that result.
+    """
+
+    def __init__(
+        self,
+        arrives: str | None,
+        units: Sequence[tuple[nn.Module, str, int]],
+        last: Step | None,
+        edge: str,
+    ) -> None:
+        self.arrives, self.units, self.last = arrives, units, last
+        self._edge, self._shape = edge, None if last is None else last.event.result.shape
+
+    def run(self, hidden: Any, draws: Draws | None) -> Any:
+        """Call the units."""
+        for unit, path, number in self.units:
+            if draws is not None:
+                draws.enter(path, number)
+            hidden = unit(hidden)
+        return hidden
+
+    def sent(self, tensor: Any, stage: int) -> dict[str, Tensor]:
+        """What travels, after a check against the run without data."""
+        assert self.last is not None
+        if not isinstance(tensor, Tensor) or tensor.shape != self._shape:
+            shown = (
+                f"a tensor of shape {tuple(tensor.shape)}"
+                if isinstance(tensor, Tensor)
+                else repr(tensor)
+            )
+            planned = f"a tensor of shape {tuple(self._shape or ())}"
+            raise _different(self.last, stage, f"{shown} where the run without data gave {planned}")
+        if tensor.requires_grad and not takes_gradient(tensor):
+            tensor = tensor.detach()
+        return {self._edge: tensor}
+
+
+class _Chains(dict[CallPlan, "_Chain | None"]):
+    """What a stage does in each kind of call if that is a chain, or None."""
+
+    def __init__(self, author: Author, stage: int) -> None:
+        super().__init__()
+        self._author, self._stage = author, stage
+
+    def __missing__(self, plan: CallPlan) -> _Chain | None:
+        self[plan] = chain = self._find(plan)
+        return chain
+
+    def _find(self, plan: CallPlan) -> _Chain | None:
+        author, stage = self._author, self._stage
+        doors = {door.path: door.module for door in plan.trace.doors}
+        modules = [doors.get(step.what) for step in plan.steps if step.event.is_unit]
+        if (
+            type(author.model).forward is not nn.Sequential.forward
+            or author.forward is not author.model
+            or len(modules) != len(plan.steps)
+            or any(a is not b for a, b in zip(modules, author.model.children(), strict=False))
+            or len(modules) != len(author.model._modules)
+            or author.recomputes
+            or plan.trace.direct
+            or plan.changed_arguments
+            or plan.copies
+            or plan.parameters[stage]
+        ):
+            return None
+        mine = [at for at, step in enumerate(plan.steps) if step.owner == stage]
+        steps = [plan.steps[at] for at in mine]
+        if not mine or mine != list(range(mine[0], mine[-1] + 1)):
+            return None
+        if any(step.swaps or step.sends or step.follows or step.aliases for step in steps):
+            return None
+        before = plan.steps[mine[0] - 1] if mine[0] else None
+        last = steps[-1] if mine[-1] < len(plan.steps) - 1 else None
+        arrives, sends = plan.arrives[stage], plan.sends[stage]
+        if not _passes_on(before, arrives) or not _passes_on(last, sends):
+            return None
+        units = [(doors[s.what], s.what, s.event.number) for s in steps]
+        return _Chain(
+            next(iter(arrives.values()), None), units, last, next(iter(sends.values()), "")
+        )
+
+
+def _passes_on(step: Step | None, edges: Mapping[int, str]) -> bool:
+    """Whether exactly the result of a step travels, and is one tensor."""
+    if step is None:
+        return not edges
+    return isinstance(step.event.result, Tensor) and step.event.slots == list(edges)
+
+
 @contextlib.contextmanager
-def _attributes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave the attributes of the modules around the units as they were."""
-    states = [(vars(module), dict(vars(module))) for module in modules]
+def _attributes_kept(
+    modules: Sequence[nn.Module], settled: Collection[tuple[int, str]]
+) -> Iterator[None]:
+    """Leave the attributes of the modules around the units as they were, but for those that are set once."""
+    states = [(module, vars(module), dict(vars(module))) for module in modules]
     try:
         yield
     finally:
-        for state, before in states:
+        for module, state, before in states:
             if len(state) != len(before) or any(state.get(n) is not v for n, v in before.items()):
+                stay = {n: v for n, v in state.items() if (id(module), n) in settled}
                 state.clear()
-                state.update(before)
+                state.update({**before, **stay})
 
 
 class _Runner(TorchFunctionMode):
@@ -285,9 +396,10 @@ class _Runner(TorchFunctionMode):
         self._at, self._last = -1, plan.last[stage]
         self._sends, self._arrives = plan.sends[stage], plan.arrives[stage]
         self._followed: dict[int, Tensor] = {}
+        self._numbers: dict[int, int] = {}
         self._instead: dict[int, tuple[Tensor, Tensor]] = {}
         self._tensors: dict[int, Tensor] = {}
-        self._busy = False
+        self._busy = self._lacks = False
         self._sent: dict[str, Any] = {}
         self._drawn = self._region = 0
         self._recomputes: Mapping[str, Any] | None = None
@@ -298,7 +410,8 @@ class _Runner(TorchFunctionMode):
         is_last = self._stage == author.stages - 1
         if self._last < 0 and not is_last:
             return None, self._send_parameters()
-        if plan.changed_arguments or any(t.is_meta for t in tensors_in((args, kwargs))):
+        self._lacks = any(t.is_meta for t in tensors_in((args, kwargs)))
+        if plan.changed_arguments or self._lacks:
             args, kwargs = self._arguments(args, kwargs)
         for name in plan.buffers:
             self._follow(_tensor(author.model, name))
@@ -312,7 +425,7 @@ class _Runner(TorchFunctionMode):
                 output = author.forward(*args, **kwargs)
                 if self._at < len(plan.steps) - 1:
                     raise self._diverged("ended", self._at + 1)
-        except _Left:
+        except _StageDone:
             pass
         finally:
             for door in plan.trace.doors:
@@ -346,19 +459,30 @@ class _Runner(TorchFunctionMode):
         plan = self._plan
         slots = plan.trace.slots
         tensors = tensors_in(output)
-        if len(tensors) != len(slots):
-            return _without_opaque(output, plan)
+        if len(tensors) != len(slots) or not all(
+            slot is None or place in plan.output_swaps or self._is_value(tensors[place], slot)
+            for place, slot in enumerate(slots)
+        ):
+            raise PartitionError(
+                "the model's output has other tensors in the last stage than in the run without data: values "
+                "that hooks collect inside of units, such as hidden states, are not available here; return "
+                "them from the units, or leave out the option that asks for them"
+            )
         for place, name in plan.output_swaps.items():
             self._instead[id(tensors[place])] = (tensors[place], self._values[name])
         output = replaced(output, self._stand_in) if self._instead else output
-        return _without_opaque(output, plan)
+        return without(output, plan.lost) if plan.lost else output
+
+    def _is_value(self, tensor: Tensor, number: int) -> bool:
+        value = self._plan.trace.values[number]
+        return value.event is None or self._numbers.get(id(tensor)) == number
 
     # ---- events
 
     def _next(self, what: Any) -> Step:
         self._at = at = self._at + 1
         if at > self._last:
-            raise _Left
+            raise _StageDone
         step = self._plan.steps[at]
         if step.what is not what and step.what != what:
             raise self._diverged(what, at)
@@ -373,7 +497,8 @@ class _Runner(TorchFunctionMode):
         if self._draws is not None:
             self._draws.enter(door.path, step.event.number)
         recomputes = door.path in self._author.recomputes or self._recomputes is not None
-        # What is recomputed as a whole is not recomputed in parts; what changes its arguments would do so again.
+        # What is recomputed as a whole is not recomputed in parts, and what changes its arguments would
+        # change them again.
         if recomputes and not self._region_runs and not step.event.changes:
             options = {**(self._recomputes or {}), "use_reentrant": False}
             run = checkpointed(run, door.path, step.event.number, self._draws, options)
@@ -382,13 +507,13 @@ class _Runner(TorchFunctionMode):
         self._busy = True
         if alone:
             # Functions inside of units are not looked at.
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             return self._done(step, run, args, kwargs)
         finally:
             self._busy = False
             if alone:
-                self.__enter__()
+                self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -418,7 +543,11 @@ class _Runner(TorchFunctionMode):
         followed = self._followed
         for value in values:
             if isinstance(value, Tensor):
-                if id(value) in followed or isinstance(value, nn.Parameter) or _is_placeholder(value):
+                if (
+                    id(value) in followed
+                    or isinstance(value, nn.Parameter)
+                    or _is_placeholder(value)
+                ):
                     return True
             elif isinstance(value, list | tuple | dict):
                 inner = value.values() if isinstance(value, dict) else value
@@ -429,27 +558,19 @@ class _Runner(TorchFunctionMode):
     def _done(self, step: Step, run: Run, args: Any, kwargs: Any) -> Any:
         """Run an event of this stage."""
         event = step.event
-        given: dict[Place, Tensor] = {}
-        if step.swaps or step.follows or self._instead:
-            given = located((args, kwargs))
-            for place, name in step.swaps.items():
-                self._instead[id(given[place])] = (given[place], self._values[name])
-            args, kwargs = replaced((args, kwargs), self._stand_in)
-            given = located((args, kwargs))
+        if step.swaps or self._instead:
+            args, kwargs = self._arrived(step, args, kwargs)
+        if self._lacks and any(map(_is_placeholder, tensors_in((args, kwargs)))):
+            raise self._absent(step)
         output = run(*args, **kwargs)
-        for place, number in step.follows.items():
-            self._follow(given[place])
-            if number in self._plan.kept:
-                self._tensors[number] = given[place]
-        for place, name in step.sends.items():
-            self._sent[name] = given[place]
-        if step.aliases:
-            self._change_aliases(step)
+        if step.event.changes:
+            self._note_changes(step, located((args, kwargs)))
         results = tensors_in(output)
         if len(results) != len(event.slots):
-            raise self._different(
-                step, f"{len(results)} tensors where the run without data gave {len(event.slots)}"
-            )
+            planned = f"where the run without data gave {len(event.slots)}"
+            raise _different(step, self._stage, f"{len(results)} tensors {planned}")
+        if not isinstance(output, Tensor) and self._stage < self._author.stages - 1:
+            self._check_plain(step, output)
         for tensor, slot in zip(results, event.slots, strict=True):
             if isinstance(slot, int):
                 self._keep(step, tensor, slot)
@@ -457,20 +578,29 @@ class _Runner(TorchFunctionMode):
                 self._follow(tensor)
         return output
 
+    def _check_plain(self, step: Step, output: Any) -> None:
+        """Check that plain values are those that other stages have from the run without data."""
+        for value, planned in zip(plain_in(output), plain_in(step.event.result), strict=False):
+            if value != planned:
+                raise _different(
+                    step, self._stage, f"{value!r} where the run without data gave {planned!r}"
+                )
+
     def _keep(self, step: Step, tensor: Tensor, number: int) -> None:
         """Follow a result, and send it if others use it."""
         value = self._plan.trace.values[number]
         if tensor.shape != value.tensor.shape and not (
             step.event.needs_data and self._stage == self._author.stages - 1
         ):
-            raise self._different(
+            raise _different(
                 step,
+                self._stage,
                 f"a tensor of shape {tuple(tensor.shape)} where the run without data gave "
                 f"{tuple(value.tensor.shape)}",
             )
         if isinstance(tensor, FakeTensor):
             raise self._absent(step)
-        self._followed[id(tensor)] = tensor
+        self._follow(tensor, number)
         if number in self._plan.kept:
             self._tensors[number] = tensor
         name = self._sends.get(number)
@@ -481,21 +611,37 @@ class _Runner(TorchFunctionMode):
                 tensor = tensor.detach()
             self._sent[name] = tensor
 
-    def _change_aliases(self, step: Step) -> None:
-        for old, (new, name) in step.aliases.items():
+    def _arrived(self, step: Step, args: Any, kwargs: Any) -> Any:
+        """The arguments of an event, with what has arrived for those that other stages have changed."""
+        given = located((args, kwargs))
+        for place, name in step.swaps.items():
+            self._instead[id(given[place])] = (given[place], self._values[name])
+        return replaced((args, kwargs), self._stand_in)
+
+    def _note_changes(self, step: Step, given: Mapping[Place, Tensor]) -> None:
+        for place, number in step.follows.items():
+            self._follow(given[place], number)
+            if number in self._plan.kept:
+                self._tensors[number] = given[place]
+        for place, name in step.sends.items():
+            self._sent[name] = given[place]
+        for old, (new, edge) in step.aliases.items():
             tensor = self._tensors.get(old)
             if tensor is not None:
                 self._tensors[new] = tensor
-                if name is not None:
-                    self._sent[name] = tensor
+                self._numbers[id(tensor)] = new
+                if edge is not None:
+                    self._sent[edge] = tensor
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         """What has arrived for a tensor that another stage has changed."""
         pair = self._instead.get(id(tensor))
         return tensor if pair is None else pair[1]
 
-    def _follow(self, tensor: Tensor) -> None:
+    def _follow(self, tensor: Tensor, number: int | None = None) -> None:
         self._followed[id(tensor)] = tensor
+        if number is not None:
+            self._numbers[id(tensor)] = number
 
     def _answer(self, step: Step, args: Any, kwargs: Any) -> Any:
         """What stands in place of the result of another stage's event."""
@@ -504,8 +650,8 @@ class _Runner(TorchFunctionMode):
         given: dict[Place, Tensor] = {}
         if step.follows or not all(isinstance(slot, int) for slot in event.slots):
             given = located((args, kwargs))
-            for place in step.follows:
-                self._follow(given[place])
+            for place, number in step.follows.items():
+                self._follow(given[place], number)
         slots = iter(event.slots)
 
         def put(_: Tensor) -> Any:
@@ -517,7 +663,7 @@ class _Runner(TorchFunctionMode):
             if name is None:
                 return values[slot].tensor
             tensor: Tensor = self._values[name]
-            self._followed[id(tensor)] = tensor
+            self._follow(tensor, slot)
             return tensor
 
         return replaced(event.result, put)
@@ -568,7 +714,7 @@ class _Runner(TorchFunctionMode):
         for tensor, slot in zip(
             tensors_in(output), self._plan.trace.regions[number].slots, strict=False
         ):
-            self._follow(tensor)
+            self._follow(tensor, slot)
             if slot is not None and slot in self._sends:
                 self._sent[self._sends[slot]] = tensor
 
@@ -585,18 +731,19 @@ class _Runner(TorchFunctionMode):
             "into a module that is placed as a whole, or give example=(args, kwargs) with typical numbers"
         )
 
-    def _different(self, step: Step, found: str) -> PartitionError:
-        return PartitionError(
-            f"{step.event.where}: {step.event.name} in stage {self._stage} gave {found}: what it gives depends "
-            "on the numbers in its tensors, or on something that has changed since. Place what uses it in the "
-            "same module, or give example=(args, kwargs) with typical numbers"
-        )
-
     def _absent(self, step: Step) -> StageError:
         return StageError(
-            f"{step.event.where}: {step.event.name} in stage {self._stage} needs an argument of the model that "
-            "this process was not given; give the same arguments on every rank"
+            f"{step.event.where}: {step.event.name} in stage {self._stage} needs an argument of the model "
+            "that this process was not given; give the same arguments on every rank"
         )
+
+
+def _different(step: Step, stage: int, found: str) -> PartitionError:
+    return PartitionError(
+        f"{step.event.where}: {step.event.name} in stage {stage} gave {found}: what it gives depends on the "
+        "numbers in its tensors, or on something that has changed since. Place what uses it in the same "
+        "module, or give example=(args, kwargs) with typical numbers"
+    )
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
@@ -607,7 +754,3 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 def _is_placeholder(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
-
-
-def _without_opaque(output: Any, plan: CallPlan) -> Any:
-    return output

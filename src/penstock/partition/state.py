@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, equal, nn
 
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = (list, dict, set, deque)
@@ -26,10 +26,12 @@ class Changed:
     Attributes:
         what: in words, with the module and the line that assigns to it, as far as it can be told.
         units: the paths of the units that have it; empty if it hangs on a module outside of units.
+        attribute: the identity of the module and the name, if it is an attribute.
     """
 
     what: str
     units: frozenset[str] = frozenset()
+    attribute: tuple[int, str] | None = None
 
 
 class Snapshot:
@@ -45,14 +47,22 @@ class Snapshot:
         self._modules = list(model.named_modules())
         self._attributes = [_own(module) for _, module in self._modules]
         self._buffers = [
-            {name: (buffer, 0 if buffer is None else buffer._version) for name, buffer in m._buffers.items()}
+            {
+                name: (buffer, 0 if buffer is None else buffer._version)
+                for name, buffer in m._buffers.items()
+            }
             for _, m in self._modules
         ]
         self._registries = [
-            {name: dict(vars(m)[name]) for name in _REGISTRIES if isinstance(vars(m).get(name), dict)}
+            {
+                name: dict(vars(m)[name])
+                for name in _REGISTRIES
+                if isinstance(vars(m).get(name), dict)
+            }
             for _, m in self._modules
         ]
         self._contents: dict[int, tuple[Any, Any]] = {}
+        self._generators: dict[int, tuple[Generator, Tensor]] = {}
         self._reached: dict[int, set[str]] = {}
         for (_, module), attributes in zip(self._modules, self._attributes, strict=True):
             unit = self._inside.get(id(module), "")
@@ -62,6 +72,9 @@ class Snapshot:
     def _look(self, value: Any, unit: str, depth: int) -> None:
         """Note what containers and helper objects hold, and which units have them."""
         if depth > _DEPTH or isinstance(value, nn.Module | Tensor | type | str | int | float):
+            return
+        if isinstance(value, Generator):
+            self._generators[id(value)] = (value, value.get_state())
             return
         if isinstance(value, tuple):
             children = list(value)
@@ -85,7 +98,12 @@ class Snapshot:
                 continue
             owner, after = path or f"the {type(module).__name__}", _own(module)
             names = [n for n in {**before, **after} if _differs(before, after, n)]
-            found += [Changed(f"the attribute {n!r} of {owner}{_line(module, n)}") for n in names]
+            found += [
+                Changed(
+                    f"the attribute {n!r} of {owner}{_line(module, n)}", attribute=(id(module), n)
+                )
+                for n in names
+            ]
             for name, value in before.items():
                 if name not in names and self._is_changed(value, 0, set()):
                     text = f"what the attribute {name!r} of {owner} holds{_line(module, name)}"
@@ -94,6 +112,10 @@ class Snapshot:
                 now = module._buffers.get(name)
                 if now is not buffer or (now is not None and now._version != version):
                     found.append(Changed(f"the buffer {name!r} of {owner}{_line(module, name)}"))
+        if any(not equal(g.get_state(), state) for g, state in self._generators.values()):
+            found.append(
+                Changed("the state of a torch.Generator of the model, from which it draws")
+            )
         for key, (value, before) in self._contents.items():
             units = self._reached[key]
             if len(units) > 1 and "" not in units and not _same(before, _contents(value)):
@@ -146,6 +168,8 @@ class Snapshot:
                 if len(table) != len(held) or any(table[n] is not v for n, v in held.items()):
                     table.clear()
                     table.update(held)
+        for generator, state in self._generators.values():
+            generator.set_state(state)
         for value, held in self._contents.values():
             now = _contents(value)
             if _same(held, now):
@@ -201,8 +225,12 @@ def _line(module: nn.Module, name: str) -> str:
         file = inspect.getsourcefile(type(module)) or ""
     except (OSError, TypeError):
         return ""
-    pattern = re.compile(rf"\.{name}\b(\[.*\])?(\.\w+)*\s*([-+*/|&%@]|//|\*\*)?=(?!=)|\.{name}\b(\.\w+)*\.\w+\(")
-    inside = [i for i, line in enumerate(lines) if "def __init__" not in line and pattern.search(line)]
+    pattern = re.compile(
+        rf"\.{name}\b(\[.*\])?(\.\w+)*\s*([-+*/|&%@]|//|\*\*)?=(?!=)|\.{name}\b(\.\w+)*\.\w+\("
+    )
+    inside = [
+        i for i, line in enumerate(lines) if "def __init__" not in line and pattern.search(line)
+    ]
     after_init = [i for i in inside if _function_of(lines, i) != "__init__"]
     if not after_init:
         return ""

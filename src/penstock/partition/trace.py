@@ -12,7 +12,7 @@ import inspect
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ from penstock.partition.seen import (
     uncheckpointed,
 )
 from penstock.partition.state import Changed, Snapshot
+from penstock.values import check_tensor
 
 _TENSOR: Any = Tensor
 _GIVE_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad", "_grad", "grad_fn", "_base"}
@@ -65,6 +66,7 @@ _GRADIENTS = {torch.autograd.grad, torch.autograd.backward, _TENSOR.backward}
 def is_ours(function: Any) -> bool:
     """Whether it is a function of Penstock, such as ``add_loss``, that asks modes as PyTorch's do."""
     return str(getattr(function, "__module__", "")).startswith("penstock.")
+
 
 _MODEL = -1
 """Stands for the event that made a tensor where that is the model's own."""
@@ -118,6 +120,7 @@ class Event:
         slots: for each tensor of the result: the value, or the place of the argument that it is.
         changes: the tensors that it changed.
         reads: the events whose tensors it used without being given them.
+        generators: those of the model's own from which it draws.
         needs_data: whether the result depends on the numbers of a tensor.
         where: the module and line of the author's code.
     """
@@ -131,6 +134,7 @@ class Event:
     slots: list[int | Place] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     reads: set[int] = field(default_factory=set)
+    generators: list[torch.Generator] = field(default_factory=list)
     needs_data: bool = False
 
     @property
@@ -186,6 +190,8 @@ class Trace:
         direct: the units whose ``forward`` was called without the module.
         changed_arguments: the positions of the model's arguments that its code changed.
         mode: of the fake tensors.
+        state: what the run has changed outside of units.
+        settled: the attributes that are set once: by the identity of the module, and by name.
         has_custom: whether a custom function was applied between units.
     """
 
@@ -202,6 +208,7 @@ class Trace:
     direct: set[str] = field(default_factory=set)
     changed_arguments: set[int] = field(default_factory=set)
     state: list[Changed] = field(default_factory=list)
+    settled: set[tuple[int, str]] = field(default_factory=set)
     has_custom: bool = False
 
     def calls(self) -> list[str]:
@@ -238,9 +245,11 @@ def record(
         recorder = _Recorder(model, doors)
         trace = recorder.run(forward, *recorder.arguments(call, numbers))
         if trace.state and not snapshot.has_new_tensors(recorder.depends):
-            # What is set once, as a setting that is found out or a table that is made in the first call, may be.
+            # What is set once may be: a setting that is found out, a table that is made in the first call.
             again = _Recorder(model, doors)
+            settled = {changed.attribute for changed in trace.state if changed.attribute}
             trace.state = again.run(forward, *again.arguments(call, numbers)).state
+            trace.settled = settled
     finally:
         logger.disabled = silent
         snapshot.restore()
@@ -249,6 +258,17 @@ def record(
 
 def _units(doors: Sequence[Door]) -> dict[str, nn.Module]:
     return {door.path: door.module for door in doors}
+
+
+def _as_written() -> contextlib.AbstractContextManager[Any]:
+    """A context in which compiled functions run uncompiled.
+
+    Dynamo cannot compile on fake tensors, and would not try again on real ones.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 class _Recorder(TorchFunctionMode):
@@ -286,55 +306,54 @@ class _Recorder(TorchFunctionMode):
 
         args, kwargs = call if numbers is None else numbers
         put = ones if numbers is None else copied
-        return replaced((tuple(args), dict(kwargs)), put)
+        args, kwargs = replaced((tuple(args), dict(kwargs)), put)
+        return args, kwargs
 
     @contextlib.contextmanager
     def _without_data(self) -> Iterator[None]:
         """Give the model fake parameters, and copies of the buffers that are outside of its units."""
         inside = {id(m) for door in self.doors for m in door.module.modules()}
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        names = {id(tensor): name for name, tensor in named}
         fakes: dict[int, Tensor] = {}
-        names = {id(t): n for n, t in self.model.named_parameters()}
-        names |= {id(t): n for n, t in self.model.named_buffers()}
         before: list[tuple[Any, str, Tensor]] = []
 
-        def fake(tensor: Tensor, *, real: bool) -> Tensor:
+        def put_fake(table: Any, name: str, *, real: bool) -> None:
+            tensor = table[name]
+            if tensor is None:
+                return
             if id(tensor) not in fakes:
-                parameter = isinstance(tensor, nn.Parameter)
-                if real:
-                    twin = self._twin_with_data(tensor)
-                else:
-                    with self.mode, torch.no_grad():
-                        twin = torch.empty_strided(
-                            tensor.shape,
-                            tensor.stride(),
-                            dtype=tensor.dtype,
-                            device=self.trace.device,
-                        )
-                if parameter:
-                    twin = nn.Parameter(twin, tensor.requires_grad)
-                fakes[id(tensor)] = twin
-                if not real:
-                    name = names.get(id(tensor), "?")
-                    number = self._new_value(twin, name, None, parameter=name)
-                    self.trace.values[number].is_buffer = not parameter
-            return fakes[id(tensor)]
+                fakes[id(tensor)] = self._twin(tensor, names[id(tensor)], real=real)
+            before.append((table, name, tensor))
+            table[name] = fakes[id(tensor)]
 
         try:
             for module in self.model.modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        before.append((module._parameters, name, parameter))
-                        module._parameters[name] = fake(parameter, real=False)  # type: ignore[assignment]
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        before.append((module._buffers, name, buffer))
-                        module._buffers[name] = fake(buffer, real=id(module) not in inside)
+                for name in module._parameters:
+                    put_fake(module._parameters, name, real=False)
+                for name in module._buffers:
+                    put_fake(module._buffers, name, real=id(module) not in inside)
             yield
         finally:
             for table, name, tensor in reversed(before):
                 table[name] = tensor
+
+    def _twin(self, tensor: Tensor, name: str, *, real: bool) -> Tensor:
+        """What stands for a parameter or buffer: a fake one, or for a buffer between units a copy."""
+        if real:
+            return self._twin_with_data(tensor)
+        with self.mode, torch.no_grad():
+            twin = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.trace.device
+            )
+        parameter = isinstance(tensor, nn.Parameter)
+        if parameter:
+            twin = nn.Parameter(twin, tensor.requires_grad)
+        number = self._new_value(twin, name, None, parameter=name)
+        self.trace.values[number].is_buffer = not parameter
+        return twin
 
     def _twin_with_data(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
@@ -418,7 +437,7 @@ class _Recorder(TorchFunctionMode):
         self._calls[path] += 1
         event = Event(path, path, f"in {path}", number)
         # Not as a function between units: the mode is left for as long as the unit runs.
-        with left(self):
+        with left(self), _as_written():
             output = self._event(event, path, run, args, kwargs)
         self._latest = path
         self.trace.units.append(UnitCall(path, tuple(args), dict(kwargs), output))
@@ -429,7 +448,7 @@ class _Recorder(TorchFunctionMode):
         if self.current is not None or func in self.trace.metadata:
             return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        if not is_ours(func) and not any([self._is_followed(t) for t in tensors]):
+        if not is_ours(func) and not _any(map(self._is_followed, tensors)):
             output = func(*args, **kwargs)
             if any(id(t) in self._derived for t in tensors):
                 self._derived |= {id(t): t for t in tensors_in(output)}
@@ -460,8 +479,8 @@ class _Recorder(TorchFunctionMode):
             maker = self._made.get(_storage(tensor), _MODEL)
             if maker != _MODEL:
                 raise PartitionError(
-                    f"{self._where()}: the model uses a tensor that {self.trace.events[maker].name} left in an "
-                    "attribute or a list, which other stages do not have; return it from there (a loss: "
+                    f"{self._where()}: the model uses a tensor that {self.trace.events[maker].name} left in "
+                    "an attribute or a list, which other stages do not have; return it from there (a loss: "
                     "penstock.add_loss)"
                 )
             raise PartitionError(
@@ -480,14 +499,7 @@ class _Recorder(TorchFunctionMode):
         index = len(self.trace.events)
         placed = located((args, kwargs))
         originals = list(placed.values())
-        for place, tensor in placed.items():
-            number = self._numbers.get(id(tensor))
-            if number is not None:
-                event.inputs.append((place, number))
-                self._check_known(event, tensor, number)
-            elif isinstance(tensor, FakeTensor) and _storage(tensor) not in self._made:
-                # What units have put into a cache, say, is no input; but this was made between them.
-                self._is_followed(tensor)
+        self._note_inputs(event, placed)
         twins = {id(t): t for t in originals}
         self._written = args, kwargs
         if any(not isinstance(t, FakeTensor) for t in originals):
@@ -505,24 +517,29 @@ class _Recorder(TorchFunctionMode):
             if _looks(shown[position]) != before[position] or (forced and position == 0):
                 self._note_change(event, index, place, original)
         mine = {id(t) for t in originals}
-        for (tensor, _), look in zip(aliases, alias_looks, strict=True):
+        for (tensor, old), look in zip(aliases, alias_looks, strict=True):
             if id(tensor) not in mine and _looks(self._fake_of(tensor)) != look:
-                old = self._numbers[id(tensor)]
                 new = self._new_value(tensor, f"{self.trace.values[old].name}!", index)
                 event.changes.append(Change(old, new, None))
         if event.changes:
             self._claim_hidden(shown, before)
-        results = tensors_in(output)
-        if not results and not event.is_unit and not event.changes and not is_ours(event.what):
-            if event.needs_data:
-                pass
-            elif event.what not in _EFFECTS:
-                self.trace.metadata.add(event.what)
-                return output
+        if _is_metadata(event, output):
+            self.trace.metadata.add(event.what)
+            return output
         output = replaced(output, lambda t: twins.get(id(t), t))
         self._note_results(event, index, label, output, placed)
         self.trace.events.append(event)
         return output
+
+    def _note_inputs(self, event: Event, placed: Mapping[Place, Tensor]) -> None:
+        for place, tensor in placed.items():
+            number = self._numbers.get(id(tensor))
+            if number is not None:
+                event.inputs.append((place, number))
+                self._check_known(event, tensor, number)
+            elif isinstance(tensor, FakeTensor) and _storage(tensor) not in self._made:
+                # What units have put into a cache, say, is no input; but this was made between them.
+                self._is_followed(tensor)
 
     def _check_known(self, event: Event, tensor: Tensor, number: int) -> None:
         value = self.trace.values[number]
@@ -551,9 +568,9 @@ class _Recorder(TorchFunctionMode):
 
     def _note_change(self, event: Event, index: int, place: Place, tensor: Tensor) -> None:
         old = self._numbers.get(id(tensor))
-        if any(change.argument is not None and change.old == old for change in event.changes):
-            if old is not None:
-                return
+        known = [change.old for change in event.changes if change.argument is not None]
+        if old is not None and old in known:
+            return
         name = event.name if old is None else self.trace.values[old].name
         if old is None and not isinstance(tensor, FakeTensor):
             self._claimed.add(tensor.untyped_storage()._cdata)
@@ -567,17 +584,24 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         arguments = {id(t): place for place, t in reversed(placed.items())}
         results = tensors_in(output)
+        slots: dict[int, int] = {}
         for place, tensor in enumerate(results):
             if id(tensor) in arguments:
                 event.slots.append(arguments[id(tensor)])
                 continue
+            if id(tensor) in slots:
+                event.slots.append(slots[id(tensor)])
+                continue
+            check_tensor(tensor, f"{event.where}: what {event.name} returned")
             maker = self._made.get(_storage(self._fake_of(tensor)))
             self._note_read(event, index, maker, _storage(self._fake_of(tensor)))
             name = label if len(results) == 1 else f"{label}[{place}]"
             number = self._new_value(tensor, name, index)
             self.trace.values[number].is_result = True
             event.slots.append(number)
-        event.result = output
+            slots[id(tensor)] = number
+        # With containers of its own, since whoever is given the output may empty them.
+        event.result = replaced(output, lambda t: t)
 
     def _note_read(self, event: Event, index: int, maker: int | None, storage: int) -> None:
         if maker is not None and maker not in (_MODEL, index) and storage not in self._given:
@@ -598,7 +622,7 @@ class _Recorder(TorchFunctionMode):
             self.current = None
 
     def _function_with_data(self, event: Event, run: Run, reason: Exception) -> Any:
-        """Run a function between units, which does not run without data, on ones and the arguments' numbers."""
+        """Run a function between units on ones, and on the numbers of the model's arguments."""
 
         def real(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, FakeTensor):
@@ -609,9 +633,12 @@ class _Recorder(TorchFunctionMode):
         try:
             return replaced(run(*args, **kwargs), self._without_numbers)
         except Exception:
+            if not (event.needs_data or isinstance(reason, _NEED_DATA)):
+                raise
             raise PartitionError(
                 f"{event.where}: {event.name} cannot be run on tensors without data, as each stage has them "
-                f"of other stages ({str(reason).splitlines()[0]}); put it into a module that is placed as a whole"
+                f"of other stages ({str(reason).splitlines()[0]}); put it into a module that is placed as a "
+                "whole"
             ) from reason
 
     def _without_numbers(self, tensor: Tensor) -> Tensor:
@@ -626,28 +653,26 @@ class _Recorder(TorchFunctionMode):
         before: list[tuple[Any, str, Any]] = []
 
         def ones(tensor: Tensor) -> Tensor:
-            made = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
-            return made.requires_grad_(tensor.requires_grad)
+            twin = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(twin, tensor.requires_grad)
+            return twin.requires_grad_(tensor.requires_grad)
 
         try:
-            for part in module.modules():
-                if isinstance(part, torch.jit.ScriptModule):
-                    continue
-                for table in (part._parameters, part._buffers):
-                    for name, tensor in table.items():
-                        if isinstance(tensor, FakeTensor):
-                            before.append((table, name, tensor))
-                            twin = ones(tensor)
-                            if isinstance(tensor, nn.Parameter):
-                                twin = nn.Parameter(twin.detach(), tensor.requires_grad)
-                            table[name] = twin
+            for table, name, tensor in _tables(module):
+                if isinstance(tensor, FakeTensor):
+                    before.append((table, name, tensor))
+                    table[name] = ones(tensor)
             args, kwargs = replaced((args, kwargs), ones)
             output = run(*args, **kwargs)
         except Exception as error:
+            if not (event.needs_data or isinstance(reason, _NEED_DATA)):
+                raise
+            kind = type(module).__name__
             raise PartitionError(
-                f"{event.what} can be run neither without data ({reason}) nor on made-up numbers ({error}), "
-                "but that is how the values between stages are found; give example=(args, kwargs), or name a "
-                "larger module in stages="
+                f"module {event.what!r} ({kind}) fails on arguments of these shapes: {error}. If it needs "
+                f"certain numbers in them (it was run without data, and then on ones: {reason}), give "
+                "example=(args, kwargs), or name a larger module in stages="
             ) from reason
         finally:
             for table, name, tensor in before:
@@ -684,12 +709,17 @@ class _Recorder(TorchFunctionMode):
         return where(self._paths)
 
 
+_MOST_ANSWERS = 300
+"""How often a unit is told made-up numbers before it runs on ones as a whole."""
+
+
 class _MadeUp(TorchDispatchMode):
     """Answers with ones where an operation needs the numbers of a tensor, and sees what a unit reads."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
+        self._answers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -698,10 +728,12 @@ class _MadeUp(TorchDispatchMode):
         assert event is not None
         if event.is_unit:
             self._note_reads(event, args, kwargs)
+        given = [*args, *kwargs.values()]
+        event.generators += [value for value in given if isinstance(value, torch.Generator)]
         try:
             output = func(*args, **kwargs)
         except Exception as error:
-            # Whatever an operation cannot do without data; if it cannot with ones either, the first error counts.
+            # Whatever cannot be done without data; where it cannot with ones either, the first error counts.
             event.needs_data |= isinstance(error, _NEED_DATA)
             output = self._on_ones(func, args, kwargs, error)
         for tensor in tensors_in(output):
@@ -718,20 +750,19 @@ class _MadeUp(TorchDispatchMode):
                 recorder._note_read(event, recorder._index, recorder._made.get(key), key)
 
     def _on_ones(self, func: Any, args: Any, kwargs: Any, reason: Exception) -> Any:
-        output = None
-        for number in (1, 0):
-            with _disable_current_modes():
-                try:
-                    given, named = replaced((args, kwargs), partial(_filled, number))
-                    output = func(*given, **named)
-                    break
-                except Exception:
-                    if number == 0:
-                        raise reason from None
         mode = self._recorder.mode
-        return replaced(output, lambda t: mode.from_tensor(t.detach()))
+        self._answers += 1
+        # Code that draws until it is pleased may be pleased by zeros only.
+        for number in (1, 0) if self._answers < _PATIENCE else (0, 1):
+            with contextlib.suppress(Exception), _disable_current_modes():
+                given, named = replaced((args, kwargs), partial(_filled, number))
+                output = func(*given, **named)
+                return replaced(output, lambda t: mode.from_tensor(t.detach()))
+        raise reason
 
 
+_PATIENCE = 64
+"""After how many answers of ones an event gets zeros."""
 _NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -752,6 +783,24 @@ def takes_gradient(tensor: Tensor) -> bool:
     except RuntimeError:
         # One of several views that were made at once has no node when what it is a view of has changed.
         return True
+
+
+def _is_metadata(event: Event, output: Any) -> bool:
+    """Whether a function tells something about tensors that placeholders have too."""
+    acts = event.is_unit or event.changes or event.needs_data or is_ours(event.what)
+    return not acts and event.what not in _EFFECTS and not tensors_in(output)
+
+
+def _tables(module: nn.Module) -> list[tuple[Any, str, Tensor | None]]:
+    """Where a module and those inside of it hold their parameters and buffers."""
+    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    tables: list[Any] = [table for part in parts for table in (part._parameters, part._buffers)]
+    return [(table, name, tensor) for table in tables for name, tensor in table.items()]
+
+
+def _any(answers: Iterable[bool]) -> bool:
+    """Whether any is true; all are asked for."""
+    return True in list(answers)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
+
 from torch import nn
 
 from penstock.errors import PartitionError
@@ -21,7 +22,9 @@ def worthy(module: nn.Module) -> bool:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called at all."""
-    return not isinstance(module, LISTS) and forward_of(module) is not nn.Module.forward
+    if isinstance(module, LISTS):
+        return False
+    return "forward" in vars(module) or forward_of(module) is not nn.Module.forward
 
 
 def forward_of(module: nn.Module) -> Any:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime import ActionEvent, Hooks, Report
+from penstock.runtime import ActionEvent, CallReport, Hooks
 from penstock.schedule import Action, Op, Schedule
 from penstock.stage import PipelineStage
 from penstock.values import tensors_in
@@ -47,7 +48,7 @@ def find_nonfinite(
     stages: Sequence[PipelineStage],
     schedule: Schedule,
     gather: Callable[[Any], list[Any]],
-    run: Callable[[Hooks], Report],
+    run: Callable[[Hooks], CallReport],
 ) -> NonFiniteFinding | None:
     """Find the first thing that is not finite.
 
@@ -71,12 +72,20 @@ def find_nonfinite(
         what = f"weights are not finite before the step: {', '.join(weights)}"
         return NonFiniteFinding(None, None, None, "", "", tuple(weights), what)
     seen = _Seen(schedule.stages)
-    with _untouched(stages), seen.watch_modules(stages):
+    with _untouched(stages), seen.watch_modules(stages), _as_written():
         report = run(seen.hooks)
     seen.add_losses(report.losses)
     seen.add_weights(stages)
     rows = [place for row in gather(sorted(seen.places)) for place in row]
     return _finding(min(rows), schedule) if rows else None
+
+
+def _as_written() -> AbstractContextManager[Any]:
+    """A context in which compiled functions run uncompiled, so that every module's hooks run."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 _OUTPUT, _LOSS, _GRADIENT, _WEIGHTS = range(4)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 import torch
 from torch import nn
 
+from penstock import plan as planning
 from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
 from penstock.faults import RENDEZVOUS, Patience, Timeout, without_own_frames
 from penstock.parallel import Siblings, siblings_of
@@ -22,7 +23,7 @@ from penstock.partition import Example, Shared, find_shared_between
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.plan import (
     Asked,
-    Plan,
+    ProvenSchedules,
     Source,
     Stages,
     WithTarget,
@@ -47,11 +48,11 @@ from penstock.pipeline.setup import (
 )
 from penstock.pipeline.watching import StepEvent, StepHook, Watchers
 from penstock.pipeline.weights import HeldWeights, WeightMethods
-from penstock import plan as planning
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import (
     ActionHook,
     Call,
+    CallReport,
     HookHandle,
     Hooks,
     Loss,
@@ -60,7 +61,6 @@ from penstock.runtime import (
     LossScaler,
     LossWeight,
     Replicas,
-    Report,
     Runner,
     StepResult,
     Which,
@@ -293,9 +293,9 @@ class Pipeline(WeightMethods):
         pipe._chosen = None
         return pipe
 
-    def _assemble(
+    def _assemble(  # noqa: PLR0913 - all that a pipeline consists of
         self,
-        schedules: Plan,
+        schedules: ProvenSchedules,
         runner: Runner,
         shared: Sequence[Shared],
         loss: Loss | None,
@@ -428,36 +428,10 @@ class Pipeline(WeightMethods):
                 between processes it is closed.
             PoisonedError: an earlier call failed in the middle.
         """
-        if not self._watchers:
-            return self._step(
-                args, kwargs, target, microbatches, loss_weight, total_weight, accumulate, scaler,
-                outputs=outputs, record=record,
-            )  # fmt: skip
-        event = StepEvent(self._randomness.step + 1, self.leads, self.device)
-        return self._watchers.around(
-            event,
-            lambda: self._step(
-                args, kwargs, target, microbatches, loss_weight, total_weight, accumulate, scaler,
-                outputs=outputs, record=record,
-            ),
-        )  # fmt: skip
-
-    def _step(  # noqa: PLR0913 - as step
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        microbatches: int | None,
-        loss_weight: LossWeight | None,
-        total_weight: float | None,
-        accumulate: int | None,
-        scaler: LossScaler | None,
-        *,
-        outputs: bool,
-        record: bool,
-    ) -> StepResult:
-        seed, step = self._randomness.seed, self._randomness.step
-        draws = None if seed == "off" else (seed, step)
+        seed, number = self._randomness.seed, self._randomness.step
+        draws = None if seed == "off" else (seed, number)
+        event = StepEvent(number + 1, self.leads, self.device)
+        started = self._watchers.before(event)
 
         def describe() -> Call:
             loss = self._training_loss().weighed(loss_weight)
@@ -473,7 +447,10 @@ class Pipeline(WeightMethods):
 
         call = self._described(describe, trains=True, outputs=outputs)
         with self._held.training():
-            report = self._run(call, kwargs, target)
+            try:
+                report = self._runner.run(call)
+            except StageError as error:
+                raise self._explained(error, call, kwargs, target) from error.__cause__
         if report.batch_gradients:
             # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
             tensors, gradients = zip(*report.batch_gradients, strict=True)
@@ -481,9 +458,12 @@ class Pipeline(WeightMethods):
         self._last_seed = draws
         self._randomness.advance()
         result = self._result(call, report)
-        if not result.finite and scaler is None:
+        if scaler is not None:
+            result = replace(result, finite=True)
+        elif not result.finite:
             self._meet_nonfinite(result)
-        return result if scaler is None else replace(result, finite=True)
+        self._watchers.after(event, result, started)
+        return result
 
     def eval(
         self, *args: Any, target: Any = MISSING, outputs: bool = False, **kwargs: Any
@@ -534,7 +514,9 @@ class Pipeline(WeightMethods):
             for module, mode in modes:
                 module.training = mode
 
-    def find_nonfinite(self, *args: Any, target: Any = MISSING, **kwargs: Any) -> Any:
+    def find_nonfinite(
+        self, *args: Any, target: Any = MISSING, **kwargs: Any
+    ) -> NonFiniteFinding | None:
         """Run a batch once more, as the last step ran it, to find the first thing that is not finite.
 
         Gradients and buffers are left as they are. It takes several times as long as a step.
@@ -548,6 +530,7 @@ class Pipeline(WeightMethods):
             A ``NonFiniteFinding``, which names stage, microbatch, action and module, the same on every rank;
                 or None if everything is finite.
         """
+
         def describe() -> Call:
             loss = self._training_loss()
             batch, scale = self._split(args, kwargs, target, None), loss.scale(None, None, 1.0)
@@ -556,7 +539,7 @@ class Pipeline(WeightMethods):
         call = self._described(describe, trains=True)
 
         # Inside of what keeps the gradients, since shared weights get theirs when the context ends.
-        def run(hooks: Hooks) -> Report:
+        def run(hooks: Hooks) -> CallReport:
             with self._held.training():
                 return self._run(replace(call, hooks=hooks), kwargs, target)
 
@@ -625,20 +608,26 @@ class Pipeline(WeightMethods):
             refusal = before_first(error)
         return Call(Batch(), loss, trains=trains, outputs=outputs, refusal=refusal)
 
-    def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> Report:
+    def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> CallReport:
         """Carry a call out; if the model refuses an argument meant for the step, say so."""
         try:
             return self._runner.run(call)
         except StageError as error:
-            for name in kwargs:
-                near = get_close_matches(name, _STEP_ARGUMENTS, n=1)
-                if near and f"unexpected keyword argument {name!r}" in str(error):
-                    error.args = (f"{error}; did you mean {near[0]}=?",)
-            if call.loss and target is MISSING and " positional argument" in str(error):
-                error.args = (f"{error}; the target is given by name, as target=",)
-            raise
+            raise self._explained(error, call, kwargs, target) from error.__cause__
 
-    def _result(self, call: Call, report: Report) -> StepResult:
+    def _explained(
+        self, error: StageError, call: Call, kwargs: Mapping[str, Any], target: Any
+    ) -> StageError:
+        """The error, which says so if the model refuses an argument meant for the step."""
+        for name in kwargs:
+            near = get_close_matches(name, _STEP_ARGUMENTS, n=1)
+            if near and f"unexpected keyword argument {name!r}" in str(error):
+                error.args = (f"{error}; did you mean {near[0]}=?",)
+        if call.loss and target is MISSING and " positional argument" in str(error):
+            error.args = (f"{error}; the target is given by name, as target=",)
+        return error
+
+    def _result(self, call: Call, report: CallReport) -> StepResult:
         outputs: Any = report.outputs if call.outputs else None
         if outputs and not report.presplit:
             outputs = merge(outputs, output_dim(self._rules))

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from penstock import plan as planning
 from penstock.errors import PartitionError, ScheduleError, UsageError
 from penstock.parallel import spreads_over_processes
 from penstock.partition import Example, Partition, find_shared, partition
-from penstock import plan as planning
 from penstock.plan import measure, search
 from penstock.schedule import (
     Schedule,
@@ -73,7 +73,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProvenSchedules:
     """Which schedules a pipeline runs.
 
     Args:
@@ -220,7 +220,7 @@ def make_plan(
     ranks: int | None,
     stages: Stages,
     microbatches: int | None,
-) -> Plan:
+) -> ProvenSchedules:
     """Make a plan, with defaults for what was not given.
 
     Args:
@@ -237,7 +237,7 @@ def make_plan(
     schedule = _read(schedule)
     if isinstance(schedule, Schedule):
         _check_value(schedule, ranks, count, microbatches)
-        return Plan(schedule, schedule.ranks, schedule.stages, schedule.microbatches)
+        return ProvenSchedules(schedule, schedule.ranks, schedule.stages, schedule.microbatches)
     ranks = _ranks_for(schedule, count) if ranks is None else ranks
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: must be at least 1")
@@ -245,10 +245,10 @@ def make_plan(
     if not isinstance(schedule, str):
         made = _built(schedule, ranks, microbatches)
         _check_value(made, ranks, count, microbatches)
-        return Plan(schedule, ranks, made.stages, microbatches)
+        return ProvenSchedules(schedule, ranks, made.stages, microbatches)
     if count is None:
         count = build(schedule, ranks=ranks, microbatches=microbatches).stages
-    return Plan(schedule, ranks, count, microbatches)
+    return ProvenSchedules(schedule, ranks, count, microbatches)
 
 
 def _read(schedule: Source) -> str | Schedule | Builder:

@@ -15,7 +15,7 @@ from torch import nn
 from penstock.errors import UnknownArgumentError, UsageError
 from penstock.faults import Activity, Patience, Watch, meet
 from penstock.parallel import group_across, group_of
-from penstock.pipeline.plan import Plan
+from penstock.pipeline.plan import ProvenSchedules
 from penstock.runtime import (
     Loss,
     LossFunction,
@@ -153,7 +153,7 @@ def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> N
 _CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
 _INSTEAD = {
     **{name: _CUT.format(name) for name in ("balance", "placement")},
-    "how": "a model is cut by count, paths or lists of paths, see stages=; penstock.pipelining.pipeline traces",
+    "how": "a model is cut by count, paths or lists of paths (stages=); penstock.pipelining.pipeline traces",
     "engine": "there is one way to cut backward in two, which suits every schedule",
     "batch_statistics": "batch norms use and update each microbatch's statistics",
     "chunks": "did you mean microbatches=?",
@@ -201,9 +201,7 @@ def replicas_of(replicas: Any) -> Replicas:
     return Replicas(circle.size, circle.sum, index=circle.rank, exchange=circle.exchange)
 
 
-def connect(
-    device: torch.device, group: Any, mesh: Any, patience: Patience
-) -> Transport | None:
+def connect(device: torch.device, group: Any, mesh: Any, patience: Patience) -> Transport | None:
     """This process's end of the pipeline, if each rank is a process; all of them call this together.
 
     Args:
@@ -225,6 +223,7 @@ def connect(
     watch = Watch(activity, meeting, patience)
     try:
         activity.prepare("connects with the others")
+        watch.await_all("all ranks to connect")
         return Transport(meeting, watch, activity, device, patience.rendezvous)
     except BaseException as error:
         cause = watch.failed(error)
@@ -255,7 +254,7 @@ def set_up(transport: Transport | None) -> Iterator[Callable[[str], None]]:
     transport.watch.made()
 
 
-def check_ranks(plan: Plan, transport: Transport | None) -> None:
+def check_ranks(plan: ProvenSchedules, transport: Transport | None) -> None:
     """Check that there are as many processes as ranks.
 
     Raises:

@@ -67,21 +67,21 @@ class Watchers:
         self._hooks[handle] = (after, before)
         return handle
 
-    def __len__(self) -> int:
-        return len(self._hooks)
+    def before(self, event: StepEvent) -> float:
+        """A step is about to run; returns the time."""
+        self._call(1, event)
+        return perf_counter()
 
-    def around(self, event: StepEvent, run: Callable[[], StepResult]) -> StepResult:
-        """Run a step, and call the functions before and after it.
+    def after(self, event: StepEvent, result: StepResult, started: float) -> None:
+        """A step has run.
 
         Args:
-            event: the step that is about to run.
-            run: runs it.
+            event: the step.
+            result: what it returns.
+            started: what :meth:`before` returned.
         """
-        self._call(1, event)
-        started = perf_counter()
-        result = run()
-        self._call(0, replace(event, result=result, seconds=perf_counter() - started))
-        return result
+        if self._hooks:
+            self._call(0, replace(event, result=result, seconds=perf_counter() - started))
 
     def _call(self, place: int, event: StepEvent) -> None:
         for functions in tuple(self._hooks.values()):

@@ -39,14 +39,13 @@ from penstock.weights.sharing import SharedWeights
 from penstock.weights.states import (
     LoadResult,
     Names,
-    Weights,
+    StageWeights,
     check_contents,
     check_fits,
     gather_optimizer,
     gather_state,
     load_state,
 )
-
 
 LONG = 300.0
 """Seconds that a rank may take to read or write its weights while the others wait."""
@@ -89,12 +88,17 @@ class HeldWeights:
         """A context around a training step: it adds up the gradients of weights that stages share."""
         self._sharing.prepare()
         yield
-        self._sharing.sum_gradients()
+        try:
+            self._sharing.check_buffers()
+            self._sharing.sum_gradients()
+        except BaseException as error:
+            # One rank alone may find that a buffer has changed; the others must hear of it.
+            raise self.ranks.fail(error) from error.__cause__
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> StageWeights:
         """The parameters and buffers that live in this process."""
-        return Weights(self.stages, self.names)
+        return StageWeights(self.stages, self.names)
 
     def names_by_identity(self) -> dict[int, str]:
         """The name of each parameter that lives in this process, by its ``id``."""
@@ -113,15 +117,23 @@ class WeightMethods:
     """The methods of a Pipeline that deal with weights."""
 
     _held: HeldWeights
-    leads: bool
-    siblings: Siblings
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes for all."""
+        raise NotImplementedError
+
+    @property
+    def siblings(self) -> Siblings:
+        """The pipelines beside this one."""
+        raise NotImplementedError
 
     def patient(self, seconds: float) -> AbstractContextManager[None]:
         """Let this rank take longer between two steps."""
         raise NotImplementedError
 
     @property
-    def held_weights(self) -> Weights:
+    def held_weights(self) -> StageWeights:
         """The parameters and buffers that live in this process."""
         return self._held.weights
 

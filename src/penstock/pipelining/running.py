@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.errors import MicrobatchError, PenstockError, SpecError, UsageError
 from penstock.faults import Patience
 from penstock.pipeline.pipeline import before_first
-from penstock.pipeline.plan import Plan, prove
+from penstock.pipeline.plan import ProvenSchedules, prove
 from penstock.pipeline.setup import connect, set_up
 from penstock.pipeline.weights import HeldWeights
 from penstock.pipelining._utils import CallError, PlacementError
@@ -40,7 +40,7 @@ from penstock.pipelining.rows import (
     to_tuple,
 )
 from penstock.pipelining.stage import StageBase
-from penstock.runtime import Call, Loss, Report, Runner
+from penstock.runtime import Call, Loss, CallReport, Runner
 from penstock.schedule import (
     Action,
     Op,
@@ -86,7 +86,9 @@ class Engine:
         edges = next((stage.edges for stage in stages if stage.edges is not None), None)
         self.schedule = schedule
         self._stages = stages
-        self._plan = Plan(schedule, schedule.ranks, schedule.stages, schedule.microbatches, edges)
+        self._plan = ProvenSchedules(
+            schedule, schedule.ranks, schedule.stages, schedule.microbatches, edges
+        )
         with set_up(transport):
             self._runner = Runner(stages, self._plan.proven, transport, by_rank=True)
             shared = next((stage.shared for stage in stages if stage.shared), ())
@@ -95,7 +97,7 @@ class Engine:
         pairs = [e for row in schedule.programs for e in row if isinstance(e, Overlap)]
         self._pairs = {action: pair for pair in pairs for action in (pair.forward, pair.backward)}
 
-    def run(self, call: Call) -> Report:
+    def run(self, call: Call) -> CallReport:
         """Carry out a step; the batch's own gradients go to the caller's tensors."""
         with self._weights.training() if call.trains else nullcontext():
             report = self._runner.run(call)

@@ -92,7 +92,7 @@ def _nvidia(
     The peaks are those in half precision, TF32 and float32; PyTorch computes in float32 unless it is told
     to use TF32. A GPU without TF32 uses float32 in its place.
     """
-    half, tf32, single = (peak * 1e12 for peak in peaks)
+    half, tf32, single = (float(round(peak * 1e12)) for peak in peaks)
     return Device(
         name,
         {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single},
@@ -166,7 +166,7 @@ def device_named(device: Device | str, **changes: float) -> Device:
 
 def device_called(product: str) -> Device | None:
     """The device of the table that a driver calls, say, ``"NVIDIA H100 PCIe"``; None if it is not there."""
-    words = product.lower().replace("-", " ").split()
+    words = product.lower().replace("-", " ").replace("rtx ", "rtx").split()
     matches = [d for d in DEVICES.values() if set(d.name.split("-")) <= set(words)]
     # "h100-pcie" before "h100".
     return max(matches, key=lambda device: len(device.name), default=None)

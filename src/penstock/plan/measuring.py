@@ -70,7 +70,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
         )
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise UsageError(f"repeats={repeats!r}: must be a whole number, at least 1")
-    batch = _Batch(model, args, kwargs, target, loss_fn, rules, stages)
+    batch = _ModelBatch(model, args, kwargs, target, loss_fn, rules, stages)
     home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     gpu = torch.cuda.get_device_properties(home) if home.type == "cuda" else None
     profile = Profile(
@@ -115,7 +115,7 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
         UsageError: The device is unknown, or the batch cannot be split so.
     """
     on = device_named(device)
-    batch = _Batch(model, args, kwargs, target, loss_fn, rules, stages)
+    batch = _ModelBatch(model, args, kwargs, target, loss_fn, rules, stages)
     latency, bandwidth = on.wire(1)
     profile = Profile(
         on.name,
@@ -131,7 +131,7 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
     return profile
 
 
-class _Batch:
+class _ModelBatch:
     """A model and a batch that it is trained with."""
 
     def __init__(  # noqa: PLR0913 - as measure

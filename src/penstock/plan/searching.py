@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -41,7 +41,7 @@ from penstock.plan.choice import (
 )
 from penstock.plan.costs import Cut, Profile, StageCosts, UnitCosts, cut_of, runs_of
 from penstock.plan.report import report_of
-from penstock.schedule import Op, Placement, Schedule, build, compute_only, names, simulate
+from penstock.schedule import Op, Placement, Schedule, compute_only, names, simulate
 from penstock.schedule import search as search_schedule
 from penstock.schedule.library import find
 
@@ -54,8 +54,6 @@ MOST_MICROBATCHES = 6
 """How many numbers of microbatches are tried by default."""
 LAPS = (2, 3, 4)
 """The numbers of stages per rank that are tried by default, if a schedule takes any number."""
-MANY_STAGES = 32
-"""With more stages than this, stages are made equal rather than ranks: that is quick, and as good."""
 SEARCHED = "searched"
 """The name of a schedule that was searched for these costs."""
 
@@ -128,7 +126,7 @@ class Plans(Sequence[Plan]):
 
 
 def search(  # noqa: PLR0913 - the whole question, by name
-    profile: Profile,
+    profile: Profile | Callable[[], Profile],
     *,
     ranks: int,
     batch: int,
@@ -146,7 +144,8 @@ def search(  # noqa: PLR0913 - the whole question, by name
     """Finds the fastest ways to run a model.
 
     Args:
-        profile: What its units cost, from `measure` or `predict`.
+        profile: What its units cost, from `measure` or `predict`; or a function that finds it, which is
+            called once all other arguments are known to be valid.
         ranks: How many devices there are.
         batch: The samples of a step.
         memory: The bytes that a rank may hold; by default those of the device, if known; 0 for no limit.
@@ -170,12 +169,11 @@ def search(  # noqa: PLR0913 - the whole question, by name
         UsageError: Nothing fits (the message says what would), or a number or name is not valid.
     """
     ranks, batch = _whole("ranks", ranks), _whole("batch", batch, most=2**40)
-    limit = profile.memory if memory is None else memory
-    for name, number in (("memory", limit), ("states", states), ("seconds", seconds)):
+    for name, number in (("memory", memory or 0), ("states", states), ("seconds", seconds)):
         if not isinstance(number, int | float) or not number >= 0:
             raise UsageError(f"{name}={number!r}: must be a number, at least 0")
-    if 0 < limit < 1:
-        raise UsageError(f"memory={limit}: must be at least one byte, or 0 for no limit")
+    if 0 < (memory or 0) < 1:
+        raise UsageError(f"memory={memory}: must be at least one byte, or 0 for no limit")
     counts = _whole_numbers("microbatches", microbatches)
     too_many = [count for count in counts or () if count > batch]
     if too_many:
@@ -183,16 +181,22 @@ def search(  # noqa: PLR0913 - the whole question, by name
     wanted = _Wanted(
         devices=ranks,
         batch=batch,
-        memory=float(limit),
+        memory=float(memory or 0),
         schedules=_schedules(schedules),
         ranks=_divisors("pipeline", pipeline, ranks),
         stages_per_rank=_whole_numbers("stages_per_rank", stages_per_rank),
         microbatches=counts,
-        checkpoint=_policies(checkpoint) or (POLICIES if limit else ("none",)),
+        checkpoint=_policies(checkpoint) or ("none",),
         states=float(states),
         keep=_whole("keep", keep),
     )
-    return _Search(profile, wanted, prune=prune).plans(seconds)
+    next(wanted.shapes(), None)  # for its check
+    profile = profile() if callable(profile) else profile
+    limit = profile.memory if memory is None else wanted.memory
+    if limit and checkpoint is None:
+        wanted = replace(wanted, checkpoint=POLICIES)
+    wanted = replace(wanted, memory=limit)
+    return _PlanSearch(profile, wanted, prune=prune).plans(seconds)
 
 
 def plan_for(
@@ -221,7 +225,7 @@ def plan_for(
     laps = max(1, plain.stages // plain.ranks)
     shape = PlanShape(plain.name, plain.ranks, 1, laps, plain.microbatches, samples, "none")
     wanted = _Wanted(plain.ranks, batch, 0.0, (), (plain.ranks,), None, None, ("none",), states, 1)
-    search = _Search(profile, wanted, prune=False)
+    search = _PlanSearch(profile, wanted, prune=False)
     return search.plan_by_hand(shape, plain, cut_of(paths, stages))
 
 
@@ -270,12 +274,8 @@ def _schedules(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
     )
 
 
-@lru_cache
 def _trains(name: str) -> bool:
-    try:
-        return build(name, ranks=2, microbatches=4).trains
-    except ScheduleError:
-        return True  # it refuses these numbers, and is asked again with others
+    return find(name)[1].trains
 
 
 def _policies(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -377,9 +377,7 @@ def _schedule_of(shape: PlanShape) -> tuple[Schedule, Order] | None:
 
 @lru_cache(maxsize=1024)
 def _even_cut(shares: tuple[float, ...], placement: Placement) -> Cut:
-    return choose_cuts(
-        shares, placement.stages, placement if placement.stages <= MANY_STAGES else None
-    )
+    return choose_cuts(shares, placement.stages, placement)
 
 
 @dataclass
@@ -411,7 +409,7 @@ class _Candidate:
         self.seconds = simulate(with_messages(schedule), self.costs.costs).makespan + self.reduce
 
 
-class _Search:
+class _PlanSearch:
     """One search, and what it has found."""
 
     def __init__(self, profile: Profile, wanted: _Wanted, *, prune: bool) -> None:
@@ -748,7 +746,7 @@ class _Search:
     def _fits_with(self, wanted: _Wanted) -> bool:
         """Whether something fits, tried with the smallest microbatches and all computed again."""
         thrifty = "all" if "all" in wanted.checkpoint else wanted.checkpoint[-1]
-        other = _Search(self._profile, replace(wanted, checkpoint=(thrifty,)), prune=True)
+        other = _PlanSearch(self._profile, replace(wanted, checkpoint=(thrifty,)), prune=True)
         try:
             shapes = list(other._wanted.shapes(self.units))
         except UsageError:

@@ -16,13 +16,14 @@ from penstock.runtime.loss import (
     collect_losses,
 )
 from penstock.runtime.result import StepResult, TimelineKind
-from penstock.runtime.runner import Report, Runner
+from penstock.runtime.runner import CallReport, Runner
 from penstock.runtime.scaler import LossScaler
 
 __all__ = [
     "ActionEvent",
     "ActionHook",
     "Call",
+    "CallReport",
     "HookHandle",
     "Hooks",
     "Interpreter",
@@ -37,7 +38,6 @@ __all__ = [
     "Program",
     "Reduction",
     "Replicas",
-    "Report",
     "Runner",
     "StepData",
     "StepResult",

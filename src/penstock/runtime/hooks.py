@@ -22,9 +22,11 @@ class ActionEvent:
         action: the action.
         rank: the rank that runs it.
         module: its stage's module.
-        inputs: for F, ``(args, kwargs)``; for B and I, the gradients of the stage's outputs, one or
+        inputs: for F, ``(args, kwargs)``, where the first argument of a stage that ``Pipeline`` has cut holds
+            what has arrived for it, by name; for B and I, the gradients of the stage's outputs, one or
             ``None`` for each tensor; for a send, its tensors; else ``None``.
-        outputs: for F, the module's output; for B and I, the gradients of the inputs; for a receive, the
+        outputs: for F, the module's output: of a stage that ``Pipeline`` has cut, the model's output and
+            what is sent, by name; for B and I, the gradients of the inputs; for a receive, the
             tensors that arrived. ``None`` before the action, and for all other actions.
     """
 

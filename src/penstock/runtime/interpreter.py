@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,12 +22,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from penstock.errors import MessageError, PenstockError, SpecError, StageError
-from penstock.faults import failing_module
+from penstock.faults import Activity, failing_module, has_probes
 from penstock.parallel import Adapter, gathered, put_together, replicated, settled, take_apart
 from penstock.rng import LOSS, Draws
 from penstock.runtime.hooks import ActionEvent, Hooks, Recorder
 from penstock.runtime.loss import Loss, Losses, Weights, zero_loss
-from penstock.runtime.result import Tally
+from penstock.runtime.result import StepTally
 from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
 from penstock.schedule.action import MESSAGE_OPS, RECV_OPS
 from penstock.stage import PipelineStage, StageCall, enter
@@ -169,8 +171,9 @@ class StepData:
     loss: Loss | None
     targets: Sequence[Any]
     weights: Weights
-    tally: Tally
+    tally: StepTally
     seed: tuple[int, int] | None = None
+    draws: dict[tuple[int, torch.device], Draws] = field(init=False)
     keeps_outputs: bool = False
     trains: bool = True
     recorder: Recorder | None = None
@@ -178,6 +181,22 @@ class StepData:
     adapters: Mapping[int, Adapter] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     batch_gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.draws = AllDraws(self.seed)
+
+
+class AllDraws(dict[tuple[int, torch.device], Draws]):
+    """What seeds the generators in one step, by microbatch and device."""
+
+    def __init__(self, seed: tuple[int, int] | None) -> None:
+        super().__init__()
+        self._seed = seed
+
+    def __missing__(self, key: tuple[int, torch.device]) -> Draws:
+        assert self._seed is not None
+        self[key] = draws = Draws(*self._seed, *key)
+        return draws
 
 
 class Interpreter:
@@ -194,8 +213,10 @@ class Interpreter:
     ) -> None:
         self.stages = stages
         self._transport = transport
+        self.activity = Activity(0) if transport is None else transport.activity
         self._takes = takes
         self._layouts: dict[tuple[int, int], Layout] = {}
+        self._plain: set[tuple[str, int]] = set()
         self._added = Losses()
         self._usual: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
@@ -213,6 +234,7 @@ class Interpreter:
             Op.REDUCE_GRAD: lambda action: self._adapt(action, "reduce"),
         }
         self._methods = self._usual
+        self._action: Action | None = None
         self.clear()
 
     def use_transport(self, transport: Transport) -> None:
@@ -248,31 +270,45 @@ class Interpreter:
         self._program, self._data = program, data
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # it has no public name
         watched = profiled or data.recorder is not None or data.hooks is not None
-        run = self._run_watched if watched else self._run
-        methods, transport = self._methods, self._transport
-        action = None
-        try:
-            with self._added:
-                for action, needs in program.instructions:
-                    if transport is not None:
-                        transport.activity.act(action)
-                        transport.watch.check()
-                        for message in needs:
-                            if message in self._arriving:
-                                self._take(message)
-                    run(methods[action.op], action)
-                action = None
-            if transport is not None:
-                transport.settle()
+        # In one process only fault injection wants to know what is done.
+        noted = self._transport is not None or has_probes()
+        with self._errors_named(), self._added:
+            for action, needs in program.instructions:
+                self._action = action
+                if noted:
+                    self._note(action, needs)
+                if watched:
+                    self._run_watched(self._methods[action.op], action)
+                else:
+                    self._methods[action.op](action)
+            self._action = None
+            if self._transport is not None:
+                self._transport.settle()
                 self._check_taken()
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Raise an error again with the action in which it happened, and leave nothing behind."""
+        self._action = None
+        try:
+            yield
         except Exception as error:
             self.clear()
             for stage in self.stages.values():
                 stage.clear()
-            self._raise_named(error, action)
+            self._raise_named(error, self._action)
 
-    def _run(self, method: Callable[[Action], None], action: Action) -> None:
-        method(action)
+    def _note(self, action: Action, needs: Sequence[Action]) -> None:
+        """Take the messages that an action needs, and tell the watch what this rank does."""
+        if self._transport is None:
+            self.activity.rank = self._rank_of(action)
+        else:
+            self._transport.watch.check()
+            for message in needs:
+                if message in self._arriving:
+                    self._take(message)
+        # Behind the waits, which it ends.
+        self.activity.act(action)
 
     def _run_watched(self, method: Callable[[Action], None], action: Action) -> None:
         """Run an action with what looks on: hooks, the clock and the profiler."""
@@ -329,19 +365,17 @@ class Interpreter:
     def _forward(self, action: Action) -> None:
         index, microbatch = action.stage, action.microbatch or 0
         data, stage = self._data, self.stages[index]
-        if len(self._added):
+        if self._added.terms:
             # What a checkpoint has added again while backward ran.
             self._added.clear()
         leaves: list[Tensor] = []
         counts: list[int] = []
         args, kwargs = self._arguments(stage, microbatch, leaves, counts)
+        draws = None if data.seed is None else data.draws[microbatch, stage.device]
         call = None
-        if data.seed is not None:
-            draws = Draws(*data.seed, microbatch, stage.device)
         if stage.planned:
-            seeded = None if data.seed is None else draws
-            call = StageCall(data.plans[microbatch], microbatch, seeded)
-        elif data.seed is not None:
+            call = StageCall(data.plans[microbatch], microbatch, draws)
+        elif draws is not None:
             draws.enter(f"stage {index}", 0)
         if data.hooks is not None:
             self._look(action, (args, kwargs))
@@ -351,7 +385,7 @@ class Interpreter:
             args,
             kwargs,
             leaves,
-            lambda output: self._finish_forward(stage, microbatch, output),
+            partial(self._finish_forward, stage, microbatch),
             call,
         )
         if data.hooks is not None:
@@ -375,11 +409,14 @@ class Interpreter:
             values[edge.value] = enter(value, leaves, copies=copies)
             counts.append(len(leaves))
         part = self._data.parts[microbatch]
-        if stage.planned:
-            args = [values, *[enter(value, leaves, copies=True) for value in part.args]]
-            kwargs = {n: enter(x, leaves, copies=True) for n, x in part.kwargs.items()}
-            return args, {**kwargs, **part.local} if part.local else kwargs
         kwargs = {}
+        if stage.planned:
+            args: list[Any] = [values]
+            for value in part.args:
+                args.append(enter(value, leaves, copies=True))
+            for name, value in part.kwargs.items():
+                kwargs[name] = enter(value, leaves, copies=True)
+            return args, {**kwargs, **part.local} if part.local else kwargs
         if part.kwargs:
             names = self._takes.names(stage.index, part.kwargs, first=not edges)
             kwargs = {name: enter(part.kwargs[name], leaves, copies=True) for name in names}
@@ -418,6 +455,10 @@ class Interpreter:
         roots: list[Tensor] = []
         for edge in edges:
             value = values[edge.value]
+            kind = edge.value, self._data.kinds[microbatch]
+            if kind not in self._plain:
+                check_plain(value, f"what stage {index} returned")
+                self._plain.add(kind)
             self._store(edge.value, microbatch, value)
             if edge.gradient and self._data.trains:
                 learners = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
@@ -427,7 +468,7 @@ class Interpreter:
             if self._data.keeps_outputs:
                 self._data.outputs[microbatch] = map_tensors(output, Tensor.detach)
             roots += self._loss_of(index, microbatch, output)
-        elif len(self._added):
+        elif self._added.terms and self._data.loss is not None:
             roots += self._added_loss(index, microbatch)
         return roots
 
@@ -435,12 +476,18 @@ class Interpreter:
         """The loss of a microbatch, scaled by its weight when its backward starts."""
         data = self._data
         if data.loss is None:
+            self._added.clear()
             return []
         if data.weights.shares[microbatch]:
             if data.seed is not None:
-                Draws(*data.seed, microbatch, self.stages[stage].device).enter(LOSS, 0)
+                data.draws[microbatch, self.stages[stage].device].enter(LOSS, 0)
             target = _saveable(data.targets[microbatch])
-            loss = replicated(data.loss.of_microbatch(output, target))
+            try:
+                loss = replicated(data.loss.of_microbatch(output, target))
+            except Exception as error:
+                if target is None:
+                    error.add_note("loss_fn was called without a target; pass target= to the step")
+                raise
             if data.loss.metrics:
                 data.tally.measure(microbatch, stage, output, target)
         else:
@@ -449,7 +496,7 @@ class Interpreter:
         data.tally.add_main(microbatch, stage, loss)
         # Backward starts from the whole loss as a plain tensor, with a plain seed.
         loss = gathered(loss)
-        if len(self._added):
+        if self._added.terms:
             data.tally.add_losses(microbatch, stage, self._added)
             loss = loss + self._added.total()
             self._added.clear()
@@ -484,7 +531,9 @@ class Interpreter:
                 gradients += next(iter(by_user.values()))
             else:
                 users = sorted(by_user, reverse=True)
-                gradients += [_sum(column) for column in zip(*[by_user[u] for u in users], strict=True)]
+                gradients += [
+                    _sum(column) for column in zip(*[by_user[u] for u in users], strict=True)
+                ]
         loss = self._gradients.pop((f"loss of {stage}", microbatch), None)
         if loss is not None:
             gradients += loss[stage]
@@ -567,22 +616,12 @@ class Interpreter:
         layout = self._layouts.get((wire.number, kind))
         tag = self._tag(wire, kind)
         if layout is None:
-            layout = self._describe(action, leaves, tree)
+            layout = _described(leaves, tree)
             self._layouts[wire.number, kind] = layout
             self._transport.describe(wire.peer, tag, layout.describe())
-        tensors = _checked(action, leaves, layout)
+        tensors = _checked(action, leaves, layout, self.stages[action.stage].device)
         if tensors:
             self._transport.send(wire.peer, tag, tensors, wire.channel[2])
-
-    def _describe(self, action: Action, leaves: Sequence[Any], tree: Any) -> Layout:
-        """The layout of the first message of a kind."""
-        if tree is not None:
-            check_plain(unflatten(list(leaves), tree), f"{action}: what stage {action.stage} returned")
-        forward = tree is not None
-        return Layout(
-            flatten([0])[1] if tree is None else tree,
-            tuple(_layout(leaf, forward=forward) for leaf in leaves),
-        )
 
     def _tag(self, wire: Wire, kind: int) -> int:
         return FIRST_TAG + kind * 2 * self._program.schedule.stages**2 + wire.number
@@ -602,9 +641,11 @@ class Interpreter:
         assert self._transport is not None
         kind = self._data.kinds[action.microbatch or 0]
         layout = self._layouts[wire.number, kind]
-        self._arriving[action] = self._transport.post(
-            wire.peer, self._tag(wire, kind), layout.tensors, wire.channel[2]
-        ) if layout.tensors else None
+        self._arriving[action] = (
+            self._transport.post(wire.peer, self._tag(wire, kind), layout.tensors, wire.channel[2])
+            if layout.tensors
+            else None
+        )
 
     def _take(self, action: Action) -> None:
         """Wait for a message, and put what it brings into the store."""
@@ -686,7 +727,9 @@ class Takes:
         self.named = named
         self.by_stage = by_stage
 
-    def names(self, stage: int, passed: Iterator[str] | Mapping[str, Any], *, first: bool) -> list[str]:
+    def names(
+        self, stage: int, passed: Iterator[str] | Mapping[str, Any], *, first: bool
+    ) -> list[str]:
         """The keyword arguments that go to a stage.
 
         Args:
@@ -738,6 +781,12 @@ def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
+def _described(leaves: Sequence[Any], tree: Any) -> Layout:
+    """The layout of the first message of a kind; gradients come without a structure."""
+    layouts = tuple(_layout(leaf, forward=tree is not None) for leaf in leaves)
+    return Layout(flatten([0])[1] if tree is None else tree, layouts)
+
+
 def _layout(leaf: Any, *, forward: bool) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
@@ -750,7 +799,9 @@ def _layout(leaf: Any, *, forward: bool) -> Any:
     return layout_of(local)._replace(strides=None, learns=learns, sharding=sharding)
 
 
-def _checked(action: Action, leaves: Sequence[Any], layout: Layout) -> list[Tensor]:
+def _checked(
+    action: Action, leaves: Sequence[Any], layout: Layout, device: torch.device
+) -> list[Tensor]:
     """The tensors of a message, after a check against the layout that its receiver knows.
 
     Raises:
@@ -764,8 +815,7 @@ def _checked(action: Action, leaves: Sequence[Any], layout: Layout) -> list[Tens
     tensors = []
     for leaf, expected in zip(leaves, layout.leaves, strict=True):
         if isinstance(expected, TensorLayout):
-            tensor = _fitting(action, leaf, expected)
-            tensors.append(tensor)
+            tensors.append(_fitting(action, leaf, expected, device))
         elif isinstance(leaf, Tensor) or leaf != expected:
             shown = str(layout_of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
             raise SpecError(
@@ -775,15 +825,16 @@ def _checked(action: Action, leaves: Sequence[Any], layout: Layout) -> list[Tens
     return tensors
 
 
-def _fitting(action: Action, leaf: Any, expected: TensorLayout) -> Tensor:
+def _fitting(action: Action, leaf: Any, expected: TensorLayout, device: torch.device) -> Tensor:
     if leaf is None and action.op is Op.SEND_B:
-        return torch.zeros(expected.shape, dtype=expected.torch_dtype)
+        return expected.empty(device).zero_()
     if isinstance(leaf, Tensor):
-        if expected.sharding is not None:
+        if type(leaf) is not Tensor:
             leaf = take_apart(settled(leaf))[0]
-        if leaf.shape == expected.shape and leaf.dtype == expected.torch_dtype:
-            return leaf
-        shown = str(layout_of(leaf))
+        tensor: Tensor = leaf
+        if tensor.shape == expected.shape and tensor.dtype == expected.torch_dtype:
+            return tensor
+        shown = str(layout_of(tensor))
     else:
         shown = repr(leaf)
     raise SpecError(
@@ -806,5 +857,3 @@ def _saveable(target: Any) -> Any:
     if torch.is_grad_enabled() and any(tensor.is_inference() for tensor in tensors_in(target)):
         return map_tensors(target, torch.clone)
     return target
-
-

@@ -43,16 +43,17 @@ class Losses:
 
     Attributes:
         differentiable: whether gradients were enabled when the forward began.
+        terms: what was added.
     """
 
     def __init__(self) -> None:
         self.differentiable = torch.is_grad_enabled()
-        self._terms: list[Term] = []
+        self.terms: list[Term] = []
 
     def __enter__(self) -> Losses:
         """Start to collect, from nothing, what :func:`add_loss` is given."""
         self.differentiable = torch.is_grad_enabled()
-        self._terms = []
+        self.terms = []
         self._token = _collected.set(self)
         return self
 
@@ -61,31 +62,31 @@ class Losses:
 
     def add(self, term: Term) -> None:
         """Note a term."""
-        self._terms.append(term)
+        self.terms.append(term)
 
     def clear(self) -> None:
         """Forget all terms."""
-        self._terms = []
+        self.terms = []
 
     def total(self) -> Tensor:
         """The weighted sum of all terms; 0 if there are none."""
         # Multiplied only here: a checkpoint that runs again must save the same tensors as the first time.
-        terms = [term.value.reshape(()) * term.weight for term in self._terms]
+        terms = [term.value.reshape(()) * term.weight for term in self.terms]
         return sum(terms[1:], terms[0]) if terms else torch.zeros(())
 
     def named(self) -> dict[str, Tensor]:
         """For each name, the sum of its terms without their weights, detached."""
         sums: dict[str, Tensor] = {}
-        for name, value, _ in self._terms:
+        for name, value, _ in self.terms:
             term = value.detach().reshape(()).clone()
             sums[name] = sums[name] + term if name in sums else term
         return sums
 
     def __iter__(self) -> Iterator[Term]:
-        return iter(self._terms)
+        return iter(self.terms)
 
     def __len__(self) -> int:
-        return len(self._terms)
+        return len(self.terms)
 
 
 _collected: ContextVar[Losses | None] = ContextVar("penstock_losses", default=None)
@@ -497,7 +498,9 @@ def _check_function(name: str, function: Any) -> None:
         UsageError: it cannot; the message names the argument that it was given as.
     """
     if isinstance(function, type) or not callable(function):
-        hint = f"; give an object of it, {function.__name__}()" if isinstance(function, type) else ""
+        hint = (
+            f"; give an object of it, {function.__name__}()" if isinstance(function, type) else ""
+        )
         raise UsageError(f"{name}={function!r}: must be a function (output, target){hint}")
     try:
         inspect.signature(function).bind(None, None)

@@ -62,7 +62,7 @@ _Row = tuple[str, str]
 """A kind of number and its name: ("main", ""), ("loss", name), ("over", metric) ..."""
 
 
-class Tally:
+class StepTally:
     """The losses and metrics of one process in one step.
 
     Args:
@@ -142,7 +142,7 @@ class Numbers:
         self._transport = transport
 
     def share(
-        self, tally: Tally, loss: Loss | None, weights: Weights, *, finite: bool = True
+        self, tally: StepTally, loss: Loss | None, weights: Weights, *, finite: bool = True
     ) -> StepResult:
         """The result of a step, the same on every rank.
 
@@ -178,7 +178,9 @@ class Numbers:
     def _sum(self, numbers: list[float]) -> list[float]:
         if self._transport is None:
             return numbers
-        total: list[float] = self._transport.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        total: list[float] = self._transport.sum(
+            torch.tensor(numbers, dtype=torch.float64)
+        ).tolist()
         return total
 
     def _refuse(self, transport: Transport, weights: Weights) -> None:

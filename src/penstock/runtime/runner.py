@@ -16,14 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError, PoisonedError, SpecError, StageError, UsageError
-from penstock.faults import failing_module
+from penstock.faults import failing_module, without_own_frames
 from penstock.parallel import Adapter, adapter_of, let_cross, unwrapped
 from penstock.rng import generators_kept
-from penstock.runtime.calls import REFUSED, Agreement, Call, ModelCall, Offer, merge_offers, raise_refusals
+from penstock.runtime.calls import (
+    REFUSED,
+    Agreement,
+    Call,
+    ModelCall,
+    Offer,
+    merge_offers,
+    raise_refusals,
+)
 from penstock.runtime.hooks import Recorder
 from penstock.runtime.interpreter import Interpreter, Program, StepData, Takes
 from penstock.runtime.loss import Loss, Weights
-from penstock.runtime.result import Numbers, StepResult, Tally
+from penstock.runtime.result import Numbers, StepResult, StepTally
 from penstock.schedule import Edge, Op, Schedule, Span
 from penstock.stage import PipelineStage, StageModule
 from penstock.transport import Transport
@@ -39,7 +47,7 @@ _REMEMBERED = 1024
 
 
 @dataclass(frozen=True)
-class Report:
+class CallReport:
     """What this process knows after a call.
 
     Attributes:
@@ -162,7 +170,7 @@ class Runner:
 
     # ---- a call
 
-    def run(self, call: Call) -> Report:
+    def run(self, call: Call) -> CallReport:
         """Carry out a call.
 
         Raises:
@@ -171,8 +179,7 @@ class Runner:
         """
         self.check_usable()
         self._steps += call.trains
-        if self.transport is not None:
-            self.transport.activity.begin(self._steps)
+        self.interpreter.activity.begin(self._steps)
         try:
             with torch.set_grad_enabled(call.trains):
                 agreement, weights = self._agree(call)
@@ -184,8 +191,7 @@ class Runner:
         except BaseException as error:
             raise self.fail(error) from None if error.__cause__ is None else error.__cause__
         finally:
-            if self.transport is not None:
-                self.transport.activity.rest()
+            self.interpreter.activity.rest()
 
     @property
     def usable(self) -> bool:
@@ -200,8 +206,8 @@ class Runner:
         """
         if self._failure is not None:
             raise PoisonedError(
-                f"an earlier call failed ({type(self._failure).__name__}: {self._failure}), and this Pipeline "
-                "was closed, since its ranks may be anywhere in the step; make a new Pipeline"
+                f"an earlier call failed ({type(self._failure).__name__}: {self._failure}), and this "
+                "Pipeline was closed, since its ranks may be anywhere in the step; make a new Pipeline"
             ) from self._failure
 
     def fail(self, error: BaseException) -> BaseException:
@@ -211,7 +217,7 @@ class Runner:
         self._failure = self.transport.watch.failed(error)
         return self._failure
 
-    def _carry_out(self, call: Call, agreement: Agreement, weights: Weights) -> Report:
+    def _carry_out(self, call: Call, agreement: Agreement, weights: Weights) -> CallReport:
         schedule = agreement.program.schedule
         loss, batch = call.loss, call.batch
         self._route(agreement.model_call, schedule)
@@ -224,7 +230,7 @@ class Runner:
                 loss,
                 batch.targets or [None] * len(parts),
                 weights,
-                Tally(weights, loss.metrics if loss is not None else {}),
+                StepTally(weights, loss.metrics if loss is not None else {}),
                 seed=call.seed,
                 keeps_outputs=call.outputs or call.keep,
                 trains=call.trains,
@@ -235,7 +241,7 @@ class Runner:
             self.interpreter.run(agreement.program, data)
         finite = not call.finite or has_finite_gradients(self.stages.values())
         result = self._numbers.share(data.tally, loss, weights, finite=finite)
-        return Report(
+        return CallReport(
             schedule,
             result,
             self._share_outputs(agreement, data) if call.outputs else [],
@@ -267,7 +273,7 @@ class Runner:
                 self._described.add(offer.word)
             except PenstockError as error:
                 offer.refuse(error)
-        words = (offer.word,)
+        words: tuple[int, ...] = (offer.word,)
         if self.transport is not None:
             rows = self.transport.gather(torch.tensor([offer.word]))
             words = tuple([int(row) for row in rows])
@@ -289,7 +295,9 @@ class Runner:
         return "".join(
             [
                 f"{stage.module.training:d}"
-                + "".join([f"{parameter.requires_grad:d}" for parameter in stage.module.parameters()])
+                + "".join(
+                    [f"{parameter.requires_grad:d}" for parameter in stage.module.parameters()]
+                )
                 for stage in self.stages.values()
             ]
         )
@@ -336,10 +344,10 @@ class Runner:
                 raise
             except Exception as error:
                 module = failing_module(error)
-                where = f", module {module}" if module else ""
-                raise StageError(
-                    f"the model, called without data{where}: {type(error).__name__}: {error}"
-                ) from error
+                where = f"module {module}, before" if module else "before"
+                what = f"{type(error).__name__}: {error}"
+                cause = error.with_traceback(without_own_frames(error))
+                raise StageError(f"{where} the first microbatch: {what}") from cause
         return self._plans[key]
 
     def _check_passed(self, model_call: ModelCall, schedule: Schedule) -> None:
@@ -376,14 +384,13 @@ class Runner:
             UsageError: it has none, and the loss function, called with a fake output, fails without one.
         """
         rank = schedule.placement.rank_of[-1] if self.transport is not None else 0
-        if call.loss is None or model_call.targets[rank]:
+        loss = call.loss
+        if loss is None or model_call.targets[rank]:
             return
-        output = getattr(plan, "output", None)
-        if output is None:
+        if plan is None:
             return
         try:
-            with output.mode():
-                call.loss.function(output.value, None)
+            plan.with_output(lambda output: loss.of_microbatch(output, None))
         except Exception as error:
             positions, names = model_call.names
             near = get_close_matches("target", names, n=1)
@@ -391,13 +398,11 @@ class Runner:
             if not near and len(positions) > 1:
                 hint = f" (all {len(positions)} arguments by position went to the model)"
             raise UsageError(
-                f"rank {rank}, which has the last stage, was given no target{hint}, and loss_fn fails without "
-                f"one ({type(error).__name__}: {error}); pass target="
+                f"no target was given{hint}, and loss_fn fails without one ({type(error).__name__}: "
+                f"{error}); pass target=, at least on rank {rank}, which has the last stage"
             ) from error
 
-    def _weigh(
-        self, call: Call, model_call: ModelCall, counts: Sequence[float] | None
-    ) -> Weights:
+    def _weigh(self, call: Call, model_call: ModelCall, counts: Sequence[float] | None) -> Weights:
         """How much each microbatch counts, the same on every rank.
 
         If that depends on the targets and some ranks have none, the first rank that has them tells the
@@ -423,7 +428,7 @@ class Runner:
 
     @contextmanager
     def _adapted(self, call: Call, agreement: Agreement) -> Iterator[Mapping[int, Adapter]]:
-        """Put the adapters of replicated and sharded stages around a call; they reduce gradients at its end."""
+        """Put the adapters of replicated and sharded stages around a call; they reduce gradients then."""
         adapters = self._find_adapters()
         gathers = Op.UNSHARD not in agreement.program.schedule.ops
         for index, adapter in adapters.items():
@@ -565,8 +570,8 @@ def _check_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:
     for microbatch, plan in enumerate(plans):
         if plan.edges != edges:
             raise SpecError(
-                f"microbatch {microbatch} needs other values from stage to stage than microbatch 0, because of "
-                "its shapes; give a batch that splits evenly, or microbatches of one shape"
+                f"microbatch {microbatch} needs other values from stage to stage than microbatch 0, because "
+                "of its shapes; give a batch that splits evenly, or microbatches of one shape"
             )
     return edges
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from penstock.schedule.library import build as build
     from penstock.schedule.library import names as names
     from penstock.schedule.library import register as register
+    from penstock.schedule.library import unregister as unregister
     from penstock.schedule.order import merged as merged
     from penstock.schedule.passes import Pass as Pass
     from penstock.schedule.passes import add_communication as add_communication

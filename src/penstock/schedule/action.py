@@ -139,12 +139,12 @@ def parse_action(text: str) -> Entry:
 
 
 def _parse_one(text: str) -> Action:
-    found = _ACTION.fullmatch(text)
-    if found is None:
+    parts = _ACTION.fullmatch(text)
+    if parts is None:
         raise ScheduleError(
             f"{text[:_SHOWN]!r} is not an action; write <stage><op><microbatch>, such as 2F0 or 0SEND_F1"
         )
-    stage, op, microbatch, peer = found.groups()
+    stage, op, microbatch, peer = parts.groups()
     action = Action(int(stage), Op(op), _index(microbatch), _index(peer))
     problem = misfit(action)
     if problem:
@@ -203,18 +203,18 @@ _WITH_PEER = MESSAGE_OPS | WAIT_SEND_OPS
 
 
 def _parts(pattern: str) -> tuple[str, str, str, str]:
-    found = _PATTERN.fullmatch("**" if pattern == "*" else pattern)
-    if found is None:
+    parts = _PATTERN.fullmatch("**" if pattern == "*" else pattern)
+    if parts is None:
         raise ScheduleError(
             f"{pattern!r} matches no kind of action; write <stage><op><microbatch> "
             "with * for anything, such as "
             f"3F0, *F*, 3*0 or 3*; ops are {', '.join(op.value for op in Op)}"
         )
-    stage, op, microbatch, peer = found.groups()
-    whole = op in {o.value for o in STAGE_OPS}
-    if microbatch is None and op != "*" and not whole:
+    stage, op, microbatch, peer = parts.groups()
+    is_of_stage = op in {o.value for o in STAGE_OPS}
+    if microbatch is None and op != "*" and not is_of_stage:
         raise ScheduleError(f"{pattern!r} lacks a microbatch; {pattern}* means all of them")
-    if whole and microbatch not in (None, "*"):
+    if is_of_stage and microbatch not in (None, "*"):
         raise ScheduleError(
             f"{pattern!r} cannot match: {op} is done once for all microbatches and has none in its name"
         )

@@ -159,94 +159,6 @@ def chain(stages: int) -> Edges:
     return tuple(Edge(f"stage{stage}", stage, (stage + 1,)) for stage in range(stages - 1))
 
 
-Table = tuple[tuple[int, ...], ...]
-"""For each stage some other stages, in ascending order."""
-
-
-@dataclass(frozen=True)
-class Routes:
-    """How an edge table runs over a placement, per stage.
-
-    Attributes:
-        sources: the stages whose values a stage uses.
-        users: the stages that use a stage's values and owe it a gradient.
-        messages_in: the stages on other ranks whose messages are named after this stage.
-        messages_out: the stages on other ranks after which this stage's messages are named, one per rank.
-        gradients_in: like ``messages_out``, for the messages that bring gradients back.
-        gradients_out: like ``messages_in``, for the messages that take gradients back.
-    """
-
-    placement: Placement
-    sources: Table
-    users: Table
-    messages_in: Table
-    messages_out: Table
-    gradients_in: Table
-    gradients_out: Table
-
-    def carrier(self, source: int, user: int) -> int:
-        """The stage on ``user``'s rank after which the message from ``source`` is named."""
-        rank = self.placement.rank_of[user]
-        return next(s for s in self.messages_out[source] if self.placement.rank_of[s] == rank)
-
-    def gradient_carrier(self, source: int, user: int) -> int:
-        """The stage on ``user``'s rank after which the gradient message to ``source`` is named."""
-        rank = self.placement.rank_of[user]
-        return next(s for s in self.gradients_in[source] if self.placement.rank_of[s] == rank)
-
-    def owing(self, source: int, carrier: int) -> tuple[int, ...]:
-        """The stages on ``carrier``'s rank whose gradients make up its message to ``source``."""
-        rank = self.placement.rank_of[carrier]
-        return tuple(u for u in self.users[source] if self.placement.rank_of[u] == rank)
-
-
-def routes(edges: Iterable[Edge], placement: Placement) -> Routes:
-    """Work out the messages of an edge table over a placement."""
-    table = tuple(edges)
-    out = _message_targets(table, placement)
-    back = _message_targets((edge for edge in table if edge.gradient), placement)
-    return Routes(
-        placement,
-        sources=_inverse(_used_by(table, placement.stages)),
-        users=_used_by((edge for edge in table if edge.gradient), placement.stages),
-        messages_in=_inverse(out),
-        messages_out=out,
-        gradients_in=back,
-        gradients_out=_inverse(back),
-    )
-
-
-def _used_by(edges: Iterable[Edge], stages: int) -> Table:
-    users: list[set[int]] = [set() for _ in range(stages)]
-    for edge in edges:
-        users[edge.source].update(edge.targets)
-    return tuple(tuple(sorted(found)) for found in users)
-
-
-def _message_targets(edges: Iterable[Edge], placement: Placement) -> Table:
-    """For each stage, the lowest user of its values on each other rank."""
-    return tuple(
-        _first_on_each_rank(users, placement, placement.rank_of[source])
-        for source, users in enumerate(_used_by(edges, placement.stages))
-    )
-
-
-def _first_on_each_rank(users: Sequence[int], placement: Placement, home: int) -> tuple[int, ...]:
-    first: dict[int, int] = {}
-    for user in users:
-        first.setdefault(placement.rank_of[user], user)
-    first.pop(home, None)
-    return tuple(sorted(first.values()))
-
-
-def _inverse(table: Table) -> Table:
-    found: list[list[int]] = [[] for _ in table]
-    for stage, others in enumerate(table):
-        for other in others:
-            found[other].append(stage)
-    return tuple(map(tuple, found))
-
-
 # ---- Python's cyclic garbage collector, kept out of the way of millions of small values
 # Actions are tuples that can never be part of a cycle, yet each full collection visits all of them: with a
 # million actions that takes half of the time. The functions that are decorated make no cycles worth
@@ -311,11 +223,6 @@ class Schedule:
     def ranks(self) -> int:
         """How many ranks there are."""
         return self.placement.ranks
-
-    @cached_property
-    def routes(self) -> Routes:
-        """The messages that the edges need over the placement."""
-        return routes(self.edges, self.placement)
 
     @cached_property
     def ops(self) -> frozenset[Op]:

@@ -26,13 +26,13 @@ peer. It answers for one action (:meth:`Dependencies.before`) or for all microba
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
 from penstock.errors import InternalError
 from penstock.schedule.action import COMPUTE_OPS, STAGE_OPS, Action, Op, message
-from penstock.schedule.base import Schedule
+from penstock.schedule.base import Edge, Schedule
 
 # The op at the other end of a message.
 COUNTERPART = {
@@ -80,8 +80,20 @@ class Dependencies:
 
     def __init__(self, schedule: Schedule) -> None:
         self._microbatches = schedule.microbatches
-        self._routes = schedule.routes
+        self._placement = schedule.placement
         self._rank_of = schedule.placement.rank_of
+        used = _used_by(schedule.edges, schedule.stages)
+        self._sources: list[list[int]] = [[] for _ in used]
+        """The stages whose values a stage uses."""
+        for source, users in enumerate(used):
+            for user in users:
+                self._sources[user].append(source)
+        self._users = _used_by((e for e in schedule.edges if e.gradient), schedule.stages)
+        """The stages that use a stage's values and owe it a gradient."""
+        self._carriers = [self._first_on_ranks(users) for users in used]
+        """For each stage, by rank, the stage after which its message to that rank is named."""
+        self._gradient_carriers = [self._first_on_ranks(users) for users in self._users]
+        """The same for the messages that bring its gradients back."""
         self._communicates = schedule.communicates
         self._full = _full_backwards(schedule)
         self._sharded = _sharded(schedule)
@@ -153,72 +165,80 @@ class Dependencies:
         each of these, and becomes possible after the last.
         """
         stage, op, microbatch, _ = action
+        home = self._rank_of[stage]
         if op is Op.F:
-            return [
-                message(stage, Op.SEND_F, microbatch, peer)
-                for peer in self._routes.messages_out[stage]
-            ]
+            peers = sorted(peer for rank, peer in self._carriers[stage].items() if rank != home)
+            return [message(stage, Op.SEND_F, microbatch, peer) for peer in peers]
         if op is Op.I or op is Op.B:
             return [
-                message(self._routes.gradient_carrier(source, stage), Op.SEND_B, microbatch, source)
-                for source in self._gradient_sources(stage)
-                if self._rank_of[source] != self._rank_of[stage]
+                message(self._gradient_carriers[source][home], Op.SEND_B, microbatch, source)
+                for source in self._sources[stage]
+                if stage in self._users[source] and self._rank_of[source] != home
             ]
         return []
 
     def receives(self, action: Action) -> list[Action]:
         """The messages that ``action`` needs, as RECVs of its rank."""
         stage, op, microbatch, _ = action
+        home = self._rank_of[stage]
         if op is Op.F:
-            home = self._rank_of[stage]
             return [
-                message(self._routes.carrier(source, stage), Op.RECV_F, microbatch, source)
-                for source in self._routes.sources[stage]
+                message(self._carriers[source][home], Op.RECV_F, microbatch, source)
+                for source in self._sources[stage]
                 if self._rank_of[source] != home
             ]
         if op is Op.I or op is Op.B:
-            return [
-                message(stage, Op.RECV_B, microbatch, peer)
-                for peer in self._routes.gradients_in[stage]
-            ]
+            carriers = self._gradient_carriers[stage]
+            peers = sorted(peer for rank, peer in carriers.items() if rank != home)
+            return [message(stage, Op.RECV_B, microbatch, peer) for peer in peers]
         return []
 
     def users(self, receive: Action) -> list[int]:
         """The stages that need a message, given by its RECV."""
         if receive.op is not Op.RECV_F:
             return [receive.stage]
-        home = self._rank_of[receive.stage]
-        sources = self._routes.sources
-        stages = self._routes.placement.stages_on(home)
-        return [stage for stage in stages if receive.peer_stage in sources[stage]]
+        stages = self._placement.stages_on(self._rank_of[receive.stage])
+        return [stage for stage in stages if receive.peer_stage in self._sources[stage]]
 
-    def _gradient_sources(self, stage: int) -> list[int]:
-        users = self._routes.users
-        return [source for source in self._routes.sources[stage] if stage in users[source]]
+    def _first_on_ranks(self, users: Iterable[int]) -> dict[int, int]:
+        first: dict[int, int] = {}
+        for user in sorted(users):
+            first.setdefault(self._rank_of[user], user)
+        return first
 
     def _before_forward(self, action: Action) -> Needs:
-        home = self._rank_of[action.stage]
-        sources = self._routes.sources[action.stage]
-        if not self._communicates:
-            return tuple(Need(source, Op.F) for source in sources)
-        local = (Need(s, Op.F) for s in sources if self._rank_of[s] == home)
-        return (*local, *self._needed_receives(action))
+        return (*self._local(action, self._sources[action.stage], Op.F), *self._messages(action))
 
     def _before_gradient(self, action: Action) -> Needs:
-        home = self._rank_of[action.stage]
-        users = self._routes.users[action.stage]
-        own = Need(action.stage, Op.F)
-        if not self._communicates:
-            return (own, *(Need(user, Half.INPUT) for user in users))
-        local = (Need(user, Half.INPUT) for user in users if self._rank_of[user] == home)
-        return (own, *local, *self._needed_receives(action))
+        users = sorted(self._users[action.stage])
+        local = self._local(action, users, Half.INPUT)
+        return (Need(action.stage, Op.F), *local, *self._messages(action))
 
-    def _needed_receives(self, action: Action) -> Needs:
-        return tuple(Need(r.stage, r.op, r.peer) for r in self.receives(action))
+    def _local(self, action: Action, stages: Iterable[int], op: Op | Half) -> Iterator[Need]:
+        """What an action needs of stages that hand it over without a message."""
+        home = self._rank_of[action.stage]
+        return (
+            Need(stage, op)
+            for stage in stages
+            if not self._communicates or self._rank_of[stage] == home
+        )
+
+    def _messages(self, action: Action) -> Iterator[Need]:
+        receives = self.receives(action) if self._communicates else ()
+        return (Need(receive.stage, receive.op, receive.peer) for receive in receives)
 
     def _before_gradient_send(self, action: Action) -> Needs:
-        owing = self._routes.owing(action.peer_stage, action.stage)
-        return tuple(Need(stage, Half.INPUT) for stage in owing)
+        home = self._rank_of[action.stage]
+        users = sorted(self._users[action.peer_stage])
+        return tuple(Need(user, Half.INPUT) for user in users if self._rank_of[user] == home)
+
+
+def _used_by(edges: Iterable[Edge], stages: int) -> list[set[int]]:
+    """For each stage the stages that use its values."""
+    users: list[set[int]] = [set() for _ in range(stages)]
+    for edge in edges:
+        users[edge.source].update(edge.targets)
+    return users
 
 
 def _other_end(action: Action) -> Needs:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from html import escape
 from typing import NamedTuple
 
@@ -113,58 +111,103 @@ _STYLE = (
 )
 
 
-@dataclass(frozen=True)
 class _Sheet:
-    """Where everything is on the drawing."""
+    """A drawing in the making: where everything is on it, and its parts.
 
-    timeline: Timeline
+    Args:
+        timeline: what is drawn.
+    """
 
-    @cached_property
-    def places(self) -> list[dict[int, int]]:
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.unit = unit_for(timeline)
+        self.places = [{stage: i for i, stage in enumerate(held)} for held in stages_of(timeline)]
         """For each rank its stages and their order there."""
-        return [
-            {stage: place for place, stage in enumerate(held)} for held in stages_of(self.timeline)
-        ]
-
-    @cached_property
-    def most_places(self) -> int:
-        return max((len(places) for places in self.places), default=1)
-
-    @cached_property
-    def scale(self) -> float:
-        """Pixels per unit of time: as many as the numbers need, within the bounds on the whole width."""
-        makespan = self.timeline.makespan or 1.0
-        durations = sorted(s.duration for s in self.timeline.spans if s.duration > 0)
+        self.most_places = max(map(len, self.places), default=1)
+        makespan = timeline.makespan or 1.0
+        durations = sorted(s.duration for s in timeline.spans if s.duration > 0)
         typical = durations[len(durations) // 4] if durations else makespan
-        return min(max(ROOM / typical, NARROWEST / makespan), WIDEST / makespan)
-
-    @property
-    def row(self) -> int:
-        """Height of a row: with several stages per rank, there is room for the stage below the number."""
-        return 26 if self.most_places == 1 else 34
-
-    @property
-    def length(self) -> float:
-        return self.timeline.makespan * self.scale
-
-    @property
-    def width(self) -> float:
-        shares = SHARES if self.length <= SCREEN else SHARES + LABELS
-        return LABELS + max(self.length, NARROWEST) + shares
-
-    @property
-    def rows_top(self) -> int:
-        return TOP + LEGEND
-
-    @property
-    def rows_bottom(self) -> int:
-        return self.rows_top + self.row * self.timeline.ranks
+        # As many pixels per unit of time as the numbers need, within the bounds on the width.
+        self.scale = min(max(ROOM / typical, NARROWEST / makespan), WIDEST / makespan)
+        # With several stages per rank, there is room for the stage below the number.
+        self.row = 26 if self.most_places == 1 else 34
+        self.length = timeline.makespan * self.scale
+        self.top = TOP + LEGEND
+        self.bottom = self.top + self.row * timeline.ranks
 
     def x(self, time: float) -> float:
         return LABELS + (time - self.timeline.start) * self.scale
 
     def y(self, rank: int) -> int:
-        return self.rows_top + rank * self.row
+        return self.top + rank * self.row
+
+    def legend(self) -> Iterator[str]:
+        ops = {span.action.op for span in self.timeline.spans}
+        x = float(LABELS)
+        for op in (op for op in Op if op in ops):
+            name = f"{op.value} {NAMES[op]}" if op in NAMES else op.value
+            yield _rect(x, TOP + 2, 14, 14, f'fill="{colour(op)}"')
+            yield _text(x + 19, TOP + 13, name)
+            x += 19 + DIGIT * len(name) + 16
+        notes = (
+            (self.most_places > 1, "small: stage; paler: later stages of the rank"),
+            (bool(self.timeline.pairs), "framed: F and B that overlap"),
+        )
+        if shown := "; ".join(note for applies, note in notes if applies):
+            yield _text(x, TOP + 13, shown)
+
+    def axis(self) -> Iterator[str]:
+        unit, length = self.unit, self.timeline.makespan * self.unit.factor
+        for tick in ticks(length, round(self.length / 80)):
+            x = _number(LABELS + tick / unit.factor * self.scale)
+            yield f'<line x1="{x}" y1="{self.top}" x2="{x}" y2="{self.bottom + 5}"/>'
+            yield _text(float(x), self.bottom + 18, short(tick), "middle")
+        label = f"time in {unit.name}" if unit.name else "time"
+        makespan = f"makespan {short(length)} {unit.name}".rstrip()
+        yield _text(LABELS, self.bottom + 32, f"{label}; {makespan}")
+
+    def rank(self, rank: int) -> Iterator[str]:
+        y, middle = self.y(rank), self.y(rank) + self.row / 2 + 4
+        yield _text(LABELS - 8, middle, f"rank {rank}", "right")
+        yield _rect(LABELS, y + 2, self.length, self.row - 4, kind="idle")
+        spans = self.timeline.of_rank(rank)
+        shared = _at_the_same_time(spans)
+        for i, span in enumerate(spans):
+            yield from self.box(span, shares=i in shared)
+        again = f"rank {rank}: " if self.length > SCREEN else ""
+        share = again + percent(self.timeline.bubbles[rank])
+        yield _text(LABELS + self.length + 6, middle, share)
+
+    def box(self, span: Span, *, shares: bool) -> Iterator[str]:
+        """The box of a span; one that shares its time has half the height, with forwards on top."""
+        stage, op, microbatch, _ = span.action
+        x, width = self.x(span.start), span.duration * self.scale
+        height = (self.row - 4) / (2 if shares else 1)
+        y = self.y(span.rank) + 2 + (height if shares and op is not Op.F else 0)
+        start = (span.start - self.timeline.start) * self.unit.factor
+        end = short(start + span.duration * self.unit.factor)
+        tip = f"{span.action}: {short(start)} to {end} {self.unit.name}".strip()
+        fill = colour(op, self.places[span.rank][stage], self.most_places)
+        yield f"<g><title>{escape(tip)}</title>" + _rect(x, y, width, height, f'fill="{fill}"')
+        number = str(microbatch)
+        if op in COMPUTE_OPS and width >= TIGHT * len(number) + 1:
+            kind = "box" if width >= DIGIT * len(number) + 2 else "tight"
+            with_stage = self.most_places > 1 and not shares
+            middle = x + width / 2, y + height / 2
+            yield _text(middle[0], middle[1] + (1 if with_stage else 4), number, kind)
+            if with_stage:
+                yield _text(middle[0], middle[1] + 12, str(stage), "middle small")
+        yield "</g>"
+
+    def pairs(self) -> Iterator[str]:
+        """A frame around each overlapped pair, whether or not the overlap saves time here."""
+        spans = {span.action: span for span in self.timeline.spans} if self.timeline.pairs else {}
+        for pair in self.timeline.pairs:
+            halves = [spans[half] for half in pair if half in spans]
+            if len(halves) == len(pair):
+                start, end = min(h.start for h in halves), max(h.end for h in halves)
+                y, width = self.y(halves[0].rank) + 2, (end - start) * self.scale
+                yield _rect(self.x(start), y, width, self.row - 4, 'rx="2"', kind="pair")
 
 
 def draw_svg(timeline: Timeline, *, title: str = "", note: str = "") -> str:
@@ -179,20 +222,21 @@ def draw_svg(timeline: Timeline, *, title: str = "", note: str = "") -> str:
         An SVG document. All text is escaped; each box names its action and times in a tooltip.
     """
     sheet = _Sheet(timeline)
-    unit = unit_for(timeline)
-    height = sheet.rows_bottom + AXIS + (NOTE if note else 0)
+    shares = SHARES if sheet.length <= SCREEN else SHARES + LABELS
+    width = LABELS + max(sheet.length, NARROWEST) + shares
+    height = sheet.bottom + AXIS + (NOTE if note else 0)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width:.0f} {height}" '
-        f'width="{sheet.width:.0f}" height="{height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
+        f'width="{width:.0f}" height="{height}" role="img">',
         f"<style>{_STYLE}</style>",
-        f'<rect class="sheet" width="{sheet.width:.0f}" height="{height}" fill="#fff"/>',
+        f'<rect class="sheet" width="{width:.0f}" height="{height}" fill="#fff"/>',
         _text(LABELS, 22, title, "title"),
-        _text(sheet.width - 8, 22, f"idle {percent(timeline.bubble)}", "right"),
-        *_legend(sheet),
-        *_axis(sheet, unit),
-        *(part for rank in range(timeline.ranks) for part in _rank(sheet, rank, unit)),
-        *_pairs(sheet),
-        _text(LABELS, sheet.rows_bottom + AXIS + 10, note, "note") if note else "",
+        _text(width - 8, 22, f"idle {percent(timeline.bubble)}", "right"),
+        *sheet.legend(),
+        *sheet.axis(),
+        *(part for rank in range(timeline.ranks) for part in sheet.rank(rank)),
+        *sheet.pairs(),
+        _text(LABELS, sheet.bottom + AXIS + 10, note, "note") if note else "",
         "</svg>",
     ]
     return "\n".join(part for part in parts if part) + "\n"
@@ -207,104 +251,24 @@ def _number(number: float) -> str:
     return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
-def _legend(sheet: _Sheet) -> Iterator[str]:
-    ops = {span.action.op for span in sheet.timeline.spans}
-    x = float(LABELS)
-    for op in (op for op in Op if op in ops):
-        name = f"{op.value} {NAMES[op]}" if op in NAMES else op.value
-        yield _rect(x, TOP + 2, 14, 14, colour(op))
-        yield _text(x + 19, TOP + 13, name)
-        x += 19 + DIGIT * len(name) + 16
-    said = []
-    if sheet.most_places > 1:
-        said.append("small: stage; paler: later stages of the rank")
-    if sheet.timeline.pairs:
-        said.append("framed: F and B that overlap")
-    if said:
-        yield _text(x, TOP + 13, "; ".join(said))
-
-
-def _rect(x: float, y: float, width: float, height: float, fill: str) -> str:
+def _rect(
+    x: float, y: float, width: float, height: float, more: str = "", *, kind: str = ""
+) -> str:
+    style = f'class="{kind}" ' if kind else ""
     size = f'width="{_number(width)}" height="{_number(height)}"'
-    return f'<rect x="{_number(x)}" y="{_number(y)}" {size} fill="{fill}"/>'
+    return f'<rect {style}x="{_number(x)}" y="{_number(y)}" {size} {more}'.rstrip() + "/>"
 
 
-def _axis(sheet: _Sheet, unit: Unit) -> Iterator[str]:
-    bottom = sheet.rows_bottom
-    length = sheet.timeline.makespan * unit.factor
-    for tick in ticks(length, round(sheet.length / 80)):
-        x = _number(LABELS + tick / unit.factor * sheet.scale)
-        yield f'<line x1="{x}" y1="{sheet.rows_top}" x2="{x}" y2="{bottom + 5}"/>'
-        yield _text(float(x), bottom + 18, short(tick), "middle")
-    label = f"time in {unit.name}" if unit.name else "time"
-    whole = f"makespan {short(length)}{' ' + unit.name if unit.name else ''}"
-    yield _text(LABELS, bottom + 32, f"{label}; {whole}")
-
-
-def _rank(sheet: _Sheet, rank: int, unit: Unit) -> Iterator[str]:
-    y, middle = sheet.y(rank), sheet.y(rank) + sheet.row / 2 + 4
-    yield _text(LABELS - 8, middle, f"rank {rank}", "right")
-    background = (
-        f'x="{LABELS}" y="{y + 2}" width="{_number(sheet.length)}" height="{sheet.row - 4}"'
-    )
-    yield f'<rect class="idle" {background}/>'
-    spans = sheet.timeline.of_rank(rank)
-    together = _together(spans)
-    for i, span in enumerate(spans):
-        yield from _box(sheet, span, unit, shares=i in together)
-    again = f"rank {rank}: " if sheet.length > SCREEN else ""
-    yield _text(LABELS + sheet.length + 6, middle, again + percent(sheet.timeline.bubbles[rank]))
-
-
-def _pairs(sheet: _Sheet) -> Iterator[str]:
-    """A frame around each overlapped pair, whether or not the overlap saves time here."""
-    spans = {span.action: span for span in sheet.timeline.spans} if sheet.timeline.pairs else {}
-    for pair in sheet.timeline.pairs:
-        halves = [spans[half] for half in pair if half in spans]
-        if len(halves) < len(pair):
-            continue
-        start, end = min(half.start for half in halves), max(half.end for half in halves)
-        x, y = sheet.x(start), sheet.y(halves[0].rank) + 2
-        size = f'width="{_number((end - start) * sheet.scale)}" height="{sheet.row - 4}"'
-        yield f'<rect class="pair" x="{_number(x)}" y="{_number(y)}" {size} rx="2"/>'
-
-
-def _together(spans: Iterable[Span]) -> set[int]:
+def _at_the_same_time(spans: Iterable[Span]) -> set[int]:
     """Which spans of a rank, in the order of their starts, run at the same time as another."""
-    found: set[int] = set()
+    shared: set[int] = set()
     last, end = -1, float("-inf")
     for i, span in enumerate(spans):
         if span.start < end - 1e-9 * abs(end):
-            found |= {last, i}
+            shared |= {last, i}
         if span.end >= end:
             last, end = i, span.end
-    return found
-
-
-def _box(sheet: _Sheet, span: Span, unit: Unit, *, shares: bool) -> Iterator[str]:
-    """The box of a span; one that shares its time has half the height, with forwards on top."""
-    stage, op, microbatch, _ = span.action
-    x, width = sheet.x(span.start), span.duration * sheet.scale
-    height = (sheet.row - 4) / (2 if shares else 1)
-    y = sheet.y(span.rank) + 2 + (height if shares and op is not Op.F else 0)
-    places = sheet.places[span.rank]
-    start = (span.start - sheet.timeline.start) * unit.factor
-    tip = (
-        f"{span.action}: {short(start)} to {short(start + span.duration * unit.factor)} {unit.name}"
-    )
-    rect = _rect(x, y, width, height, colour(op, places[stage], sheet.most_places))
-    yield f"<g><title>{escape(tip.strip())}</title>{rect}"
-    if op in COMPUTE_OPS and width >= TIGHT * len(str(microbatch)) + 1:
-        kind = "box" if width >= DIGIT * len(str(microbatch)) + 2 else "tight"
-        with_stage = sheet.most_places > 1 and not shares
-        yield from _labels(span, x + width / 2, y + height / 2, kind, with_stage)
-    yield "</g>"
-
-
-def _labels(span: Span, x: float, y: float, kind: str, with_stage: bool) -> Iterator[str]:
-    yield _text(x, y + (1 if with_stage else 4), str(span.action.microbatch), kind)
-    if with_stage:
-        yield _text(x, y + 12, str(span.action.stage), "middle small")
+    return shared
 
 
 # ---- as lines of text, fitted to the width of a terminal
@@ -326,47 +290,27 @@ def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> 
         width: how many characters a line may have; at least enough for labels and ten columns of time.
         colour: whether to paint the boxes, for a terminal.
     """
-    sheet = _Page(timeline, width, colour)
-    lines = [line for rank in range(timeline.ranks) for line in sheet.lines(rank)]
-    return "\n".join((*lines, sheet.ruler(unit_for(timeline)), sheet.legend()))
+    page = _Page(timeline, width, colour)
+    lines = [line for rank in range(timeline.ranks) for line in page.lines(rank)]
+    return "\n".join((*lines, page.ruler(), page.legend()))
 
 
-@dataclass(frozen=True)
 class _Page:
-    """Where everything is in the drawing."""
+    """A drawing in characters in the making."""
 
-    timeline: Timeline
-    width: int
-    colour: bool
-
-    @cached_property
-    def stages(self) -> list[list[int]]:
-        """The stages of each rank."""
-        return stages_of(self.timeline)
-
-    @cached_property
-    def staged(self) -> bool:
-        """Whether a rank holds several stages."""
-        return any(len(found) > 1 for found in self.stages)
-
-    @cached_property
-    def label(self) -> int:
-        """The width of the labels before the lines."""
-        highest = max((stage for found in self.stages for stage in found), default=0)
-        stage = len(f" stage {highest}") if self.staged else 0
-        return len(f"rank {self.timeline.ranks - 1}") + stage
-
-    @cached_property
-    def scale(self) -> float:
-        """Columns per unit of time, such that boxes of equal times have equal widths if possible."""
-        columns = max(FEWEST, self.width - self.label - len(" |") - len(SHARE))
-        whole = columns / self.timeline.makespan if self.timeline.makespan else 0.0
-        shortest = min((s.duration for s in self.timeline.spans if s.duration > 0), default=0.0)
-        return math.floor(shortest * whole) / shortest if shortest * whole >= 1 else whole
-
-    @cached_property
-    def columns(self) -> int:
-        return max(FEWEST, math.ceil(self.timeline.makespan * self.scale - 1e-9))
+    def __init__(self, timeline: Timeline, width: int, colour: bool) -> None:
+        self.timeline, self.colour = timeline, colour
+        self.stages = stages_of(timeline)
+        self.is_staged = any(len(held) > 1 for held in self.stages)
+        highest = max((stage for held in self.stages for stage in held), default=0)
+        self.label = len(f"rank {timeline.ranks - 1}")
+        self.label += len(f" stage {highest}") if self.is_staged else 0
+        columns = max(FEWEST, width - self.label - len(" |") - len(SHARE))
+        scale = columns / timeline.makespan if timeline.makespan else 0.0
+        shortest = min((s.duration for s in timeline.spans if s.duration > 0), default=0.0)
+        # Columns per unit of time, such that boxes of equal times have equal widths if possible.
+        self.scale = math.floor(shortest * scale) / shortest if shortest * scale >= 1 else scale
+        self.columns = max(FEWEST, math.ceil(timeline.makespan * self.scale - 1e-9))
 
     def lines(self, rank: int) -> Iterator[str]:
         """A rank's lines; its idle share is at the end of the first."""
@@ -378,7 +322,7 @@ class _Page:
         share = f"| {percent(self.timeline.bubbles[rank]).rjust(7)} idle"
         for number, stage in enumerate(self.stages[rank] or [0]):
             name = f"rank {rank}" if number == 0 else ""
-            if self.staged:
+            if self.is_staged:
                 name = f"{name.ljust(self.label - len(f' stage {stage}'))} stage {stage}"
             row = self.row([span for span in spans if span.action.stage == stage], busy)
             yield f"{name.ljust(self.label)} |{row}{share if number == 0 else '|'}"
@@ -402,11 +346,11 @@ class _Page:
                 cells[first:last] = [painted(text, span.action.op), *[""] * (last - first - 1)]
         return "".join(cells)
 
-    def ruler(self, unit: Unit) -> str:
+    def ruler(self) -> str:
         """The time below the lines."""
-        length = self.timeline.makespan * unit.factor
+        unit = unit_for(self.timeline)
         line = ""
-        for tick in ticks(length, self.columns // 12):
+        for tick in ticks(self.timeline.makespan * unit.factor, self.columns // 12):
             column = round(tick / unit.factor * self.scale)
             if column >= len(line):
                 line = line.ljust(column) + short(tick) + " "
@@ -415,8 +359,8 @@ class _Page:
     def legend(self) -> str:
         """What the letters mean."""
         ops = {span.action.op for span in self.timeline.spans}
-        named = [(op, f"{op.value} {NAMES.get(op, op.value)}") for op in Op if op in ops]
-        shown = [painted(f" {name} ", op) if self.colour else name for op, name in named]
+        names = [(op, f"{op.value} {NAMES.get(op, op.value)}") for op in Op if op in ops]
+        shown = [painted(f" {name} ", op) if self.colour else name for op, name in names]
         return " " * (self.label + 2) + ", ".join([*shown, f"{IDLE} idle"])
 
 

@@ -1,4 +1,7 @@
-"""Schedules in files: as CSV, which torch reads and writes too, and as JSON, which holds everything."""
+"""Schedules in files: as CSV, which torch reads and writes too, and as JSON, which holds everything.
+
+Files may be anybody's: reading one comes to an end, and what is wrong is said in one line.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ import io
 import json
 import os
 import stat
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import InputFileError, ScheduleError, UsageError, printable
-from penstock.schedule.action import COMPUTE_OPS, Action, Entry, parse_action
+from penstock.schedule.action import COMPUTE_OPS, Entry, Program, parse_action
 from penstock.schedule.base import Edge, Placement, Schedule, chain, flat
 
 
@@ -33,10 +38,9 @@ class Limits:
 
 
 DEFAULT = Limits()
-
 SUFFIXES = (".csv", ".json")
-_SHOWN = 60
-"""How many characters of a wrong text an error shows."""
+_SHOWN, _LONGEST_NAME = 60, 200
+"""How many characters an error shows of a wrong text, and of how many a name may be."""
 
 
 def save(schedule: Schedule, path: str | Path) -> None:
@@ -76,28 +80,21 @@ def _suffix(path: Path) -> str:
     return suffix
 
 
-# ---- files may be anybody's: reading one must come to an end
-
-
 def read_text(path: Path, limits: Limits) -> str:
     """The text of a file that is not too large.
 
     Raises:
-        InputFileError: there is no such file, it is too large, or it is not UTF-8.
+        InputFileError: there is no such file, it is no regular file, it is too large, or it is not UTF-8.
     """
     try:
-        with open(path, "rb", opener=_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InputFileError(
-                    f"{path}: is not a regular file, but a pipe, a device or a socket"
-                )
-            data = file.read(limits.size + 1)
-    except OSError as error:
-        raise InputFileError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        if isinstance(error, InputFileError):
-            raise
-        raise InputFileError(f"{str(path)!r}: cannot be read: {error}") from error
+        with open(path, "rb", opener=_open_at_once) as file:
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            data = file.read(limits.size + 1) if is_regular else b""
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InputFileError(f"{printable(str(path))}: cannot be read: {why}") from error
+    if not is_regular:
+        raise InputFileError(f"{path}: is not a regular file, but a pipe, a device or a socket")
     if len(data) > limits.size:
         raise InputFileError(
             f"{path}: larger than {limits.size} bytes; raise Limits.size to read it"
@@ -108,27 +105,41 @@ def read_text(path: Path, limits: Limits) -> str:
         raise InputFileError(f"{path}: byte {error.start} is not UTF-8 text") from error
 
 
-def _at_once(path: str, flags: int) -> int:
+def _open_at_once(path: str, flags: int) -> int:
     """Open without waiting for a writer, in case it is a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _entry(text: str, where: str) -> Entry:
+def _entries(rows: list[list[str]], where: str, first: int, limits: Limits) -> Iterator[Program]:
+    """The program of each row of texts; empty ones are bubbles and are left out.
+
+    Args:
+        rows: a row for each rank.
+        where: how to name the place of a text: a format of ``row`` and ``column``, counted from ``first``.
+        first: the number of the first row and column.
+        limits: limits on their number.
+    """
+    count = sum(map(len, rows))
+    if len(rows) > limits.ranks:
+        raise InputFileError(f"{len(rows)} ranks: more than {limits.ranks}, see Limits.ranks")
+    if count > limits.actions:
+        raise InputFileError(f"{count} actions: more than {limits.actions}, see Limits.actions")
+    for row, texts in enumerate(rows, first):
+        program: list[Entry] = []
+        for column, text in enumerate(texts, first):
+            if stripped := text.strip(" "):
+                program.append(_entry(stripped, where, row, column))
+        yield tuple(program)
+
+
+def _entry(text: str, where: str, row: int, column: int) -> Entry:
     try:
         return parse_action(text)
     except ScheduleError as error:
         raise InputFileError(
-            f"{where}: {text[:_SHOWN]!r} is not an action; "
+            f"{where.format(row=row, column=column)}: {text[:_SHOWN]!r} is not an action; "
             "write <stage><op><microbatch>, such as 2F0 or 0SEND_F1"
         ) from error
-
-
-def _check_counts(ranks: int, actions: int, limits: Limits) -> None:
-    """Refuse more programs or actions than the limits allow."""
-    if ranks > limits.ranks:
-        raise InputFileError(f"{ranks} ranks: more than {limits.ranks}, see Limits.ranks")
-    if actions > limits.actions:
-        raise InputFileError(f"{actions} actions: more than {limits.actions}, see Limits.actions")
 
 
 def _check_microbatches(stages: int, microbatches: int, limits: Limits) -> None:
@@ -163,12 +174,9 @@ def to_csv(schedule: Schedule) -> str:
 def csv_table(rows: Iterable[Iterable[str]]) -> str:
     """Rows of text as CSV; a cell that a spreadsheet would evaluate is prefixed with ``'``."""
     out = io.StringIO()
-    csv.writer(out).writerows([_unrunnable(cell) for cell in row] for row in rows)
+    safe = ([f"'{cell}" if cell.startswith(_RUNS) else cell for cell in row] for row in rows)
+    csv.writer(out).writerows(safe)
     return out.getvalue()
-
-
-def _unrunnable(cell: str) -> str:
-    return f"'{cell}" if cell.startswith(_RUNS) else cell
 
 
 def from_csv(text: str, *, name: str = "CSV", limits: Limits = DEFAULT) -> Schedule:
@@ -183,19 +191,6 @@ def from_csv(text: str, *, name: str = "CSV", limits: Limits = DEFAULT) -> Sched
         InputFileError: a cell is not an action, or the rows are not a schedule; the message names row,
             column and text.
     """
-    rows = _rows(text)
-    _check_counts(len(rows), sum(map(len, rows)), limits)
-    programs = tuple(tuple(_program(number, row)) for number, row in enumerate(rows, 1))
-    placement = _placement(programs)
-    microbatches = _microbatches(programs)
-    _check_microbatches(placement.stages, microbatches, limits)
-    try:
-        return Schedule(name, placement, microbatches, programs)
-    except ScheduleError as error:
-        raise InputFileError(f"{error} (rank r is row r + 1)") from error
-
-
-def _rows(text: str) -> list[list[str]]:
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         rows = list(reader)
@@ -205,79 +200,76 @@ def _rows(text: str) -> list[list[str]]:
         rows.pop()
     if not rows:
         raise InputFileError("no rows: expected one per rank")
-    return rows
+    programs = tuple(_entries(rows, "row {row}, column {column}", 1, limits))
+    placement = _placement(programs)
+    actions = (action for program in programs for action in flat(program))
+    microbatches = 1 + max((action.microbatch or 0 for action in actions), default=0)
+    _check_microbatches(placement.stages, microbatches, limits)
+    try:
+        return Schedule(name, placement, microbatches, programs)
+    except ScheduleError as error:
+        raise InputFileError(f"{error} (rank r is row r + 1)") from error
 
 
-def _program(number: int, row: list[str]) -> Iterable[Entry]:
-    for column, cell in enumerate(row, 1):
-        text = cell.strip(" ")
-        if text:
-            yield _entry(text, f"row {number}, column {column}")
-
-
-def _placement(programs: tuple[tuple[Entry, ...], ...]) -> Placement:
+def _placement(programs: tuple[Program, ...]) -> Placement:
     rank_of: dict[int, int] = {}
     for rank, program in enumerate(programs):
-        for stage in sorted({a.stage for a in flat(program) if a.op in COMPUTE_OPS}):
-            if rank_of.setdefault(stage, rank) != rank:
-                where = _column(program, stage)
-                raise InputFileError(
-                    f"row {rank + 1}, column {where}: stage {stage} computes in row "
-                    f"{rank_of[stage] + 1} already; a stage is on one rank"
-                )
-        if not any(home == rank for home in rank_of.values()):
+        computing = {action.stage for action in flat(program) if action.op in COMPUTE_OPS}
+        if not computing:
             raise InputFileError(f"row {rank + 1}: computes nothing; each rank must hold a stage")
+        for stage in sorted(computing):
+            if rank_of.setdefault(stage, rank) != rank:
+                raise InputFileError(
+                    f"row {rank + 1}: stage {stage} computes in row {rank_of[stage] + 1} already; "
+                    "a stage is on one rank"
+                )
     missing = next((stage for stage in range(len(rank_of)) if stage not in rank_of), None)
     if missing is not None:
         raise InputFileError(f"no row computes stage {missing}, but stage {max(rank_of)} is there")
     return Placement(tuple(rank_of[stage] for stage in range(len(rank_of))))
 
 
-def _column(program: tuple[Entry, ...], stage: int) -> int:
-    """The first column with an action of a stage."""
-    at = (i for i, entry in enumerate(program, 1) if any(a.stage == stage for a in flat((entry,))))
-    return next(at)
-
-
-def _microbatches(programs: tuple[tuple[Entry, ...], ...]) -> int:
-    return 1 + max(_numbers(action for program in programs for action in flat(program)), default=0)
-
-
-def _numbers(actions: Iterable[Action]) -> Iterable[int]:
-    return (action.microbatch for action in actions if action.microbatch is not None)
-
-
 # ---- JSON: with placement, edges and name, so that the round trip is exact
 
 
-FORMAT, VERSION = "penstock-schedule", 1
-_KEYS = {
-    "format": str,
-    "version": int,
-    "name": str,
-    "microbatches": int,
-    "placement": list,
-    "edges": list,
-    "programs": list,
-}
-_EDGE_KEYS = {"value": str, "source": int, "targets": list, "gradient": bool}
-_LONGEST_NAME = 200
-_DIGITS = 18
-"""More digits than any number here needs, and fewer than Python refuses to read."""
+Number = Annotated[int, Field(le=10**9)]
+"""More than any number here may be."""
+
+
+class EdgeJson(BaseModel):
+    """An edge in a file."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    value: str
+    source: Number
+    targets: list[Number]
+    gradient: bool
+
+
+class ScheduleJson(BaseModel):
+    """A schedule in a file."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    format: Literal["penstock-schedule"]
+    version: Literal[1]
+    name: str
+    microbatches: Number
+    placement: list[Number]
+    edges: list[EdgeJson]
+    programs: list[list[str]]
 
 
 def to_json(schedule: Schedule) -> str:
     """Write a schedule as JSON, with one line per program."""
     head = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": "penstock-schedule",
+        "version": 1,
         "name": schedule.name,
         "microbatches": schedule.microbatches,
         "placement": schedule.placement.rank_of,
-        "edges": [
-            {"value": e.value, "source": e.source, "targets": e.targets, "gradient": e.gradient}
-            for e in schedule.edges
-        ],
+        "edges": [asdict(edge) for edge in schedule.edges],
     }
     lines = ",\n  ".join(json.dumps([str(entry) for entry in p]) for p in schedule.programs)
     return f'{json.dumps(head, indent=1)[:-2]},\n "programs": [\n  {lines}\n ]\n}}\n'
@@ -289,39 +281,37 @@ def from_json(text: str, *, limits: Limits = DEFAULT) -> Schedule:
     Raises:
         InputFileError: the text is not JSON, has other keys or types, or is not a schedule.
     """
-    data = _object(_parse(text), _KEYS, "the file")
-    if (data["format"], data["version"]) != (FORMAT, VERSION):
-        raise InputFileError(
-            f"format {data['format']!r} version {data['version']}: expected {FORMAT!r} version {VERSION}"
-        )
-    programs = data["programs"]
-    for rank, program in enumerate(programs):
-        _check_list(program, str, f"programs[{rank}]")
-    _check_counts(len(programs), sum(map(len, programs)), limits)
-    _check_placement(data["placement"])
-    _check_microbatches(len(data["placement"]), data["microbatches"], limits)
+    try:
+        data = json.loads(text, object_pairs_hook=_distinct)
+        read = ScheduleJson.model_validate(data)
+    except ValidationError as error:
+        raise InputFileError(_first_of(error)) from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InputFileError):
+            raise
+        raise InputFileError(f"not JSON: {error}") from error
+    programs = tuple(_entries(read.programs, "programs[{row}][{column}]", 0, limits))
+    stages = len(read.placement)
+    beyond = next((rank for rank in read.placement if not 0 <= rank < stages), None)
+    if beyond is not None:
+        raise InputFileError(f"placement: {beyond} is not a rank of {stages} stages")
+    _check_microbatches(stages, read.microbatches, limits)
     try:
         return Schedule(
-            printable(data["name"], keep="")[:_LONGEST_NAME],
-            Placement(tuple(data["placement"])),
-            data["microbatches"],
-            tuple(
-                tuple(_entry(text, f"programs[{rank}][{at}]") for at, text in enumerate(program))
-                for rank, program in enumerate(programs)
-            ),
-            tuple(_edge(i, edge) for i, edge in enumerate(data["edges"])),
+            printable(read.name, keep="")[:_LONGEST_NAME],
+            Placement(tuple(read.placement)),
+            read.microbatches,
+            programs,
+            tuple(map(_edge, read.edges)),
         )
     except ScheduleError as error:
         raise InputFileError(str(error)) from error
 
 
-def _parse(text: str) -> object:
-    try:
-        return json.loads(
-            text, object_pairs_hook=_distinct, parse_constant=_no_constant, parse_int=_whole
-        )
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputFileError(f"not JSON: {error}") from error
+def _edge(read: EdgeJson) -> Edge:
+    if not read.value.isprintable():
+        raise InputFileError(f"edges: the value {read.value[:_SHOWN]!r} cannot be printed")
+    return Edge(read.value, read.source, tuple(read.targets), read.gradient)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -331,52 +321,12 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _whole(text: str) -> int:
-    if len(text) > _DIGITS:
-        raise InputFileError(f"{text[:_SHOWN]}... is a number of {len(text)} digits")
-    return int(text)
-
-
-def _no_constant(text: str) -> None:
-    raise InputFileError(f"{text} is not a number")
-
-
-def _object(data: object, keys: dict[str, type], where: str) -> dict[str, Any]:
-    """An object with exactly these keys, each of its type."""
-    if not isinstance(data, dict):
-        raise InputFileError(f"{where}: expected an object, found {_kind(data)}")
-    if data.keys() != keys.keys():
-        wrong = printable(", ".join(sorted(data.keys() ^ keys.keys()))[:_SHOWN])
-        raise InputFileError(f"{where}: unknown or missing keys: {wrong}")
-    for key, kind in keys.items():
-        if type(data[key]) is not kind:
-            raise InputFileError(f"{where}: {key} must be {kind.__name__}, not {_kind(data[key])}")
-    return data
-
-
-def _check_list(data: object, kind: type, where: str) -> None:
-    if not isinstance(data, list):
-        raise InputFileError(f"{where}: expected a list, found {_kind(data)}")
-    for i, item in enumerate(data):
-        if type(item) is not kind:
-            raise InputFileError(f"{where}[{i}]: must be {kind.__name__}, not {_kind(item)}")
-
-
-def _check_placement(data: list[int]) -> None:
-    _check_list(data, int, "placement")
-    for stage, rank in enumerate(data):
-        if not 0 <= rank < len(data):
-            raise InputFileError(f"placement[{stage}]: {rank} is not a rank of {len(data)} stages")
-
-
-def _kind(data: object) -> str:
-    return "null" if data is None else type(data).__name__
-
-
-def _edge(number: int, data: object) -> Edge:
-    where = f"edges[{number}]"
-    edge = _object(data, _EDGE_KEYS, where)
-    _check_list(edge["targets"], int, f"{where}.targets")
-    if not edge["value"].isprintable():
-        raise InputFileError(f"{where}.value: {edge['value'][:_SHOWN]!r} cannot be printed")
-    return Edge(edge["value"], edge["source"], tuple(edge["targets"]), edge["gradient"])
+def _first_of(error: ValidationError) -> str:
+    """The first thing that is wrong, and where, in one line."""
+    first = error.errors(include_url=False)[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    wrong = (
+        "" if first["type"] in ("missing", "extra_forbidden") else f", not {first['input']!r:.60}"
+    )
+    problem, *_ = first["msg"].partition(" or instance of")
+    return printable(f"{place.lstrip('.')[:_SHOWN] or 'the file'}: {problem}{wrong}", keep="")

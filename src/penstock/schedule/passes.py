@@ -75,7 +75,7 @@ def _together(first: Entry, second: Entry) -> Action | None:
 
 
 Channel = deque[Action]
-"""The receives of a channel that are not posted yet, in the order of their sends."""
+"""The receives of an ordered pair of ranks that are not posted yet, in the order of their sends."""
 
 
 @paused_collection()
@@ -83,13 +83,14 @@ def add_communication(schedule: Schedule, *, ahead: int = 1) -> Schedule:
     """Add every SEND and RECV that the edges need, for values that change ranks.
 
     A SEND follows the action that makes its value. A RECV is posted just before the last entry that waits for
-    an earlier message of the same channel. So a message finds its buffer ready, posting takes no time in
-    which the rank could compute, and few buffers wait. The messages of a channel keep the order of their
-    sends. Stages on one rank hand values over directly.
+    an earlier message from the same rank. So a message finds its buffer ready, posting takes no time in which
+    the rank could compute, and few buffers wait. Messages from one rank to another are received in the order
+    of their sends, activations and gradients alike: torch's runtime has one queue for both. Stages on one
+    rank hand values over directly.
 
     Args:
         schedule: one without messages; if it has messages already it is returned as it is.
-        ahead: for how many messages of a channel to be ready besides the one that is waited for.
+        ahead: for how many messages of a rank to be ready besides the one that is waited for.
 
     Raises:
         ScheduleError: an action needs a value that no action makes.
@@ -112,7 +113,7 @@ class _Messages:
     def __init__(self, schedule: Schedule) -> None:
         self._rule = Dependencies(schedule)
         self._rank_of = schedule.placement.rank_of
-        self._channels: dict[tuple[int, int, Op], Channel] = defaultdict(deque)
+        self._channels: dict[tuple[int, int], Channel] = defaultdict(deque)
         lanes = [Action(stage, op, 0) for stage in range(schedule.stages) for op in COMPUTE_OPS]
         self._sends = {a[:2]: [(s, self._channel(s)) for s in self._rule.sends(a)] for a in lanes}
         self._receives = {
@@ -122,7 +123,7 @@ class _Messages:
 
     def _channel(self, send: Action) -> Channel:
         ranks = self._rank_of[send.stage], self._rank_of[send.peer_stage]
-        return self._channels[*ranks, send.op]
+        return self._channels[ranks]
 
     def with_sends(self, program: Program) -> Iterator[Entry]:
         """The program with its sends after the entries that make their values; fills the channels."""
@@ -223,15 +224,15 @@ def _prefetch(program: Program, bound: int) -> Iterator[Entry]:
 
 def _coming(program: Program, bound: int) -> list[list[int]]:
     """For each entry the next distinct stages that are used from there on, nearest first."""
-    found: list[list[int]] = []
+    coming: list[list[int]] = []
     order: list[int] = []
     for entry in reversed(program):
         if _computes(entry):
             stages = [action.stage for action in flat((entry,))]
             if stages != order[: len(stages)]:
                 order = stages + [stage for stage in order if stage not in stages]
-        found.append(order[:bound])
-    return found[::-1]
+        coming.append(order[:bound])
+    return coming[::-1]
 
 
 # ---- when a stage's gradients are summed over data-parallel replicas

@@ -95,10 +95,10 @@ class Timeline:
 
     @cached_property
     def _of_rank(self) -> tuple[tuple[Span, ...], ...]:
-        found: list[list[Span]] = [[] for _ in range(self.ranks)]
+        spans: list[list[Span]] = [[] for _ in range(self.ranks)]
         for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
-            found[span.rank].append(span)
-        return tuple(map(tuple, found))
+            spans[span.rank].append(span)
+        return tuple(map(tuple, spans))
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
         """The spans of a rank, in the order in which they start."""
@@ -212,8 +212,8 @@ class Simulation:
     @property
     def bubble(self) -> float:
         """The share of the makespan in which ranks do not compute, over all ranks."""
-        whole = self.makespan * self.schedule.ranks
-        return 1 - sum(self.busy) / whole if whole else 0.0
+        available = self.makespan * self.schedule.ranks
+        return 1 - sum(self.busy) / available if available else 0.0
 
     @cached_property
     def longest_stage(self) -> float:

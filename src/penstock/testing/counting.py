@@ -144,5 +144,7 @@ def count_messages(pipe: Pipeline) -> CountingTransport:
 
     pipe.wrap_transport(wrap)
     if not counters:
-        raise UsageError("all ranks share this process, so no messages travel; start it by torchrun")
+        raise UsageError(
+            "all ranks share this process, so no messages travel; start it by torchrun"
+        )
     return counters[0]

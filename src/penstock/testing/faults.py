@@ -11,10 +11,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook
 
 from penstock.errors import UsageError
 from penstock.faults import Activity, add_probe
@@ -73,10 +70,12 @@ def fail_at(
             the rank's first action of the step. ``"between"``: in your own code before the step, where
             ``fault.over(batches)`` gives its batch.
         how: ``"exception"``, ``"out of memory"``: raise. ``"SIGKILL"``, ``"SIGSTOP"``, ``"SIGTERM"``,
-            ``"SIGINT"``, ``"SIGSEGV"``: send this process that signal. ``"exit"``: end it silently, with status 0.
+            ``"SIGINT"``, ``"SIGSEGV"``: send this process that signal. ``"exit"``: end it silently, with
+            status 0.
             ``"sleep"``: make no progress. ``"hold the GIL"``: likewise, and let no other thread run.
-            ``"dtype"``, ``"shape"``, ``"layout"``, ``"detach"``, ``"nan"``: change the tensors that a stage
-            returns from a forward. ``"short iterator"``: ``fault.over(batches)`` ends before the step.
+            ``"dtype"``, ``"shape"``, ``"layout"``, ``"detach"``, ``"nan"``: change the tensors that the
+            first module of a stage returns from a forward. ``"short iterator"``: ``fault.over(batches)`` ends
+            before the step.
         before: called just before the fault, for instance to note the time.
 
     Returns:
@@ -208,20 +207,10 @@ _CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _change_output(change: Callable[[Tensor], Tensor]) -> None:
-    """Change what the next module returns that no other module calls: that of the stage."""
-    depth = 0
-
-    def enter(module: Any, args: Any) -> None:
-        nonlocal depth
-        depth += 1
+    """Change what the next module returns: one of the stage's, and the only one of a stage of one module."""
 
     def leave(module: Any, args: Any, output: Any) -> Any:
-        nonlocal depth
-        depth -= 1
-        if depth:
-            return None
-        for handle in handles:
-            handle.remove()
+        handle.remove()
         return map_tensors(output, lambda t: change(t) if t.is_floating_point() else t)
 
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    handle = register_module_forward_hook(leave)

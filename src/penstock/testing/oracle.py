@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from penstock.pipeline import Pipeline
 from penstock.pipeline.plan import Stages
-from penstock.schedule import Schedule
 from penstock.runtime import LossFunction, LossWeight, Reduction, collect_losses
+from penstock.schedule import Schedule
 from penstock.values import Rules
 
 

@@ -25,6 +25,7 @@ from penstock.train.runfolder import AUTO, run_folder_of
 
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Amount = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Threads = Annotated[int, Field(ge=1, le=4096)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -33,6 +34,10 @@ Text = Annotated[str, Field(min_length=1)]
 DEFAULT_RANKS = 4
 LARGEST_SCHEDULE = 1_000_000
 """Microbatches times stages. A schedule of more would take minutes to build."""
+LARGEST_MODEL = 100_000_000_000
+"""Weights of the matrices. A larger model is a slip of the finger, which would end for lack of memory."""
+LARGEST_BATCH = 100_000_000
+"""Bytes of text in a step. The same holds for it."""
 
 
 def _setting(default: Any, group: str, description: str) -> Any:
@@ -76,7 +81,7 @@ class TrainConfig(BaseModel):
         "blocks.0,blocks.1.",
     )
     device: Text = _setting("cpu", "Pipeline", "Where to compute: cpu, cuda or cuda:<index>.")
-    threads: Count = _setting(
+    threads: Threads = _setting(
         1,
         "Pipeline",
         "Threads of each process; with 1, several processes give the same bits as one.",
@@ -151,6 +156,16 @@ class TrainConfig(BaseModel):
                 self.width % (2 * self.heads) != 0,
                 f"width={self.width} with heads={self.heads}: each head needs an even number of features; "
                 f"choose a width that {2 * self.heads} divides",
+            ),
+            (
+                12 * self.layers * self.width**2 > LARGEST_MODEL,
+                f"layers={self.layers} with width={self.width}: a model of more than {LARGEST_MODEL} "
+                "weights; choose fewer layers or a smaller width",
+            ),
+            (
+                batch * self.sequence > LARGEST_BATCH,
+                f"batch={batch} with sequence={self.sequence}: more than {LARGEST_BATCH} bytes in a step; "
+                "choose a smaller batch or sequence",
             ),
             (
                 self.resume == AUTO and self.out is None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from penstock.plan import DEVICES
+from penstock.plan import device_called
 
 Metrics = Mapping[str, Any]
 """The numbers of a step as the run folder keeps them, by name; see docs/watching.md."""
@@ -38,12 +37,9 @@ def peak_flops(device: torch.device) -> float | None:
     """The floating-point operations per second that a device can do at most; None if that is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device).lower().replace("rtx ", "rtx").replace("geforce ", "")
-    if "pcie" in name:
-        return None  # slower than the cards of the same name that the table has
+    known = device_called(torch.cuda.get_device_name(device))
     dtype = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    known = (one for one in DEVICES.values() if re.search(rf"\b{one.name}\b", name))
-    return next((one.flops[dtype] for one in known), None)
+    return None if known is None else known.flops[dtype]
 
 
 class Display:

@@ -169,7 +169,10 @@ def run_folder_of(resume: str) -> Path | None:
 
 def command_to_resume(out: Path) -> str:
     """The command that resumes a run."""
-    processes = os.environ.get("WORLD_SIZE", "1")
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node", processes, "-m"]
     command = ["penstock", "train", "--resume", str(out)]
-    return shlex.join(command if processes == "1" else torchrun + command)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    if processes > 1:
+        machines = ["--standalone"] if here == processes else ["--nnodes", str(processes // here)]
+        command = ["torchrun", *machines, "--nproc-per-node", str(here), "-m", *command]
+    return shlex.join(command)

@@ -21,7 +21,6 @@ from penstock.errors import CheckpointError, ConfigError, InputFileError, NonFin
 from penstock.parallel import over_replicas, replicated_mesh
 from penstock.pipeline import Pipeline, peak_memory
 from penstock.plan import Plan, Profile
-from penstock.plan.report import report_of
 from penstock.schedule import Timeline, draw_svg
 from penstock.train.config import TrainConfig, ranks_of, schedule_of, to_toml, world_size
 from penstock.train.corpus import Batch, Corpus, load
@@ -86,9 +85,9 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
         InputFileError: the text is too short, or the file of a plan is wrong.
     """
     device = device_of(config)
+    corpus = load(config.data, config.sequence)
     mesh = mesh_of(config)
     torch.set_num_threads(config.threads)
-    corpus = load(config.data, config.sequence)
     with make_pipeline(config, corpus, device, mesh) as pipe:
         out = (console or Console()) if pipe.leads else Console(quiet=True)
         folder, checkpoints = _claim_folder(pipe, config)
@@ -233,6 +232,8 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
     path = problem = ""
     if pipe.leads:
         try:
+            if config.resume not in (None, AUTO):
+                source_of(config.resume, Path())
             resumed = run_folder_of(config.resume) if config.resume else None
             out = config.out or (None if resumed is None else str(resumed))
             same = config.resume == AUTO or (resumed is not None and out == str(resumed))
@@ -461,7 +462,7 @@ class Run:
         schedule, kind = self.pipe.schedule, CLOCKS[clocks]
         size = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
         title = f"{schedule.name}: step {step}, {size}"
-        report = report_of([self._plan()], title=title, measured=timeline)
+        report = planning.report_of([self._plan()], title=title, measured=timeline)
         self.folder.write("timeline.json", timeline.to_chrome_trace())
         self.folder.write("timeline.svg", draw_svg(timeline, title=title, note=kind))
         self.folder.write("report.html", report)

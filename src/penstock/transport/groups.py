@@ -3,13 +3,16 @@
 The connections are the pipeline's own, so that a failure breaks neither the user's connections nor those of
 another pipeline. On CPUs messages go over one gloo group, each kind of message under its own tag, so that a
 receive never stands in front of another; small ones between processes of one machine go over sockets. On
-GPUs each ordered pair of ranks and direction has an NCCL communicator of its own, with its own stream.
+GPUs each ordered pair of ranks and direction has an NCCL communicator of its own, with its own stream. Where
+the ranks' process group has no NCCL, as for two processes on one GPU, messages are copied to the CPU and
+travel from there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import MessageError
 from penstock.faults import Activity, Meeting, Watch, end_waits
@@ -52,9 +56,10 @@ class Circle:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         alone = group is None and not (dist.is_available() and dist.is_initialized())
-        self._group: Any = None if alone else group or dist.group.WORLD
-        self.rank = 0 if alone else self._group.rank()
-        self.size = 1 if alone else self._group.size()
+        members: Any = None if alone else group or dist.group.WORLD
+        self._group = members
+        self.rank = 0 if alone else members.rank()
+        self.size = 1 if alone else members.size()
         backend = dist.get_backend(self._group) if dist.is_initialized() else "gloo"
         self._device = torch.accelerator.current_accelerator() if backend == "nccl" else None
 
@@ -74,10 +79,20 @@ class Circle:
         return [row.cpu() for row in rows]
 
 
+_JSON = 0x4A534F4E
+"""Marks the length of JSON bytes, to tell it from what another operation sends."""
+
+
 def exchange_json(value: Any, gather: Callable[[Tensor], list[Tensor]]) -> list[Any]:
     """The JSON values of all processes, by a function that gathers tensors: first lengths, then bytes."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [int(length) for length in gather(torch.tensor([text.numel()]))]
+    words = [row.tolist() for row in gather(torch.tensor([_JSON, text.numel()]))]
+    if any(mark != _JSON for mark, _ in words):
+        raise MessageError(
+            "the ranks call different things: one exchanges values, and another waits for something else; "
+            "call the same methods of the pipeline in the same order on every rank"
+        )
+    lengths = [length for _, length in words]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: text.numel()] = text
     rows = zip(gather(padded), lengths, strict=True)
@@ -108,13 +123,18 @@ class Transport:
         self.activity = activity
         self._meeting = meeting
         self._device = device
+        # Where a message lies to be sent. NCCL orders its work on streams; sockets and gloo read memory.
+        nccl = f"{device.type}:nccl" in dist.get_backend_config(meeting.group).split(",")
+        self._carrier = device if nccl else torch.device("cpu")
+        self._small = -1 if nccl else SMALL
         self._sent: list[tuple[Sequence[Any], Any]] = []
         self._channels: dict[tuple[int, int, int], Any] = {}
         self._lines: dict[int, Line] = {}
         self._closed = False
         # new_group will not do: for a part of the world it uses the name of an earlier, ended group again,
         # and its members then find the addresses of that group.
-        store = dist.PrefixStore("gloo", meeting.store)
+        store = PrefixStore("gloo", meeting.store)
+        activity.wait("all ranks to connect", None)
         try:
             self._gloo: Any = dist.ProcessGroupGloo(
                 store, self.rank, self.ranks, timedelta(seconds=wait)
@@ -125,28 +145,43 @@ class Transport:
             ) from error
         self._gloo.set_timeout(timedelta(seconds=DAY))
         watch.protect(self.abort)
+        # Not at exit, when the watch itself tells whether an error was the reason.
+        weakref.finalize(self, watch.close).atexit = False
         self._lines = connect_lines(self.rank, self.ranks, self.exchange)
 
     # ---- messages between two ranks
 
     def open(self, channels: Iterable[tuple[int, int, int]]) -> None:
-        """Make the communicators of new channels (source, target, direction); all ranks, in one order."""
-        if self._device.type == "cpu":
+        """Connect new channels (source, target, direction); all ranks, in one order."""
+        if self._carrier.type == "cpu":
             return
-        backend = dist.get_default_backend_for_device(self._device)
         for channel in channels:
-            if channel not in self._channels:
-                # Every rank makes every group, even those that it is not in, since torch counts them.
-                members = [self._meeting.global_ranks[end] for end in sorted(channel[:2])]
-                self._channels[channel] = dist.new_group(
-                    members, timedelta(seconds=DAY), backend, device_id=self._device
-                )
+            source, target, direction = channel
+            if channel in self._channels or self.rank not in (source, target):
+                continue
+            peer = target if source == self.rank else source
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=DAY)
+            store = PrefixStore(f"nccl/{source}/{target}/{direction}", self._meeting.store)
+            # As for gloo: groups of new_group would share names with those of replicas.
+            # Torch's stubs do not declare its methods.
+            group: Any = dist.ProcessGroupNCCL(store, int(self.rank > peer), 2, options)
+            self._channels[channel] = group
+            # The first message connects, and waits for the other end. In a step two ranks might wait for each
+            # other on different channels; here all ranks go through the channels in one order.
+            self.activity.wait("a channel to connect", peer)
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            move = group.send if source == self.rank else group.recv
+            _wait_for([move([byte], int(peer > self.rank), 0)])
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor], direction: int = 0) -> None:
         """Start to send tensors, which must not change until :meth:`settle`."""
         buffers = [_bytes_of(tensor) for tensor in tensors]
+        if self._device.type != "cpu":
+            # Also to the GPU: the zeros that stand for an absent gradient are made on the CPU.
+            buffers = [buffer.to(self._carrier) for buffer in buffers]
         size = sum([buffer.numel() for buffer in buffers])
-        if size <= SMALL and peer in self._lines:
+        if size <= self._small and peer in self._lines:
             self._lines[peer].send(tag, [buffer.numpy() for buffer in buffers], size)
             return
         group, place = self._group(self.rank, peer, direction)
@@ -160,19 +195,20 @@ class Transport:
     ) -> Arrival:
         """Start to receive tensors of known layouts."""
         size = sum([layout.nbytes for layout in layouts])
-        line = self._lines.get(peer) if size <= SMALL else None
+        tensors = [layout.empty(self._carrier) for layout in layouts]
+        line = self._lines.get(peer) if size <= self._small else None
         if line is not None:
-            return Arrival(line, tag, [], [layout.empty(self._device) for layout in layouts])
-        tensors = [layout.empty(self._device) for layout in layouts]
+            return Arrival(self._device, tensors, line, tag)
         buffers = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         group, place = self._group(peer, self.rank, direction)
         parcels = _parcels_for(buffers)
         works = [group.recv([parcel], place, tag) for parcel in parcels]
-        return Arrival(None, tag, works, tensors, parcels if parcels and parcels[0] is not buffers[0] else ())
+        packed = parcels if parcels and parcels[0] is not buffers[0] else ()
+        return Arrival(self._device, tensors, works=works, parcels=packed)
 
     def _group(self, source: int, target: int, direction: int) -> tuple[Any, int]:
         peer = target if source == self.rank else source
-        if self._device.type == "cpu":
+        if self._carrier.type == "cpu":
             return self._gloo, peer
         return self._channels[source, target, direction], int(peer > self.rank)
 
@@ -191,16 +227,16 @@ class Transport:
         if peer in self._lines:
             return json.loads(bytes(self._lines[peer].receive(_DESCRIPTIONS + tag)))
         length = torch.zeros(1, dtype=torch.int64)
-        self._gloo.recv([length], peer, _DESCRIPTIONS + tag).wait()
+        _wait_for([self._gloo.recv([length], peer, _DESCRIPTIONS + tag)])
         text = torch.empty(int(length), dtype=torch.uint8)
-        self._gloo.recv([text], peer, _DESCRIPTIONS + tag).wait()
+        _wait_for([self._gloo.recv([text], peer, _DESCRIPTIONS + tag)])
         return json.loads(text.numpy().tobytes())
 
     def settle(self) -> None:
         """Wait until everything that was sent has left."""
+        self.activity.wait("what it sent to leave", None)
         for works, _ in self._sent:
-            for work in works:
-                work.wait()
+            _wait_for(works)
         self._sent.clear()
         for line in self._lines.values():
             line.flush()
@@ -209,10 +245,13 @@ class Transport:
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """The CPU tensors of all ranks, which have one shape and type, by rank."""
-        rows = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        rows = [
+            torch.empty_like(values, memory_format=torch.contiguous_format)
+            for _ in range(self.ranks)
+        ]
         self.activity.wait("all ranks", None)
         if not self._lines or values.nbytes > SMALL or not values.numel():
-            self._gloo.allgather([rows], [values]).wait()
+            _wait_for([self._gloo.allgather([rows], [values])])
             return rows
         data = _bytes_of(values)
         for line in self._lines.values():
@@ -234,14 +273,14 @@ class Transport:
         """The tensor of rank ``source``; the others pass one of the same shape, type and device."""
         data = _bytes_of(tensor).cpu().clone()
         self.activity.wait("all ranks", None)
-        self._gloo.broadcast(data, source).wait()
+        _wait_for([self._gloo.broadcast(data, source)])
         return data.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
 
     # ---- the end
 
     def abort(self) -> None:
         """Break all connections, from any thread; waits on them end at once, at both ends."""
-        for group in set(self._channels.values()):
+        for group in list(self._channels.values()):
             with suppress(Exception):
                 group.abort()
         for line in list(self._lines.values()):
@@ -257,6 +296,11 @@ class Transport:
         self._sent.clear()
         for line in self._lines.values():
             line.close()
+        for group in self._channels.values():
+            # Waits for what is under way, which a peer may still need; after abort() there is nothing.
+            with suppress(Exception):
+                group.shutdown()
+        self._channels.clear()
         # After an error, operations that still wait would keep the group from ending.
         end_waits(self._gloo)
         del self._gloo
@@ -264,18 +308,29 @@ class Transport:
 
 
 class Arrival:
-    """A message that is being received."""
+    """A message that is being received.
 
-    __slots__ = ("_line", "_parcels", "_tag", "_tensors", "_works")
+    Args:
+        device: where its tensors are wanted.
+        tensors: what it fills.
+        line: the socket that it comes over, or None.
+        tag: its tag there.
+        works: what to wait for where it comes over process groups.
+        parcels: what arrives for several of the tensors at once.
+    """
+
+    __slots__ = ("_device", "_line", "_parcels", "_tag", "_tensors", "_works")
 
     def __init__(
         self,
-        line: Line | None,
-        tag: int,
-        works: Sequence[Any],
+        device: torch.device,
         tensors: list[Tensor],
+        line: Line | None = None,
+        tag: int = 0,
+        works: Sequence[Any] = (),
         parcels: Sequence[Tensor] = (),
     ) -> None:
+        self._device = device
         self._line = line
         self._tag = tag
         self._works = works
@@ -285,6 +340,8 @@ class Arrival:
     def take(self) -> list[Tensor]:
         """Wait for the message; its tensors.
 
+        With NCCL it is the device's stream that waits, and the caller goes on.
+
         Raises:
             MessageError: the connection is broken.
         """
@@ -292,15 +349,26 @@ class Arrival:
             data = torch.frombuffer(bytearray(self._line.receive(self._tag)), dtype=torch.uint8)
             _unpack(data, self._tensors)
         else:
-            for work in self._works:
-                work.wait()
+            _wait_for(self._works)
             for parcel in self._parcels:
                 _unpack(parcel, self._tensors)
-        return self._tensors
+        if self._device.type == "cpu":
+            return self._tensors
+        return [tensor.to(self._device) for tensor in self._tensors]
+
+
+def _wait_for(works: Iterable[Any]) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        # A process group raises this for a peer that is gone.
+        raise MessageError(f"a connection is closed: {error}") from error
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _packed(buffers: list[Tensor]) -> list[Tensor]:

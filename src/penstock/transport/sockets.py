@@ -191,7 +191,9 @@ def connect_lines(
     try:
         folders = exchange(folder)
         lines = {peer: line for peer in range(rank) if (line := _call(folders[peer], rank, peer))}
-        connected = {(peer, upper) for upper, row in enumerate(exchange(list(lines))) for peer in row}
+        connected = {
+            (peer, upper) for upper, row in enumerate(exchange(list(lines))) for peer in row
+        }
         for _ in [pair for pair in connected if pair[0] == rank]:
             peer, line = _accept(listener)
             lines[peer] = line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.weights.files import (
+from penstock.weights.folders import (
     WeightFiles,
     load_partition,
     load_stage,

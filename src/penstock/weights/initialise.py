@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.parallel import path_without_wrappers
 from penstock.rng import generators_kept, seed_generators, seed_of
+from penstock.stage import PipelineStage
 
 # ---- give tensors on the meta device memory, and find those that no initialiser has filled
 
@@ -55,12 +56,12 @@ class Blanks:
             )
 
     def _is_blank(self, tensor: Tensor) -> bool:
-        found = self._blanks.get(id(tensor))
-        if found is None or not tensor.numel():
+        blank = self._blanks.get(id(tensor))
+        if blank is None or not tensor.numel():
             return False
         if tensor.is_floating_point() or tensor.is_complex():
             return bool(tensor.isnan().any())
-        return tensor._version == found[1] and bool((tensor == _mark(tensor.dtype)).all())
+        return tensor._version == blank[1] and bool((tensor == _mark(tensor.dtype)).all())
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -73,12 +74,12 @@ def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 @torch.no_grad()
 def _give_memory(tensor: Tensor, device: torch.device) -> None:
-    made = torch.empty_like(tensor, device=device, requires_grad=False)
-    made.fill_(_mark(tensor.dtype))
+    filled = torch.empty_like(tensor, device=device, requires_grad=False)
+    filled.fill_(_mark(tensor.dtype))
     if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, made)
+        filled = nn.Parameter(filled, tensor.requires_grad)
+    filled.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, filled)
 
 
 def _mark(dtype: torch.dtype) -> float | int | bool:
@@ -154,8 +155,7 @@ def _children_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     A container may change its children after their own initialisers.
     """
     depths = {module: path.count(".") + bool(path) for path, module in root.named_modules()}
-    found = sorted(root.named_modules(), key=lambda item: -depths[item[1]])
-    return iter(found)
+    return iter(sorted(root.named_modules(), key=lambda item: -depths[item[1]]))
 
 
 @contextmanager
@@ -186,14 +186,14 @@ class _Inits:
         self._of: dict[str, Init] = dict(getattr(root, "initialisers", {}))
         for path, module in root.named_modules():
             called = getattr(module, "stands_for", module)
-            if callable(found := getattr(called, "_init_weights", None)):
-                self._of[path] = found
+            if callable(init := getattr(called, "_init_weights", None)):
+                self._of[path] = init
 
     def run(self, path: str, module: nn.Module) -> None:
         """Run a module's own initialiser, and then the user's or that of the model around it."""
-        own: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        if callable(own) and _takes_nothing(own):
-            own()
+        reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        if callable(reset) and _takes_nothing(reset):
+            reset()
         init = self._init or self._around(path)
         if init is not None:
             init(module)
@@ -216,18 +216,6 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
 
 
 # ---- the user's function
-
-
-@runtime_checkable
-class _Pipeline(Protocol):
-    def init_weights(self, seed: int, init: Init | None = None) -> None:
-        """As below."""
-
-
-@runtime_checkable
-class _Stage(Protocol):
-    own: nn.Module
-    device: torch.device
 
 
 def init_weights(
@@ -257,11 +245,12 @@ def init_weights(
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UsageError(f"seed={seed!r}: must be a whole number")
-    if isinstance(target, nn.Module | _Stage):
+    if isinstance(target, nn.Module | PipelineStage):
         initialise([_home(target, device)], seed, init)
-    elif isinstance(target, _Pipeline):
-        _check_no_device(device)
-        target.init_weights(seed, init)
+    elif callable(of_pipeline := getattr(target, "init_weights", None)):
+        if device is not None:
+            raise UsageError("a Pipeline knows where its stages live; leave out device=")
+        of_pipeline(seed, init)
     elif isinstance(target, Iterable):
         initialise([_home(stage, device) for stage in target], seed, init)
     else:
@@ -270,16 +259,11 @@ def init_weights(
         )
 
 
-def _check_no_device(device: Any) -> None:
-    if device is not None:
-        raise UsageError("a Pipeline knows where its stages live; leave out device=")
-
-
 def _home(stage: Any, device: torch.device | str | None) -> tuple[nn.Module, torch.device]:
+    if isinstance(stage, PipelineStage):
+        return stage.code, torch.device(device or stage.device)
     if isinstance(stage, nn.Module):
         return stage, torch.device(device or "cpu")
-    if isinstance(stage, _Stage):
-        return stage.code, torch.device(device or stage.device)
     raise UsageError(
         f"{type(stage).__name__} is neither a module nor a stage; give modules, PipelineStages or a Pipeline"
     )

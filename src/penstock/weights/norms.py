@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_
 
 from penstock.errors import NonFiniteError, UsageError
 from penstock.parallel import global_norms
@@ -34,8 +33,10 @@ def all_norms(ranks: Ranks, counted: Mapping[int, Sequence[Tensor]], order: floa
         counted: for each stage here, the parameters that count there.
         order: as for :func:`torch.linalg.vector_norm`.
     """
-    own = [[stage, gradient_norms(counted[stage], order).tolist()] for stage in sorted(counted)]
-    stages = sorted(pair for of_rank in exchange(ranks, own) for pair in of_rank)
+    by_stage = [
+        [stage, gradient_norms(counted[stage], order).tolist()] for stage in sorted(counted)
+    ]
+    stages = sorted(pair for of_rank in exchange(ranks, by_stage) for pair in of_rank)
     return torch.tensor([norm for _, norms in stages for norm in norms], dtype=torch.float64)
 
 
@@ -73,5 +74,8 @@ def scale_gradients(parameters: Iterable[Tensor], norm: float, largest: float) -
     """
     if not largest >= 0:
         raise UsageError(f"max_norm={largest}: must be at least 0")
-    if not norm + 1e-6 <= largest:
-        clip_grads_with_norm_(parameters, largest, torch.tensor(norm, dtype=torch.float64))
+    factor = largest / (norm + 1e-6)
+    # torch's own clip_grads_with_norm_ refuses DTensors beside plain tensors.
+    for parameter in parameters if not factor >= 1.0 else ():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)

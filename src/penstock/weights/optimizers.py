@@ -92,8 +92,8 @@ def write_states(
     state_dict, known = optimizer.state_dict(), _names(optimizer, names, called)
     kept = {
         id(parameter): {key: _as_kept(v, parameter, key) for key, v in held.states[name].items()}
-        for group, own in zip(optimizer.param_groups, known, strict=True)
-        for parameter, name in zip(group["params"], own, strict=True)
+        for group, of_group in zip(optimizer.param_groups, known, strict=True)
+        for parameter, name in zip(group["params"], of_group, strict=True)
         if name in held.states
     }
     states, groups = dict(state_dict["state"]), []
@@ -110,9 +110,9 @@ def write_states(
         _keep_types(optimizer.state.get(parameter), kept.get(id(parameter)))
 
 
-def _keep_types(state: Any, given: Any) -> None:
+def _keep_types(state: Any, saved: Any) -> None:
     """Restore the types as saved, since torch casts states to the parameter's type when it loads them."""
-    for key, value in (given or {}).items():
+    for key, value in (saved or {}).items():
         if isinstance(value, Tensor) and state[key].dtype != value.dtype:
             state[key] = value.to(state[key].device)
 
@@ -196,19 +196,19 @@ def merge_groups(
 
 
 def find_groups(
-    own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]], settings: Sequence[Any]
+    current: Sequence[Sequence[str]], saved: Sequence[Sequence[str]], settings: Sequence[Any]
 ) -> tuple[list[int | None], list[str]]:
     """For each group here, the index of the saved group that it continues, and what does not fit.
 
     Args:
-        own: the parameters of the groups here.
+        current: the parameters of the groups here.
         saved: the parameters of the saved groups.
         settings: of the saved groups.
     """
     number_of = {name: number for number, names in enumerate(saved) for name in names}
     continued: list[int | None] = []
     problems = []
-    for place, names in enumerate(own):
+    for place, names in enumerate(current):
         numbers = list(dict.fromkeys(number_of[name] for name in names if name in number_of))
         if any(settings[number] != settings[numbers[0]] for number in numbers):
             listed = (f"{quoted(saved[n][:1])} with {_listed(settings[n])}" for n in numbers)
@@ -216,7 +216,7 @@ def find_groups(
                 f"group {place} has parameters that were saved in groups with different settings: "
                 + "; ".join(listed)
             )
-        by_place = place if len(own) == len(saved) else None
+        by_place = place if len(current) == len(saved) else None
         continued.append(numbers[0] if numbers else by_place)
     return continued, problems
 
@@ -322,15 +322,15 @@ def find_states(
             "what pipe.optimizer_state_dict(optimizer, full=True) returns, or use penstock.Checkpoints"
         )
     settings = [{key: one for key, one in group.items() if key not in OWN} for group in groups]
-    own = read_states(optimizer, names, "the optimizer")
-    numbers, problems = find_groups(own.groups, members, settings)
-    known, here = {n for of in members for n in of}, {n for of in own.groups for n in of}
+    states_here = read_states(optimizer, names, "the optimizer")
+    numbers, problems = find_groups(states_here.groups, members, settings)
+    known, here = {n for of in members for n in of}, {n for of in states_here.groups for n in of}
     replies = exchange(ranks, [sorted(here - known), sorted(here), problems])
     missing = sorted({name for one in replies for name in one[0]})
     unexpected = sorted(known.difference(*(one[1] for one in replies)))
-    own.settings = [{} if number is None else settings[number] for number in numbers]
-    own.states = {name: copies(of) for name, of in state["state"].items() if name in here}
-    return own, (missing, unexpected), [text for one in replies for text in one[2]]
+    states_here.settings = [{} if number is None else settings[number] for number in numbers]
+    states_here.states = {name: copies(of) for name, of in state["state"].items() if name in here}
+    return states_here, (missing, unexpected), [text for one in replies for text in one[2]]
 
 
 class NamedStates:
@@ -352,14 +352,14 @@ class NamedStates:
         """The states under flat keys. An optimizer that has not stepped yet makes its states first."""
         _make_states(self._optimizer)
         held = read_states(self._optimizer, self._names(), "the optimizer")
-        found = {
+        flat = {
             f"state.{name}.{key}": value
             for name, state in held.states.items()
             for key, value in state.items()
         }
         for members, settings in zip(held.groups, held.settings, strict=True):
-            found |= {f"param_groups.{n}.{key}": v for n in members for key, v in settings.items()}
-        return found
+            flat |= {f"param_groups.{n}.{key}": v for n in members for key, v in settings.items()}
+        return flat
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what was saved.
@@ -370,13 +370,13 @@ class NamedStates:
         names = self._names()
         held = read_states(self._optimizer, names, "the optimizer")
         for place, members in enumerate(held.groups):
-            given = [_below(state, f"param_groups.{name}.") for name in members]
-            if any(repr(one) != repr(given[0]) for one in given):
+            of_members = [_below(state, f"param_groups.{name}.") for name in members]
+            if any(repr(one) != repr(of_members[0]) for one in of_members):
                 raise StateDictError(
                     f"the parameters of the optimizer's group {place} were saved with different settings; "
                     "make the groups as they were then"
                 )
-            held.settings[place] |= given[0] if given else {}
+            held.settings[place] |= of_members[0] if of_members else {}
             for name in members:
                 held.states[name] = _below(state, f"state.{name}.") or held.states.get(name, {})
         held.states = {name: of for name, of in held.states.items() if of}

@@ -1,9 +1,9 @@
 """Weights that several stages use: one tensor in a process, equal copies across processes, one gradient.
 
-Each stage collects its share of the gradient beside ``.grad``, over all microbatches of a step. After the step,
-the ranks that hold copies exchange the shares of their stages; each adds all shares up in the order of the
-stages, and adds the sum to ``.grad``. So the result depends neither on which rank has which stages, nor on whose
-backward ran first, and optimizers keep the copies equal bit by bit.
+Each stage collects its share of the gradient beside ``.grad``, over all microbatches of a step. After the
+step, the ranks that hold copies exchange the shares of their stages; each adds all shares up in the order of
+the stages, and adds the sum to ``.grad``. So the result depends neither on which rank has which stages, nor
+on whose backward ran first, and optimizers keep the copies equal bit by bit.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class SharedWeights:
         self._shared = [one for one in table if self._stages.keys() & {*one.stages}]
         self._ranks_of = [sorted({rank_of[stage] for stage in one.stages}) for one in self._shared]
         self._rank_of = rank_of
+        self._is_first_step = True
         self._buffers: list[tuple[Shared, Tensor, int, Tensor | None]] = []
         self.tie()
         wide = [one for one in table if len({rank_of[stage] for stage in one.stages}) > 1]
@@ -61,6 +62,11 @@ class SharedWeights:
         check_same(ranks, text, "tables of shared weights; give all of them the same shared=")
         homes = [sorted({rank_of[stage] for stage in one.stages}) for one in wide]
         ranks.open(sorted({(a, b) for of in homes for a in of for b in of if a != b}))
+
+    @property
+    def idle(self) -> bool:
+        """Whether the stages here share nothing with other stages."""
+        return all(len(one.stages) == 1 for one in self._shared)
 
     # ---- one tensor in a process
 
@@ -125,22 +131,22 @@ class SharedWeights:
         """
         if not self._is_wide:
             return
-        own = {
+        digests = {
             one.names[0]: [str(list(tensor.shape)), str(tensor.dtype), _digest(local_part(tensor))]
             for one, tensor in zip(self._shared, self._tensors, strict=True)
         }
-        copies = exchange(self._ranks, own)
+        copies = exchange(self._ranks, digests)
         for one, tensor, ranks in zip(self._shared, self._tensors, self._ranks_of, strict=True):
-            told = {rank: copies[rank][one.names[0]] for rank in ranks}
-            kinds = {rank: " ".join(copy[:2]) for rank, copy in told.items()}
+            of_ranks = {rank: copies[rank][one.names[0]] for rank in ranks}
+            kinds = {rank: " ".join(copy[:2]) for rank, copy in of_ranks.items()}
             if len({*kinds.values()}) > 1:
                 raise AgreementError(
                     f"ranks share {one.names[0]!r}, but it differs between them: {kinds}; "
                     "give every rank the same model"
                 )
             source = self._rank_of[one.stages[0]]
-            others = [r for r in ranks if "" not in (told[r][2], told[source][2])]
-            others = [r for r in others if told[r][2] != told[source][2]]
+            others = [r for r in ranks if "" not in (of_ranks[r][2], of_ranks[source][2])]
+            others = [r for r in others if of_ranks[r][2] != of_ranks[source][2]]
             part = local_part(tensor)
             if others and self._ranks.rank == source:
                 text = "%r differed between the ranks that share it: ranks %s got that of rank %d"
@@ -157,25 +163,39 @@ class SharedWeights:
         """Before a step: tie weights again that were replaced, and note the shared buffers."""
         if not self._is_tied():
             self.tie()
-        is_first = not self._buffers
         # Not every operation that changes a tensor increments its version: batch_norm does not.
         self._buffers = [
-            (one, tensor, tensor._version, tensor.clone() if is_first else None)
+            (one, tensor, tensor._version, tensor.clone() if self._is_first_step else None)
             for one, tensor in zip(self._shared, self._tensors, strict=True)
             if not isinstance(tensor, nn.Parameter) and len(one.stages) > 1
         ]
 
-    def sum_gradients(self) -> None:
-        """After a step: add the sum of all stages' shares to the ``.grad`` of each weight.
+    def check_buffers(self) -> None:
+        """After a step: check that it left shared buffers as they were.
 
         Raises:
-            UsageError: the step changed a buffer that stages share.
+            UsageError: it changed one.
         """
+        changed = [
+            f"{one.names[0]!r} (stages {list(one.stages)})"
+            for one, tensor, version, before in self._buffers
+            if tensor._version != version or not (before is None or torch.equal(tensor, before))
+        ]
+        if changed:
+            raise UsageError(
+                f"a step changed buffers that several stages share: {', '.join(changed)}; each rank would "
+                "change its own copy, in another order than the unsplit model. Put the modules that use them "
+                "into one stage, or keep the buffer fixed (a BatchNorm with track_running_stats=False, or in "
+                "evaluation mode)"
+            )
+        self._is_first_step = False
+
+    def sum_gradients(self) -> None:
+        """After a step: add the sum of all stages' shares to the ``.grad`` of each weight."""
         shares: dict[tuple[int, int], Tensor | None] = {}
         for index, stage in self._stages.items():
             keys = [(i, index) for i in self._trained_by(index)]
             shares |= zip(keys, stage.take_shares(), strict=True)
-        self._check_buffers()
         shares = {key: self._dense(key[0], one) for key, one in shares.items()}
         if self._is_wide:
             self._exchange(shares)
@@ -193,8 +213,8 @@ class SharedWeights:
                 if rank not in self._here:
                     of_rank = [(i, stage) for stage in one.stages if self._rank_of[stage] == rank]
                     theirs.setdefault(rank, []).extend(of_rank)
-                    own = [(i, stage) for stage in one.stages if (i, stage) in shares]
-                    mine.setdefault(rank, []).extend(own)
+                    items = [(i, stage) for stage in one.stages if (i, stage) in shares]
+                    mine.setdefault(rank, []).extend(items)
         device = next(iter(self._stages.values())).device
         flags = {rank: torch.zeros(len(keys), device=device) for rank, keys in theirs.items()}
         there = {
@@ -226,20 +246,6 @@ class SharedWeights:
         part = part.to_dense() if part.is_sparse else part
         weight: Any = self._tensors[i]
         return part.to(weight.grad_dtype or weight.dtype).contiguous()
-
-    def _check_buffers(self) -> None:
-        changed = [
-            f"{one.names[0]!r} (stages {list(one.stages)})"
-            for one, tensor, version, before in self._buffers
-            if tensor._version != version or not (before is None or torch.equal(tensor, before))
-        ]
-        if changed:
-            raise UsageError(
-                f"a step changed buffers that several stages share: {', '.join(changed)}; each rank would "
-                "change its own copy, in another order than the unsplit model. Put the modules that use them "
-                "into one stage, or keep the buffer fixed (a BatchNorm with track_running_stats=False, or in "
-                "evaluation mode)"
-            )
 
 
 def _find(stage: PipelineStage, name: str) -> Tensor:

@@ -64,6 +64,10 @@ class HoldsWeights(Protocol):
     def index(self) -> int:
         """The index of the stage."""
 
+    @property
+    def module(self) -> nn.Module:
+        """What holds them."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their names in the unsplit model, each once."""
 
@@ -101,7 +105,7 @@ class WholeModel:
         self.module.load_state_dict(dict(state), strict=False)
 
 
-class Weights:
+class StageWeights:
     """Parameters and buffers of some stages.
 
     Args:
@@ -182,9 +186,11 @@ class Weights:
         Raises:
             UsageError: a tensor is on the meta device.
         """
-        tensors = (pair for stage in self._stages for pair in stage.named_tensors())
-        empty = [name for name, tensor in tensors if tensor.is_meta]
-        if empty:
+        modules = [stage.module for stage in self._stages]
+        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        if any([tensor.is_meta for tensor in tensors]):
+            named = [pair for stage in self._stages for pair in stage.named_tensors()]
+            empty = [name for name, tensor in named if tensor.is_meta]
             raise UsageError(
                 f"{', '.join(empty[:5])} are on the meta device, where nothing can be copied to; give the "
                 "stages memory with penstock.init_weights(pipe, seed), which also fills what no file holds"
@@ -194,13 +200,13 @@ class Weights:
         """Copy what ``state`` has of these stages' weights."""
         for stage in self._stages:
             picked = {}
-            for name, own in stage.state_dict().items():
+            for name, tensor in stage.state_dict().items():
                 # The last name wins, as in the unsplit model, which copies under one name after the other.
-                given = [other for other in self._names.all(name) if other in state]
-                if given:
-                    value = state[given[-1]]
-                    sharded = isinstance(own, Tensor) and is_sharded(own)
-                    picked[name] = spread(own, value) if sharded else value
+                present = [other for other in self._names.all(name) if other in state]
+                if present:
+                    value = state[present[-1]]
+                    sharded = isinstance(tensor, Tensor) and is_sharded(tensor)
+                    picked[name] = spread(tensor, value) if sharded else value
             stage.load_state_dict(picked)
 
 
@@ -224,6 +230,21 @@ def check_apart(names: Iterable[str]) -> None:
         )
 
 
+def check_one_rank_each(held: Iterable[tuple[int, Iterable[str]]]) -> None:
+    """Check that no two ranks have different weights of the same name.
+
+    Args:
+        held: the ranks of processes, of several replicas too, with the names of weights that are not shared.
+
+    Raises:
+        UsageError: they have.
+    """
+    names: dict[int, set[str]] = {}
+    for rank, of_process in held:
+        names.setdefault(rank, set()).update(of_process)
+    check_apart(name for of_rank in names.values() for name in of_rank)
+
+
 # ---- what all ranks do together
 
 
@@ -241,7 +262,7 @@ class LoadResult(NamedTuple):
 
 def load_state(
     ranks: Ranks,
-    weights: Weights,
+    weights: StageWeights,
     names: Names,
     state: Mapping[str, Any],
     *,
@@ -263,14 +284,14 @@ def load_state(
     """
     weights.check_filled()
     held, missing, sizes = weights.state_dict(), [], []
-    for name, own in held.items():
-        given = [one for one in (names.all(name) if any_name else (name,)) if one in state]
-        if not given:
+    for name, tensor in held.items():
+        present = [one for one in (names.all(name) if any_name else (name,)) if one in state]
+        if not present:
             missing.append(name)
-        elif isinstance(own, Tensor) and tuple(state[given[-1]].shape) != tuple(own.shape):
-            shape = list(state[given[-1]].shape)
+        elif isinstance(tensor, Tensor) and tuple(state[present[-1]].shape) != tuple(tensor.shape):
+            shape = list(state[present[-1]].shape)
             sizes.append(
-                f"size mismatch for {name}: {shape} was given, but the model has {list(own.shape)}"
+                f"size mismatch for {name}: {shape} was given, but the model has {list(tensor.shape)}"
             )
     replies = exchange(ranks, [list(held), missing, sizes])
     known = {name for one in replies for name in one[0]} | names.tied.keys()
@@ -303,7 +324,7 @@ def _union(lists: Iterable[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(name for one in lists for name in one))
 
 
-def check_contents(ranks: Ranks, weights: Weights) -> None:
+def check_contents(ranks: Ranks, weights: StageWeights) -> None:
     """Check that everything that all ranks have can go into one state dict.
 
     Raises:
@@ -320,7 +341,7 @@ def check_contents(ranks: Ranks, weights: Weights) -> None:
         )
 
 
-def gather_state(ranks: Ranks, weights: Weights, names: Names) -> dict[str, Any]:
+def gather_state(ranks: Ranks, weights: StageWeights, names: Names) -> dict[str, Any]:
     """The unsplit model's state dict on rank 0, as copies on the CPU; empty on other ranks.
 
     Raises:

@@ -1,4 +1,7 @@
-"""Convert states to JSON data and tensors, and back, so that files can hold them without pickle."""
+"""Convert states to JSON data and tensors, and back, so that files can hold them without pickle.
+
+What JSON has no word for becomes an object with a mark, ``{"$": kind, "of": JSON data}``.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,35 @@ MARK = "$"
 Read = Callable[[str], Any]
 """Returns the tensor of a key."""
 
-_PLAIN = (bool, int, str, type(None))
-_DICTS: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
-_SEQUENCES: dict[str, type] = {
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+"""What constructors raise for data that no encoder has made."""
+_TENSORS = ("tensor", "array")
+"""The marks of objects that stand for a tensor, by its ``key``."""
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
-    "size": torch.Size,
+    "Size": torch.Size,
+    "deque": lambda items: deque(items[1:], items[0]),
 }
-_TENSORS = ("tensor", "array")
-"""The marks of objects that stand for a tensor, by its ``key``."""
+_DICTS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_LEAVES: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "complex": lambda of: complex(*map(float, of)),
+    "bytes": lambda of: base64.b64decode(of, validate=True),
+    "bytearray": lambda of: bytearray(base64.b64decode(of, validate=True)),
+    "number": lambda of: np.frombuffer(base64.b64decode(of[1]), dtype=np.dtype(of[0]))[0],
+    "dtype": lambda of: _dtype(of),
+    "device": torch.device,
+}
+"""For each mark, what makes the value of the JSON data."""
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} is no type of tensors")
+    return dtype
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -44,68 +66,64 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         CheckpointError: it holds something else; the message says what, and where.
     """
     kind = type(value)
-    if kind in _PLAIN:
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
-    if kind is float:
-        return value if math.isfinite(value) else {MARK: "float", "of": str(value)}
     if isinstance(value, Tensor):
-        return _tensor(value, path, tensors)
-    if kind is list:
-        return [encode(one, f"{path}/{i}", tensors) for i, one in enumerate(value)]
-    if kind in _DICTS:
-        return _mapping(value, path, tensors)
-    if kind is deque:
-        items = [encode(one, f"{path}/{i}", tensors) for i, one in enumerate(value)]
-        return {MARK: "deque", "of": items, "longest": value.maxlen}
-    for name, of in _SEQUENCES.items():
-        if kind is of:
-            members = sorted(value, key=repr) if "set" in name else value
-            return {MARK: name, "of": encode(list(members), path, tensors)}
-    return _leaf(value, path, tensors)
-
-
-def _mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
-    if type(value) is dict and all(type(key) is str for key in value) and MARK not in value:
-        return {key: encode(one, f"{path}/{key}", tensors) for key, one in value.items()}
-    items = [
-        [encode(key, f"{path}/a key", tensors), encode(one, f"{path}/{key}", tensors)]
-        for key, one in value.items()
-    ]
-    # A defaultdict's factory is code, which is not stored: it becomes a dict.
-    name = "dict" if isinstance(value, defaultdict) else type(value).__name__
-    return {MARK: name, "of": items}
-
-
-def _leaf(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, (bytes, bytearray)):
-        return {MARK: type(value).__name__, "of": base64.b64encode(value).decode()}
-    if type(value) is complex:
-        return {MARK: "complex", "of": [repr(value.real), repr(value.imag)]}
-    if isinstance(value, (torch.dtype, torch.device)):
-        return {MARK: type(value).__name__, "of": str(value).removeprefix("torch.")}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        content = base64.b64encode(value.tobytes()).decode()
-        return {MARK: "number", "dtype": str(value.dtype), "of": content}
+        return {MARK: "tensor", "key": _add(value, path, tensors)}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         tensor = torch.from_numpy(np.ascontiguousarray(value))
-        return {**_tensor(tensor, path, tensors), MARK: "array"}
+        return {MARK: "array", "key": _add(tensor, path, tensors)}
+    if kind is list:
+        return [encode(one, f"{path}/{i}", tensors) for i, one in enumerate(value)]
+    if kind is dict and MARK not in value and all(type(key) is str for key in value):
+        return {key: encode(one, f"{path}/{key}", tensors) for key, one in value.items()}
+    # The factory of a defaultdict is code, which is not stored: it becomes a dict.
+    name = "dict" if kind is defaultdict else kind.__name__
+    if kind is defaultdict or kind is _DICTS.get(name):
+        items = [
+            [encode(key, f"{path}/a key", tensors), encode(one, f"{path}/{key}", tensors)]
+            for key, one in value.items()
+        ]
+        return {MARK: name, "of": items}
+    if kind in (tuple, set, frozenset, torch.Size, deque):
+        members = sorted(value, key=repr) if kind in (set, frozenset) else list(value)
+        encoded = [encode(one, f"{path}/{i}", tensors) for i, one in enumerate(members)]
+        return {MARK: name, "of": [value.maxlen, *encoded] if kind is deque else encoded}
+    return _encode_leaf(value, path)
+
+
+def _encode_leaf(value: Any, path: str) -> Any:
+    kind = type(value)
+    if kind is float:
+        return {MARK: "float", "of": str(value)}
+    if kind is complex:
+        return {MARK: "complex", "of": [repr(value.real), repr(value.imag)]}
+    if kind in (bytes, bytearray):
+        return {MARK: kind.__name__, "of": base64.b64encode(value).decode()}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {MARK: kind.__name__, "of": str(value).removeprefix("torch.")}
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        content = base64.b64encode(value.tobytes()).decode()
+        return {MARK: "number", "of": [str(value.dtype), content]}
     raise CheckpointError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: "
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: "
         "it can hold numbers, strings, bytes, dicts, lists, tuples, sets, tensors and arrays of numbers; "
         "return those from state_dict()"
     )
 
 
-def _tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+def _add(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = type(tensor)
         raise CheckpointError(
-            f"{path} is a tensor of layout {value.layout}, which a checkpoint cannot hold; make it dense"
+            f"{path} is a {kind.__module__}.{kind.__qualname__} of layout {tensor.layout}, which a "
+            "checkpoint cannot hold; make it dense"
         )
     key, count = path, 1
     while key in tensors:
         key, count = f"{path}~{count}", count + 1
-    tensors[key] = value.detach()
-    return {MARK: "tensor", "key": key}
+    tensors[key] = tensor.detach()
+    return key
 
 
 def decode(value: Any, read: Read) -> Any:
@@ -125,65 +143,39 @@ def decode(value: Any, read: Read) -> Any:
     if MARK not in value:
         return {key: decode(one, read) for key, one in value.items()}
     try:
-        return _decoded(value[MARK], value, read)
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        RuntimeError,
-    ) as error:
-        if isinstance(error, InputFileError):
-            raise
-        text = printable(str(value), "")[:200]
-        raise InputFileError(f"{text} stands for nothing that a checkpoint holds") from error
+        return _decode_marked(value[MARK], value, read)
+    except InputFileError:
+        raise
+    except _MALFORMED as error:
+        raise _malformed(value) from error
 
 
-def _decoded(kind: str, value: Mapping[str, Any], read: Read) -> Any:
-    if kind == "tensor":
-        return read(value["key"])
-    if kind == "array":
-        return read(value["key"]).numpy()
+def _decode_marked(kind: str, value: Mapping[str, Any], read: Read) -> Any:
+    if kind in _TENSORS:
+        tensor = read(value["key"])
+        return tensor.numpy() if kind == "array" else tensor
+    if kind in _LEAVES:
+        return _LEAVES[kind](value["of"])
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](decode(value["of"], read))
-    if kind in ("dict", "OrderedDict", "Counter"):
-        mapping: Any = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind]()
-        # As a dict, since a Counter would count pairs instead of taking them as items.
-        mapping.update({decode(key, read): decode(one, read) for key, one in value["of"]})
-        return mapping
-    if kind == "deque":
-        return deque(decode(value["of"], read), value["longest"])
-    return _scalar(kind, value["of"], value)
+        return _SEQUENCES[kind]([decode(one, read) for one in value["of"]])
+    mapping = _DICTS[kind]()
+    # As a dict, since a Counter would count pairs instead of taking them as items.
+    mapping.update({decode(key, read): decode(one, read) for key, one in value["of"]})
+    return mapping
 
 
-def _scalar(kind: str, of: Any, value: Mapping[str, Any]) -> Any:
-    if kind == "float":
-        return float(of)
-    if kind == "complex":
-        return complex(*map(float, of))
-    if kind in ("bytes", "bytearray"):
-        return base64.b64decode(of) if kind == "bytes" else bytearray(base64.b64decode(of))
-    if kind == "number":
-        return np.frombuffer(base64.b64decode(of), dtype=np.dtype(value["dtype"]))[0]
-    if kind == "dtype" and isinstance(getattr(torch, of, None), torch.dtype):
-        return getattr(torch, of)
-    if kind == "device":
-        return torch.device(of)
-    raise InputFileError(f"{kind!r} is nothing that a checkpoint holds")
+def _malformed(value: Any) -> InputFileError:
+    text = printable(str(value), "")[:200]
+    return InputFileError(f"{text} stands for nothing that a checkpoint holds")
 
 
 def keys_of(value: Any) -> Iterator[str]:
     """The keys of the tensors in an encoded state."""
-    if isinstance(value, list):
-        for one in value:
+    if isinstance(value, dict) and value.get(MARK) in _TENSORS:
+        yield str(value.get("key"))
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from keys_of(one)
-    elif isinstance(value, dict):
-        if value.get(MARK) in _TENSORS:
-            yield str(value.get("key"))
-        else:
-            for one in value.values():
-                yield from keys_of(one)
 
 
 def with_keys(value: Any, change: Callable[[str], str]) -> Any:
@@ -203,11 +195,8 @@ def with_keys(value: Any, change: Callable[[str], str]) -> Any:
 def encode_inline(value: Any, path: str) -> Any:
     """Encode a setting; a tensor of one number, such as a learning rate, becomes the number and its type."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        return {
-            MARK: "setting",
-            "of": value.item(),
-            "dtype": str(value.dtype).removeprefix("torch."),
-        }
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {MARK: "setting", "of": value.item(), "dtype": dtype}
     tensors: dict[str, Tensor] = {}
     encoded = encode(value, path, tensors)
     if tensors:
@@ -223,23 +212,18 @@ def decode_inline(value: Any, now: Any) -> Any:
     Args:
         value: JSON data.
         now: the current setting; if it is a tensor, the result is on the same device.
+
+    Raises:
+        InputFileError: it is not what :func:`encode_inline` makes.
     """
     if not isinstance(value, dict) or value.get(MARK) != "setting":
         return decode(value, _no_tensor)
     device = now.device if isinstance(now, Tensor) else None
     try:
-        return torch.tensor(value["of"], dtype=getattr(torch, value["dtype"]), device=device)
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        RuntimeError,
-    ) as error:
-        text = printable(str(value), "")[:200]
-        raise InputFileError(f"{text} is no setting of an optimizer") from error
+        return torch.tensor(value["of"], dtype=_dtype(value["dtype"]), device=device)
+    except _MALFORMED as error:
+        raise _malformed(value) from error
 
 
 def _no_tensor(key: str) -> Any:
-    raise InputFileError(f"{key} is a tensor where none can be")
+    raise InputFileError(f"{printable(str(key), '')[:200]} is a tensor where none can be")

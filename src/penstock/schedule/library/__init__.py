@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
+from inspect import Parameter, signature
 
 from penstock.errors import ScheduleError
 from penstock.schedule.base import Schedule, check_at_least_one, paused_collection
@@ -24,62 +26,90 @@ from penstock.schedule.library.schedules import (
     zb_v,
 )
 
+SAMPLES = ((1, 2), (2, 4), (4, 8), (8, 16))
+"""Ranks and microbatches of the small schedules that tell what a function builds."""
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a schedule of a name.
+    """A function that builds schedules, and what is known of all of them.
 
-    Attributes:
-        build: from ranks, microbatches and stages per rank.
-        stages_per_rank: how many stages it puts on a rank; the default if it takes any number.
-        any_stages: whether it takes any number.
-        summary: what it is, in one line.
+    Args:
+        name: the name of the schedule.
+        build: a function of ranks and microbatches; with a third parameter also of the stages on each rank.
         aliases: other names for it.
     """
 
-    build: Callable[[int, int, int], Schedule]
-    stages_per_rank: int
-    any_stages: bool
-    summary: str
+    name: str
+    build: Callable[..., Schedule]
     aliases: tuple[str, ...] = ()
 
+    @cached_property
+    def any_stages(self) -> bool:
+        """Whether it takes any number of stages per rank."""
+        return len(signature(self.build).parameters) > 2
 
-def _fixed(build: Callable[[int, int], Schedule], stages_per_rank: int, *aliases: str) -> Recipe:
-    return Recipe(
-        lambda ranks, microbatches, _: build(ranks, microbatches),
-        stages_per_rank,
-        any_stages=False,
-        summary=_summary(build),
-        aliases=aliases,
-    )
+    @cached_property
+    def stages_per_rank(self) -> int:
+        """How many stages it puts on a rank; the default if it takes any number."""
+        return len(self.sample.placement.stages_on(0))
 
+    @property
+    def trains(self) -> bool:
+        """Whether it runs any backward."""
+        return self.sample.trains
 
-def _any(build: Callable[[int, int, int], Schedule], default: int, *aliases: str) -> Recipe:
-    return Recipe(build, default, any_stages=True, summary=_summary(build), aliases=aliases)
+    @property
+    def summary(self) -> str:
+        """What it is, in one line."""
+        return (self.build.__doc__ or "").partition("\n")[0]
 
+    @cached_property
+    def sample(self) -> Schedule:
+        """The first small schedule that the function does not refuse.
 
-def _summary(build: Callable[..., Schedule]) -> str:
-    return (build.__doc__ or "").partition("\n")[0]
+        Raises:
+            ScheduleError: it refuses them all.
+        """
+        refusal = None
+        for ranks, microbatches in SAMPLES:
+            try:
+                return self.make(ranks, microbatches)
+            except ScheduleError as error:
+                refusal = error
+        raise ScheduleError(f"{self.name} refuses every small size: {refusal}")
+
+    def make(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+        """The schedule for some numbers.
+
+        Raises:
+            ScheduleError: there is none for them, or the function returns something else.
+        """
+        sizes = [ranks, microbatches]
+        if self.any_stages:
+            *_, third = signature(self.build).parameters.values()
+            default = 1 if third.default is Parameter.empty else third.default
+            sizes.append(default if stages_per_rank is None else stages_per_rank)
+        return built(lambda: self.build(*sizes), self.name, ranks, microbatches)
 
 
 RECIPES: dict[str, Recipe] = {
-    "GPipe": _fixed(gpipe, 1),
-    "1F1B": _fixed(one_f_one_b, 1),
-    "Eager-1F1B": _fixed(eager_1f1b, 1, "Eager1F1B"),
-    "Interleaved1F1B": _any(interleaved_1f1b, 2, "Interleaved-1F1B"),
-    "LoopedBFS": _any(looped_bfs, 2),
-    "ZB-H1": _fixed(zb_h1, 1, "ZBH1"),
-    "ZB-H2": _fixed(zb_h2, 1, "ZBH2"),
-    "InterleavedZeroBubble": _any(interleaved_zero_bubble, 2, "ZB1P"),
-    "ZB-V": _fixed(zb_v, 2, "ZBV", "ZBVZeroBubble"),
-    "V-Half": _fixed(v_half, 2, "VHalf"),
-    "V-Min": _fixed(v_min, 2, "VMin"),
-    "DualPipeV": _fixed(dualpipe_v, 2),
-    "forward-only": _any(forward_only, 1, "ForwardOnly"),
-}
-
-_BY_NAME = {
-    known.lower(): name for name, recipe in RECIPES.items() for known in (name, *recipe.aliases)
+    name: Recipe(name, build, tuple(aliases))
+    for name, build, *aliases in (
+        ("GPipe", gpipe),
+        ("1F1B", one_f_one_b),
+        ("Eager-1F1B", eager_1f1b, "Eager1F1B"),
+        ("Interleaved1F1B", interleaved_1f1b, "Interleaved-1F1B"),
+        ("LoopedBFS", looped_bfs),
+        ("ZB-H1", zb_h1, "ZBH1"),
+        ("ZB-H2", zb_h2, "ZBH2"),
+        ("InterleavedZeroBubble", interleaved_zero_bubble, "ZB1P"),
+        ("ZB-V", zb_v, "ZBV", "ZBVZeroBubble"),
+        ("V-Half", v_half, "VHalf"),
+        ("V-Min", v_min, "VMin"),
+        ("DualPipeV", dualpipe_v),
+        ("forward-only", forward_only, "ForwardOnly"),
+    )
 }
 
 
@@ -88,36 +118,43 @@ def names() -> tuple[str, ...]:
     return tuple(RECIPES)
 
 
-def register(
-    name: str,
-    build: Callable[[int, int], Schedule] | Callable[[int, int, int], Schedule],
-    *,
-    stages_per_rank: int = 1,
-    any_stages: bool = False,
-) -> None:
+def register(name: str, build: Callable[..., Schedule]) -> None:
     """Give a schedule of your own a name, by which ``Pipeline`` and :func:`build` find it in this process.
 
     Where there are several processes, each must register it.
 
     Args:
         name: a new name.
-        build: a function of ranks and microbatches, and with ``any_stages`` also of the stages on each rank,
-            that returns the schedule. Where there is none for some numbers it raises a ScheduleError.
-        stages_per_rank: how many stages it puts on a rank; with ``any_stages`` the default.
-        any_stages: whether it takes any number.
+        build: a function of ranks and microbatches that returns the schedule; with a third parameter it
+            takes any number of stages on each rank, and that parameter's default is the usual number. Where
+            there is no schedule for some numbers it raises a ScheduleError.
 
     Raises:
         ScheduleError: the name is taken, or looks like that of a file.
     """
-    check_at_least_one(stages_per_rank=stages_per_rank)
-    if not name or name.lower() in _BY_NAME or name.lower().endswith((".csv", ".json")):
-        why = "it is taken" if name.lower() in _BY_NAME else "it looks like the name of a file"
+    is_taken = name.lower() in _known()
+    if not name or is_taken or name.lower().endswith((".csv", ".json")):
+        why = "it is taken" if is_taken else "it looks like the name of a file"
         raise ScheduleError(
             f"a schedule cannot be registered as {name!r}: {why}; choose another name"
         )
-    made: Callable[..., Schedule] = build
-    RECIPES[name] = _any(made, stages_per_rank) if any_stages else _fixed(made, stages_per_rank)
-    _BY_NAME[name.lower()] = name
+    RECIPES[name] = Recipe(name, build)
+
+
+def unregister(name: str) -> None:
+    """Forget a name that was registered, for instance to register a changed function.
+
+    Raises:
+        ScheduleError: an unknown name.
+    """
+    del RECIPES[find(name)[0]]
+
+
+def _known() -> dict[str, str]:
+    """The proper name for each name and alias in lower case."""
+    return {
+        known.lower(): name for name, recipe in RECIPES.items() for known in (name, *recipe.aliases)
+    }
 
 
 def find(name: str) -> tuple[str, Recipe]:
@@ -126,12 +163,13 @@ def find(name: str) -> tuple[str, Recipe]:
     Raises:
         ScheduleError: an unknown name; the message gives the nearest one, and all.
     """
-    found = _BY_NAME.get(name.lower())
-    if found is None:
-        near = get_close_matches(name.lower(), _BY_NAME, n=1)
-        hint = f"; did you mean {_BY_NAME[near[0]]!r}?" if near else "."
+    known = _known()
+    proper = known.get(name.lower())
+    if proper is None:
+        near = get_close_matches(name.lower(), known, n=1)
+        hint = f"; did you mean {known[near[0]]!r}?" if near else "."
         raise ScheduleError(f"unknown schedule {name!r}{hint} Known: {', '.join(RECIPES)}")
-    return found, RECIPES[found]
+    return proper, RECIPES[proper]
 
 
 @paused_collection()
@@ -150,16 +188,18 @@ def build(
         ScheduleError: an unknown name, or numbers that the schedule cannot take.
     """
     check_at_least_one(ranks=ranks, microbatches=microbatches)
+    if stages_per_rank is not None:
+        check_at_least_one(stages_per_rank=stages_per_rank)
     proper, recipe = find(name)
-    wanted = recipe.stages_per_rank if stages_per_rank is None else stages_per_rank
-    check_at_least_one(stages_per_rank=wanted)
-    if wanted != recipe.stages_per_rank and not recipe.any_stages:
+    schedule = recipe.make(ranks, microbatches, stages_per_rank)
+    count = len(schedule.placement.stages_on(0))
+    if stages_per_rank not in (None, count):
         free = ", ".join(other for other, candidate in RECIPES.items() if candidate.any_stages)
-        own = "one stage" if recipe.stages_per_rank == 1 else f"{recipe.stages_per_rank} stages"
+        has = "one stage" if count == 1 else f"{count} stages"
         raise ScheduleError(
-            f"{proper} has {own} on each rank, not stages_per_rank={wanted}; {free} take any number"
+            f"{proper} has {has} on each rank, not stages_per_rank={stages_per_rank}; {free} take any number"
         )
-    return built(lambda: recipe.build(ranks, microbatches, wanted), proper, ranks, microbatches)
+    return schedule
 
 
 def built(make: Callable[[], object], who: str, ranks: int, microbatches: int) -> Schedule:
@@ -168,11 +208,11 @@ def built(make: Callable[[], object], who: str, ranks: int, microbatches: int) -
     Raises:
         ScheduleError: it is not a schedule, or is one for other numbers.
     """
-    made = make()
-    if not isinstance(made, Schedule):
-        found = f"a {type(made).__name__}, which is not a penstock.schedule.Schedule"
-    elif (made.ranks, made.microbatches) != (ranks, microbatches):
-        found = f"a schedule of ranks={made.ranks}, microbatches={made.microbatches}"
+    result = make()
+    if not isinstance(result, Schedule):
+        what = f"a {type(result).__name__}, which is not a penstock.schedule.Schedule"
+    elif (result.ranks, result.microbatches) != (ranks, microbatches):
+        what = f"a schedule of ranks={result.ranks}, microbatches={result.microbatches}"
     else:
-        return made
-    raise ScheduleError(f"for ranks={ranks}, microbatches={microbatches} {who} gave {found}")
+        return result
+    raise ScheduleError(f"for ranks={ranks}, microbatches={microbatches} {who} gave {what}")

@@ -159,7 +159,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 # ---- several stages per rank, in laps
 
 
-def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """1F1B in laps over several stages per rank; any number of ranks, microbatches and stages.
 
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
@@ -174,7 +174,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Sch
     )
 
 
-def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """ZB-H1 in laps over several stages per rank; any number of ranks, microbatches and stages.
 
     Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024: ZB-H1's idea (section 2.1) on the laps
@@ -186,7 +186,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int)
     )
 
 
-def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """GPipe in laps over several stages per rank; any number of ranks, microbatches and stages.
 
     Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023: each stage runs for all microbatches
@@ -297,7 +297,7 @@ class _Block:
 
 
 @dataclass
-class _Rank:
+class _SqueezedRank:
     """A rank at some step: what it has still to start, and what it has started."""
 
     todo: deque[Action]
@@ -329,9 +329,10 @@ def _squeezed(name: str, ranks: int, microbatches: int, block: _Block, held: int
     """
     empty = Schedule(name, v_shaped(ranks), microbatches, ((),) * ranks)
     line = [
-        _Rank(deque(_order(rank, ranks, microbatches, block)), 2 * held) for rank in range(ranks)
+        _SqueezedRank(deque(_order(rank, ranks, microbatches, block)), 2 * held)
+        for rank in range(ranks)
     ]
-    _Steps(empty).run(line)
+    _UnitSteps(empty).run(line)
     return empty.with_programs(rank.program for rank in line)
 
 
@@ -347,7 +348,7 @@ def _order(rank: int, ranks: int, microbatches: int, block: _Block) -> list[Acti
     return [action for _, action in sorted(timed, key=lambda pair: pair[0])]
 
 
-class _Steps:
+class _UnitSteps:
     """Runs ranks in unit steps; a stage takes its microbatches in order, so counts tell what is done."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -362,7 +363,7 @@ class _Steps:
             for lane in lanes
         }
 
-    def run(self, line: list[_Rank]) -> None:
+    def run(self, line: list[_SqueezedRank]) -> None:
         while any(rank.todo or rank.due for rank in line):
             chosen = [(rank, action) for rank in line if (action := self._choose(rank))]
             if not chosen:
@@ -372,7 +373,7 @@ class _Steps:
                 if action.op is not Op.W:
                     self._done[action.stage, action.op] += 1
 
-    def _choose(self, rank: _Rank) -> Action | None:
+    def _choose(self, rank: _SqueezedRank) -> Action | None:
         """Choose the action that a rank runs in this step, and take it off the rank's lists."""
         todo = rank.todo
         if todo and self._may(todo[0], rank.room):
@@ -418,7 +419,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
 # ---- written phase by phase
 
 
-class _Writer:
+class _ProgramWriter:
     """Writes the program of a rank: each op on one of its two stages takes the stage's next microbatch.
 
     Args:
@@ -486,12 +487,13 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         return _squeezed("ZB-V", ranks, microbatches, _ZB_V, held=ranks)
     placement = v_shaped(ranks)
     programs = (
-        tuple(_zb_v_program(_Writer(rank, ranks), ranks, microbatches)) for rank in range(ranks)
+        tuple(_zb_v_program(_ProgramWriter(rank, ranks), ranks, microbatches))
+        for rank in range(ranks)
     )
     return Schedule("ZB-V", placement, microbatches, tuple(programs))
 
 
-def _zb_v_program(rank: _Writer, ranks: int, microbatches: int) -> Iterator[Action]:
+def _zb_v_program(rank: _ProgramWriter, ranks: int, microbatches: int) -> Iterator[Action]:
     down, up = rank.down, rank.up
     for _ in range(2 * rank.below + 1):
         yield rank.forward(down)
@@ -524,12 +526,13 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
             "with fewer there is nothing to overlap; use ZB-V, or more microbatches"
         )
     programs = (
-        tuple(_dualpipe_program(_Writer(rank, ranks), ranks, microbatches)) for rank in range(ranks)
+        tuple(_dualpipe_program(_ProgramWriter(rank, ranks), ranks, microbatches))
+        for rank in range(ranks)
     )
     return Schedule("DualPipeV", v_shaped(ranks), microbatches, tuple(programs))
 
 
-def _dualpipe_program(rank: _Writer, ranks: int, microbatches: int) -> Iterator[Entry]:
+def _dualpipe_program(rank: _ProgramWriter, ranks: int, microbatches: int) -> Iterator[Entry]:
     for _ in range(2 * rank.below):
         yield rank.forward(rank.down)
     for _ in range(rank.rank + 1):
@@ -542,7 +545,7 @@ def _dualpipe_program(rank: _Writer, ranks: int, microbatches: int) -> Iterator[
     yield from _end(rank)
 
 
-def _steady(rank: _Writer, turns: int) -> Iterator[Entry]:
+def _steady(rank: _ProgramWriter, turns: int) -> Iterator[Entry]:
     for turn in range(turns):
         if turn == 0 and rank.below == 0:
             # The stages at the tip of the V wait for each other here, overlapped or not.
@@ -552,7 +555,7 @@ def _steady(rank: _Writer, turns: int) -> Iterator[Entry]:
         yield rank.pair(rank.up, rank.down)
 
 
-def _end(rank: _Writer) -> Iterator[Entry]:
+def _end(rank: _ProgramWriter) -> Iterator[Entry]:
     """The last backwards: the first half of them whole, the rest split, their W filling the end."""
     for turn in range(2 * (rank.rank + 1)):
         stage = rank.down if turn % 2 else rank.up

@@ -1,6 +1,6 @@
 """Search for a schedule: the best of the library and of a list scheduler, improved.
 
-For stages of unequal cost under a memory limit. ``problem`` puts the step into numbers, ``drafting`` makes
+For stages of unequal cost under a memory limit. ``task`` puts the step into numbers, ``drafting`` makes
 drafts of its schedule and improves them, ``bounds`` proves what none can beat.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from random import Random
 from time import monotonic
 
@@ -26,21 +26,17 @@ from penstock.schedule.base import (
 from penstock.schedule.clock import Costs
 from penstock.schedule.library import RECIPES
 from penstock.schedule.searching.bounds import PRECISION, Bound
-from penstock.schedule.searching.drafting import Annealer, Climber, Dispatcher, rules
-from penstock.schedule.searching.problem import SLACK, Draft, Problem, draft_of
+from penstock.schedule.searching.drafting import Climber, Dispatcher, rules
+from penstock.schedule.searching.task import SLACK, Task
 from penstock.schedule.simulation import simulate
 
 Memory = float | Sequence[float]
 """What each rank may hold: one number for all, or one for each."""
 EFFORT = 1_500_000
-"""How many moves are made by default, as the annealer counts them: a few seconds of work."""
-CLIMBING = 1 / 6
-"""The share of the effort that goes into varying rules."""
-ROUNDS = ((4, 1 / 32), (3, 1 / 16), (1, 3 / 8))
-"""How many drafts each round improves (the first, of each origin), and the share of the effort for each."""
+"""How many actions are placed by default: a few seconds of work."""
 
 
-def search(  # noqa: PLR0913 - the whole problem, by name
+def search(  # noqa: PLR0913 - the whole task, by name
     costs: Costs,
     *,
     ranks: int,
@@ -62,10 +58,10 @@ def search(  # noqa: PLR0913 - the whole problem, by name
     pairs are not searched; but if ``costs.overlap`` makes a schedule of the library that has them the best,
     that is the result.
 
-    The candidates are the library's schedules for this placement that keep to the memory, those of a list
-    scheduler with a portfolio of rules and variations of these, and what simulated annealing makes of the
-    best of all; so the result is never longer than the best of the library. The search ends when its effort
-    is used up, when the result is proven to be within 0.01 % of the best possible, or when the time is over.
+    The candidates are the library's schedules for this placement that keep to the memory, and those of a list
+    scheduler with a portfolio of rules and many variations of these; so the result is never longer than the
+    best of the library. The search ends when its effort is used up, when the result is proven to be within
+    0.01 % of the best possible, or when the time is over.
     Unless the time ends it, the same arguments give the same schedule.
 
     Args:
@@ -101,24 +97,20 @@ def search(  # noqa: PLR0913 - the whole problem, by name
             raise UsageError(f"{name}={number}: must be a number, at least 0")
     random = Random(seed)
     until = monotonic() + seconds
-    problems = _problems(costs, ranks, microbatches, memory, placement, edges)
-    library = [found for problem in problems for found in _library(problem)]
-    drafts = [draft_of(problem, schedule) for _, schedule, problem in library]
-    bounds = [Bound(problem, until) for problem in problems]
-    climbers = [Climber(problem, random, until) for problem in problems]
-    drafts += [draft for climber in climbers for draft in climber.drafts]
-    if not _proven(min(draft.makespan for draft in drafts), bounds):
-        for climber, bound in zip(climbers, bounds, strict=True):
-            climber.run(EFFORT * effort * CLIMBING / len(climbers), bound.least)
-    climbed = [draft for climber in climbers for draft in climber.drafts]
-    best = _improved((drafts, climbed), bounds, random, until, effort)
-    found = best.schedule()
-    shortest, known = min(
-        ((makespan, schedule) for makespan, schedule, _ in library),
-        default=(math.inf, found),
+    tasks = _tasks(costs, ranks, microbatches, memory, placement, edges)
+    shortest, best = min(
+        (known for task in tasks for known in _library(task)),
+        default=(math.inf, None),
         key=itemgetter(0),
     )
-    return known if shortest <= simulate(found, costs).makespan * (1 + SLACK) else found
+    bounds = [Bound(task, until) for task in tasks]
+    climbers = [Climber(task, random, until) for task in tasks]
+    for climber, bound in zip(climbers, bounds, strict=True):
+        known = min(shortest, *(each.best[0].makespan for each in climbers))
+        if not bound.excludes(known * (1 - PRECISION)):
+            climber.run(EFFORT * effort / len(climbers), bound.least)
+    draft = min((climber.best[0] for climber in climbers), key=attrgetter("makespan"))
+    return draft.schedule() if best is None or draft.makespan < shortest * (1 - SLACK) else best
 
 
 def lower_bound(
@@ -145,36 +137,34 @@ def lower_bound(
         UsageError: the costs list different numbers of stages.
     """
     bounds = []
-    for problem in _problems(costs, ranks, microbatches, memory, placement, edges):
-        known = min(Dispatcher(problem, rule).run().makespan for rule in rules(problem))
-        bounds.append(Bound(problem).lowest(known))
+    for task in _tasks(costs, ranks, microbatches, memory, placement, edges):
+        known = min(Dispatcher(task, rule).run().makespan for rule in rules(task))
+        bounds.append(Bound(task).lowest(known))
     return min(bounds)
 
 
-def _problems(
+def _tasks(
     costs: Costs,
     ranks: int,
     microbatches: int,
     memory: Memory | None,
     placement: Placement | None,
     edges: Iterable[Edge] | None,
-) -> list[Problem]:
-    """The problem for each placement."""
+) -> list[Task]:
+    """The task for each placement."""
     check_at_least_one(ranks=ranks, microbatches=microbatches)
     limits = _limits(memory, ranks)
     placements = [placement] if placement else _placements(costs, ranks)
     if placements[0].ranks != ranks:
         raise ScheduleError(f"ranks={ranks}, but the placement has {placements[0].ranks}")
     table = None if edges is None else tuple(edges)
-    problems = [
-        Problem(
-            placed, chain(placed.stages) if table is None else table, microbatches, costs, limits
-        )
+    tasks = [
+        Task(placed, chain(placed.stages) if table is None else table, microbatches, costs, limits)
         for placed in placements
     ]
-    fitting = [problem for problem in problems if not _too_small(problem)]
+    fitting = [task for task in tasks if not _too_small(task)]
     if not fitting:
-        least = min(([*map(problem.held_by_one, range(ranks))] for problem in problems), key=max)
+        least = min(([*map(task.held_by_one, range(ranks))] for task in tasks), key=max)
         raise ScheduleError(
             f"memory={memory} is too little for one microbatch, of which the stages of the ranks hold "
             f"{least}: give each rank as much, or {max(least):g} to all, make microbatches smaller, "
@@ -183,9 +173,9 @@ def _problems(
     return fitting
 
 
-def _too_small(problem: Problem) -> bool:
+def _too_small(task: Task) -> bool:
     """Whether some rank has too little memory for one microbatch."""
-    return any(most < problem.held_by_one(rank) for rank, most in enumerate(problem.limit))
+    return any(most < task.held_by_one(rank) for rank, most in enumerate(task.limit))
 
 
 def _limits(memory: Memory | None, ranks: int) -> list[float]:
@@ -227,57 +217,17 @@ def _placements(costs: Costs, ranks: int) -> list[Placement]:
     return [laps, v_shaped(ranks)] if stages == 2 * ranks > 2 else [laps]
 
 
-def _library(problem: Problem) -> Iterator[tuple[float, Schedule, Problem]]:
-    """The schedules of the library that solve a problem, each with its makespan."""
-    placement = problem.empty.placement
-    held = len(placement.stages_on(0))
+def _library(task: Task) -> Iterator[tuple[float, Schedule]]:
+    """The schedules of the library that solve a task, each with its makespan."""
+    placement = task.empty.placement
     for recipe in RECIPES.values():
-        if not recipe.any_stages and recipe.stages_per_rank != held:
-            continue
         try:
-            built = recipe.build(problem.ranks, problem.microbatches, held)
+            schedule = recipe.make(task.ranks, task.microbatches, len(placement.stages_on(0)))
         except ScheduleError:
             continue
-        if built.placement != placement or not built.trains:
+        if schedule.placement != placement or not schedule.trains:
             continue
-        schedule = built.with_edges(problem.empty.edges)
-        ran = simulate(schedule, problem.costs)
-        if all(peak <= limit for peak, limit in zip(ran.peak_memory, problem.limit, strict=True)):
-            yield ran.makespan, schedule, problem
-
-
-def _improved(
-    origins: Sequence[Sequence[Draft]],
-    bounds: Sequence[Bound],
-    random: Random,
-    until: float,
-    effort: float,
-) -> Draft:
-    """The best draft after rounds of annealing, each with fewer drafts than the one before.
-
-    The first round takes some of each origin, since the best of all are often much alike.
-    """
-    first = [draft for drafts in origins for draft in _distinct(drafts)[: ROUNDS[0][0]]]
-    pool = _distinct(draft for drafts in origins for draft in drafts)
-    target = min(bound.least for bound in bounds)
-    for number, (count, share) in enumerate(ROUNDS):
-        if _proven(pool[0].makespan, bounds):
-            break
-        for draft in pool[:count] if number else first:
-            annealer = Annealer(draft.copy(), random)
-            annealer.run(EFFORT * effort * share, until, target)
-            pool.append(annealer.best)
-        pool = _distinct(pool)
-    return pool[0]
-
-
-def _proven(makespan: float, bounds: Sequence[Bound]) -> bool:
-    return all(bound.excludes(makespan * (1 - PRECISION)) for bound in bounds)
-
-
-def _distinct(drafts: Iterable[Draft]) -> list[Draft]:
-    """The drafts that complete, the best first, one of each makespan."""
-    by_makespan: dict[float, Draft] = {}
-    for draft in drafts:
-        by_makespan.setdefault(draft.makespan, draft)
-    return [by_makespan[makespan] for makespan in sorted(by_makespan)]
+        schedule = schedule.with_edges(task.empty.edges)
+        ran = simulate(schedule, task.costs)
+        if all(peak <= limit for peak, limit in zip(ran.peak_memory, task.limit, strict=True)):
+            yield ran.makespan, schedule

@@ -21,7 +21,7 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.schedule.searching.problem import FORWARD, GRADIENT, SLACK, WEIGHT, Problem
+from penstock.schedule.searching.task import FORWARD, GRADIENT, SLACK, WEIGHT, Task
 
 Numbers = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -35,38 +35,38 @@ LARGEST = 600_000
 """The number of ranks times the square of a rank's actions, above which only needs are considered."""
 
 
-class Contradiction(Exception):
+class TooShort(Exception):
     """The time is too short."""
 
 
 class Bound:
-    """Proofs for one problem.
+    """Proofs for one task.
 
     No action counts for longer than it may take: a gradient for the shorter of I and B, a W for what is left
     of a B if that is shorter, and a forward for what an overlap cannot hide.
 
     Args:
-        problem: what is to be scheduled.
+        task: what is to be scheduled.
         until: when to stop and keep what is proven, on the monotonic clock.
 
     Attributes:
         least: a lower bound that is known without trying a time.
     """
 
-    def __init__(self, problem: Problem, until: float = math.inf) -> None:
+    def __init__(self, task: Task, until: float = math.inf) -> None:
         self._until = until
-        m = problem.microbatches
-        self._problem = problem
-        self._duration = _least_durations(problem)
+        m = task.microbatches
+        self._task = task
+        self._duration = _least_durations(task)
         self._late = np.outer(self._duration, np.arange(m))
-        lags = sum(lag for needs in problem.needs for _, lag in needs)
+        lags = sum(lag for needs in task.needs for _, lag in needs)
         self._serial = (float(self._duration.sum()) + lags) * m
         """The time of all actions one after the other, which nothing excludes."""
-        self._ranks: list[_Rank] = []
-        if problem.ranks * (m * max(map(len, problem.lanes))) ** 2 <= LARGEST:
-            reach = _reach(problem)
+        self._ranks: list[_RankBound] = []
+        if task.ranks * (m * max(map(len, task.lanes))) ** 2 <= LARGEST:
+            reach = _reach(task)
             self._ranks = [
-                _Rank(problem, rank, self._duration, reach) for rank in range(problem.ranks)
+                _RankBound(task, rank, self._duration, reach) for rank in range(task.ranks)
             ]
         shape = self._late.shape
         self._windows = self._shrunk(np.zeros(shape), np.full(shape, self._serial))
@@ -78,7 +78,7 @@ class Bound:
         start, due = self._windows
         try:
             self._shrunk(start.copy(), due - (self._serial - time))
-        except Contradiction:
+        except TooShort:
             return True
         return False
 
@@ -107,7 +107,7 @@ class Bound:
             due: for each the time by which it must have ended.
 
         Raises:
-            Contradiction: a window is empty.
+            TooShort: a window is empty.
         """
         before = [rank.always.copy() for rank in self._ranks]
         self._along_needs(start, due)
@@ -124,48 +124,48 @@ class Bound:
 
     def _along_needs(self, start: Numbers, due: Numbers) -> None:
         """Put each action after what it needs, and the microbatches of a lane one after the other."""
-        problem, duration, late = self._problem, self._duration, self._late
-        for lane in problem.order:
-            for source, lag in problem.needs[lane]:
+        task, duration, late = self._task, self._duration, self._late
+        for lane in task.order:
+            for source, lag in task.needs[lane]:
                 np.maximum(start[lane], start[source] + (duration[source] + lag), out=start[lane])
             start[lane] = np.maximum.accumulate(start[lane] - late[lane]) + late[lane]
-        for lane in reversed(problem.order):
-            for fed, lag in problem.feeds[lane]:
+        for lane in reversed(task.order):
+            for fed, lag in task.feeds[lane]:
                 np.minimum(due[lane], due[fed] - (duration[fed] + lag), out=due[lane])
             early = (due[lane] - late[lane])[::-1]
             due[lane] = np.minimum.accumulate(early)[::-1] + late[lane]
         if (start + duration[:, None] > due + SLACK * self._serial).any():
-            raise Contradiction
+            raise TooShort
 
 
-class _Rank:
+class _RankBound:
     """The actions of one rank, lane after lane.
 
     Args:
-        problem: what is to be scheduled.
+        task: what is to be scheduled.
         rank: which rank.
-        duration: for each lane of the problem how long an action takes at least.
+        duration: for each lane of the task how long an action takes at least.
         reach: which lanes come before which others in every microbatch.
 
     Attributes:
         always: which actions come before which others in any schedule.
     """
 
-    def __init__(self, problem: Problem, rank: int, duration: Numbers, reach: Mask) -> None:
-        m = self._microbatches = problem.microbatches
-        self._lanes = held = problem.lanes[rank]
+    def __init__(self, task: Task, rank: int, duration: Numbers, reach: Mask) -> None:
+        m = self._microbatches = task.microbatches
+        self._lanes = held = task.lanes[rank]
         self._long: Numbers = np.repeat(duration[held], m)
         self._tiny = SLACK * float(duration.sum()) * m
         turn = np.arange(m)
         earlier, not_later = turn[:, None] < turn, turn[:, None] <= turn
         needed = reach[np.ix_(held, held)][:, None, :, None]
-        own = np.eye(len(held), dtype=bool)[:, None, :, None]
-        always = (needed & not_later[:, None, :]) | (own & earlier[:, None, :])
+        same = np.eye(len(held), dtype=bool)[:, None, :, None]
+        always = (needed & not_later[:, None, :]) | (same & earlier[:, None, :])
         self.always: Mask = always.reshape(len(self._long), -1)
-        self._limit = problem.limit[rank]
+        self._limit = task.limit[rank]
         stages = [lane // 3 for lane in held[::3]]
-        self._activation = [problem.activation[stage] for stage in stages]
-        self._stash = [min(problem.stash[s], problem.activation[s]) for s in stages]
+        self._activation = [task.activation[stage] for stage in stages]
+        self._stash = [min(task.stash[s], task.activation[s]) for s in stages]
         self._turn = turn
         self._followers = [
             [b for b, other in enumerate(held[1::3]) if reach[lane, other]] for lane in held[1::3]
@@ -180,7 +180,7 @@ class _Rank:
         """Shrink the windows of the rank's actions, and find more actions that come before others.
 
         Raises:
-            Contradiction: a window is empty, or two actions would have to come before each other.
+            TooShort: a window is empty, or two actions would have to come before each other.
         """
         first, last, long = start[self._lanes].ravel(), due[self._lanes].ravel(), self._long
         late = first[:, None] + (long[:, None] + long) > last + self._tiny
@@ -189,11 +189,11 @@ class _Rank:
         if math.isfinite(self._limit):
             first = self._with_memory(first, before)
         if (before & before.T).any():
-            raise Contradiction
+            raise TooShort
         first = np.maximum(first, _after_all(first, long, before))
         last = -np.maximum(-last, _after_all(-last, long, before.T))
         if (first + long > last + self._tiny).any() or self._overfull(first, last):
-            raise Contradiction
+            raise TooShort
         start[self._lanes], due[self._lanes] = (
             x.reshape(-1, self._microbatches) for x in (first, last)
         )
@@ -217,19 +217,19 @@ class _Rank:
         stage holds then. What the other stages leave bounds what it may hold, and so these numbers.
 
         Raises:
-            Contradiction: a forward does not fit at all.
+            TooShort: a forward does not fit at all.
         """
         m, at = self._microbatches, self._forwards
         least = before[:, at].reshape(-1, m, len(at)).sum(axis=1)
         most = m - before[at].reshape(len(at), -1, m).sum(axis=2).T
         stages = range(len(self._activation))
         for stage in stages:
-            own = slice(stage * m, (stage + 1) * m)
-            least[3 * stage, own] = most[3 * stage, own] = self._turn + 1
+            forwards = slice(stage * m, (stage + 1) * m)
+            least[3 * stage, forwards] = most[3 * stage, forwards] = self._turn + 1
         held = [self._holds(stage, least[3 * stage], most) for stage in stages]
         spare = self._limit - np.sum(held, axis=0)
         if (spare < 0).any():
-            raise Contradiction
+            raise TooShort
         for stage in stages:
             room = spare + held[stage]
             self._forwards_after(stage, most, room, before)
@@ -300,20 +300,20 @@ def _after_all(first: Numbers, long: Numbers, before: Mask) -> Numbers:
     return ends
 
 
-def _least_durations(problem: Problem) -> Numbers:
-    least = np.array(problem.duration)
-    whole = np.array(problem.whole)
+def _least_durations(task: Task) -> Numbers:
+    least = np.array(task.duration)
+    whole = np.array(task.whole)
     gradient = least[GRADIENT::3] = np.minimum(least[GRADIENT::3], whole)
     least[WEIGHT::3] = np.minimum(least[WEIGHT::3], whole - gradient)
-    least[FORWARD::3] *= 1 - problem.costs.overlap
+    least[FORWARD::3] *= 1 - task.costs.overlap
     return least
 
 
-def _reach(problem: Problem) -> Mask:
+def _reach(task: Task) -> Mask:
     """For each lane which lanes come before it in every microbatch, directly or not."""
-    reach = np.zeros((len(problem.duration),) * 2, bool)
-    for lane in problem.order:
-        for source, _ in problem.needs[lane]:
+    reach = np.zeros((len(task.duration),) * 2, bool)
+    for lane in task.order:
+        for source, _ in task.needs[lane]:
             reach[:, lane] |= reach[:, source]
             reach[source, lane] = True
     return reach

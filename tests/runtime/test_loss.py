@@ -22,10 +22,10 @@ def test_the_parts_add_up_to_the_loss_of_the_batch(loss: Loss) -> None:
     sizes = [3, 3, 1]
     parts = zip(output.split(sizes), target.split(sizes), strict=True)
     shares = loss.weights(loss.counts(sizes, ())).shares
-    found = sum(
+    total = sum(
         share * float(loss.of_microbatch(*part)) for share, part in zip(shares, parts, strict=True)
     )
-    assert found == pytest.approx(float(loss.function(output, target)))
+    assert total == pytest.approx(float(loss.function(output, target)))
 
 
 def test_a_loss_is_given_as_it_is() -> None:

@@ -1,11 +1,11 @@
-"""What a forward does between its modules happens once, in the stage it belongs to, for every cut."""
+"""What a forward does between its units happens once, in the stage it belongs to, or is refused by name."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,10 +14,11 @@ from torch.nn.functional import relu
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.errors import PartitionError, StageError
+from penstock.errors import PartitionError
 from penstock.partition import partition
+from tests.partition.driver import backwards, check_equal, forwards, square_mean
 
-WIDTH, SAMPLES, PARTS = 4, 4, 2
+WIDTH, SAMPLES = 4, 4
 Body = Callable[["Model", Tensor], Any]
 BODIES: dict[str, tuple[Body, Callable[[int], nn.Module]]] = {}
 
@@ -358,214 +359,307 @@ def custom_functions(m: Model, x: Tensor) -> Tensor:
     return m.l[3](reverse(y, 2.0)) + h  # type: ignore[no-any-return]
 
 
-# ---- against the plain loop
+# ---- against the plain model
 
 
-def loss_fn(output: Any, target: Tensor) -> Tensor:
-    found: Tensor = output["out"] if isinstance(output, dict) else output
-    return (found - target).square().mean()
+def score(output: Any) -> Tensor:
+    main: Tensor = output["out"] if isinstance(output, dict) else output
+    return (main - 0.3).square().mean()
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    rows = torch.linspace(-1, 2, SAMPLES * WIDTH, dtype=torch.float64).reshape(SAMPLES, WIDTH)
-    return rows.sin(), rows.cos()
+def rows() -> Tensor:
+    wave = torch.linspace(-1, 2, SAMPLES * WIDTH, dtype=torch.float64)
+    return wave.reshape(SAMPLES, WIDTH).sin()
 
 
-def made(name: str) -> Model:
+def make(body: Body, unit: Callable[[int], nn.Module] = linear) -> Model:
     torch.manual_seed(0)
-    return Model(*BODIES[name]).double()
+    return Model(body, unit).double()
 
 
-def plain_loop(model: nn.Module, step: int = 0) -> float:
-    total = 0.0
-    for index, (x, target) in enumerate(zip(*(t.chunk(PARTS) for t in batch()), strict=True)):
-        with (
-            penstock.randomness(model, seed=1, step=step, microbatch=index),
-            penstock.collect_losses() as added,
-        ):
-            loss = (loss_fn(model(x.clone()), target) + added.total()) / PARTS
-            loss.backward()
-        total += float(loss.detach())
-    return total
-
-
-def differences(model: nn.Module, plain: nn.Module) -> Iterator[str]:
-    for (name, mine), (_, theirs) in zip(
-        model.named_parameters(), plain.named_parameters(), strict=True
-    ):
-        if mine.grad is None or theirs.grad is None:
-            if mine.grad is not theirs.grad:
-                yield f"{name}: {mine.grad}, not {theirs.grad}"
-        elif (mine.grad - theirs.grad).abs().max() > 1e-12:
-            yield name
-
-
-IN_HALVES = ("reentrant_checkpoints", "checkpoints_across_cuts", "a_write_that_shows_in_views")
-CUTS = [(name, ["l.1", "l.2", "l.3"]) for name in BODIES] + [(name, ["l.2"]) for name in IN_HALVES]
+REFUSED = {
+    "overwritten_through_a_view": ["copy_ in stage", "shares"],
+    "a_write_that_shows_in_views": ["writes into memory that", "shares"],
+    "writes_into_views_like_a_value": ["read through another that was made of it before"],
+    "writes_into_what_all_stages_have": ["read through another that was made of it before"],
+    "a_module_that_changes_an_argument": ["read through another that was made of it before"],
+}
+"""Programs whose views show what later stages write: a few words of each message."""
 
 
 # Torch says so of a reentrant checkpoint in evaluation, in the plain model too.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(("name", "cuts"), CUTS, ids=[f"{n}-{len(cuts)}" for n, cuts in CUTS])
-def test_as_the_plain_loop(name: str, cuts: list[str]) -> None:
-    model, plain = made(name), made(name)
-    expected = plain_loop(plain)
-    cut = partition(model, cuts)
-    x, target = batch()
-    with penstock.Pipeline(model, stages=cut, loss_fn=loss_fn, microbatches=PARTS) as pipe:
-        result = pipe.step(x, target=target)
-        assert abs(result.loss - expected) < 1e-12
-        assert list(differences(model, plain)) == []
-        assert model.called == plain.called
-        output = pipe.predict(x)
-    if name != "a_result_that_nobody_uses":
-        whole = torch.cat([plain.eval()(part.clone()) for part in x.chunk(PARTS)])
-        torch.testing.assert_close(output, whole, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("cuts", [["l.1", "l.2", "l.3"], ["l.2"]], ids=len)
+@pytest.mark.parametrize("name", BODIES)
+def test_as_the_plain_model_or_refused(name: str, cuts: list[str]) -> None:
+    model = make(*BODIES[name])
+    plain = copy.deepcopy(model)
+    words = REFUSED.get(name, [])
+    if name == "modules_that_change_arguments_through_views" and len(cuts) > 1:
+        words = ["writes into memory that", "shares"]
+    if words:
+        with pytest.raises(PartitionError, match=r"test_between\.py") as caught:
+            partition(model, cuts).plan((rows(),), {})
+        assert all(word in str(caught.value) for word in words)
+        return
+    check_equal(
+        model, lambda m: partition(m, cuts), (rows(),), score=score, tolerance=1e-12, draws=True
+    )
+    (score(plain(rows())) + 0).backward()
+    assert model.called == plain.called
 
 
-def counting(m: Any, x: Tensor) -> Tensor:
-    m.count += 1
-    h = through(m, x, 0, 3)
-    return m.l[3](h * m.count)  # type: ignore[no-any-return]
+# ---- state that the author's code changes
 
 
-@pytest.mark.parametrize("cuts", [["l.2"], ["l.1", "l.2", "l.3"]])
-def test_an_attribute_that_counts(cuts: list[str]) -> None:
-    torch.manual_seed(0)
-    plain: Any = Model(counting, linear).double()
-    plain.count = 0
-    model, (x, target) = copy.deepcopy(plain), batch()
-    with penstock.Pipeline(model, stages=cuts, loss_fn=loss_fn, microbatches=PARTS) as pipe:
-        for change in (0, 0, -7):
-            model.count, plain.count = model.count + change, plain.count + change
-            assert abs(pipe.step(x, target=target).loss - plain_loop(plain)) < 1e-12
-            assert model.count == plain.count
-    assert list(differences(model, plain)) == []
+def through_all(m: Model, x: Tensor) -> Tensor:
+    return through(m, x, 0)
 
 
-def doubling(m: Model, x: Tensor) -> Tensor:
-    x.mul_(2)
-    return through(m, x.clone(), 0) + x[..., 1:2].add_(1)
+def counts_up(m: Any, x: Tensor) -> Tensor:
+    m.count = getattr(m, "count", 0) + 1
+    return through_all(m, x) * m.count
 
 
-@pytest.mark.parametrize("balance", ["parameters", "flops"])
-def test_an_example_stays_as_it_was(balance: Any) -> None:
-    torch.manual_seed(0)
-    plain = Model(doubling, linear).double()
-    model, (x, target) = copy.deepcopy(plain), batch()
-    part = x[:PARTS]
-    cut = partition(model, 2, how="calls", example=((part,), {}), balance=balance)
-    with penstock.Pipeline(model, stages=cut, loss_fn=loss_fn, microbatches=PARTS) as pipe:
-        assert abs(pipe.step(x, target=target).loss - plain_loop(plain)) < 1e-12
-    assert torch.equal(x, batch()[0])
+def counts_in_a_helper(m: Any, x: Tensor) -> Tensor:
+    m.called["calls"] += 1
+    return through_all(m, x) * m.called["calls"]
 
 
-class Both(nn.Linear):
-    """Gives a view of what it is given too."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), x[:, 1:]
-
-
-def write_into_second(x: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
-    result, shown = given
-    shown.zero_()
-    return result + shown.sum() + x
-
-
-REFUSALS: dict[str, tuple[Body, str]] = {
-    "what a module was given": (
-        lambda m, x: m.l[1](write_into_second(x, m.l[0](x))),
-        "or that a module was given",
-    ),
-    "gradients": (
-        lambda m, x: m.l[1](torch.autograd.grad(m.l[0](x).sum(), m.scale)[0]),
-        "after l.0 asks for gradients",
-    ),
-    "a hook on arguments": (
-        lambda m, x: m.l[1](m.l[0](x) + keep_hook((x * 1).requires_grad_())),
-        "register_hook on a tensor that it has made of its arguments alone",
-    ),
-    "another way into the memory": (
-        lambda m, x: m.l[1](keep_written(x, m.l[0](x))),
-        "reads it through another that shares its memory",
-    ),
-    "a checkpoint that changes what it is given": (
-        lambda m, x: m.l[1](checkpoint(lambda t: t.mul_(2), m.l[0](x), use_reentrant=True)),
-        "changes its input in place",
-    ),
-    "a buffer that is changed": (
-        lambda m, x: m.l[1](m.l[0](x) + m.mean.mul_(0.9).add_(m.l[0](x).detach().mean(0))),
-        r"changes its buffers \(mean\)",
-    ),
-    "a buffer that is changed by arguments": (
-        lambda m, x: m.l[1](m.l[0](x) + m.mean.add_(x.mean(0)).clone()),
-        r"changes its buffers \(mean\)",
-    ),
-    "another buffer in its place": (
-        lambda m, x: m.l[1](keep_mean(m, m.l[0](x))) + m.mean,
-        r"changes its buffers \(mean\)",
-    ),
-}
-
-
-def keep_hook(h: Tensor) -> Tensor:
-    h.register_hook(lambda grad: grad)
-    return h
-
-
-def keep_mean(m: Model, h: Tensor) -> Tensor:
+def keeps_a_mean(m: Model, x: Tensor) -> Tensor:
+    h = m.l[0](x)
     m.mean = m.mean * 0.9 + h.detach().mean(0)
+    return through(m, h, 1) + m.mean
+
+
+def changes_a_buffer(m: Model, x: Tensor) -> Tensor:
+    return through(m, m.l[0](x) + m.mean.add_(x.mean(0)).clone(), 1)
+
+
+def remembers_the_first_batch(m: Any, x: Tensor) -> Tensor:
+    if getattr(m, "kept", None) is None:
+        m.kept = x.mean()
+    return through_all(m, x) * m.kept
+
+
+def decides(m: Model, x: Tensor) -> Tensor:
+    h = m.l[1](m.l[0](x))
+    return m.l[3](m.l[2](h) if h.sum() > 0 else h)  # type: ignore[no-any-return]
+
+
+def takes_some_rows(m: Model, x: Tensor) -> Tensor:
+    h = m.l[1](m.l[0](x))
+    h = h[h[:, 0] > 0]
+    return m.l[3](m.l[2](h)) / len(h)  # type: ignore[no-any-return]
+
+
+def maps(m: Model, x: Tensor) -> Tensor:
+    return m.l[3](torch.vmap(torch.sin)(m.l[2](m.l[1](m.l[0](x)))))  # type: ignore[no-any-return]
+
+
+def takes_gradients(m: Model, x: Tensor) -> Tensor:
+    h = m.l[1](m.l[0](x))
+    return m.l[3](m.l[2](torch.autograd.grad(h.sum(), m.l[0].weight)[0]))  # type: ignore[no-any-return]
+
+
+def goes_back(m: Model, x: Tensor) -> Tensor:
+    return m.l[0](m.l[3](m.l[2](m.l[1](x))))  # type: ignore[no-any-return]
+
+
+def writes_through_another(m: Model, x: Tensor) -> Tensor:
+    kept = torch.zeros_like(x)
+    kept.detach().copy_(m.l[0](x))
+    return through(m, kept * 2, 1)
+
+
+NAMED: Any = Reversed.apply
+
+
+def another_name(m: Model, x: Tensor) -> Tensor:
+    return through(m, NAMED(m.l[1](m.l[0](x)), 2.0), 2)
+
+
+STATES: list[tuple[Body, str]] = [
+    (counts_up, r"the attribute 'count' of the Model .*a module that is in one stage"),
+    (counts_in_a_helper, "what the attribute 'called' of the Model holds"),
+    (keeps_a_mean, "the buffer 'mean' of the Model"),
+    (changes_a_buffer, "the buffer 'mean' of the Model"),
+    (remembers_the_first_batch, "the attribute 'kept' of the Model"),
+    (decides, r"test_between.py:\d+\): the model's code needs numbers of a tensor of stage"),
+    (
+        takes_some_rows,
+        r"test_between.py:\d+\): the model's code needs numbers of a tensor of stage",
+    ),
+    (
+        maps,
+        r"test_between.py:\d+\): a tensor was made between units by something that is no function",
+    ),
+    (takes_gradients, "takes gradients between its units"),
+    (goes_back, "l.0 in stage 0 uses l.3 of stage 2.*later stages only"),
+    (writes_through_another, "read through another that was made of it before"),
+    (another_name, "the apply of a custom function that was given another name"),
+]
+
+
+@pytest.mark.parametrize(("body", "text"), STATES, ids=[body.__name__ for body, _ in STATES])
+def test_refused_by_name(body: Body, text: str) -> None:
+    model = make(body)
+    attributes = dict(vars(model))
+    with pytest.raises(PartitionError, match=text):
+        partition(model, ["l.1", "l.3"]).plan((rows(),), {})
+    assert dict(vars(model)) == attributes
+    # In one stage the model runs as it is.
+    forwards(partition(make(body), 1), (rows(),))
+
+
+def resets_a_mask(m: Any, x: Tensor) -> Tensor:
+    m.mask = (x > 0).to(x.dtype)
+    h = through_all(m, x) * m.mask
+    m.mask = None
     return h
 
 
-def keep_written(x: Tensor, h: Tensor) -> Tensor:
-    kept = torch.zeros_like(x)
-    kept.detach().copy_(h)
-    return kept * 2
+def makes_a_table_once(m: Any, x: Tensor) -> Tensor:
+    if getattr(m, "table", None) is None:
+        m.table = torch.arange(WIDTH).to(x.dtype)
+    return through_all(m, x) * m.table
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(name: str) -> None:
-    body, text = REFUSALS[name]
-    x, target = batch()
-    model = Model(body, linear)
-    if name == "what a module was given":
-        model.l[0] = Both(WIDTH, WIDTH)
-    with (
-        penstock.Pipeline(model.double(), stages=["l.1"], loss_fn=loss_fn) as pipe,
-        pytest.raises(StageError, match=text),
+def looks_at_arguments(m: Model, x: Tensor) -> Tensor:
+    h = m.l[0](x)
+    if x.min() < -5:
+        raise AssertionError
+    return through(m, h, 1) * (x.abs() < 3).all()
+
+
+def a_number_at_the_end(m: Model, x: Tensor) -> Tensor:
+    h = through_all(m, x)
+    return h / (1 + h.detach().abs().max().item())
+
+
+def rows_one_by_one(m: Model, x: Tensor) -> Tensor:
+    return m.l[3](torch.stack([row * 2 for row in m.l[2](m.l[1](m.l[0](x)))]))  # type: ignore[no-any-return]
+
+
+def parts_of_what_travels(m: Model, x: Tensor) -> Tensor:
+    h = m.l[0](x)
+    a, b = h.chunk(2)
+    a = m.l[1](a).contiguous()
+    a.mul_(2)
+    h.t().contiguous().add_(1)
+    return m.l[3](m.l[2](torch.cat([a, b]))) + h  # type: ignore[no-any-return]
+
+
+RIGHT = [
+    resets_a_mask,
+    makes_a_table_once,
+    looks_at_arguments,
+    a_number_at_the_end,
+    rows_one_by_one,
+]
+
+
+@pytest.mark.parametrize("body", [*RIGHT, parts_of_what_travels])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_right(body: Body, recomputed: bool) -> None:
+    model = make(body)
+    check_equal(
+        model,
+        lambda m: partition(m, ["l.1", "l.3"], checkpoint=recomputed),
+        (rows(),),
+        score=score,
+        draws=True,
+        repeat=2,
+    )
+
+
+# ---- what units keep, and share
+
+
+class Keeps(nn.Linear):
+    """Leaves what it made for others: in an object that all have, or in an attribute of its own."""
+
+    def __init__(self, index: int, box: dict[str, Any]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.index, self.__dict__["box"] = index, box
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        self.aux = h.square().mean()
+        if self.index == 0:
+            self.box["h"] = h
+        return h + self.box["h"] if self.index == 3 else h
+
+
+class Counts(Keeps):
+    def forward(self, x: Tensor) -> Tensor:
+        self.box["n"] = self.box.get("n", 0) + 1
+        return nn.Linear.forward(self, x) * self.box["n"]
+
+
+class Outside:
+    """A list that hooks and modules of a program fill, such as those of a mixture of experts."""
+
+    items: ClassVar[list[Tensor]] = []
+
+
+class Collects(Keeps):
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.Linear.forward(self, x)
+        Outside.items.append(h.square().mean())
+        return h
+
+
+def adds_what_was_collected(m: Model, x: Tensor) -> Any:
+    Outside.items.clear()
+    return through_all(m, x), sum(Outside.items)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "text"),
+    [
+        (
+            Keeps,
+            through_all,
+            "an object .a dict. that l.0 and l.1 have, which are in several stages",
+        ),
+        (
+            Counts,
+            through_all,
+            "an object .a dict. that l.0 and l.1 have, which are in several stages",
+        ),
+        (
+            Collects,
+            adds_what_was_collected,
+            r"l.0 left in an attribute or a list.*penstock.add_loss",
+        ),
+    ],
+)
+def test_what_units_leave_for_others_is_refused(kind: Any, body: Body, text: str) -> None:
+    box: dict[str, Any] = {}
+    model = make(body, lambda index: kind(index, box))
+    with pytest.raises(PartitionError, match=text):
+        partition(model, ["l.1", "l.3"]).plan((rows(),), {})
+    assert not box
+
+
+def test_a_tensor_that_another_stage_left_is_named() -> None:
+    class Peeks(nn.Linear):
+        other: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = super().forward(x)
+            return self.seen + self.other[0].seen if self.other else self.seen
+
+    model = make(through_all, lambda index: Peeks(WIDTH, WIDTH))
+    model.l[3].other = (model.l[0],)
+    with pytest.raises(
+        PartitionError, match=r"l.3 in stage 2 reads a tensor that l.0 in stage 0 left"
     ):
-        pipe.step(x, target=target)
+        partition(model, ["l.1", "l.3"]).plan((rows(),), {})
 
 
-def test_a_hook_that_a_module_sets_on_what_other_stages_use() -> None:
-    def body(m: Model, x: Tensor) -> Any:
-        given = m.l[0](x)
-        return m.l[2](m.l[1](given)) + m.l[3](given)
-
-    units = first_at(1, lambda h: keep_hook(h) if h.requires_grad else h)
-    x, target = batch()
-    with penstock.Pipeline(Model(body, units).double(), stages=["l.1"], loss_fn=loss_fn) as pipe:
-        pipe.step(x, target=target)
-    model = Model(body, units).double()
-    with penstock.Pipeline(model, stages=["l.1", "l.2"], loss_fn=loss_fn) as pipe:
-        # The second call differs in sizes alone from what is known.
-        for rows in (SAMPLES, SAMPLES // 2):
-            with pytest.raises(StageError, match=r"l.1 in stage 1 sets a hook .* stage 2 uses"):
-                pipe.step(x[:rows], target=target[:rows])
-
-
-def test_backward_hooks_of_a_module_in_parts() -> None:
-    model = nn.Sequential(made("hooks"), nn.Linear(WIDTH, WIDTH).double())
-    model[0].register_full_backward_hook(lambda *_: None)
-    x, target = batch()
-    cut = partition(model, ["0.l.2"], how="calls")
-    with (
-        penstock.Pipeline(model, stages=cut, loss_fn=loss_fn) as pipe,
-        pytest.raises(PartitionError, match="0 has backward hooks, and its parts are placed by"),
-    ):
-        pipe.step(x, target=target)
+# ---- hooks of modules
 
 
 class Hooked(nn.Module):
@@ -588,44 +682,67 @@ class Hooked(nn.Module):
         """Set all kinds of hooks; they note what they hear of it."""
 
         def hear(name: str) -> Callable[..., None]:
-            return lambda *given: heard.append((name, [t.sum().item() for t in tensors(given[-1])]))
+            def note(*given: Any) -> None:
+                heard.append((name, [float(t.detach().sum()) for t in tensors(given[-1])]))
+
+            return note
 
         def tensors(value: Any) -> list[Tensor]:
             return [t for t in (value if isinstance(value, tuple) else [value]) if t is not None]
 
-        def weaken(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            if output.requires_grad:
-                output.register_hook(lambda grad: heard.append(("gradient", grad.sum().item())))
-            return output * 0.9
-
-        for name in ("act", "drop", "early", "pair", "pair.1"):
+        for name in ("act", "drop", "early", "pair", "pair.1", "l.0", "l.2"):
             module = self.get_submodule(name)
             module.register_forward_pre_hook(hear(f"{name} comes"))
             module.register_forward_hook(hear(f"{name} goes"))
-        for name in ("act", "drop"):
+        for name in ("act", "drop", "l.1", "l.3"):
             module = self.get_submodule(name)
             module.register_full_backward_pre_hook(hear(f"{name} comes back"))
             module.register_full_backward_hook(hear(f"{name} goes back"))
-        self.act.register_forward_hook(weaken)
 
 
-@pytest.mark.parametrize("since", [0, 1])
-def test_hooks_of_modules_without_weights(since: int) -> None:
-    """Each hears once what it hears in the plain loop, also if it was set between two steps."""
+def test_hooks_hear_once_what_they_hear_in_the_plain_model() -> None:
     torch.manual_seed(0)
-    plain = Hooked().double()
+    plain = Hooked().double().eval()
     model, heard, expected = copy.deepcopy(plain), list[Any](), list[Any]()
-    x, target = batch()
-    with penstock.Pipeline(
-        model, stages=["l.1", "l.3"], ranks=3, loss_fn=loss_fn, microbatches=PARTS, seed=1
-    ) as pipe:
-        for step in range(2):
-            if step == since:
-                plain.listen(expected)
-                model.listen(heard)
-            plain_loop(plain, step)
-            pipe.step(x, target=target)
-    assert list(differences(model, plain)) == []
+    cut = partition(model, ["l.1", "l.3"])
+    for listens in (False, True):
+        if listens:
+            plain.listen(expected)
+            model.listen(heard)
+        square_mean(plain(rows())).backward()
+        done = forwards(cut, (rows(),))
+        backwards(done, square_mean(done.output))
     assert sorted(name for name, _ in heard) == sorted(name for name, _ in expected)
     for mine, theirs in zip(sorted(heard), sorted(expected), strict=True):
         assert mine[1] == pytest.approx(theirs[1], abs=1e-12)
+
+
+def test_backward_hooks_of_a_module_in_parts() -> None:
+    model = nn.Sequential(make(through_all), nn.Linear(WIDTH, WIDTH).double())
+    model[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(PartitionError, match=r"0 has backward hooks, and its parts are placed by"):
+        partition(model, ["0.l.2"]).plan((rows(),), {})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_units() -> None:
+    torch.manual_seed(0)
+    plain = make(through_all)
+    model = copy.deepcopy(plain)
+    model.l[1] = torch.jit.script(model.l[1])
+    done = forwards(partition(model, ["l.1", "l.3"]), (rows(),))
+    assert torch.equal(done.output, plain(rows()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_units_that_were_compiled() -> None:
+    plain = make(through_all)
+    model = copy.deepcopy(plain)
+    model.l[1].compile(backend="eager")
+    model.l[2] = torch.compile(model.l[2], backend="eager")  # type: ignore[assignment]
+    done = forwards(partition(model, ["l.1", "l.3"]), (rows(),))
+    backwards(done, square_mean(done.output))
+    square_mean(plain(rows())).backward()
+    assert torch.equal(done.output, plain(rows()))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

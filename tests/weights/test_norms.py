@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import NonFiniteError, UsageError
 from penstock.weights import gradient_norms, scale_gradients, total_norm
@@ -17,38 +17,36 @@ ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf, -math.inf, 0.0)
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     """Three with a gradient of norm 3, 4 and 0, and one without."""
     grads = [torch.full((9,), 1.0), torch.full((2, 2), 2.0), torch.zeros(3), None]
-    made = [nn.Parameter(torch.zeros(1 if g is None else g.shape, dtype=dtype)) for g in grads]
-    for parameter, grad in zip(made, grads, strict=True):
+    weights = [nn.Parameter(torch.zeros(1 if g is None else g.shape, dtype=dtype)) for g in grads]
+    for parameter, grad in zip(weights, grads, strict=True):
         parameter.grad = None if grad is None else grad.to(dtype)
-    return made
+    return weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_norms_and_whether_there_is_a_gradient(dtype: torch.dtype) -> None:
-    found = gradient_norms(parameters(dtype))
-    assert found.tolist() == [[3.0, 4.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
-    assert found.dtype is torch.float64
+def test_there_is_a_norm_for_each_gradient(dtype: torch.dtype) -> None:
+    norms = gradient_norms(parameters(dtype))
+    assert norms.tolist() == [3.0, 4.0, 0.0]
+    assert norms.dtype is torch.float64
 
 
 def test_no_parameters_have_no_norms() -> None:
-    assert gradient_norms([]).shape == (2, 0)
     assert total_norm(gradient_norms([])) == 0.0
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_total_is_torchs(order: float) -> None:
-    made = parameters()
     expected = torch.nn.utils.clip_grad_norm_(parameters(), 1.0, norm_type=order)
-    assert total_norm(gradient_norms(made, order), order) == pytest.approx(float(expected))
+    assert total_norm(gradient_norms(parameters(), order), order) == pytest.approx(float(expected))
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_what_is_no_number_can_be_an_error(value: float, order: float) -> None:
-    made = parameters()
-    assert made[0].grad is not None
-    made[0].grad[2] = value
-    norms = gradient_norms(made, order)
+    weights = parameters()
+    assert weights[0].grad is not None
+    weights[0].grad[2] = value
+    norms = gradient_norms(weights, order)
     assert not math.isfinite(total_norm(norms, order))
     with pytest.raises(NonFiniteError, match=r"^after step 3: .* cannot be clipped; look for"):
         total_norm(norms, order, error_if_nonfinite=True, steps=3)
@@ -59,18 +57,8 @@ def test_clipping_is_torchs(largest: float) -> None:
     mine, expected = parameters(), parameters()
     scale_gradients(mine, 5.0, largest)
     torch.nn.utils.clip_grad_norm_(expected, largest)
-    assert all(torch.allclose(g(a), g(b)) for a, b in zip(mine, expected, strict=True))
-
-
-def g(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros(()) if parameter.grad is None else parameter.grad
-
-
-def test_clipping_happens_in_place() -> None:
-    made = parameters()
-    before = made[0].grad
-    scale_gradients(made, 5.0, 1.0)
-    assert made[0].grad is before
+    for one, other in zip(mine, expected, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 @pytest.mark.parametrize("largest", [-1.0, math.nan])

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from penstock.errors import UsageError
-from penstock.runtime.loss import Replicas, Scale
-from penstock.runtime.loss import count, weigh
+from penstock.runtime.loss import Replicas, Scale, count, weigh
 
 TARGETS = [torch.tensor([1, 1, 0]), torch.tensor([1, 0, 0])]
 
@@ -51,7 +50,7 @@ def test_weights_that_are_none(weight: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reduction", "counts", "given", "shares"),
+    ("reduction", "counts", "weighted", "shares"),
     [
         ("mean", [2, 2], False, [0.5, 0.5]),
         ("mean", [3, 1], False, [0.75, 0.25]),
@@ -62,11 +61,9 @@ def test_weights_that_are_none(weight: Any, says: str) -> None:
         ("sum", [0, 0], True, [0.0, 0.0]),
     ],
 )
-def test_shares(reduction: Any, counts: list[float], given: bool, shares: list[float]) -> None:
-    found = weigh(reduction, counts, given=given)
-    assert found.shares == shares
-    assert found.seeds == shares
-    assert found.whole == sum(counts)
+def test_shares(reduction: Any, counts: list[float], weighted: bool, shares: list[float]) -> None:
+    weights = weigh(reduction, counts, weighted=weighted)
+    assert (weights.shares, weights.seeds, weights.total) == (shares, shares, sum(counts))
 
 
 @pytest.mark.parametrize(
@@ -82,9 +79,9 @@ def test_shares(reduction: Any, counts: list[float], given: bool, shares: list[f
     ],
 )
 def test_seeds(reduction: Any, scale: Scale, seeds: list[float]) -> None:
-    found = weigh(reduction, [3, 1], scale=scale)
-    assert found.seeds == seeds
-    assert found.shares == weigh(reduction, [3, 1]).shares, "the loss is the batch's own"
+    weights = weigh(reduction, [3, 1], scale=scale)
+    assert weights.seeds == seeds
+    assert weights.shares == weigh(reduction, [3, 1]).shares, "the loss is the batch's own"
 
 
 def doubled(values: torch.Tensor) -> torch.Tensor:
@@ -102,5 +99,5 @@ def doubled(values: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_replicas(reduction: Any, averaged: bool, shares: list[float], seeds: list[float]) -> None:
-    found = weigh(reduction, [3, 1], replicas=Replicas(2, doubled, averaged))
-    assert (found.shares, found.seeds, found.whole) == (shares, seeds, 8)
+    weights = weigh(reduction, [3, 1], replicas=Replicas(2, doubled, averaged))
+    assert (weights.shares, weights.seeds, weights.total) == (shares, seeds, 8)

@@ -1,0 +1,233 @@
+"""The uses of weights in one microbatch whose gradients wait for the weights' half."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import repeat, starmap
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock import compiled
+from penstock.backward.operations import Operation, node_type
+from penstock.backward.passes import Gradients, run_backward
+from penstock.backward.saved import is_recomputed, read_early
+from penstock.errors import StageError
+
+LEAF: Any = node_type("AccumulateGrad")
+"""The type of the nodes that add to ``.grad``."""
+
+
+class UsePlace(NamedTuple):
+    """Where in a graph weights are used.
+
+    Args:
+        position: The position of the node.
+        operation: What the node does; None for a compiled function.
+        edges: The positions of the edges whose gradients wait.
+        batch: Uses of one batch get their gradients in one backward pass.
+    """
+
+    position: int
+    operation: Operation | None
+    edges: Sequence[int]
+    batch: int = 0
+
+
+class WeightUse:
+    """A use of weights in one microbatch.
+
+    Args:
+        node: The autograd node that uses the weights.
+        place: Where it is, and what it does.
+
+    Attributes:
+        edges: Where the gradients of the weights go.
+        value: What the gradients are computed from, with ``arguments``. None until the node is about to run,
+            if a checkpoint has yet to recompute it.
+        can_wait: Whether that can be kept.
+        grad: The output's gradient.
+        compute: For a compiled function: computes the gradients.
+    """
+
+    can_wait = True
+    grad: Tensor | None = None
+    value: Tensor | None = None
+    compute: Any = None
+
+    def __init__(self, node: Any, place: UsePlace) -> None:
+        _, operation, positions, self.batch = place
+        self.node, self.operation = node, operation
+        edges = node.next_functions
+        self.edges = list(starmap(GradientEdge, map(edges.__getitem__, positions)))
+        if operation is None:
+            return
+        raw = getattr(node, operation.raw)
+        if operation.applies is not None and not operation.applies(node):
+            self.can_wait = False
+        elif raw.unpack_hook is not None:
+            # Other hooks on saved tensors may allow only one call, which belongs to the node.
+            self.can_wait = is_recomputed(raw)
+        else:
+            value = getattr(node, operation.value)
+            self.can_wait = type(value) in _PLAIN and value.layout is torch.strided
+            self.value = value.detach()
+            self.version = value._version
+            self.arguments = tuple(map(getattr, repeat(node), operation.rest))
+            if operation.form is not None:
+                self._keep_form(operation)
+
+    def _keep_form(self, operation: Operation) -> None:
+        before = len(operation.others)
+        like = self.arguments[before]
+        form = like.shape, like.stride()
+        self.arguments = (*self.arguments[:before], form, *self.arguments[before + 1 :])
+
+    def read(self, grads: Gradients) -> None:
+        """Reads what a checkpoint recomputes; autograd calls it just before it runs the node."""
+        if grads[0] is not None:
+            node, operation = self.node, cast("Operation", self.operation)
+            tensors = {operation.form, *operation.others}
+            arguments = [
+                read_early(node, name) if name in tensors else getattr(node, name)
+                for name in operation.rest
+            ]
+            self.value = value = read_early(node, operation.value).detach()
+            self.version, self.arguments = value._version, tuple(arguments)
+            if operation.form is not None:
+                self._keep_form(operation)
+
+    def gradients(self) -> Sequence[Tensor | None]:
+        """Computes a gradient or None for each edge, and drops what it was computed from.
+
+        Raises:
+            StageError: An input has changed since the inputs' half.
+        """
+        if self.operation is None:
+            compute, self.compute = self.compute, None
+            gradients: Sequence[Tensor | None] = compute()
+            return gradients
+        grad, value = self.grad, cast("Tensor", self.value)
+        self.grad = self.value = None
+        if value._version != self.version:
+            raise StageError(
+                "an input of an operation with a weight was changed in place between the inputs' half "
+                f"and the weights' half of backward; its shape is {tuple(value.shape)}"
+            )
+        return self.operation.gradient(grad, value, *self.arguments)
+
+
+_PLAIN = {Tensor, nn.Parameter}
+"""The types of saved tensors that can be kept: others may compute their gradients in ways of their own."""
+
+
+class PendingGradients:
+    """What one microbatch's inputs' half leaves for its weights' half; its length is the uses that wait.
+
+    Attributes:
+        owners: Keep nodes of Python functions alive, for which a reference to the node is not enough.
+    """
+
+    def __init__(self) -> None:
+        self.owners: list[GradientEdge] = []
+        self._batches: dict[int, list[WeightUse]] = {}
+        self._arrived: dict[WeightUse, Any] = {}
+        self._reading: list[WeightUse] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._batches.values()))
+
+    def counts(self) -> list[int]:
+        """Returns how many weights each use that waits has."""
+        return [len(use.edges) for uses in self._batches.values() for use in uses]
+
+    def watch(self, uses: Iterable[WeightUse]) -> None:
+        """Notes what arrives at the nodes of some uses in the next backward pass."""
+        arrive = self._arrived.setdefault
+        for use in uses:
+            if use.operation is None:
+                compiled.leave_weights(use.node, partial(arrive, use))
+                use.node = None
+                continue
+            if use.value is None:
+                self._reading.append(use)
+                use.node.register_prehook(use.read)
+            # A hook written in C, which leaves the gradients as they are.
+            use.node.register_prehook(partial(arrive, use))
+            if use.value is not None:
+                use.node = None
+
+    def collect(self) -> None:
+        """Takes what has arrived, in this order, and drops what would keep the graph alive."""
+        for use, arrived in self._arrived.items():
+            if use.operation is None:
+                use.compute = arrived
+            elif arrived[0] is None:
+                continue
+            else:
+                use.grad = arrived[0]
+            self._batches.setdefault(use.batch, []).append(use)
+        self._arrived.clear()
+        for use in self._reading:
+            use.node = None
+        self._reading.clear()
+
+    def deliver(self) -> None:
+        """Adds the gradients to the weights' ``.grad``; nothing waits then."""
+        batches, self._batches = self._batches, {}
+        for batch in [*batches]:
+            _deliver(batches.pop(batch))
+        self.owners.clear()
+
+
+def _deliver(uses: Iterable[WeightUse]) -> None:
+    """Runs one backward pass for some uses."""
+    sums = _summed(uses)
+    first: list[Any] = []
+    for edge in cast("dict[Any, Tensor]", sums):
+        if type(edge[0]) is LEAF and edge[0].variable.grad is None:
+            first += (edge,)
+    if first:
+        weights = [edge.node.variable for edge in first]
+        gradients = [sums.pop(edge) for edge in first]
+        with torch.enable_grad():
+            root = cast("Any", _Handover).apply(gradients, *weights)
+        sums[get_gradient_edge(root)] = root.detach()
+    run_backward(list(sums.items()))
+
+
+def _summed(uses: Iterable[WeightUse]) -> dict[GradientEdge, Tensor]:
+    """Returns the gradient at each edge, summed in the order of the uses. Nothing else may refer to them."""
+    sums: dict[GradientEdge, Tensor] = {}
+    for use in uses:
+        for edge, gradient in zip(use.edges, use.gradients(), strict=True):
+            if gradient is not None:
+                sums[edge] = _plus(sums.pop(edge), gradient) if edge in sums else gradient
+    return sums
+
+
+def _plus(before: Tensor, gradient: Tensor) -> Tensor:
+    # A sparse tensor can be added to a dense one, but not the reverse.
+    return gradient + before if before.is_sparse else before + gradient
+
+
+class _Handover(torch.autograd.Function):
+    """A node above accumulators that gives each of them its first gradient.
+
+    Only the engine holds a reference to the gradient then, so the accumulator keeps it as ``.grad`` without
+    a copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *weights: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.empty((), device=weights[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        gradients = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *gradients

@@ -1,0 +1,395 @@
+"""Checkpoints under kills, on a full disk, with damaged bytes, and with tables that somebody has crafted.
+
+``python -m tests.checkpoint.campaign [kills|disk|flips|tables] --count N`` prints what happened as JSON; the
+nightly figures are those of ``kills --count 200``, ``flips --count 60`` and ``tables --count 500``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock import Checkpoints, Pipeline
+from penstock.checkpoint import describe
+from penstock.errors import CheckpointError, InputFileError, StateDictError
+from penstock.faults.processes import die_with_parent
+
+RANKS = 2
+WINDOW = 0.4
+"""Seconds after a trial's first saving within which it is killed."""
+GRACE = 8.0
+"""Seconds that what was not killed has to end by itself."""
+
+
+class Job:
+    """A small run: dropout, AdamW and a schedule of learning rates."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        block = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)]
+        self.pipe = Pipeline(
+            nn.Sequential(*block),
+            schedule="1F1B",
+            ranks=RANKS,
+            microbatches=2,
+            loss_fn=nn.functional.mse_loss,
+            seed=1,
+        )
+        self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 10, 0.99)
+        self.states: dict[str, Any] = {
+            "pipe": self.pipe,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+        }
+
+    def train(self, step: int) -> float:
+        """A step on data of its own."""
+        generator = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(4, 32, generator=generator) for _ in range(2))
+        loss = self.pipe.step(x, target=y).loss
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+# ---- a run that is killed again and again, and goes on each time
+
+
+def run_rank(rank: int, folder: Path, trial: int) -> None:
+    """One rank: go on from the last checkpoint, and save after each step."""
+    store = folder / f"store-{trial}"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    job = Job()
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2, asynchronous=bool(trial % 2))
+    step = checkpoints.load(**job.states) or 0
+    note(folder, rank, "resumed", step)
+    while True:
+        loss = job.train(step)
+        note(folder, rank, "loss", step, loss)
+        step += 1
+        checkpoints.save(step, **job.states)
+        # What is written beside the training is known to be whole a step later.
+        note(folder, rank, "saved", step - trial % 2)
+
+
+def note(folder: Path, rank: int, *what: Any) -> None:
+    """A line that is there when the process is not any more."""
+    if rank == 0:
+        handle = os.open(folder / "notes", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(handle, (json.dumps(what) + "\n").encode())
+        os.close(handle)
+
+
+def notes(folder: Path) -> list[list[Any]]:
+    """All of them."""
+    path = folder / "notes"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def fork(function: Callable[[], object]) -> int:
+    """A child that runs a function: torch is imported there already."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    with suppress(BaseException):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        function()
+        status = 0
+    os._exit(status)
+
+
+def launch(folder: Path, trial: int) -> None:
+    """Start the ranks, which end with this process, and wait for them."""
+
+    def as_rank(rank: int) -> None:
+        die_with_parent()
+        run_rank(rank, folder, trial)
+
+    os.setsid()
+    ranks = [fork(lambda rank=rank: as_rank(rank)) for rank in range(RANKS)]  # type: ignore[misc]
+    (folder / f"ranks-{trial}.partial").write_text(json.dumps(ranks))
+    os.replace(folder / f"ranks-{trial}.partial", folder / f"ranks-{trial}")
+    for rank in ranks:
+        os.waitpid(rank, 0)
+
+
+def kill(folder: Path, trial: int, chance: random.Random) -> tuple[str, float]:
+    """Start a trial and kill something of it while it saves; returns what, and when all had ended."""
+    before = len(notes(folder))
+    launcher = fork(lambda: launch(folder, trial))
+    until = time.monotonic() + 60
+    while not any(kind == "saved" for kind, *_ in notes(folder)[before:]):
+        if time.monotonic() > until:
+            os.killpg(launcher, signal.SIGKILL)
+            os.waitpid(launcher, 0)
+            raise RuntimeError(f"trial {trial} saved nothing in a minute")
+        time.sleep(0.005)
+    time.sleep(chance.uniform(0, WINDOW))
+    ranks = json.loads((folder / f"ranks-{trial}").read_text())
+    what = chance.choice(["one rank", "all ranks", "the launcher"])
+    victims = {"one rank": [chance.choice(ranks)], "all ranks": ranks, "the launcher": [launcher]}
+    for victim in victims[what]:
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+    return what, wait_for(launcher)
+
+
+def wait_for(launcher: int) -> float:
+    """Wait until all of a trial have ended, and return for how long; those that do not are ended."""
+    started, reaped = time.monotonic(), False
+    while time.monotonic() < started + GRACE:
+        reaped = reaped or os.waitpid(launcher, os.WNOHANG)[0] == launcher
+        try:
+            os.killpg(launcher, 0)
+        except ProcessLookupError:
+            return time.monotonic() - started
+        time.sleep(0.01)
+    with suppress(ProcessLookupError):
+        os.killpg(launcher, signal.SIGKILL)
+    if not reaped:
+        os.waitpid(launcher, 0)
+    return time.monotonic() - started
+
+
+def kills(count: int, seed: int = 0) -> dict[str, Any]:
+    """One run that is killed so many times; after each kill the last whole checkpoint is what goes on."""
+    chance, started = random.Random(seed), time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="penstock-kills-"))
+    # What the ranks import and prepare is then there in each.
+    Job().train(0)
+    victims: dict[str, int] = {}
+    torn, problems, longest = 0, list[str](), 0.0
+    try:
+        for trial in range(count):
+            victim, ended = kill(folder, trial, chance)
+            victims[victim] = victims.get(victim, 0) + 1
+            longest = max(longest, ended)
+            torn += any((folder / "checkpoints").glob(".writing-*"))
+            last = max(step for kind, step, *_ in notes(folder) if kind == "saved")
+            found = Checkpoints(folder / "checkpoints").steps()[0]
+            text = describe(folder / "checkpoints", check=True)
+            if found < last or "DAMAGED" in text:
+                problems.append(f"trial {trial}: {found} after {last}: {text}")
+        losses = [(step, *of) for kind, step, *of in notes(folder) if kind == "loss"]
+        job = Job()
+        expected = [job.train(step) for step in range(max(step for step, _ in losses) + 1)]
+        problems += [f"step {step}: {loss}" for step, loss in losses if loss != expected[step]]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return {
+        "kills": sum(victims.values()),
+        "of": victims,
+        "while something was being written": torn,
+        "steps": len(expected),
+        "longest end in seconds": round(longest, 1),
+        "problems": problems,
+        "seconds": round(time.monotonic() - started),
+    }
+
+
+# ---- a full disk, and damaged bytes
+
+
+@contextmanager
+def small_disk(size: str) -> Iterator[Path | None]:
+    """A file system of so many bytes, where this process may mount one."""
+    folder = Path(tempfile.mkdtemp(prefix="penstock-disk-"))
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mounted = not subprocess.run(command, capture_output=True, check=False).returncode
+    try:
+        yield folder if mounted else None
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(folder)], check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def disk(count: int = 100) -> dict[str, Any]:
+    """Save until the disk is full: the error, and what is loadable then."""
+    with small_disk("300k") as folder:
+        if folder is None:
+            return {"tried": False}
+        job, error, step = Job(), "", 0
+        checkpoints = Checkpoints(folder)
+        while not error and step < count:
+            try:
+                checkpoints.save(step := step + 1, **job.states)
+            except CheckpointError as raised:
+                error = str(raised).replace(str(folder), "DISK")
+        damaged = "DAMAGED" in describe(folder, check=True)
+        loaded = Checkpoints(folder).load(**job.states)
+        shutil.rmtree(min(folder.glob("step-*")))
+        checkpoints.save(step, **job.states)
+        left = len(list(folder.glob(".writing-*")))
+        checkpoints.close()
+        return {"error": error, "loaded": loaded, "left over": left, "damaged": damaged}
+
+
+def flips(count: int, seed: int = 0) -> dict[str, Any]:
+    """Flip or cut bytes anywhere in the latest checkpoint: is the file named, and the one before taken?"""
+    chance, job = random.Random(seed), Job()
+    named = before = 0
+    with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, **job.states)
+        path = checkpoints.save(2, **job.states).path
+        assert path is not None
+        files = sorted(path.iterdir())
+        for number in range(count):
+            file = files[number % len(files)]
+            content = bytearray(file.read_bytes())
+            place = chance.randrange(len(content))
+            changed = content[:]
+            changed[place] ^= 1 << chance.randrange(8)
+            file.write_bytes(content[:place] if chance.random() < 0.2 else changed)
+            named += f"DAMAGED: {file}" in describe(folder, check=True)
+            before += checkpoints.load(**job.states) == 1
+            file.write_bytes(content)
+    return {"damaged": count, "named": named, "the one before was taken": before}
+
+
+# ---- tables that somebody has crafted, with right checksums
+
+
+def rewrite_table(checkpoint: Path, change: Callable[[Any], Any]) -> None:
+    """Change what a table says, and make its checksum right."""
+    path = checkpoint / "checkpoint.json"
+    head, body = path.read_bytes().split(b"\n", 1)
+    text = json.dumps(change(json.loads(body))).encode()
+    summed = head[head.index(b'"format": ') + len('"format": ') :] + b"\n" + text
+    path.write_bytes(b'{"crc32": %d, "format": ' % crc32(summed) + summed)
+
+
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    3,
+    2**63,
+    10**40,
+    1e400,
+    0.5,
+    "",
+    "\x1b[2J\n",
+    "../x",
+    "é" * 9000,
+]
+ODD += [
+    [],
+    {},
+    [1],
+    {"$": "tensor", "key": "none"},
+    {"$": "array"},
+    {"$": "size", "of": ["a"]},
+    {"$": 7},
+]
+ODD += [{"$": "number", "dtype": "O", "of": "AAAA"}, {"$": "setting", "of": {}, "dtype": "load"}]
+ODD += [
+    {"$": "deque", "of": [], "longest": -1},
+    {"$": "device", "of": "no"},
+    {"$": "groups", "of": []},
+]
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Each place in a JSON value: what holds it, and its key there."""
+    for key in value if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from places(value[key])
+
+
+def mutate(table: Any, chance: random.Random) -> Any:
+    """A table with one to three odd places."""
+    table = copy.deepcopy(table)
+    for _ in range(chance.choice([1, 1, 2, 3])):
+        branch = chance.choice(list(table))
+        inside = list(places(table[branch])) if isinstance(table[branch], dict | list) else []
+        holder, key = chance.choice(inside) if inside and chance.random() < 0.9 else (table, branch)
+        kind = chance.random()
+        if kind < 0.2:
+            del holder[key]
+        elif kind < 0.3 and isinstance(holder, dict):
+            holder[f"{key}x"] = holder.pop(key)
+        elif kind < 0.5 and isinstance(holder[key], int):
+            holder[key] += chance.choice([-1, 1, 7])
+        else:
+            holder[key] = chance.choice(ODD)
+    return table
+
+
+def load_crafted(checkpoints: Checkpoints) -> tuple[str, str]:
+    """Load into a fresh run: what comes of it, and what is wrong with that."""
+    job = Job()
+    before = {name: tensor.clone() for name, tensor in job.pipe.state_dict().items()}
+    try:
+        checkpoints.load(**job.states)
+    except (InputFileError, StateDictError) as error:
+        kind = type(error).__name__
+        lines = str(error).split("\n\t") if kind == "StateDictError" else [str(error)]
+        if any("\n" in line or "\x1b" in line or len(line) > 2000 for line in lines):
+            return kind, f"the message is {str(error)[:300]!r}"
+        same = all(torch.equal(before[n], one) for n, one in job.pipe.state_dict().items())
+        return kind, "" if same else "the model was changed"
+    except Exception as error:
+        return type(error).__name__, f"{type(error).__name__}: {str(error)[:300]}"
+    return "loaded", ""
+
+
+def tables(count: int, seed: int = 0) -> dict[str, Any]:
+    """Load crafted tables: each is an error of ours, and nothing is changed, or it is loaded."""
+    chance, job = random.Random(seed), Job()
+    job.train(0)
+    kinds: dict[str, int] = {}
+    problems = []
+    with tempfile.TemporaryDirectory() as name, Checkpoints(name) as checkpoints:
+        path = checkpoints.save(1, **job.states, extra={"seen": [1, 2.5]}).path
+        assert path is not None
+        original = (path / "checkpoint.json").read_bytes()
+        for number in range(count):
+            rewrite_table(path, lambda table: mutate(table, chance))
+            kind, problem = load_crafted(checkpoints)
+            kinds[kind] = kinds.get(kind, 0) + 1
+            problems += [f"{number}: {problem}"] if problem else []
+            (path / "checkpoint.json").write_bytes(original)
+    return {"tables": count, "outcomes": kinds, "problems": problems}
+
+
+PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "kills": kills,
+    "disk": disk,
+    "flips": flips,
+    "tables": tables,
+}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--count", type=int, default=20)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable()
+    sys.stdout.write(json.dumps(PARTS[arguments.part](arguments.count), indent=2) + "\n")

@@ -1,0 +1,210 @@
+"""A fault on one rank of three: every other rank raises a named error, in time, and no process is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
+
+from penstock.testing.faults import How
+from tests.faults.jobs import RANKS, SILENT, SLACK, Job, run_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+PROMPT = 3.0 * SLACK
+"""Seconds until every other rank has raised, after an exception or a death."""
+EARLY = 8.0
+"""Seconds without progress before the second step, where the test is about that time."""
+LATE = SILENT + 3.0 * SLACK
+"""The same after silence."""
+
+
+def fault(how: How, action: str = "1F2", rank: int = 1, step: int = 2) -> dict[str, Any]:
+    return {"rank": rank, "step": step, "action": action, "how": how}
+
+
+def check(
+    job: Job, culprit: int, says: str, status: int, within: float, *, reported: bool = True
+) -> None:
+    """That all other ranks name the culprit, in time, and that the report does, where it has a folder."""
+    for rank, ended in enumerate(job.ranks):
+        if rank != culprit:
+            assert ended.error == "PeerFailed", ended.output
+            assert f"rank {rank} stopped because rank {culprit}" in ended.text
+            assert says in ended.text
+            assert ended.status == status
+    assert 0 < job.heard(culprit) < within
+    if reported:
+        assert job.report["failures"][0]["rank"] == culprit
+        assert [place["rank"] for place in job.report["ranks"]] == list(range(RANKS))
+
+
+@pytest.mark.parametrize(
+    ("injected", "says", "status"),
+    [
+        (
+            fault("exception", "0F1", 0),
+            "step 2, stage 0, microbatch 1, action 0F1: InjectedError: ",
+            70,
+        ),
+        (
+            fault("exception", "2B0", 2),
+            "step 2, stage 2, microbatch 0, action 2B0: InjectedError: ",
+            70,
+        ),
+        (fault("out of memory"), "microbatch 2, action 1F2: OutOfMemoryError: ", 70),
+        (fault("exception", "cuts", step=0), "rank 1: InjectedError: ", 70),
+        (fault("exception", "between", step=3), "rank 1, step 2: InjectedError: ", 70),
+        (fault("SIGINT"), "action 1F2: was interrupted by Ctrl-C (SIGINT)", 130),
+    ],
+    ids=lambda value: f"{value['how']} {value['action']}" if isinstance(value, dict) else "",
+)
+def test_an_exception_is_told_once_and_named_everywhere(
+    injected: dict[str, Any], says: str, status: int, tmp_path: Path
+) -> None:
+    job = run_job(tmp_path, fault=injected)
+    reported = injected["step"] > 0
+    check(job, injected["rank"], says, status, PROMPT, reported=reported)
+    culprit = job.ranks[injected["rank"]]
+    assert culprit.status == status
+    assert culprit.error in ("StageError", "InjectedError", "KeyboardInterrupt")
+    assert not reported or "Traceback" in job.report["failures"][0]["trace"]
+    told = [json.loads((tmp_path / f"torchrun-{rank}").read_text()) for rank in range(RANKS)]
+    times = [int(one["message"]["extraInfo"]["timestamp"]) for one in told]
+    assert times.index(min(times)) == injected["rank"], "torchrun names the earliest"
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["", "apart"])
+@pytest.mark.parametrize(
+    "injected",
+    [
+        fault("SIGKILL"),
+        fault("SIGKILL", "0F2", 0),
+        fault("SIGSEGV"),
+        fault("SIGTERM", "2B0", 2),
+        fault("exit"),
+        fault("SIGKILL", "cuts", step=0),
+        fault("exit", "between", step=3),
+    ],
+    ids=lambda value: f"{value['how']} {value['action']}",
+)
+def test_a_death_is_named(injected: dict[str, Any], apart: bool, tmp_path: Path) -> None:
+    """Where a rank is alone on its machine, only its heartbeats and connections tell."""
+    job = run_job(tmp_path, fault=injected, apart=apart)
+    if apart and injected["rank"] == 0:
+        assert all("the control store, " in ended.text for ended in job.ranks[1:])
+        return
+    reported = injected["step"] > 0
+    check(job, injected["rank"], "its process ended without a word", 75, PROMPT, reported=reported)
+    assert not reported or job.report["failures"][0]["kind"] == "died"
+
+
+@pytest.mark.parametrize(
+    ("injected", "says"),
+    [
+        (fault("sleep"), "it is in 1F2 for "),
+        (fault("SIGSTOP"), "its process is stopped by a signal"),
+        (fault("SIGSTOP", "0F2", 0), "its process is stopped by a signal"),
+        (fault("hold the GIL"), "its interpreter is held"),
+        (
+            fault("sleep", "between", step=3),
+            "it is between steps, after step 2, in its own code, for ",
+        ),
+        (fault("hold the GIL", "between", step=3), "its interpreter is held"),
+        (fault("SIGSTOP", "0F0", 0, step=1), "its process is stopped by a signal"),
+        (fault("sleep", "cuts", step=0), "it is making its pipeline (cuts the model) for "),
+        (fault("SIGSTOP", "cuts", step=0), "its process is stopped by a signal"),
+    ],
+    ids=lambda value: f"{value['how']} {value['action']}" if isinstance(value, dict) else "",
+)
+def test_who_is_silent_is_named(injected: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """A rank that can, ends itself; one that runs no threads is left to its launcher."""
+    rank, sleeps = injected["rank"], injected["how"] == "sleep"
+    reported = injected["step"] > 0
+    job = run_job(
+        tmp_path,
+        fault=injected,
+        frozen=-1 if sleeps else rank,
+        meeting=60.0 if reported else EARLY,
+        first=EARLY if injected["step"] == 1 else 60.0,
+    )
+    check(job, rank, says, 75, LATE + EARLY, reported=reported)
+    assert not reported or job.report["failures"][0]["kind"] == "silent"
+    if sleeps:
+        assert job.ranks[rank].status == 75
+    if sleeps and reported:
+        assert "time.sleep" in job.report["stacks"][str(rank)]
+
+
+def test_a_loop_that_ends_early_is_named(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("short iterator", step=3))
+    check(job, 1, "rank 1, step 2: left after 2 training steps, while others go on", 75, PROMPT)
+    assert job.ranks[1].status == 0
+
+
+def test_nothing_happens_without_a_fault(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("sleep", rank=9))
+    assert [ended.status for ended in job.ranks] == [0, 0, 0]
+    assert not (tmp_path / "failure.json").exists()
+    assert not any(ended.output for ended in job.ranks), job.ranks
+
+
+GARBAGE = [
+    b"\xff\x00",
+    b"[" * 90_000,
+    b"x" * 1_000_000,
+    b'{"rank": "\\u001b[2J"}',
+    json.dumps({"kind": "\x1b[2J", "rank": 1, "what": "\x1b]0;gone\x07"}).encode(),
+]
+
+
+def test_garbage_in_the_store_kills_nobody_and_is_not_printed(tmp_path: Path) -> None:
+    """Another process of the machine overwrites all that the ranks tell each other."""
+
+    def write() -> None:
+        store = TCPStore("127.0.0.1", int((tmp_path / "port").read_text()), wait_for_workers=False)
+        keys = [key for key in store.list_keys() if "/pipeline-" in key]
+        keys = [
+            key
+            for key in keys
+            if key.rpartition("/")[0].endswith(("stacks", "beat")) or "fail" in key
+        ]
+        assert any(key.endswith("/failure") for key in keys)
+        end = time.monotonic() + 4.0
+        while time.monotonic() < end:
+            for garbage, key in product(GARBAGE, keys):
+                store.set(key, garbage)  # type: ignore[arg-type] # torch takes bytes too
+        # With a number of this process, which must live on.
+        place = {"rank": 1, "pid": os.getpid(), "status": "stops"}
+        for key in keys:
+            if "/beat/" in key:
+                store.set(key, json.dumps(place))
+        store.get(keys[0])
+        time.sleep(2.0)  # the store is through with it
+        (tmp_path / "fired").write_text(str(time.monotonic()))
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGINT)
+
+    never = fault("sleep", rank=9)
+    job = run_job(tmp_path, fault=never, steps=10**9, timeout=60.0, meddle=write)
+    check(job, 1, "was interrupted by Ctrl-C (SIGINT)", 130, PROMPT)
+    assert not any("\x1b" in ended.output for ended in job.ranks)
+
+
+@pytest.mark.parametrize(("how", "status"), [("dtype", 70), ("shape", 2)])
+def test_a_value_that_changed_is_not_sent(how: How, status: int, tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault(how))
+    check(job, 1, "stage 1, microbatch 2, action 1", status, PROMPT)
+    assert job.ranks[1].status == status
+
+
+def test_what_is_not_finite_stops_all_ranks_alike(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("nan"))
+    assert {ended.error for ended in job.ranks} == {"NonFiniteError"}
+    assert {ended.status for ended in job.ranks} == {76}

@@ -1,0 +1,110 @@
+"""Models of transformers, unedited: the output bit by bit, and every gradient, are the unsplit model's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import PartitionError
+from penstock.partition import partition
+from tests.partition.driver import check_equal, forwards
+from tests.partition.families import FAMILIES, make
+
+pytestmark = pytest.mark.slow
+torch.set_num_threads(1)
+
+USUAL = {"gpt2", "llama tied", "bert", "t5"}
+"""What `make test` runs; `make test-all` runs the others."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("stages", "training"), [(2, True), (4, True), (4, False)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in USUAL else pytest.mark.nightly) for n in sorted(FAMILIES)],
+)
+def test_by_count(name: str, stages: int, training: bool) -> None:
+    model, kwargs, tolerance = make(name, training=training)
+    check_equal(model, lambda m: partition(m, stages), (), kwargs, tolerance=tolerance, draws=True)
+
+
+def values(model: Any, stages: Any, kwargs: Any) -> list[Any]:
+    edges = partition(model, stages).plan((), kwargs).edges
+    return [(edge.value, edge.source, edge.targets) for edge in edges]
+
+
+def test_only_hidden_states_travel() -> None:
+    """Masks, positions and rotary tables are made anew in each stage."""
+    model, kwargs, _ = make("llama")
+    points = ["model.layers.1", "model.layers.2", "model.norm"]
+    names = [value for value, *_ in values(model, points, kwargs)]
+    assert names == [f"model.layers.{index}" for index in (0, 1, 3)]
+
+
+def test_an_encoder_feeds_all_decoders() -> None:
+    model, kwargs, _ = make("t5", training=False)
+    points = ["encoder.block.1", "decoder.block.0", "decoder.block.2"]
+    assert ("encoder.final_layer_norm", 1, (2, 3)) in values(model, points, kwargs)
+
+
+def test_checkpointed_layers() -> None:
+    model, kwargs, tolerance = make("llama")
+    model.activation_checkpointing_enable()  # type: ignore[operator]
+    check_equal(model, lambda m: partition(m, 3), (), kwargs, tolerance=tolerance, draws=True)
+    model, kwargs, tolerance = make("gpt2")
+    cut = lambda m: partition(m, 3, checkpoint=["transformer.h"])  # noqa: E731
+    kwargs["use_cache"] = False
+    check_equal(model, cut, (), kwargs, tolerance=tolerance, draws=True)
+
+
+def test_a_new_length_and_a_mask_that_is_full() -> None:
+    model, kwargs, _ = make("llama", training=False)
+    cut, plain = partition(model, 3), copy.deepcopy(model)
+    for length in (5, 7):
+        for full in (True, False):
+            mask = torch.ones(2, length, dtype=torch.long)
+            mask[0, 0] = int(full)
+            given = {"input_ids": kwargs["input_ids"][:, :length], "attention_mask": mask}
+            with torch.no_grad():
+                assert torch.equal(forwards(cut, (), given).output.logits, plain(**given).logits)
+
+
+def test_a_cache_is_in_no_output_and_hidden_states_are_refused() -> None:
+    model, kwargs, _ = make("llama", training=False)
+    assert forwards(partition(model, 2), (), kwargs).output.past_key_values is None
+    with pytest.raises(PartitionError, match="hidden states"):
+        forwards(partition(model, 2), (), {**kwargs, "output_hidden_states": True})
+
+
+def test_layers_that_are_left_out_by_chance() -> None:
+    model, kwargs, _ = make("m2m")
+    model.model.decoder.layerdrop = 1.0  # type: ignore[union-attr]
+    cut = partition(model, 2)
+    cut.plan((), kwargs)
+    model.model.decoder.layerdrop = 0.5  # type: ignore[union-attr]
+    with pytest.raises(PartitionError, match=r"went another way in stage .*chance"):
+        run_often(cut, kwargs)
+
+
+def run_often(cut: Any, kwargs: Any) -> None:
+    for _ in range(20):
+        forwards(cut, (), kwargs)
+
+
+def test_seventy_billion_without_memory() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    cut = partition(model, 16)
+    plan = cut.plan((), {"input_ids": torch.zeros(1, 2048, dtype=torch.long)})
+    assert [edge.source for edge in plan.edges] == list(range(15))

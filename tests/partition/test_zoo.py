@@ -1,0 +1,512 @@
+"""Plain PyTorch models, cut by count, by path and by lists: the same numbers as the unsplit model."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PartitionError, UsageError
+from penstock.partition import Partition, partition, unit_paths
+from penstock.schedule import Placement
+from tests.partition import zoo
+from tests.partition.driver import check_equal, forwards
+from tests.partition.zoo import WIDTH
+
+torch.set_num_threads(1)
+
+
+def image(size: int = 8) -> Tensor:
+    return torch.randn(2, 3, size, size, dtype=torch.float64)
+
+
+def rows() -> Tensor:
+    return torch.randn(3, WIDTH, dtype=torch.float64)
+
+
+def begins_in_place() -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers += [nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)]
+    return nn.Sequential(*layers)
+
+
+def shared_in_a_row() -> nn.Module:
+    act = nn.Tanh()
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, 2)
+    )
+
+
+class Enters(nn.Module):
+    """Enters torch's encoder, which has a path of its own for padded batches in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.embed, self.encoder = nn.Linear(8, 8), nn.TransformerEncoder(layer, 4)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(x), src_key_padding_mask=mask))  # type: ignore[no-any-return]
+
+
+def padded() -> Tensor:
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    mask[0, 3:] = True
+    return mask
+
+
+class Loose(nn.Module):
+    """Uses parameters of its own between its units, and again later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.pair = nn.ParameterDict({"a": torch.rand(WIDTH), "b": torch.rand(WIDTH)})
+        self.row = nn.ParameterList([torch.rand(WIDTH)])
+        self.register_buffer("shift", torch.rand(WIDTH))
+        self.shift: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x) * self.pair["a"] + self.shift
+        x = torch.tanh(self.layers[1](x)) * self.pair["b"]
+        x = self.layers[3](torch.tanh(self.layers[2](x)) * self.row[0])
+        return x * self.pair["a"] @ self.layers[0].weight  # type: ignore[operator]
+
+
+class Directly(zoo.Deciding):
+    """Calls the forward of some modules itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0].forward(x))  # type: ignore[operator]
+        return self.blocks[3](self.blocks[2].forward(x))  # type: ignore[operator, no-any-return]
+
+
+Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+CASES: dict[str, Callable[[], Call]] = {
+    "residual": lambda: (zoo.Residual(), (torch.randint(0, 10, (3, 5)),), {}),
+    "unet": lambda: (zoo.UNet(), (image(),), {}),
+    "resnet": lambda: (zoo.ResNet(), (image(),), {}),
+    "lstm": lambda: (zoo.LanguageModel(), (torch.randint(0, 12, (2, 4)),), {}),
+    "records": lambda: (zoo.TakesRecords(), (zoo.Sample(rows(), rows().relu()),), {}),
+    "deciding": lambda: (zoo.Deciding(), (rows(),), {}),
+    "towers": lambda: (zoo.TwoTowers(), (rows(),), {"right": rows()}),
+    "shared": lambda: (zoo.SharedInside(), (rows(),), {}),
+    "loop": lambda: (zoo.Loop(), (rows(),), {}),
+    "fills": lambda: (zoo.Fills(), (rows(),), {}),
+    "noisy": lambda: (zoo.Noisy(), (rows(),), {}),
+    "begins in place": lambda: (begins_in_place(), (rows(),), {}),
+    "shared in a row": lambda: (shared_in_a_row(), (rows(),), {}),
+    "encoder": lambda: (Enters(), (torch.randn(2, 5, 8).double(), padded()), {}),
+    "loose": lambda: (Loose(), (rows(),), {}),
+    "directly": lambda: (Directly(), (rows(),), {}),
+}
+
+
+def make(name: str) -> Call:
+    torch.manual_seed(0)
+    model, args, kwargs = CASES[name]()
+    return model.double(), args, kwargs
+
+
+def by_count(count: int, **options: Any) -> Callable[[nn.Module], Partition]:
+    return lambda model: partition(model, count, **options)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_by_count(name: str, stages: int, training: bool) -> None:
+    model, args, kwargs = make(name)
+    check_equal(model.train(training), by_count(stages), args, kwargs, draws=True, repeat=2)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("name", ["residual", "begins in place", "lstm", "loop", "noisy"])
+def test_units_that_are_recomputed(name: str, stages: int) -> None:
+    model, args, kwargs = make(name)
+    check_equal(model, by_count(stages, checkpoint=True), args, kwargs, draws=True, repeat=2)
+
+
+def test_recomputed_units_by_path() -> None:
+    model, args, kwargs = make("residual")
+    check_equal(model, by_count(2, checkpoint=["layers", "norm"]), args, kwargs, draws=True)
+    with pytest.raises(
+        PartitionError, match="checkpoint='layer': must name a module that is placed"
+    ):
+        partition(model, 2, checkpoint=["layer"])
+
+
+def test_what_is_recomputed_is_not_held() -> None:
+    held: list[int] = []
+    for checkpoint in (False, True):
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8)) for _ in range(4))
+        )
+        cut, x = partition(model, 2, checkpoint=checkpoint), torch.randn(64, 8)
+        cut.plan((x,), {})
+        saved: list[int] = []
+
+        def pack(tensor: Tensor, saved: list[int] = saved) -> Tensor:
+            saved.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            forwards(cut, (x,))
+        held.append(sum(saved))
+    assert held[1] < held[0] / 10
+
+
+POINTS = {
+    "residual": ["layers.1.1", "layers.2", "norm"],
+    "unet": ["down2", "middle", "up1"],
+    "resnet": ["layer1.1", "layer2", "fc"],
+    "towers": ["left.2", "right"],
+    "deciding": ["blocks.3"],
+    "begins in place": ["3", "5"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(POINTS))
+def test_by_points(name: str) -> None:
+    model, args, kwargs = make(name)
+    cut = check_equal(model, lambda m: partition(m, POINTS[name]), args, kwargs, draws=True)
+    assert len(cut.modules) == len(POINTS[name]) + 1
+
+
+def edges(cut: Partition, args: Sequence[Any]) -> set[tuple[str, int, tuple[int, ...]]]:
+    return {(e.value, e.source, e.targets) for e in cut.plan(args, {}).edges}
+
+
+def test_a_sum_travels_not_its_summands() -> None:
+    model, args, _ = make("residual")
+    # The model ends with the embedding's weight.
+    assert edges(partition(model, ["layers.2"]), args) >= {
+        ("add after layers.1.1", 0, (1,)),
+        ("embed.weight", 0, (1,)),
+    }
+
+
+def test_skips_go_to_all_who_use_them() -> None:
+    model, args, _ = make("unet")
+    # What is between units is in the latest stage among those of its arguments.
+    assert edges(partition(model, ["down2", "middle", "up2", "up1"]), args) == {
+        ("down1", 0, (3,)),
+        ("max_pool2d after down1", 0, (1,)),
+        ("down2", 1, (2,)),
+        ("max_pool2d after down2", 1, (2,)),
+        ("cat after middle", 2, (3,)),
+        ("cat after up2", 3, (4,)),
+    }
+
+
+def test_gradients_come_back_only_where_they_can() -> None:
+    class Detaches(zoo.Deciding):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            mask = x > 0
+            return self.blocks[3](self.blocks[2](self.blocks[1](x.detach()))) * mask  # type: ignore[no-any-return]
+
+    plan = partition(Detaches().double(), ["blocks.1", "blocks.3"]).plan((rows(),), {})
+    gradients = {edge.value: edge.gradient for edge in plan.edges}
+    assert gradients == {
+        "detach after blocks.0": False,
+        "gt after blocks.0": False,
+        "blocks.2": True,
+    }
+
+
+# ---- loops
+
+
+LISTS = [["enter", "block"], ["block"], ["block", "leave"]]
+
+
+def test_a_loop_over_stages_shares_the_module() -> None:
+    cut = check_equal(zoo.Loop().double(), lambda m: partition(m, LISTS), (rows(),))
+    assert [one.stages for one in cut.shared] == [(0, 1, 2), (0, 1, 2)]
+
+
+class Rounds(zoo.Loop):
+    """Calls one module again and again, and another one between two others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for _ in range(5):
+            x = torch.tanh(self.block(x)) + x
+        return self.leave(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stages", [2, 5])
+def test_a_loop_is_cut_by_count_between_its_calls(stages: int) -> None:
+    torch.manual_seed(0)
+    x = rows()
+    cut = check_equal(Rounds().double(), by_count(stages, example=((x,), {})), (x,))
+    assert len(cut.modules) == stages
+
+
+def test_a_loop_that_cannot_be_cut() -> None:
+    class Interleaved(zoo.Loop):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.leave(self.block(x))
+            return self.enter(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(PartitionError, match=r"block in stage 0 uses leave of stage 1.*example="):
+        partition(Interleaved().double(), [["block"], ["leave", "enter"]]).plan((rows(),), {})
+
+
+# ---- where units are
+
+
+class Backwards(nn.Module):
+    """Holds its modules in another order than it calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 2)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_an_example_shows_the_order_of_the_calls() -> None:
+    example = ((rows(),), {})
+    with pytest.raises(
+        PartitionError, match=r"values go to later stages only.*example=\(args, kwargs\)"
+    ):
+        partition(Backwards().double(), 2).plan((rows(),), {})
+    check_equal(Backwards().double(), by_count(2, example=example), (rows(),))
+    order = ["layers.0", "layers.1", "layers.2", "head"]
+    assert unit_paths(Backwards().double(), 2, example=example) == order
+
+
+def test_a_model_without_data_is_cut() -> None:
+    with torch.device("meta"):
+        model = zoo.Residual()
+    cut = partition(model, 3)
+    assert cut.plan((torch.zeros(3, 5, dtype=torch.long),), {}).edges
+    assert cut.plan((torch.zeros(3, 5, dtype=torch.long, device="meta"),), {}).edges
+    assert all(parameter.is_meta for stage in cut.modules for parameter in stage.parameters())
+
+
+def test_a_process_lets_go_of_other_stages() -> None:
+    model, args, _ = make("residual")
+    expected = copy.deepcopy(model)(*args)
+    cut = partition(model, 2)
+    values = forwards(cut, args)
+    cut.keep([1])
+    kept = {name for name, parameter in cut.modules[1].named_parameters() if not parameter.is_meta}
+    assert kept == {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+    assert kept
+    assert len(kept) < len(list(model.parameters()))
+    plan = cut.plan((args[0].to("meta"),), {})
+    assert plan.edges == values.plan.edges
+    stage_call = type("Call", (), {"plan": plan, "microbatch": 0, "draws": None})()
+    output, sent = cut.modules[1](stage_call, values.sent[0], args[0].to("meta"))
+    assert not sent
+    assert torch.equal(output, expected)
+
+
+def test_arguments_that_are_missing_are_named() -> None:
+    class UsesAgain(zoo.Deciding):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x
+            for block in self.blocks:
+                h = block(h) * x
+            return h
+
+    cut = partition(UsesAgain().double(), 2)
+    done = forwards(cut, (rows(),))
+    stage_call = type("Call", (), {"plan": done.plan, "microbatch": 0, "draws": None})()
+    with pytest.raises(Exception, match=r"mul in stage 1 needs an argument .* was not given"):
+        cut.modules[1](stage_call, done.sent[0], rows().to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        (["layers.9"], "no module 'layers.9' in the model; did you mean layers"),
+        (40, "modules that can be placed, too few for 40 stages"),
+        (["layers.2", "layers.1"], "leave a stage without modules; the model's order is embed, "),
+        ([["embed"], ["layers", "norm"], []], r"stages \[2\] have no modules"),
+        ([["embed"], ["norm"]], "in no stage: layers"),
+        ([["embed", "layers"], ["layers.1", "norm"]], "also a module that contains them: layers.1"),
+        ([["norm", "layers"], ["embed"]], "values go to later stages only"),
+    ],
+)
+def test_refused_stages(stages: Any, text: str) -> None:
+    model, args, _ = make("residual")
+    with pytest.raises(PartitionError, match=text):
+        partition(model, stages).plan(args, {})
+
+
+def compile_in_place(model: nn.Module) -> nn.Module:
+    model.compile()
+    return model
+
+
+def compile_forward(model: nn.Module) -> nn.Module:
+    model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.compile, compile_in_place, compile_forward])
+def test_a_model_that_was_compiled_as_a_whole(compiled: Callable[[nn.Module], nn.Module]) -> None:
+    with pytest.raises(PartitionError, match=r"the Loop was compiled as a whole.*block\.compile"):
+        partition(compiled(zoo.Loop()), 2)
+
+
+# ---- nn.Sequential, and modules without a forward
+
+
+def sequential(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+
+
+def children(cut: Partition) -> list[list[str]]:
+    return [[name for name, _ in stage.named_children()] for stage in cut.modules]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [
+        (4, 2, [["0", "1"], ["2", "3"]]),
+        (5, 2, [["0", "1", "2"], ["3", "4"]]),
+        (4, 4, [["0"], ["1"], ["2"], ["3"]]),
+        (3, 1, [["0", "1", "2"]]),
+    ],
+)
+def test_a_sequential_is_cut_into_even_runs(
+    layers: int, stages: int, expected: list[list[str]]
+) -> None:
+    assert children(partition(sequential(layers), stages)) == expected
+
+
+LOPSIDED = nn.Sequential(nn.Linear(4, 99), nn.Linear(99, 4), *(nn.Linear(4, 4) for _ in range(4)))
+EXAMPLE: tuple[Any, dict[str, Any]] = ((torch.ones(2, 4),), {})
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [["0", "1", "2"], ["3", "4", "5"]]),
+        ({"balance": "parameters"}, [["0"], ["1", "2", "3", "4", "5"]]),
+        ({"balance": "flops", "example": EXAMPLE}, [["0"], ["1", "2", "3", "4", "5"]]),
+        ({"balance": [1, 1, 1, 1, 1, 9]}, [["0", "1", "2", "3", "4"], ["5"]]),
+        ({"stages": 3, "placement": Placement((0, 1, 0))}, [["0"], ["1", "2", "3"], ["4", "5"]]),
+    ],
+)
+def test_a_sequential_is_balanced_as_asked(
+    options: dict[str, Any], expected: list[list[str]]
+) -> None:
+    assert children(partition(LOPSIDED, **({"stages": 2} | options))) == expected
+
+
+@pytest.mark.parametrize(
+    ("stages", "options", "says"),
+    [
+        (2, {"balance": [1.0]}, "balance= has 1 weights for 6 modules"),
+        (2, {"balance": "flop"}, "balance='flop': must be one of time, flops"),
+        (2, {"balance": "flops"}, r"give example=\(args, kwargs\)"),
+        (1, {"placement": Placement((0, 1))}, "the placement is for 2 stages, not 1"),
+        (
+            ["2"],
+            {"balance": "parameters"},
+            "the number of stages is given; stages= names the modules",
+        ),
+        (7, {}, "6 modules that can be placed, too few for 7 stages; use from 1 to 6"),
+    ],
+)
+def test_what_a_sequential_cannot_be_balanced_by(stages: Any, options: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        partition(LOPSIDED, stages, **options)
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(), nn.ReLU()])
+def test_what_cannot_be_cut_can_be_one_stage(model: nn.Module) -> None:
+    with pytest.raises(PartitionError, match=r"0 modules .*2 stages; it can be one stage: ranks=1"):
+        partition(model, 2)
+
+
+class Both(nn.Module):
+    """Takes two arguments, and gives two."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + y, x - y
+
+
+def test_modules_without_a_forward_are_called_one_after_the_other() -> None:
+    model = nn.ModuleDict({"a": Both(), "b": Both(), "c": nn.Bilinear(4, 4, 2)}).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    done = forwards(partition(model, [["a"], ["b", "c"]]), (x,), {"y": x})
+    assert torch.equal(done.output, model["c"](2 * x, 2 * x))
+    with pytest.raises(
+        PartitionError, match="a ModuleDict has no forward; name the modules of each stage"
+    ):
+        partition(model, 2)
+
+
+# ---- what is left alone
+
+
+def test_a_plan_leaves_no_trace() -> None:
+    model, args, kwargs = make("resnet")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state, kinds = torch.get_rng_state(), [dict(vars(module)) for module in model.modules()]
+    partition(model, 3).plan(args, kwargs)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [dict(vars(module)) for module in model.modules()] == kinds
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_plan_is_made_once_for_each_kind_of_call() -> None:
+    model, args, _ = make("residual")
+    cut = partition(model, 2)
+    first = cut.plan(args, {})
+    assert cut.plan((args[0] + 1,), {}) is first
+    other = cut.plan((args[0][:2],), {})
+    assert other is not first
+    assert other.edges == first.edges
+    model.eval()
+    assert cut.plan(args, {}) is not first
+
+
+def test_a_model_that_was_changed_after_the_cut_is_named() -> None:
+    model, *_ = make("residual")
+    cut = partition(model, 2)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    cut.check_unchanged()
+    model.norm = nn.LayerNorm(WIDTH)
+    with pytest.raises(UsageError, match=r"'norm' was replaced.*make a new Pipeline"):
+        cut.check_unchanged()
+
+
+class Batch(UserDict[str, Tensor]):
+    """Such as a tokenizer gives."""
+
+
+def test_a_mapping_as_an_argument() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, batch: Batch) -> Tensor:
+            hidden = self.first(batch["x"]) * batch.data["mask"]
+            return self.second(hidden) * batch["mask"]  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    check_equal(Model().double(), by_count(2), (Batch(x=rows(), mask=rows().relu()),))

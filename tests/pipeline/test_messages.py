@@ -1,0 +1,281 @@
+"""What travels between processes: what the edges need, descriptions once, and few bytes at a time."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from penstock import Pipeline, PipelineStage
+from penstock.errors import UsageError
+from penstock.schedule import Edge
+from penstock.testing import WorkerPool, count_messages
+from tests.pipeline.models import X, Y, chain, make, mean_loss
+
+ROWS, WIDTH, DOUBLE = 3, 4, 8
+ACTIVATION = ROWS * WIDTH * DOUBLE
+MASK = ROWS * 1
+"""Bytes of one microbatch's values."""
+VALUES, GRADIENTS, WEIGHTS = 0, 1, 2
+BATCH = torch.linspace(-1, 1, 12 * WIDTH, dtype=torch.float64).reshape(12, WIDTH)
+
+
+class Part(nn.Module):
+    """Adds up its arguments and gives values by the names asked for: ``m`` a mask, others a hidden tensor."""
+
+    def __init__(self, *gives: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.gives = gives
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
+        total = sum(t.double() for t in (*args, *kwargs.values()))
+        hidden = torch.tanh(self.layer(total))
+        values = {name: hidden[:, :1] > 0 if name == "m" else hidden * 1 for name in self.gives}
+        return values if len(values) > 1 else hidden
+
+
+EDGES: dict[str, tuple[Edge, ...]] = {
+    "shared": (Edge("a", 0, (1, 2)), Edge("b", 1, (2,)), Edge("c", 2, (3,))),
+    "branched": (Edge("a", 0, (1, 3)), Edge("b", 1, (2,)), Edge("c", 2, (3,))),
+    "masked": (
+        Edge("a", 0, (1,)),
+        Edge("b", 1, (2,)),
+        Edge("m", 1, (2, 3), gradient=False),
+        Edge("c", 2, (3,)),
+    ),
+}
+
+
+def by_hand(group: Any, schedule: str, edges: tuple[Edge, ...]) -> Pipeline:
+    """Four stages with an edge table of their own."""
+    torch.manual_seed(0)
+    gives = [[edge.value for edge in edges if edge.source == stage] for stage in range(4)]
+    rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    here = (0, 3) if (schedule, ranks, rank) == ("ZB-V", 2, 0) else (rank,)
+    here = (1, 2) if (schedule, ranks, rank) == ("ZB-V", 2, 1) else here
+    stages = [PipelineStage(Part(*gives[stage]), stage, 4) for stage in here]
+    return Pipeline.from_stages(
+        stages, schedule=schedule, microbatches=4, loss_fn=mean_loss, edges=edges, group=group
+    )
+
+
+def count(group: Any, what: str, schedule: str) -> list[list[int]]:
+    """A worker's task: of each channel that this rank sends on, its ends, direction, messages and bytes."""
+    if what in EDGES:
+        pipe, batch, target = by_hand(group, schedule, EDGES[what]), BATCH, BATCH
+    else:
+        model = chain()
+        if what == "frozen":
+            model[0].requires_grad_(requires_grad=False)
+        pipe, batch, target = make(model, schedule=schedule, ranks=3, group=group), X, Y
+    with pipe:
+        counter = count_messages(pipe)
+        pipe.predict(batch) if what == "predict" else pipe.step(batch, target=target)
+        sent = counter.sent
+        return [[*c, sent.messages[c], sent.bytes[c]] for c in sent.messages]
+
+
+def traffic(
+    workers: WorkerPool, what: str, schedule: str, ranks: int
+) -> dict[Any, tuple[int, int]]:
+    answers = workers.run(f"{__name__}:count", ranks, 60.0, what=what, schedule=schedule)
+    return {tuple(row[:3]): (row[3], row[4]) for answer in answers for row in answer}
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB-H1"])
+def test_a_chain_sends_each_value_and_each_gradient_once(
+    workers: WorkerPool, schedule: str
+) -> None:
+    size = 4, X.numel() * X.element_size()
+    channels = [(0, 1, VALUES), (1, 2, VALUES), (1, 0, GRADIENTS), (2, 1, GRADIENTS)]
+    assert traffic(workers, "chain", schedule, 3) == dict.fromkeys(channels, size)
+
+
+def test_a_value_of_several_stages_of_a_rank_is_sent_once(workers: WorkerPool) -> None:
+    """``a`` goes to stages 1 and 2 on rank 1; their gradients come back in one message."""
+    found = traffic(workers, "shared", "ZB-V", 2)
+    once = 4, 4 * ACTIVATION
+    assert found[0, 1, VALUES] == found[1, 0, VALUES] == found[0, 1, GRADIENTS] == once
+    assert found[1, 0, GRADIENTS] == (4, 4 * 2 * ACTIVATION)
+
+
+def test_a_value_goes_to_each_rank_that_needs_it(workers: WorkerPool) -> None:
+    pairs = [(0, 1), (0, 3), (1, 2), (2, 3)]
+    channels = [(*pair, VALUES) for pair in pairs] + [(b, a, GRADIENTS) for a, b in pairs]
+    found = traffic(workers, "branched", "1F1B", 4)
+    assert found == dict.fromkeys(channels, (4, 4 * ACTIVATION))
+
+
+def test_no_gradient_comes_back_for_masks(workers: WorkerPool) -> None:
+    """``m`` travels with ``b`` to rank 2, and alone to rank 3."""
+    found = traffic(workers, "masked", "1F1B", 4)
+    assert found[1, 2, VALUES] == (4, 4 * (ACTIVATION + MASK))
+    assert found[1, 3, VALUES] == (4, 4 * MASK)
+    assert found[2, 1, GRADIENTS] == (4, 4 * ACTIVATION)
+    assert (3, 1, GRADIENTS) not in found
+
+
+def test_nothing_comes_back_to_stages_that_train_nothing(workers: WorkerPool) -> None:
+    found = traffic(workers, "frozen", "1F1B", 3)
+    assert (1, 0, GRADIENTS) not in found
+    assert (2, 1, GRADIENTS) in found
+
+
+def test_without_gradients_nothing_comes_back(workers: WorkerPool) -> None:
+    assert {direction for *_, direction in traffic(workers, "predict", "1F1B", 3)} == {VALUES}
+
+
+def test_in_one_process_nothing_travels() -> None:
+    with pytest.raises(UsageError, match="all ranks share this process"):
+        count_messages(make(ranks=3))
+
+
+# ---- nothing grows
+
+
+def calls(group: Any, schedule: str) -> list[dict[str, Any]]:
+    """A worker's task: of four rounds of a step and an evaluation, what this rank counted in each."""
+    rounds = []
+    with make(chain(4), schedule=schedule, ranks=2, microbatches=4, group=group) as pipe:
+        counter = count_messages(pipe)
+        for _ in range(4):
+            counter.reset()
+            pipe.step(X, target=Y)
+            control = dict(counter.control)
+            pipe.eval(X[:3], target=Y[:3])
+            rounds.append(
+                {
+                    "step": control,
+                    "described": counter.descriptions,
+                    "bytes": sum(counter.sent.bytes.values()),
+                    "messages": sum(counter.sent.messages.values()),
+                    "pending": counter.received.pending,
+                }
+            )
+    return rounds
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZB-V"])
+def test_a_word_before_and_a_sum_after_a_step_are_all(workers: WorkerPool, schedule: str) -> None:
+    for first, *later in workers.run(f"{__name__}:calls", 2, 60.0, schedule=schedule):
+        assert first["described"] > 0
+        assert first["bytes"] == later[0]["bytes"]
+        for found in later:
+            assert found == later[0]
+            assert found["step"] == {"gather": 2}
+            assert found["described"] == found["pending"] == 0
+
+
+def most_pending(group: Any, schedule: str, microbatches: int) -> list[int]:
+    """A worker's task: the most bytes of receives posted at a time, in a step and in an evaluation."""
+    batch = torch.ones(microbatches, X.shape[1], dtype=X.dtype)
+    options: dict[str, Any] = {"ranks": 2, "microbatches": microbatches, "group": group}
+    with make(chain(4), schedule=schedule, **options) as pipe:
+        counter = count_messages(pipe)
+        most = []
+        for call in (pipe.step, pipe.eval):
+            call(batch, target=batch)
+            counter.reset()
+            call(batch, target=batch)
+            most.append(counter.received.most)
+    return most
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZB-H1"])
+def test_few_bytes_are_under_way_however_many_microbatches(
+    workers: WorkerPool, schedule: str
+) -> None:
+    few, many = (
+        workers.run(f"{__name__}:most_pending", 2, 60.0, schedule=schedule, microbatches=m)
+        for m in (8, 64)
+    )
+    assert few == many
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes of tensors that operations made and that were alive at a time."""
+
+    def __init__(self, without: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most: int = 0
+        self._now: int = 0
+        self._known = {without.untyped_storage()._cdata}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._watch(leaf.untyped_storage())
+        return result
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self._now += size
+            self.most = max(self.most, self._now)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._now -= size
+
+
+def peak(group: Any, schedule: str, microbatches: int) -> int:
+    """A worker's task: the peak of a training step's tensors."""
+    options: dict[str, Any] = {"ranks": 2, "microbatches": microbatches, "group": group}
+    with make(chain(4), schedule=schedule, **options) as pipe:
+        batch = torch.ones(4 * microbatches, X.shape[1], dtype=X.dtype)
+        pipe.step(batch, target=batch)
+        with PeakBytes(batch) as probe:
+            pipe.step(batch, target=batch)
+    return int(probe.most)
+
+
+SCALAR = 128
+"""Bytes that a microbatch may leave on a rank: its loss and the weight of it."""
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+def test_the_peak_does_not_grow_with_the_microbatches(workers: WorkerPool, schedule: str) -> None:
+    few, many = (
+        workers.run(f"{__name__}:peak", 2, 60.0, schedule=schedule, microbatches=m)
+        for m in (8, 256)
+    )
+    for small, large in zip(few, many, strict=True):
+        assert large - small <= 248 * SCALAR
+
+
+# ---- what stages share
+
+
+def run_shared(group: Any, uses: list[int], frozen: bool) -> list[list[int]]:
+    """A worker's task: source, target, messages and bytes of weights."""
+    torch.manual_seed(0)
+    one = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64).requires_grad_(not frozen)
+    layers = [one if i in uses else nn.Linear(WIDTH, WIDTH).double() for i in range(3)]
+    with make(nn.Sequential(*layers), ranks=3, group=group) as pipe:
+        counter = count_messages(pipe)
+        pipe.step(X, target=Y)
+        sent = counter.sent
+        weights = [channel for channel in sent.messages if channel.direction == WEIGHTS]
+        return [[*c[:2], sent.messages[c], sent.bytes[c]] for c in weights]
+
+
+@pytest.mark.parametrize(
+    ("uses", "frozen", "pairs"),
+    [([0, 2], False, [(0, 2), (2, 0)]), ([0, 1, 2], False, None), ([0, 2], True, [])],
+)
+def test_each_pair_that_shares_exchanges_one_gradient(
+    workers: WorkerPool, uses: list[int], frozen: bool, pairs: list[tuple[int, int]] | None
+) -> None:
+    expected = [(a, b) for a in range(3) for b in range(3) if a != b] if pairs is None else pairs
+    answers = workers.run(f"{__name__}:run_shared", 3, 30.0, uses=uses, frozen=frozen)
+    rows = sorted(row for answer in answers for row in answer)
+    assert [tuple(row[:2]) for row in rows if row[3] >= WIDTH * WIDTH * DOUBLE] == expected

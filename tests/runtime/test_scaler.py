@@ -1,0 +1,116 @@
+"""The loss scaler beside torch's own, whose rule it has, and what it adds: all ranks skip together."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from penstock import LossScaler
+from penstock.parallel import local_part
+from penstock.testing import WorkerPool
+
+OPTIONS: dict[str, Any] = {
+    "init_scale": 64.0,
+    "growth_factor": 3.0,
+    "backoff_factor": 0.3,
+    "growth_interval": 2,
+}
+
+
+def torchs_scaler() -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler("cpu", **OPTIONS)
+    scaler.scale(torch.zeros(()))
+    return scaler
+
+
+def history(scaler: Any, steps: list[bool], *, early: bool = False) -> list[Any]:
+    """Scales and weights over steps, some of which have gradients that are not finite."""
+    weight, rows = nn.Parameter(torch.ones(3)), []
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for index, is_bad in enumerate(steps):
+        weight.grad = torch.tensor([1.0, 2.0, 4.0]) * scaler.get_scale()
+        if is_bad:
+            weight.grad[index % 3] = (float("inf"), float("nan"))[index % 2]
+        if early:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        rows.append((scaler.get_scale(), weight.tolist()))
+    return rows
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_its_history_is_that_of_torchs(seed: int, early: bool) -> None:
+    draw = random.Random(seed)
+    steps = [draw.random() < 0.4 for _ in range(40)]
+    theirs, mine = torchs_scaler(), LossScaler(**OPTIONS)
+    assert history(mine, steps, early=early) == history(theirs, steps, early=early)
+    assert mine.state_dict() == theirs.state_dict()
+
+
+def test_its_defaults_are_those_of_torchs() -> None:
+    assert LossScaler().state_dict() == torch.amp.GradScaler("cpu").state_dict()
+
+
+def test_it_takes_up_the_state_of_torchs() -> None:
+    theirs, mine = torchs_scaler(), LossScaler()
+    history(theirs, [False] * 3)
+    mine.load_state_dict(theirs.state_dict())
+    assert mine.state_dict() == theirs.state_dict()
+    assert history(mine, [True, False]) == history(theirs, [True, False])
+
+
+def test_without_being_enabled_it_does_nothing() -> None:
+    scaler = LossScaler(enabled=False)
+    ((scale, weight),) = history(scaler, [False])
+    assert (scale, scaler.state_dict()) == (1.0, {})
+    assert weight == pytest.approx([0.9, 0.8, 0.6])
+
+
+def test_all_skip_what_one_rank_must() -> None:
+    here: list[float] = []
+
+    def add_another_rank(infinite: Tensor) -> Tensor:
+        here.append(float(infinite))
+        return infinite + 1
+
+    scaler = LossScaler(**OPTIONS)
+    assert scaler.attach(add_another_rank) == 64.0
+    assert history(scaler, [False]) == [(pytest.approx(64.0 * 0.3), [1.0] * 3)]
+    assert here == [0.0]
+
+
+def test_a_rank_without_gradients_decides_with_the_others() -> None:
+    scaler = LossScaler(**OPTIONS)
+    scaler.attach(torch.clone)
+    scaler.step(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1))
+    scaler.update()
+    assert scaler.get_scale() == 64.0
+
+
+def sharded(group: Any) -> list[Any]:
+    """A worker's task: only the last process has the share that is not finite."""
+    mesh = DeviceMesh("cpu", torch.arange(group.size()))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    scaler, optimizer = LossScaler(8.0), torch.optim.SGD([weight], lr=0.1)
+    rows = []
+    for worst in (1.0, float("inf")):
+        weight.grad = distribute_tensor(
+            torch.tensor([8.0, 8.0, 8.0, 8.0 * worst]), mesh, [Shard(0)]
+        )
+        scaler.step(optimizer)
+        scaler.update()
+        rows.append([scaler.get_scale(), *local_part(weight).detach().tolist()])
+    return rows
+
+
+def test_all_processes_of_a_mesh_skip_together(workers: WorkerPool) -> None:
+    for rows in workers.run(f"{__name__}:sharded", 4, 60.0):
+        assert rows == [[8.0, pytest.approx(0.9)], [4.0, pytest.approx(0.9)]]
