@@ -40,7 +40,7 @@ from penstock.pipelining.rows import (
     to_tuple,
 )
 from penstock.pipelining.stage import StageBase
-from penstock.runtime import Call, Loss, CallReport, Runner
+from penstock.runtime import Call, CallReport, Loss, Runner
 from penstock.schedule import (
     Action,
     Op,

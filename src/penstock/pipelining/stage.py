@@ -73,17 +73,9 @@ class StageBase:
     shared: Sequence[Shared] = ()
     chunks: int | None = None
     has_backward: bool = False
+    is_first: bool = True
+    is_last: bool = True
     stage_index_to_group_rank: dict[int, int]
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the batch enters here."""
-        return self.stage_index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the loss is computed here."""
-        return self.stage_index == self.num_stages - 1
 
 
 class PipelineStage(StageBase, engine.PipelineStage):
