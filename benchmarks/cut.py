@@ -121,7 +121,7 @@ def unet_steps(rounds: int) -> Ratios:
 def _compare_steps(
     cut: Pipeline, hand: Pipeline, batch: Tensor, target: Tensor, rounds: int
 ) -> Ratios:
-    ways = {
+    ways: dict[str, Callable[[], object]] = {
         "cut": lambda: cut.step(batch, target=target),
         "hand": lambda: hand.step(batch, target=target),
     }
@@ -151,7 +151,7 @@ def small_llama() -> Pipeline:
         num_attention_heads=4,
         use_cache=True,
     )
-    model = LlamaForCausalLM(config)
+    model: nn.Module = LlamaForCausalLM(config)
     return _pipeline(model, lambda output, target: next_byte_loss(output.logits, target))
 
 

@@ -1,6 +1,6 @@
 """One training step on two gloo processes: Penstock, the peer and a loop by hand, in turn in each.
 
-On tiny stages also Penstock without its sockets for small messages, which then travel over gloo like all others.
+On tiny stages also Penstock without its sockets for small messages, which then travel over gloo too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AIMS: dict[tuple[str, str], dict[str, float]] = {
 }
 """What a step should take at most, of what the peer's takes."""
 SOCKETS = 1 / 1.3
-"""What a tiny step should take at most, of what it takes without sockets: otherwise they are not worth their code."""
+"""What a tiny step should take at most, of what it takes without sockets: else they are not worth having."""
 OTHERS = {"peer": "the peer", "hand": "a loop by hand", "gloo": "without sockets"}
 
 
@@ -136,14 +136,9 @@ def compare(rounds: int) -> dict[str, Any]:
                 rounds=rounds,
             )
             for other in [name for name in OTHERS if name in replies[0]]:
+                ratios = _ratios(replies, other)
                 aims = {"peer": limits, "gloo": {"time": SOCKETS}}.get(other, {})
-                ratios = {
-                    "time": Ratios(*(replies[0][name]["time"] for name in ("ours", other))),
-                    "cpu": Ratios(*(_cpu_of_all(replies, name) for name in ("ours", other))),
-                }
-                for what, ratio in ratios.items():
-                    aim = f"; aim {aims[what]:.2f}" if what in aims else ""
-                    print(f"step, {schedule}, {case}: {what:4} {ratio.told(OTHERS[other])}{aim}")
+                _tell(f"step, {schedule}, {case}", ratios, other, aims)
                 figures[f"{case}, {schedule}, {other}"] = {
                     "aims": aims,
                     **{what: ratio.to_json() for what, ratio in ratios.items()},
@@ -151,6 +146,19 @@ def compare(rounds: int) -> dict[str, Any]:
     return figures
 
 
-def _cpu_of_all(replies: list[Any], name: str) -> list[float]:
-    """The CPU time of all ranks, round by round."""
-    return [sum(times) for times in zip(*(r[name]["cpu"] for r in replies), strict=True)]
+def _ratios(replies: list[Any], other: str) -> dict[str, Ratios]:
+    """Ours to another way: the time on rank 0, and the CPU time of all ranks, round by round."""
+
+    def cpu(name: str) -> list[float]:
+        return [sum(times) for times in zip(*(r[name]["cpu"] for r in replies), strict=True)]
+
+    return {
+        "time": Ratios(replies[0]["ours"]["time"], replies[0][other]["time"]),
+        "cpu": Ratios(cpu("ours"), cpu(other)),
+    }
+
+
+def _tell(title: str, ratios: dict[str, Ratios], other: str, aims: dict[str, float]) -> None:
+    for what, ratio in ratios.items():
+        aim = f"; aim {aims[what]:.2f}" if what in aims else ""
+        print(f"{title}: {what:4} {ratio.told(OTHERS[other])}{aim}")

@@ -30,8 +30,8 @@ FRONT = {"__init__", "__main__"}
 INNER = {"cli", "lazily"}
 
 
-BY_NAME = {"cli.main", "parallel.tensors", "parallel.wrapping", "plan.answer", "values.inference"}
-"""Modules that still import others by name; each goes from here when it no longer does."""
+BY_NAME = {"parallel.tensors", "parallel.wrapping"}
+"""Modules that import others of their own room by name, when a first DTensor is seen: torch takes long to."""
 
 
 class Import(NamedTuple):

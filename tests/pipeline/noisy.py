@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,7 +184,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpoint": lambda: Checkpointed(outer=False, inner=False),
     "reentrant checkpoint": lambda: Checkpointed(outer=True, inner=True),
     "checkpoint of reentrant ones": lambda: Checkpointed(outer=False, inner=True),
-    **{f"between: {way}": lambda way=way: Noisy([way]) for way in WAYS},
+    **{f"between: {way}": partial(Noisy, [way]) for way in WAYS},
     "between: all": Noisy,
 }
 

@@ -213,9 +213,9 @@ class Own(nn.Module):
 
 def test_one_that_several_stages_would_draw_from_is_refused() -> None:
     own = torch.Generator()
-    with pytest.raises(PartitionError, match="1 draws from a torch.Generator that other stages"):
+    with pytest.raises(PartitionError, match=r"stage 1 draws from a torch\.Generator .* in stage 0"):
         outputs(nn.Sequential(Adding(own), Adding(own)), ranks=2)
-    with pytest.raises(PartitionError, match="draws between its units from a torch.Generator"):
+    with pytest.raises(PartitionError, match="draws between its units from"):
         outputs(Own(), ranks=2)
     model = Own()
     unsplit = copy.deepcopy(model)

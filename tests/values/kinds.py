@@ -183,7 +183,7 @@ class Layer(nn.Module):
     def forward(self, *values: Any) -> Any:
         # A tuple that a stage by hand returns comes as several arguments.
         value = values[0] if len(values) == 1 else values
-        hidden = value if self.takes is None else self.takes.unwrap(value)
+        hidden: Any = value if self.takes is None else self.takes.unwrap(value)
         if hidden.shape[-1] == 1:
             hidden = hidden.expand(-1, WIDTH)
         hidden = torch.tanh(self.lin(hidden))

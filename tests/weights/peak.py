@@ -6,6 +6,7 @@ It is a program of its own, so that nothing else counts. It prints the ratio.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -66,4 +67,4 @@ def memory(what: str) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(measure())
+    sys.stdout.write(str(measure()))

@@ -175,14 +175,14 @@ class CutStage(StageModule):
         if author.stages == 1:
             return self._whole(author, call, args, kwargs), {}
         chain = self._chains[call.plan]
-        model, draws = author.model, call.draws
-        if chain and not (model._forward_pre_hooks or model._forward_hooks):
-            hidden = args[0] if chain.arrives is None else values[chain.arrives]
-            if isinstance(hidden, Tensor) and not hidden.is_meta:
-                hidden = chain.run(hidden, draws)
-                return (
-                    (hidden, {}) if chain.last is None else (None, chain.sent(hidden, self.index))
-                )
+        hooked = author.model._forward_pre_hooks or author.model._forward_hooks
+        hidden = None
+        if chain and not hooked:
+            argument = args[0] if len(args) == 1 and not kwargs else None
+            hidden = argument if chain.arrives is None else values[chain.arrives]
+        if chain and isinstance(hidden, Tensor) and not hidden.is_meta:
+            hidden = chain.run(hidden, call.draws)
+            return (hidden, {}) if chain.last is None else (None, chain.sent(hidden, self.index))
         with _attributes_kept(author.around, call.plan.trace.settled):
             return _Runner(self.index, author, call, values).run(args, kwargs)
 
@@ -567,8 +567,11 @@ class _Runner(TorchFunctionMode):
             self._note_changes(step, located((args, kwargs)))
         results = tensors_in(output)
         if len(results) != len(event.slots):
-            planned = f"where the run without data gave {len(event.slots)}"
-            raise _different(step, self._stage, f"{len(results)} tensors {planned}")
+            raise _different(
+                step,
+                self._stage,
+                f"{len(results)} tensors where the run without data gave {len(event.slots)}",
+            )
         if not isinstance(output, Tensor) and self._stage < self._author.stages - 1:
             self._check_plain(step, output)
         for tensor, slot in zip(results, event.slots, strict=True):

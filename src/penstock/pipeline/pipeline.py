@@ -597,7 +597,7 @@ class Pipeline(WeightMethods):
         self._runner.check_usable()
         try:
             self._check_unchanged()
-            self._held.weights.check_filled()
+            self._held.check_filled()
             if outputs:
                 output_dim(self._rules)
             return describe()

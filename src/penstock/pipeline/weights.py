@@ -100,6 +100,17 @@ class HeldWeights:
         """The parameters and buffers that live in this process."""
         return StageWeights(self.stages, self.names)
 
+    def check_filled(self) -> None:
+        """Check that the stages have memory; their tensors are named only if something is wrong.
+
+        Raises:
+            UsageError: a tensor is on the meta device.
+        """
+        modules = [stage.module for stage in self.stages]
+        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        if True in [tensor.is_meta for tensor in tensors]:
+            self.weights.check_filled()
+
     def names_by_identity(self) -> dict[int, str]:
         """The name of each parameter that lives in this process, by its ``id``."""
         return {id(parameter): name for name, parameter in self.weights.named_parameters()}

@@ -137,7 +137,7 @@ def trace(
     points: Mapping[str, SplitPoint],
     policy: Policy | None,
 ) -> ModelTrace:
-    """ModelTrace a model in the mode that it is in.
+    """Trace a model in the mode that it is in.
 
     Raises:
         CutError: it cannot be traced.
@@ -547,7 +547,7 @@ def cut_traced(
     points: Mapping[str, SplitPoint],
     policy: Policy | None,
 ) -> TracedModel:
-    """ModelTrace a model in both modes, and cut it where it is marked.
+    """Trace a model in both modes, and cut it where it is marked.
 
     Raises:
         CutError: it cannot be traced, or cannot be cut there.

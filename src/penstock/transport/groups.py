@@ -61,7 +61,10 @@ class Circle:
         self.rank = 0 if alone else members.rank()
         self.size = 1 if alone else members.size()
         backend = dist.get_backend(self._group) if dist.is_initialized() else "gloo"
-        self._device = torch.accelerator.current_accelerator() if backend == "nccl" else None
+        self._device = None
+        if backend == "nccl":
+            bound = members.bound_device_id
+            self._device = bound or torch.accelerator.current_accelerator()
 
     def exchange(self, value: Any) -> list[Any]:
         """The JSON values of all, in rank order; all processes call this."""
@@ -164,7 +167,6 @@ class Transport:
             options._timeout = timedelta(seconds=DAY)
             store = PrefixStore(f"nccl/{source}/{target}/{direction}", self._meeting.store)
             # As for gloo: groups of new_group would share names with those of replicas.
-            # Torch's stubs do not declare its methods.
             group: Any = dist.ProcessGroupNCCL(store, int(self.rank > peer), 2, options)
             self._channels[channel] = group
             # The first message connects, and waits for the other end. In a step two ranks might wait for each
@@ -172,7 +174,13 @@ class Transport:
             self.activity.wait("a channel to connect", peer)
             byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
             move = group.send if source == self.rank else group.recv
-            _wait_for([move([byte], int(peer > self.rank), 0)])
+            try:
+                move([byte], int(peer > self.rank), 0).wait()
+            except RuntimeError as error:
+                raise MessageError(
+                    f"rank {self.rank} on {self._device} cannot connect to rank {peer} by NCCL: {error}; "
+                    "each process needs a GPU of its own, or give the pipeline a gloo group by group="
+                ) from error
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor], direction: int = 0) -> None:
         """Start to send tensors, which must not change until :meth:`settle`."""
@@ -185,10 +193,11 @@ class Transport:
             self._lines[peer].send(tag, [buffer.numpy() for buffer in buffers], size)
             return
         group, place = self._group(self.rank, peer, direction)
-        works = [group.send([buffer], place, tag) for buffer in _packed(buffers)]
+        parcels = _packed(buffers)
+        works = [group.send([parcel], place, tag) for parcel in parcels]
         self._sent = [pair for pair in self._sent if not pair[0][-1].is_completed()]
         if works:
-            self._sent.append((works, buffers))
+            self._sent.append((works, parcels))
 
     def post(
         self, peer: int, tag: int, layouts: Sequence[TensorLayout], direction: int = 0

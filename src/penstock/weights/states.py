@@ -186,11 +186,9 @@ class StageWeights:
         Raises:
             UsageError: a tensor is on the meta device.
         """
-        modules = [stage.module for stage in self._stages]
-        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        if any([tensor.is_meta for tensor in tensors]):
-            named = [pair for stage in self._stages for pair in stage.named_tensors()]
-            empty = [name for name, tensor in named if tensor.is_meta]
+        tensors = (pair for stage in self._stages for pair in stage.named_tensors())
+        empty = [name for name, tensor in tensors if tensor.is_meta]
+        if empty:
             raise UsageError(
                 f"{', '.join(empty[:5])} are on the meta device, where nothing can be copied to; give the "
                 "stages memory with penstock.init_weights(pipe, seed), which also fills what no file holds"
