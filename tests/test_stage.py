@@ -253,6 +253,7 @@ def test_what_arrives_may_be_changed_in_place(backward: Backward) -> None:
     stage.forward(0, (x,))
     (gradient,) = backward(stage, 0, [X])
     (plain.relu() * 2).backward(X)
+    assert plain.grad is not None
     assert torch.equal(gradient, plain.grad)
 
 

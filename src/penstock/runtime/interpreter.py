@@ -828,9 +828,9 @@ def _layout(leaf: Any, *, forward: bool) -> Any:
     if type(leaf) is Tensor or isinstance(leaf, torch.nn.Parameter):
         layout = layout_of(leaf)
         return layout if forward else layout._replace(strides=None, learns=False)
-    leaf = settled(leaf)
-    local, sharding = take_apart(leaf)
+    # A result of a collective that is under way does not require grad any more once it is waited for.
     learns = forward and leaf.requires_grad
+    local, sharding = take_apart(settled(leaf))
     return layout_of(local)._replace(strides=None, learns=learns, sharding=sharding)
 
 

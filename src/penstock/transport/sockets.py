@@ -85,12 +85,10 @@ class Line:
         poll = select.poll()
         with suppress(OSError, ValueError):  # a reader hears that the connection is broken
             poll.register(self._connection, select.POLLOUT)
-            while True:
+            while self._unsent:
                 poll.poll()
                 with self._lock, suppress(BlockingIOError):
                     del self._unsent[: self._connection.send(self._unsent)]
-                    if not self._unsent:
-                        return
 
     def receive(self, tag: int) -> bytes | memoryview:
         """The next message of a tag; waits for it. The bytes are valid until the next call.
