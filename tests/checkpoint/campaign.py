@@ -36,7 +36,7 @@ from penstock.faults.processes import die_with_parent
 RANKS = 2
 WINDOW = 0.4
 """Seconds after a trial's first saving within which it is killed."""
-GRACE = 8.0
+GRACE = 60.0
 """Seconds that what was not killed has to end by itself."""
 
 

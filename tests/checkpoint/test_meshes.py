@@ -184,8 +184,11 @@ def on_one_alone(group: Any, folder: str) -> str:
 
 def test_a_call_on_one_rank_alone(workers: WorkerPool, tmp_path: Path) -> None:
     first, second = workers.run(f"{__name__}:on_one_alone", 2, folder=str(tmp_path))
-    assert "some of them called something else: was this called on one rank only" in first
-    assert "rank 1 stopped because rank 0" in second
+    # Whichever of the two sees it first names it; the other one may have heard of that by then.
+    parts = "called on one rank only", "rank 0 stopped because rank 1"
+    assert any(part in first for part in parts)
+    parts = "the ranks call different things", "rank 1 stopped because rank 0"
+    assert any(part in second for part in parts)
     assert list(tmp_path.glob("[!.]*")) == []
 
 

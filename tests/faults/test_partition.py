@@ -54,7 +54,16 @@ def spaces() -> Iterator[list[tuple[str, str]]]:
             ip("netns", "del", name)
 
 
-@pytest.mark.parametrize("ways", ["both", "to the far side", "to the near side", "link"])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        "to the far side",
+        *(
+            pytest.param(ways, marks=pytest.mark.nightly)
+            for ways in ("both", "to the near side", "link")
+        ),
+    ],
+)
 def test_all_sides_of_a_cut_network_stop(
     spaces: list[tuple[str, str]], tmp_path: Path, ways: str
 ) -> None:

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 PROMPT = 3.0 * SLACK
 """Seconds until every other rank has raised, after an exception or a death."""
-EARLY = 8.0
+EARLY = 15.0
 """Seconds without progress before the second step, where the test is about that time."""
 LATE = SILENT + 3.0 * SLACK
 """The same after silence."""
@@ -28,6 +28,10 @@ LATE = SILENT + 3.0 * SLACK
 
 def fault(how: How, action: str = "1F2", rank: int = 1, step: int = 2) -> dict[str, Any]:
     return {"rank": rank, "step": step, "action": action, "how": how}
+
+
+def nightly(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 def check(
@@ -110,16 +114,16 @@ def test_a_death_is_named(injected: dict[str, Any], apart: bool, tmp_path: Path)
     ("injected", "says"),
     [
         (fault("sleep"), "it is in 1F2 for "),
-        (fault("SIGSTOP"), "its process is stopped by a signal"),
+        nightly(fault("SIGSTOP"), "its process is stopped by a signal"),
         (fault("SIGSTOP", "0F2", 0), "its process is stopped by a signal"),
         (fault("hold the GIL"), "its interpreter is held"),
-        (
+        nightly(
             fault("sleep", "between", step=3),
             "it is between steps, after step 2, in its own code, for ",
         ),
-        (fault("hold the GIL", "between", step=3), "its interpreter is held"),
-        (fault("SIGSTOP", "0F0", 0, step=1), "its process is stopped by a signal"),
-        (fault("sleep", "cuts", step=0), "it is making its pipeline (cuts the model) for "),
+        nightly(fault("hold the GIL", "between", step=3), "its interpreter is held"),
+        nightly(fault("SIGSTOP", "0F0", 0, step=1), "its process is stopped by a signal"),
+        nightly(fault("sleep", "cuts", step=0), "it is making its pipeline (cuts the model) for "),
         (fault("SIGSTOP", "cuts", step=0), "its process is stopped by a signal"),
     ],
     ids=lambda value: f"{value['how']} {value['action']}" if isinstance(value, dict) else "",
@@ -132,6 +136,7 @@ def test_who_is_silent_is_named(injected: dict[str, Any], says: str, tmp_path: P
         tmp_path,
         fault=injected,
         frozen=-1 if sleeps else rank,
+        timeout=SILENT,
         meeting=60.0 if reported else EARLY,
         first=EARLY if injected["step"] == 1 else 60.0,
     )

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import penstock
 from penstock.errors import (
@@ -114,7 +115,7 @@ def train(program: Any, model: nn.Module, owner: Any, run_batch: Callable[..., A
     seen = getattr(program, "seen", [])
     for name, values in seen:
         # A tensor without data counts as infinite.
-        numbers = [math.inf if value.is_meta else float(value) for value in values]
+        numbers = [math.inf if isinstance(value, FakeTensor) else float(value) for value in values]
         report.setdefault(f"hook {name}", []).append(numbers)
     seen.clear()
     return report

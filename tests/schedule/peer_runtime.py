@@ -1,4 +1,4 @@
-"""A rank of torch's own runtime, which runs files: ``python peer_runtime.py rank ranks folder``.
+"""A rank of torch's own runtime, which runs files: ``peer_runtime.py folder``, once per rank.
 
 Each file is run for one step, and the gradients are compared with those of the same model in one process.
 """
@@ -47,14 +47,7 @@ def run(file: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=60),
-    )
-    for path in sorted(folder.glob("*.csv")):
-        run(path, rank)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for path in sorted(Path(sys.argv[1]).glob("*.csv")):
+        run(path, dist.get_rank())
     dist.destroy_process_group()

@@ -53,8 +53,8 @@ def test_large_schedules_take_seconds_linear_in_their_actions() -> None:
         figures.append((process_time() - start) / sum(map(len, made.programs)))
         start = process_time()
         assert len(merged(made)) == 2 * 128 * microbatches
-        assert process_time() - start < 3
-    assert figures[1] * sum(map(len, made.programs)) < 5
+        assert process_time() - start < 10
+    assert figures[1] * sum(map(len, made.programs)) < 13
     assert figures[1] < 3 * figures[0]
 
 

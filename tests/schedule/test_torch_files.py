@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import defaultdict
 from copy import deepcopy
 from pathlib import Path
@@ -29,6 +27,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.action import RECV_OPS, SEND_OPS
 from penstock.schedule.dependencies import counterpart
+from tests.scripts import run_script
 
 NAMES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 FORMATS = ("compute_only", "compute_comms")
@@ -96,13 +95,9 @@ def test_torchs_own_runtime_runs_our_files(tmp_path: Path) -> None:
         schedule = build(name, ranks=2, microbatches=8)
         if schedule.trains:
             save(add_communication(schedule), tmp_path / f"{name}.csv")
-    command = [sys.executable, str(Path(__file__).with_name("peer_runtime.py"))]
-    ranks = [subprocess.Popen([*command, str(rank), "2", str(tmp_path)]) for rank in range(2)]
-    try:
-        assert [process.wait(timeout=150) for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
+    script = Path(__file__).with_name("peer_runtime.py")
+    ranks = run_script(str(script), str(tmp_path), processes=2)
+    assert [rank.status for rank in ranks] == [0, 0], ranks
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

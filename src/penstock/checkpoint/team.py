@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from penstock.errors import (
     AgreementError,
     CheckpointError,
-    MessageError,
     PenstockError,
     UsageError,
     error_named,
@@ -101,7 +100,7 @@ class ProcessTeam:
         try:
             return [one[_WORD] for one in pipe.agree({_WORD: value})[: self.layout[1]]]
         except (RuntimeError, TypeError, ValueError, KeyError) as error:
-            if isinstance(error, PenstockError) and not isinstance(error, MessageError):
+            if isinstance(error, PenstockError) and not isinstance(error, AgreementError):
                 raise
             raise AgreementError(
                 "all ranks must save and load together, and some of them called something else: was this "

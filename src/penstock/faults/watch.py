@@ -47,6 +47,8 @@ CAUSE = 2.0
 """Seconds to wait for the reason why a connection broke."""
 LINGER = 1.0
 """Seconds that a failed rank waits for the others to hear why, before a launcher ends them."""
+GATHER = 2.0
+"""Seconds that the others have to give their stacks; they hear of a failure with their next heartbeat."""
 BOW = 0.5
 """Seconds that the others wait, so that the failed rank is the first to end."""
 LAST = 4.0
@@ -504,7 +506,7 @@ class Watch:
         if self._failure is None or self._failure.by != self.activity.rank:
             return
         able = [rank for rank in self._others if not places[rank].is_mute]
-        self._heartbeats.wait_for(lambda: all(r in self._heartbeats.stacks for r in able), LINGER)
+        self._heartbeats.wait_for(lambda: all(r in self._heartbeats.stacks for r in able), GATHER)
         known = {**self._heartbeats.stacks, self.activity.rank: stacks()}
         write_report(self._folder, failure, places.values(), known)
         lines = [str(failure), "what waits for what:", *(f"  {line}" for line in verdict.chain)]

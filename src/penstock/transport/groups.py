@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from penstock.errors import MessageError
+from penstock.errors import AgreementError, MessageError
 from penstock.faults import Activity, Meeting, Watch, end_waits
 from penstock.transport.sockets import SMALL, Line, connect_lines
 from penstock.values import TensorLayout
@@ -82,6 +82,10 @@ class Circle:
         return [row.cpu() for row in rows]
 
 
+_DIFFER = (
+    "the ranks call different things: one exchanges values, and another waits for something else; "
+    "call the same methods of the pipeline in the same order on every rank"
+)
 _JSON = 0x4A534F4E
 """Marks the length of JSON bytes, to tell it from what another operation sends."""
 
@@ -91,10 +95,7 @@ def exchange_json(value: Any, gather: Callable[[Tensor], list[Tensor]]) -> list[
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     words = [row.tolist() for row in gather(torch.tensor([_JSON, text.numel()]))]
     if any(mark != _JSON for mark, _ in words):
-        raise MessageError(
-            "the ranks call different things: one exchanges values, and another waits for something else; "
-            "call the same methods of the pipeline in the same order on every rank"
-        )
+        raise AgreementError(_DIFFER)
     lengths = [length for _, length in words]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: text.numel()] = text
@@ -247,13 +248,15 @@ class Transport:
         for works, _ in self._sent:
             _wait_for(works)
         self._sent.clear()
-        for line in self._lines.values():
-            line.flush()
 
     # ---- operations of all ranks
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """The CPU tensors of all ranks, which have one shape and type, by rank."""
+        """The CPU tensors of all ranks, which have one shape and type, by rank.
+
+        Raises:
+            AgreementError: another rank gathers something of another size.
+        """
         rows = [
             torch.empty_like(values, memory_format=torch.contiguous_format)
             for _ in range(self.ranks)
@@ -267,7 +270,10 @@ class Transport:
             line.send(_CONTROL, [data.numpy()], data.numel())
         rows[self.rank].copy_(values)
         for peer, line in self._lines.items():
-            _bytes_of(rows[peer]).copy_(torch.frombuffer(line.receive(_CONTROL), dtype=torch.uint8))
+            row = torch.frombuffer(line.receive(_CONTROL), dtype=torch.uint8)
+            if row.numel() != data.numel():
+                raise AgreementError(_DIFFER)
+            _bytes_of(rows[peer]).copy_(row)
         return rows
 
     def sum(self, values: Tensor) -> Tensor:
