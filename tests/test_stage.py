@@ -32,11 +32,6 @@ class Mixed(nn.Module):
         return {"hidden": hidden, "mask": mask, "twice": [hidden * 2, "text"]}
 
 
-class InPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2) * x
-
-
 def learning(x: Tensor = X) -> Tensor:
     return x.clone().requires_grad_()
 
@@ -211,6 +206,57 @@ def test_weights_may_come_in_another_order() -> None:
 # ---- what comes in is fresh
 
 
+class Does(nn.Module):
+    """Does something to its first argument; gives a sum of all."""
+
+    def __init__(self, what: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.what(x)
+        return x * 2
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "relu_": torch.relu_,
+    "an item": lambda x: x.__setitem__(0, 5.0),
+    "through a view": lambda x: x.view(-1)[:2].mul_(3),
+    "out=": lambda x: torch.neg(x.detach(), out=x.detach()),
+}
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_a_change_in_place_is_seen_by_the_stage_alone(name: str, learns: bool) -> None:
+    stage, expected = PipelineStage(Does(CHANGES[name]), 0, 1), X.clone()
+    CHANGES[name](expected)
+    x = X.clone().requires_grad_(learns)
+    for microbatch in range(2):
+        assert torch.equal(stage.forward(microbatch, (x,)), expected * 2)
+        assert torch.equal(x, X)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_change_in_place_without_gradients(mode: Callable[[], Any]) -> None:
+    stage = PipelineStage(Does(torch.relu_), 0, 1)
+    with mode():
+        x = X.clone()
+        assert torch.equal(stage.forward(0, (x,)), X.relu() * 2)
+    # Also where the batch was made in that mode, and the step is not.
+    assert torch.equal(stage.forward(0, (x,)), X.relu() * 2)
+    assert torch.equal(x, X)
+
+
+def test_what_arrives_may_be_changed_in_place(backward: Backward) -> None:
+    stage, x, plain = PipelineStage(Does(torch.relu_), 1, 2), learning(), learning()
+    stage.forward(0, (x,))
+    (gradient,) = backward(stage, 0, [X])
+    (plain.relu() * 2).backward(X)
+    assert plain.grad is not None
+    assert torch.equal(gradient, plain.grad)
+
+
 def test_the_callers_tensor_and_its_hooks_are_left_alone(backward: Backward) -> None:
     stage, x = linear_stage(), learning()
     x.register_hook(pytest.fail)
@@ -219,11 +265,52 @@ def test_the_callers_tensor_and_its_hooks_are_left_alone(backward: Backward) -> 
     assert x.grad is None
 
 
-def test_what_arrives_may_be_changed_in_place(backward: Backward) -> None:
-    stage, x = PipelineStage(InPlace(), 1, 2), learning()
-    assert torch.equal(stage.forward(0, (x,)), 4 * X * X)
-    (gradient,) = backward(stage, 0, [torch.ones(2, 3)])
-    assert torch.allclose(gradient, 8 * X)
+def test_a_hook_of_the_modules_fires_once_a_microbatch(backward: Backward) -> None:
+    fired: list[Tensor] = []
+    stage = PipelineStage(Does(lambda x: x.register_hook(fired.append)), 0, 1)
+    x = learning()
+    for step in range(2):
+        for microbatch in range(2):
+            stage.forward(microbatch, (x,))
+        for microbatch in range(2):
+            backward(stage, microbatch, [X])
+        assert len(fired) == 2 * (step + 1)
+
+
+def test_what_a_module_asks_of_a_tensor_is_asked_of_no_other() -> None:
+    stage = PipelineStage(Does(lambda x: x.requires_grad_()), 0, 1)
+    stage.forward(0, (X,))
+    assert not X.requires_grad
+
+
+def test_containers_are_the_stages_own() -> None:
+    class Appends(nn.Module):
+        def forward(self, value: dict[str, Any]) -> Any:
+            value["items"].append(value["items"][0])
+            value["count"] += 1
+            return sum(value["items"])
+
+    value: dict[str, Any] = {"items": [X], "count": 0}
+    assert torch.equal(PipelineStage(Appends(), 0, 1).forward(0, (value,)), 2 * X)
+    assert (len(value["items"]), value["count"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        pytest.param(torch.rand(3, 2).t(), id="transposed"),
+        pytest.param(torch.rand(4, 6)[::2, 1::2], id="sliced"),
+        pytest.param(torch.rand(2, 1, 3).expand(2, 4, 3), id="expanded"),
+        pytest.param(torch.rand(0, 3).t(), id="empty"),
+        pytest.param(torch.arange(5.0).unfold(0, 3, 1), id="overlapping"),
+    ],
+)
+def test_copies_lie_as_their_originals(original: Tensor) -> None:
+    seen: list[Tensor] = []
+    PipelineStage(Does(seen.append), 0, 1).forward(0, (original,))
+    assert torch.equal(seen[0], original)
+    assert not original.numel() or seen[0].data_ptr() != original.data_ptr()
+    assert seen[0].stride() == original.stride()
 
 
 # ---- what is left

@@ -654,6 +654,7 @@ def test_what_is_not_finite_is_found_inside_a_compiled_stage() -> None:
     value, target = batch()
     pipe.step(value, target=target)
     found = pipe.find_nonfinite(value, target=target)
+    assert found is not None
     assert found.module == "0"
     assert pipe.stages[0].compiles
 

@@ -15,8 +15,8 @@ from penstock import Pipeline
 from penstock.compiled import CompiledModule, RefusedError, graphs_kept
 from tests.backward.oracle import SplitEngine, Stage, check
 from tests.backward.zoo import ZOO
-from tests.partition.authors import made
 from tests.partition.driver import square_mean
+from tests.partition.families import make
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -83,7 +83,7 @@ ARCHITECTURES = [
 
 @pytest.mark.parametrize("name", cases(ARCHITECTURES, {"llama"}))
 def test_transformers(name: str) -> None:
-    model, kwargs, tolerance = made(name)
+    model, kwargs, tolerance = make(name)
     if BACKEND != "plain":
         model = model.float()
         kwargs = {key: v.float() if v.is_floating_point() else v for key, v in kwargs.items()}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.partition import CallPlan, Partition
 from penstock.rng import LOSS, Draws
-from penstock.stage import StageCall
+from penstock.stage import StageCall, StageModule
 
 Score = Callable[[Any], Tensor]
 
@@ -116,7 +116,8 @@ def check_equal(  # noqa: PLR0913 - one oracle, many cases
     """Check the loss (bit by bit) and every gradient against the plain model's; names and buffers too."""
     whole = copy.deepcopy(model)
     made = cut(model)
-    units = [path for m in made.modules for path, part in m.named_modules() if part in m.units]
+    stages = [m for m in made.modules if isinstance(m, StageModule)]
+    units = [path for m in stages for path, part in m.named_modules() if part in m.units]
     for microbatch in range(repeat):
         own, theirs = copy.deepcopy((args, kwargs or {})), copy.deepcopy((args, kwargs or {}))
         seeded = randomness(whole, microbatch, units) if draws else contextlib.nullcontext()

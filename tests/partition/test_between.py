@@ -416,12 +416,12 @@ def through_all(m: Model, x: Tensor) -> Tensor:
     return through(m, x, 0)
 
 
-def counts_up(m: Any, x: Tensor) -> Tensor:
+def counts_up(m: Any, x: Tensor) -> Any:
     m.count = getattr(m, "count", 0) + 1
     return through_all(m, x) * m.count
 
 
-def counts_in_a_helper(m: Any, x: Tensor) -> Tensor:
+def counts_in_a_helper(m: Any, x: Tensor) -> Any:
     m.called["calls"] += 1
     return through_all(m, x) * m.called["calls"]
 
@@ -436,7 +436,7 @@ def changes_a_buffer(m: Model, x: Tensor) -> Tensor:
     return through(m, m.l[0](x) + m.mean.add_(x.mean(0)).clone(), 1)
 
 
-def remembers_the_first_batch(m: Any, x: Tensor) -> Tensor:
+def remembers_the_first_batch(m: Any, x: Tensor) -> Any:
     if getattr(m, "kept", None) is None:
         m.kept = x.mean()
     return through_all(m, x) * m.kept
@@ -459,7 +459,7 @@ def maps(m: Model, x: Tensor) -> Tensor:
 
 def takes_gradients(m: Model, x: Tensor) -> Tensor:
     h = m.l[1](m.l[0](x))
-    return m.l[3](m.l[2](torch.autograd.grad(h.sum(), m.l[0].weight)[0]))  # type: ignore[no-any-return]
+    return m.l[3](m.l[2](torch.autograd.grad(h.sum(), m.l[0].get_parameter("weight"))[0]))  # type: ignore[no-any-return]
 
 
 def goes_back(m: Model, x: Tensor) -> Tensor:
@@ -512,14 +512,14 @@ def test_refused_by_name(body: Body, text: str) -> None:
     forwards(partition(make(body), 1), (rows(),))
 
 
-def resets_a_mask(m: Any, x: Tensor) -> Tensor:
+def resets_a_mask(m: Any, x: Tensor) -> Any:
     m.mask = (x > 0).to(x.dtype)
     h = through_all(m, x) * m.mask
     m.mask = None
     return h
 
 
-def makes_a_table_once(m: Any, x: Tensor) -> Tensor:
+def makes_a_table_once(m: Any, x: Tensor) -> Any:
     if getattr(m, "table", None) is None:
         m.table = torch.arange(WIDTH).to(x.dtype)
     return through_all(m, x) * m.table
@@ -579,6 +579,8 @@ def test_right(body: Body, recomputed: bool) -> None:
 class Keeps(nn.Linear):
     """Leaves what it made for others: in an object that all have, or in an attribute of its own."""
 
+    box: dict[str, Any]
+
     def __init__(self, index: int, box: dict[str, Any]) -> None:
         super().__init__(WIDTH, WIDTH)
         self.index, self.__dict__["box"] = index, box
@@ -594,7 +596,7 @@ class Keeps(nn.Linear):
 class Counts(Keeps):
     def forward(self, x: Tensor) -> Tensor:
         self.box["n"] = self.box.get("n", 0) + 1
-        return nn.Linear.forward(self, x) * self.box["n"]
+        return nn.Linear.forward(self, x) * int(self.box["n"])
 
 
 class Outside:
@@ -652,7 +654,7 @@ def test_a_tensor_that_another_stage_left_is_named() -> None:
             return self.seen + self.other[0].seen if self.other else self.seen
 
     model = make(through_all, lambda index: Peeks(WIDTH, WIDTH))
-    model.l[3].other = (model.l[0],)
+    model.l[3].other = (model.l[0],)  # type: ignore[assignment]
     with pytest.raises(
         PartitionError, match=r"l.3 in stage 2 reads a tensor that l.0 in stage 0 left"
     ):

@@ -77,15 +77,16 @@ class Loose(nn.Module):
         x = self.layers[0](x) * self.pair["a"] + self.shift
         x = torch.tanh(self.layers[1](x)) * self.pair["b"]
         x = self.layers[3](torch.tanh(self.layers[2](x)) * self.row[0])
-        return x * self.pair["a"] @ self.layers[0].weight  # type: ignore[operator]
+        found: Tensor = x * self.pair["a"] @ self.layers[0].weight
+        return found
 
 
 class Directly(zoo.Deciding):
     """Calls the forward of some modules itself."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[1](self.blocks[0].forward(x))  # type: ignore[operator]
-        return self.blocks[3](self.blocks[2].forward(x))  # type: ignore[operator, no-any-return]
+        x = self.blocks[1](self.blocks[0].forward(x))
+        return self.blocks[3](self.blocks[2].forward(x))  # type: ignore[no-any-return]
 
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -280,7 +281,7 @@ class Backwards(nn.Module):
 
 
 def test_an_example_shows_the_order_of_the_calls() -> None:
-    example = ((rows(),), {})
+    example: Any = ((rows(),), {})
     with pytest.raises(
         PartitionError, match=r"values go to later stages only.*example=\(args, kwargs\)"
     ):
@@ -356,7 +357,7 @@ def compile_in_place(model: nn.Module) -> nn.Module:
 
 
 def compile_forward(model: nn.Module) -> nn.Module:
-    model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
+    model.forward = torch.compile(model.forward)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 
 from penstock import Pipeline
 from penstock.errors import NonFiniteError, UsageError
-from penstock.runtime import StepResult
 from penstock.testing import WorkerPool
 
 X = torch.arange(12.0).reshape(4, 3)
@@ -130,6 +130,7 @@ def test_the_module_is_found_and_nothing_changes() -> None:
     made.step(X[:3].repeat(2, 1)[:4], target=X)
     before = [p.grad.clone() for p in made.parameters() if p.grad is not None]
     found = made.find_nonfinite(X, target=X)
+    assert found is not None
     assert (found.stage, found.microbatch, found.action) == (1, 3, "1F3")
     assert found.module == "1.1"
     assert "'1.1'" in str(found)
@@ -161,6 +162,7 @@ def test_weights_that_are_not_finite_are_named() -> None:
     with torch.no_grad():
         next(made.parameters()).fill_(float("nan"))
     found = made.find_nonfinite(X, target=X)
+    assert found is not None
     assert found.weights == ("0.scale",)
 
 
@@ -170,10 +172,10 @@ def test_weights_that_are_not_finite_are_named() -> None:
 def stop_everywhere(group: Any) -> list[str]:
     made = pipe(Divides(), group=group)
     said = []
-    for run in (made.step, made.find_nonfinite):
+    ways: list[Callable[..., Any]] = [made.step, made.find_nonfinite]
+    for run in ways:
         try:
-            found: StepResult | None = run(X, target=X)
-            said.append(str(found))
+            said.append(str(run(X, target=X)))
         except NonFiniteError as error:
             said.append(str(error))
     made.close()

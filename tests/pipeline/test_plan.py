@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.errors import PartitionError, ScheduleError, UsageError
 from penstock.partition import partition
-from penstock.pipeline.plan import Plan, Stages, cut, make_plan, prove
+from penstock.pipeline.plan import ProvenSchedules, Stages, cut, make_plan, prove
 from penstock.schedule import Schedule, build
 from penstock.schedule.files import save
 
@@ -77,9 +77,9 @@ def test_evaluation_runs_forwards_alone_on_the_same_placement(schedule: str | Sc
 
 
 def test_plans_are_compared_by_what_they_say() -> None:
-    plan = Plan("1F1B", 2, 2, 4)
+    plan = ProvenSchedules("1F1B", 2, 2, 4)
     assert plan.training.ranks == 2
-    assert plan == Plan("1F1B", 2, 2, 4) != Plan("1F1B", 2, 2, 5)
+    assert plan == ProvenSchedules("1F1B", 2, 2, 4) != ProvenSchedules("1F1B", 2, 2, 5)
 
 
 def test_messages_that_are_spelled_out_are_kept() -> None:

@@ -19,7 +19,6 @@ from penstock.pipelining.stage import PipelineStage, build_stage
 from tests.pipelining.bodies import X, Y, loss_fn
 from tests.pipelining.test_schedules import Stage, gradients, plain, stages
 
-theirs: Any = import_module("torch.distributed.pipelining.schedules")
 their_utils: Any = import_module("torch.distributed.pipelining._utils")
 
 ONE_F_ONE_B = {0: "0F0 0F1 0B0 0B1", 1: "1F0 1B0 1F1 1B1"}
@@ -31,24 +30,6 @@ def row(module: Any, text: str) -> list[Any]:
 
 def order(module: Any) -> dict[int, list[Any]]:
     return {rank: row(module, text) for rank, text in ONE_F_ONE_B.items()}
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "more"),
-    [
-        ("_merge_bw", "0F0 0F1 1F0 1F1 1I0 1W0 1I1 0I0 1W1 0W0", ()),
-        ("_add_unshard_reshard", "0F0 0F1 1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1 0B0 0B1", (3,)),
-    ],
-)
-def test_a_rank_after_a_pass_is_that_of_torch(name: str, text: str, more: Any) -> None:
-    ours = getattr(schedules, name)(row(schedules, text), *more)
-    peer = getattr(theirs, name)(row(theirs, text), *more)
-    assert list(map(str, ours)) == list(map(str, peer))
-
-
-def test_reductions_follow_the_last_microbatch() -> None:
-    found = schedules._add_reduce_grad(row(schedules, ONE_F_ONE_B[0]), 2)
-    assert " ".join(map(str, found)) == ONE_F_ONE_B[0] + " 0REDUCE_GRAD"
 
 
 def test_an_order_is_proven_and_gives_the_ranks_of_stages() -> None:

@@ -147,6 +147,15 @@ def test_shapes_may_change() -> None:
         assert schedule.step(batch, target=batch).shape == batch.shape
 
 
+def test_keyword_arguments_may_come_and_go() -> None:
+    schedule, scale = made(), torch.full((8, 1), 0.5)
+    first, plainly, again = (
+        schedule.eval(X, **more) for more in ({"scale": scale}, {}, {"scale": scale})
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, plainly)
+
+
 def test_a_module_may_be_replaced_before_the_first_step() -> None:
     schedule = made()
     schedule.stages[0].submod = Block().requires_grad_(False)

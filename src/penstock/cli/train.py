@@ -18,7 +18,7 @@ from penstock.train.config import TrainConfig, group_of
 def train(config: Path | None, processes: int | None, **flags: Any) -> None:
     """Train a byte-level GPT through pipeline stages.
 
-    All ranks take turns in one process; under torchrun each rank is a process.
+    One process does the work of all ranks; under torchrun each rank is a process.
     """
     if processes is not None:
         raise UsageError(

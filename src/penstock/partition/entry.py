@@ -108,7 +108,7 @@ def trace(
         stages: how far the model is taken apart into units.
 
     Returns:
-        What happened; :attr:`~penstock.partition.trace.Trace.units` are the calls of the units in order.
+        What happened; its ``units`` are the calls of the units, in order.
     """
     units = find_units(model, stages)
     return record(model, model, _doors(model, units), (args, kwargs))

@@ -101,7 +101,7 @@ _HABITS = {
 class Pipeline(WeightMethods):
     """A model cut into stages that ranks run as a pipeline.
 
-    The same code runs in one process, which then holds all ranks and lets them take turns, and under
+    The same code runs in one process, which then does the work of all ranks, and under
     ``torchrun``, where each process is one rank.
 
     Args:

@@ -99,7 +99,7 @@ class ProvenSchedules:
         return self.proven(self.microbatches, trains=True)
 
     def proven(self, microbatches: int, edges: Edges | None = None, *, trains: bool) -> Schedule:
-        """The schedule for a number of microbatches, with its messages and proven not to hang.
+        """The schedule for a number of microbatches, with its messages, and proven not to deadlock.
 
         Args:
             microbatches: their number.
@@ -203,7 +203,7 @@ def _built(builder: Builder, ranks: int, microbatches: int) -> Schedule:
 
 
 def prove(schedule: Schedule) -> Schedule:
-    """Add the messages of a schedule and prove that it cannot hang.
+    """Add the messages of a schedule and prove that it cannot deadlock.
 
     Raises:
         ScheduleError: it lists every problem that was found.

@@ -267,7 +267,7 @@ def add_messages(
     num_stages: int,
     ahead: int = AHEAD,
 ) -> dict[int, list[ActionTuple | None]]:
-    """Add every send and receive, in an order that cannot hang.
+    """Add every send and receive, in an order that cannot deadlock.
 
     Args:
         compute_actions: each rank's actions, by rank.

@@ -114,7 +114,7 @@ def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None
 
 
 @dataclass
-class Trace:
+class ModelTrace:
     """One mode's graph of a model.
 
     Attributes:
@@ -136,7 +136,7 @@ def trace(
     kwargs: Mapping[str, Any],
     points: Mapping[str, SplitPoint],
     policy: Policy | None,
-) -> Trace:
+) -> ModelTrace:
     """Trace a model in the mode that it is in.
 
     Raises:
@@ -161,7 +161,7 @@ def trace(
         module = policy(module)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     examples = [x.detach().to("meta") if isinstance(x, Tensor) else x for x in leaves]
-    return Trace(module, program.call_spec.in_spec, program.call_spec.out_spec, examples)
+    return ModelTrace(module, program.call_spec.in_spec, program.call_spec.out_spec, examples)
 
 
 @contextmanager
@@ -199,7 +199,7 @@ class Cut:
         CutError: a stage would be empty, a mark lies in a region, or stages write to one memory.
     """
 
-    def __init__(self, traced: Trace) -> None:
+    def __init__(self, traced: ModelTrace) -> None:
         self.trace = traced
         graph = traced.module.graph
         self.owner: dict[fx.Node, int] = {}
@@ -424,8 +424,8 @@ class TracedStage(nn.Module):
         self,
         graphs: Mapping[bool, fx.GraphModule],
         model: nn.Module,
-        first: Trace | None,
-        last: Trace | None,
+        first: ModelTrace | None,
+        last: ModelTrace | None,
     ) -> None:
         super().__init__()
         self._forwards = {mode: type(part).forward for mode, part in graphs.items()}

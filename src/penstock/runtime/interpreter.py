@@ -47,6 +47,8 @@ from penstock.values import (
 
 Grads = Sequence[Tensor | None]
 _FORWARD, _BACKWARD = 0, 1
+_FLAGS = "flags"
+"""The first leaf of a message of gradients of which some may be missing."""
 
 
 class Wire(NamedTuple):
@@ -615,13 +617,43 @@ class Interpreter:
         kind = self._data.kinds[action.microbatch or 0]
         layout = self._layouts.get((wire.number, kind))
         tag = self._tag(wire, kind)
+        device = self.stages[action.stage].device
         if layout is None:
-            layout = _described(leaves, tree)
+            if tree is None and any(leaf is None for leaf in leaves):
+                layout = self._flagged(action, kind, leaves)
+            else:
+                layout = _described(leaves, tree)
             self._layouts[wire.number, kind] = layout
             self._transport.describe(wire.peer, tag, layout.describe())
-        tensors = _checked(action, leaves, layout, self.stages[action.stage].device)
+        if layout.leaves[:1] == (_FLAGS,):
+            flags = torch.tensor([leaf is not None for leaf in leaves], dtype=torch.uint8)
+            leaves = [_FLAGS, flags.to(device), *leaves]
+        tensors = _checked(action, leaves, layout, device)
         if tensors:
             self._transport.send(wire.peer, tag, tensors, wire.channel[2])
+
+    def _flagged(self, action: Action, kind: int, gradients: Sequence[Tensor | None]) -> Layout:
+        """The layout of gradients of which some are missing: flags tell, message by message, which.
+
+        A missing gradient travels as zeros, as large as the value that came forward.
+        """
+        wire = self._program.wire(action._replace(op=Op.RECV_F))
+        came = self._layouts[wire.number, kind]
+        payload = unflatten(list(range(len(came.leaves))), came.tree)
+        values = [payload] if len(wire.edges) == 1 else payload
+        learning = {
+            edge: [
+                leaf._replace(strides=None, learns=False)
+                for leaf in map(came.leaves.__getitem__, flatten(value)[0])
+                if isinstance(leaf, TensorLayout) and leaf.learns
+            ]
+            for (edge, _), value in zip(wire.edges, values, strict=True)
+        }
+        flags = layout_of(torch.empty(len(gradients), dtype=torch.uint8))
+        layouts = [
+            layout for edge, _ in self._program.wire(action).edges for layout in learning[edge]
+        ]
+        return Layout(flatten([0])[1], (_FLAGS, flags, *layouts))
 
     def _tag(self, wire: Wire, kind: int) -> int:
         return FIRST_TAG + kind * 2 * self._program.schedule.stages**2 + wire.number
@@ -673,6 +705,9 @@ class Interpreter:
         if action.op is Op.RECV_F:
             self._store_arrived(wire, microbatch, unflatten(leaves, layout.tree))
         else:
+            if leaves[:1] == [_FLAGS]:
+                flags, gradients = leaves[1].tolist(), leaves[2:]
+                leaves = [g if there else None for there, g in zip(flags, gradients, strict=True)]
             self._store_gradients(wire, microbatch, leaves)
         if self._data.hooks is not None:
             self._seen = (None, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
@@ -793,9 +828,9 @@ def _layout(leaf: Any, *, forward: bool) -> Any:
     if type(leaf) is Tensor or isinstance(leaf, torch.nn.Parameter):
         layout = layout_of(leaf)
         return layout if forward else layout._replace(strides=None, learns=False)
-    leaf = settled(leaf)
-    local, sharding = take_apart(leaf)
+    # A result of a collective that is under way does not require grad any more once it is waited for.
     learns = forward and leaf.requires_grad
+    local, sharding = take_apart(settled(leaf))
     return layout_of(local)._replace(strides=None, learns=learns, sharding=sharding)
 
 

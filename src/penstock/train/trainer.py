@@ -73,7 +73,7 @@ class Outcome:
 def train(config: TrainConfig, console: Console | None = None) -> Outcome:
     """Train a :class:`GPT` through pipeline stages.
 
-    In one process all ranks take turns; under ``torchrun`` this process is one rank. The numbers are the
+    One process does the work of all ranks; under ``torchrun`` this process is one rank. The numbers are the
     same either way.
 
     Args:

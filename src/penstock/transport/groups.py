@@ -248,8 +248,6 @@ class Transport:
         for works, _ in self._sent:
             _wait_for(works)
         self._sent.clear()
-        for line in self._lines.values():
-            line.flush()
 
     # ---- operations of all ranks
 

@@ -3,8 +3,8 @@
 Gloo hands every message to another thread and back, which for a small message costs many times as much as
 the message itself, and tiny stages would spend most of a step on it. Here, the thread that runs the program
 writes a small message straight into the other process's socket and goes on: the system keeps it until it is
-read. If the socket has no room the rest is copied, and written while this rank waits for something, so a send
-never waits for the receiver, and two ranks that send to each other cannot block one another.
+read. If the socket has no room the rest is copied, and a helper thread writes it. So a send never waits for
+the receiver, whatever that waits for, and two ranks that send to each other cannot block one another.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import shutil
 import socket
 import struct
 import tempfile
+import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
@@ -27,12 +28,9 @@ from penstock.errors import MessageError
 
 SMALL = 64 * 1024
 """The largest message in bytes that goes over a socket, which has room for a few of them each way."""
-_FRAME = struct.Struct("=qq")
-"""The tag of a message, and its bytes."""
-_HELLO = struct.Struct("=q")
-"""The rank that connects."""
-_CONNECTING = 30.0
-"""Seconds that a new connection may take to say whose it is."""
+_FRAME = struct.Struct("=qq")  # the tag of a message, and its bytes
+_HELLO = struct.Struct("=q")  # the rank that connects
+_CONNECTING = 30.0  # seconds that a new connection may take to say whose it is
 _OPEN: weakref.WeakSet[Line] = weakref.WeakSet()
 
 
@@ -49,6 +47,7 @@ class Line:
         self._connection = connection
         self._peer = peer
         self._unsent = bytearray()
+        self._lock = threading.Lock()
         self._buffer = bytearray(4 * SMALL)
         self._start = self._end = 0
         self._inbox: defaultdict[int, deque[bytes]] = defaultdict(deque)
@@ -66,16 +65,30 @@ class Line:
             MessageError: the other end is gone.
         """
         message = [_FRAME.pack(tag, size), *parts]
-        written = 0
-        if not self._unsent:
-            try:
-                written = self._connection.sendmsg(message)
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                raise self._broken(error) from error
-        if written < size + _FRAME.size:
-            self._unsent += b"".join(message)[written:]
+        with self._lock:
+            written = 0
+            if not self._unsent:
+                try:
+                    written = self._connection.sendmsg(message)
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    raise self._broken(error) from error
+            if written < size + _FRAME.size:
+                is_idle = not self._unsent
+                self._unsent += b"".join(message)[written:]
+                if is_idle:
+                    threading.Thread(target=self._write, name="penstock send", daemon=True).start()
+
+    def _write(self) -> None:
+        """Write what there was no room for, in a helper thread, until nothing is left."""
+        poll = select.poll()
+        with suppress(OSError, ValueError):  # a reader hears that the connection is broken
+            poll.register(self._connection, select.POLLOUT)
+            while self._unsent:
+                poll.poll()
+                with self._lock, suppress(BlockingIOError):
+                    del self._unsent[: self._connection.send(self._unsent)]
 
     def receive(self, tag: int) -> bytes | memoryview:
         """The next message of a tag; waits for it. The bytes are valid until the next call.
@@ -95,13 +108,6 @@ class Line:
             else:
                 self._inbox[frame[0]].append(bytes(frame[1]))
 
-    def flush(self) -> None:
-        """Write everything that there was no room for, and read what arrives meanwhile."""
-        while self._unsent:
-            while (frame := self._next_frame()) is not None:
-                self._inbox[frame[0]].append(bytes(frame[1]))
-            self._wait()
-
     def _next_frame(self) -> tuple[int, memoryview] | None:
         """A message that has arrived, with its tag; None if none is complete."""
         have = self._end - self._start
@@ -115,17 +121,14 @@ class Line:
         return tag, memoryview(self._buffer)[begin : self._start]
 
     def _wait(self) -> None:
-        """Wait until something can be read, and read it; write meanwhile what is unsent."""
+        """Wait until something can be read, and read it."""
         while not self._read():
-            events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
             poll = select.poll()
             try:
-                poll.register(self._connection, events)
+                poll.register(self._connection, select.POLLIN)
                 poll.poll()
             except (OSError, ValueError) as error:
                 raise self._broken(error) from error
-            if self._unsent and self._write():
-                return
 
     def _read(self) -> bool:
         if self._start:
@@ -142,17 +145,6 @@ class Line:
             raise self._broken(None)
         self._end += count
         return True
-
-    def _write(self) -> bool:
-        """Write some of what is unsent; returns whether all of it is written."""
-        with suppress(BlockingIOError):
-            try:
-                del self._unsent[: self._connection.send(self._unsent)]
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                raise self._broken(error) from error
-        return not self._unsent
 
     def _broken(self, error: Exception | None) -> MessageError:
         reason = f": {error}" if error else ""
@@ -201,16 +193,12 @@ def connect_lines(
         if listener is not None:
             listener.close()
             shutil.rmtree(folder, ignore_errors=True)
-    if connected.issuperset(combinations(range(ranks), 2)):
-        return lines
-    return _only_if_all(lines)
-
-
-def _only_if_all(lines: dict[int, Line]) -> dict[int, Line]:
-    """No lines: control operations use them among all ranks, or not at all."""
-    for line in lines.values():
-        line.close()
-    return {}
+    if not connected.issuperset(combinations(range(ranks), 2)):
+        # Control operations use lines among all ranks, or none.
+        for line in lines.values():
+            line.close()
+        return {}
+    return lines
 
 
 def _listen() -> tuple[Any, str]:
@@ -253,12 +241,11 @@ def _accept(listener: Any) -> tuple[int, Line]:
     return peer, Line(connection, peer)
 
 
-def _close_in_child() -> None:
-    """In a forked process: an end that stayed open here would hide the death of the rank."""
-    lines: Iterable[Line] = list(_OPEN)
-    for line in lines:
+def _close_all() -> None:
+    for line in list(_OPEN):
         line.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+    # In a forked process, an end that stayed open would hide the death of the rank.
+    os.register_at_fork(after_in_child=_close_all)

@@ -11,19 +11,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 from tests.pipelining.one_process.common import Mlp, Names, check_gradients, refused
 
 
-def body_split_and_merge(p: Names) -> None:
-    m = p.microbatch
-    args = tuple(torch.randn(size, 8) for size in (16, 32, 64))
-    kwargs = {f"x{i}": value for i, value in enumerate(args)}
-    parts, named = m.split_args_kwargs_into_chunks(args, kwargs, 2)
-    assert len(parts) == len(named) == 2
-    assert [value.shape for value in parts[0]] == [torch.Size([s, 8]) for s in (8, 16, 32)]
-    specs = tuple(m.TensorChunkSpec(0) for _ in args)
-    torch.testing.assert_close(m.merge_chunks(parts, specs), args)
-    merged = m.merge_chunks(named, {name: m.TensorChunkSpec(0) for name in kwargs})
-    torch.testing.assert_close(merged, kwargs)
-
-
 def body_parts_of_a_leaf_keep_gradients(p: Names) -> None:
     x = torch.ones(4, 2, requires_grad=True)
     parts = p.microbatch._split_tensor(x, p.microbatch.TensorChunkSpec(0), 2)
