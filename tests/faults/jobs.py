@@ -92,8 +92,8 @@ def run_job(
         meddle: called when all ranks train.
         frozen: a rank that does not end by itself, as it is stopped or holds the GIL.
         case: ``fault``: arguments of :func:`fail_at`; ``timeout``, ``meeting``, ``steps``, ``gather``;
-            ``apart``: as if each rank had a machine of its own; ``spaces``: for each rank its network namespace and the
-            device there.
+            ``apart``: as if each rank had a machine of its own; ``spaces``: for each rank its network
+            namespace and the device there.
     """
     with started(folder, **case) as processes:
         deadline = time.monotonic() + LIMIT
