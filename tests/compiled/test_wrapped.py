@@ -122,7 +122,7 @@ def test_compiled_stages_in_wrappers_give_the_gradients_of_one_process(
         assert answer["gap"] < 1e-12
         # The weights of a stage's linear layers, and of norms whose input needs no gradient.
         assert len(answer["waited"]) == 16
-        assert set(answer["waited"]) <= ({0} if how == "tp" else {8, 12})
+        assert set(answer["waited"]) <= ({0} if how == "tp" else {8, 10})
         assert answer["frames"][0] == answer["frames"][1]
         assert "runs without compilation" not in answer["told"]
         assert ("it handles a type of tensors of its own" in answer["told"]) == (how == "tp")

@@ -103,5 +103,6 @@ def _step(model: nn.Module, kwargs: dict[str, Any], compiled: Any) -> list[Any]:
         loss_fn=lambda output, target: square_mean(output),
         compile=compiled,
     )
-    result = pipe.step(**kwargs, target=torch.zeros(4))
+    samples = len(next(iter(kwargs.values())))
+    result = pipe.step(**kwargs, target=torch.zeros(samples))
     return [result.loss, *(parameter.grad for parameter in model.parameters())]

@@ -187,8 +187,7 @@ def connect_lines(
             (peer, upper) for upper, row in enumerate(exchange(list(lines))) for peer in row
         }
         for _ in [pair for pair in connected if pair[0] == rank]:
-            peer, line = _accept(listener)
-            lines[peer] = line
+            lines.update([_accept(listener)])
     finally:
         if listener is not None:
             listener.close()
