@@ -213,7 +213,9 @@ def test_a_process_that_ends_completes_what_it_writes(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path).steps() == [1]
 
 
-@pytest.mark.parametrize("end", ["", "raise RuntimeError('of its own')"])
+@pytest.mark.parametrize(
+    "end", ["", pytest.param("raise RuntimeError('of its own')", marks=pytest.mark.nightly)]
+)
 def test_a_disk_that_hangs_keeps_no_ending_process_for_long(tmp_path: Path, end: str) -> None:
     status, text = run_to_end(tmp_path, "time.sleep(1000)", end)
     assert status == (1 if end else 70)
@@ -307,9 +309,10 @@ def test_bytes_that_were_flipped() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_ranks_and_launchers_that_are_killed() -> None:
-    found = kills(8)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.nightly)])
+def test_ranks_and_launchers_that_are_killed(count: int) -> None:
+    found = kills(count)
     assert found["problems"] == []
     assert found["longest end in seconds"] < GRACE
 

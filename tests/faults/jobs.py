@@ -91,9 +91,9 @@ def run_job(
         folder: an empty one.
         meddle: called when all ranks train.
         frozen: a rank that does not end by itself, as it is stopped or holds the GIL.
-        case: ``fault``: arguments of :func:`fail_at`; ``timeout``, ``meeting``, ``steps``; ``apart``: as if
-            each rank had a machine of its own; ``spaces``: for each rank its network namespace and the
-            device there.
+        case: ``fault``: arguments of :func:`fail_at`; ``timeout``, ``meeting``, ``steps``, ``gather``;
+            ``apart``: as if each rank had a machine of its own; ``spaces``: for each rank its network
+            namespace and the device there.
     """
     with started(folder, **case) as processes:
         deadline = time.monotonic() + LIMIT
@@ -170,8 +170,7 @@ def work(rank: int, folder: Path, case: dict[str, Any]) -> int:
     # Where it hangs, if it does.
     faulthandler.dump_traceback_later(LIMIT - 10.0)
     torch.set_num_threads(1)
-    # A report need not be quick here, but complete.
-    watch.GATHER = 30.0
+    watch.GATHER = case.get("gather", watch.GATHER)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     fired = folder / "fired"
     error: BaseException | None = None

@@ -137,6 +137,7 @@ def test_who_is_silent_is_named(injected: dict[str, Any], says: str, tmp_path: P
         fault=injected,
         frozen=-1 if sleeps else rank,
         timeout=SILENT,
+        gather=30.0 if sleeps else 2.0,
         meeting=60.0 if reported else EARLY,
         first=EARLY if injected["step"] == 1 else 60.0,
     )

@@ -203,7 +203,7 @@ def test_a_signal_to_processes(text: Path, tmp_path: Path) -> None:
     with torchrun("-m", *flags(text, tmp_path / "run", **changes), "--shard") as process:
         await_checkpoint(tmp_path / "run", process)
         process.send_signal(signal.SIGTERM)
-        shown, errors = process.communicate(timeout=60)
+        shown, errors = process.communicate(timeout=240)
     assert "SIGTERM: checkpoint of step " in shown, errors
     assert "--nproc-per-node 2 -m penstock train --resume" in shown
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]

@@ -505,7 +505,9 @@ class Watch:
         self._accuse(failure)
         if self._failure is None or self._failure.by != self.activity.rank:
             return
-        able = [rank for rank in self._others if not places[rank].is_mute]
+        # Where the store does not answer, nothing of them arrives.
+        answers = self._heartbeats.unanswered <= STALE
+        able = [rank for rank in self._others if answers and not places[rank].is_mute]
         self._heartbeats.wait_for(lambda: all(r in self._heartbeats.stacks for r in able), GATHER)
         known = {**self._heartbeats.stacks, self.activity.rank: stacks()}
         write_report(self._folder, failure, places.values(), known)

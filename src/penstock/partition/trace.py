@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import linecache
 import logging
 import sys
 from collections import Counter
@@ -820,12 +821,14 @@ def where(paths: Mapping[int, str]) -> str:
     line = ""
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")
-        if not any(part in name for part in _LIBRARIES) and not name.startswith("<"):
-            line = line or f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+        if not any(part in name for part in _LIBRARIES):
+            # Code that was typed in or generated is somebody's if its lines can be shown.
+            if not name.startswith("<") or linecache.getline(name, frame.f_lineno):
+                line = line or f"{name.rpartition('/')[2]}:{frame.f_lineno}"
             module = frame.f_locals.get("self")
             if id(module) in paths and isinstance(module, nn.Module):
                 path = paths[id(module)] or f"the {type(module).__name__}"
-                return f"in {path} ({line})"
+                return f"in {path} ({line})" if line else f"in {path}"
         if frame.f_back is None:
             break
         frame = frame.f_back

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -134,6 +135,7 @@ class Transport:
         self._sent: list[tuple[Sequence[Any], Any]] = []
         self._channels: dict[tuple[int, int, int], Any] = {}
         self._lines: dict[int, Line] = {}
+        self._awaited: dict[tuple[int, int], deque[Arrival]] = defaultdict(deque)
         self._closed = False
         # new_group will not do: for a part of the world it uses the name of an earlier, ended group again,
         # and its members then find the addresses of that group.
@@ -208,7 +210,10 @@ class Transport:
         tensors = [layout.empty(self._carrier) for layout in layouts]
         line = self._lines.get(peer) if size <= self._small else None
         if line is not None:
-            return Arrival(self._device, tensors, line, tag)
+            queue = self._awaited[peer, tag]
+            arrival = Arrival(self._device, tensors, line, tag, queue)
+            queue.append(arrival)
+            return arrival
         buffers = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         group, place = self._group(peer, self.rank, direction)
         parcels = _parcels_for(buffers)
@@ -330,11 +335,12 @@ class Arrival:
         tensors: what it fills.
         line: the socket that it comes over, or None.
         tag: its tag there.
+        queue: the arrivals of this line and tag that are not here yet, in the order of their messages.
         works: what to wait for where it comes over process groups.
         parcels: what arrives for several of the tensors at once.
     """
 
-    __slots__ = ("_device", "_line", "_parcels", "_tag", "_tensors", "_works")
+    __slots__ = ("_device", "_is_here", "_line", "_parcels", "_queue", "_tag", "_tensors", "_works")
 
     def __init__(
         self,
@@ -342,12 +348,15 @@ class Arrival:
         tensors: list[Tensor],
         line: Line | None = None,
         tag: int = 0,
+        queue: deque[Arrival] | None = None,
         works: Sequence[Any] = (),
         parcels: Sequence[Tensor] = (),
     ) -> None:
         self._device = device
         self._line = line
         self._tag = tag
+        self._queue = queue
+        self._is_here = False
         self._works = works
         self._tensors = tensors
         self._parcels = parcels
@@ -360,9 +369,10 @@ class Arrival:
         Raises:
             MessageError: the connection is broken.
         """
-        if self._line is not None:
-            data = torch.frombuffer(bytearray(self._line.receive(self._tag)), dtype=torch.uint8)
-            _unpack(data, self._tensors)
+        if self._queue is not None:
+            # They are taken in any order, and come in that in which they were posted.
+            while not self._is_here:
+                self._queue.popleft()._read()
         else:
             _wait_for(self._works)
             for parcel in self._parcels:
@@ -370,6 +380,12 @@ class Arrival:
         if self._device.type == "cpu":
             return self._tensors
         return [tensor.to(self._device) for tensor in self._tensors]
+
+    def _read(self) -> None:
+        assert self._line is not None
+        data = torch.frombuffer(bytearray(self._line.receive(self._tag)), dtype=torch.uint8)
+        _unpack(data, self._tensors)
+        self._is_here = True
 
 
 def _wait_for(works: Iterable[Any]) -> None:
