@@ -13,12 +13,12 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -135,7 +135,7 @@ class Transport:
         self._sent: list[tuple[Sequence[Any], Any]] = []
         self._channels: dict[tuple[int, int, int], Any] = {}
         self._lines: dict[int, Line] = {}
-        self._awaited: dict[tuple[int, int], deque[Arrival]] = defaultdict(deque)
+        self._lanes: dict[tuple[int, int], Lane] = {}
         self._closed = False
         # new_group will not do: for a part of the world it uses the name of an earlier, ended group again,
         # and its members then find the addresses of that group.
@@ -210,9 +210,11 @@ class Transport:
         tensors = [layout.empty(self._carrier) for layout in layouts]
         line = self._lines.get(peer) if size <= self._small else None
         if line is not None:
-            queue = self._awaited[peer, tag]
-            arrival = Arrival(self._device, tensors, line, tag, queue)
-            queue.append(arrival)
+            lane = self._lanes.get((peer, tag))
+            if lane is None:
+                lane = self._lanes[peer, tag] = Lane(line, tag, deque())
+            arrival = Arrival(self._device, tensors, lane)
+            lane.posted.append(arrival)
             return arrival
         buffers = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         group, place = self._group(peer, self.rank, direction)
@@ -327,35 +329,37 @@ class Transport:
         self._meeting.close()
 
 
+class Lane(NamedTuple):
+    """The messages of one tag from one peer over its socket, and which of them are not here yet, in order."""
+
+    line: Line
+    tag: int
+    posted: deque[Arrival]
+
+
 class Arrival:
     """A message that is being received.
 
     Args:
         device: where its tensors are wanted.
         tensors: what it fills.
-        line: the socket that it comes over, or None.
-        tag: its tag there.
-        queue: the arrivals of this line and tag that are not here yet, in the order of their messages.
+        lane: what it comes by over a socket, or None.
         works: what to wait for where it comes over process groups.
         parcels: what arrives for several of the tensors at once.
     """
 
-    __slots__ = ("_device", "_is_here", "_line", "_parcels", "_queue", "_tag", "_tensors", "_works")
+    __slots__ = ("_device", "_is_here", "_lane", "_parcels", "_tensors", "_works")
 
     def __init__(
         self,
         device: torch.device,
         tensors: list[Tensor],
-        line: Line | None = None,
-        tag: int = 0,
-        queue: deque[Arrival] | None = None,
+        lane: Lane | None = None,
         works: Sequence[Any] = (),
         parcels: Sequence[Tensor] = (),
     ) -> None:
         self._device = device
-        self._line = line
-        self._tag = tag
-        self._queue = queue
+        self._lane = lane
         self._is_here = False
         self._works = works
         self._tensors = tensors
@@ -369,10 +373,10 @@ class Arrival:
         Raises:
             MessageError: the connection is broken.
         """
-        if self._queue is not None:
+        if self._lane is not None:
             # They are taken in any order, and come in that in which they were posted.
             while not self._is_here:
-                self._queue.popleft()._read()
+                self._lane.posted.popleft()._read(self._lane)
         else:
             _wait_for(self._works)
             for parcel in self._parcels:
@@ -381,9 +385,8 @@ class Arrival:
             return self._tensors
         return [tensor.to(self._device) for tensor in self._tensors]
 
-    def _read(self) -> None:
-        assert self._line is not None
-        data = torch.frombuffer(bytearray(self._line.receive(self._tag)), dtype=torch.uint8)
+    def _read(self, lane: Lane) -> None:
+        data = torch.frombuffer(bytearray(lane.line.receive(lane.tag)), dtype=torch.uint8)
         _unpack(data, self._tensors)
         self._is_here = True
 
