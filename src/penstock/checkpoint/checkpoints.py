@@ -278,7 +278,7 @@ class Checkpoints:
         # After an error other processes may be gone, so nobody is waited for.
         if error is None:
             self.close()
-        elif self._pending is None or self._pending.is_done:
+        elif self._pending is None or self._pending.is_settled():
             self._writer.close()
 
 

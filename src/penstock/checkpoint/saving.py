@@ -347,6 +347,12 @@ class Background:
         """Whether this process has done its part."""
         return not self._thread.is_alive()
 
+    def is_settled(self) -> bool:
+        """After an error: whether nothing is written any more. A run of one process waits a while for that."""
+        if self._team.size == 1:
+            self.finish(time.monotonic() + _AT_EXIT)
+        return self.is_done
+
     def wait(self) -> None:
         """Wait until the checkpoint is visible; every process must call it.
 
