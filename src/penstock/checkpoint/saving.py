@@ -348,7 +348,7 @@ class Background:
         return not self._thread.is_alive()
 
     def is_settled(self) -> bool:
-        """After an error: whether nothing is written any more. A run of one process waits a while for that."""
+        """After an error: whether nothing is written any more; a run of one process waits for that."""
         if self._team.size == 1:
             self.finish(time.monotonic() + _AT_EXIT)
         return self.is_done
