@@ -105,7 +105,7 @@ class Activity:
                     probe(self, action)
 
     def wait(self, what: str, peer: int | None = None) -> None:
-        """A wait begins; the next :meth:`act`, :meth:`prepare` or :meth:`rest` ends it.
+        """A wait begins; the next :meth:`go_on`, :meth:`act`, :meth:`prepare` or :meth:`rest` ends it.
 
         Args:
             what: a message, such as ``"1RECV_F0"``, or what the ranks do together.
@@ -114,6 +114,10 @@ class Activity:
         self._move(self.action)
         self.peer = peer
         self.waits = what
+
+    def go_on(self) -> None:
+        """A wait is over, and the rank works; what it does between two calls may take any time."""
+        self._move(self.action)
 
     def rest(self) -> None:
         """The step or evaluation is over."""

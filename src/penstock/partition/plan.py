@@ -345,7 +345,9 @@ class _Planner:
         for event in reversed(trace.events):
             results = [slot for slot in event.slots if isinstance(slot, int)]
             results += [change.new for change in event.changes]
-            counts = is_ours(event.what) or any(
+            # A unit may add a loss, whatever becomes of its results.
+            counts = event.is_unit or is_ours(event.what)
+            counts = counts or any(
                 number in reached and trace.values[number].requires_grad for number in results
             )
             if counts:

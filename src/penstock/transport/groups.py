@@ -255,6 +255,7 @@ class Transport:
         for works, _ in self._sent:
             _wait_for(works)
         self._sent.clear()
+        self.activity.go_on()
 
     # ---- operations of all ranks
 
@@ -271,6 +272,7 @@ class Transport:
         self.activity.wait("all ranks", None)
         if not self._lines or values.nbytes > SMALL or not values.numel():
             _wait_for([self._gloo.allgather([rows], [values])])
+            self.activity.go_on()
             return rows
         data = _bytes_of(values)
         for line in self._lines.values():
@@ -281,6 +283,7 @@ class Transport:
             if row.numel() != data.numel():
                 raise AgreementError(_DIFFER)
             _bytes_of(rows[peer]).copy_(row)
+        self.activity.go_on()
         return rows
 
     def sum(self, values: Tensor) -> Tensor:
@@ -296,6 +299,7 @@ class Transport:
         data = _bytes_of(tensor).cpu().clone()
         self.activity.wait("all ranks", None)
         _wait_for([self._gloo.broadcast(data, source)])
+        self.activity.go_on()
         return data.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
 
     # ---- the end
