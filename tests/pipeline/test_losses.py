@@ -263,6 +263,29 @@ def test_they_are_part_of_an_evaluation() -> None:
     assert dict(result.losses) == pytest.approx(plain_experts()[0])
 
 
+class Aside(nn.Module):
+    """Its second layer only adds a loss: nobody uses what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.aside, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.aside.register_forward_hook(lambda *call: add_loss("size", call[2].square().mean()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside(self.first(x))
+        hidden: Tensor = self.last(x)
+        return hidden
+
+
+def test_a_unit_whose_result_nobody_uses_may_add_one() -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(2, 4, WIDTH).double()
+    case = Case(Aside().double(), (x,), target, functional.mse_loss)
+    verdict = compare(case, schedule="GPipe", ranks=2, microbatches=2, stages=["aside"])
+    verdict.check(1e-12)
+    assert verdict.gradients["first.weight"] is not None
+
+
 def test_without_any_there_is_the_main_one() -> None:
     result = make(plain_model()).step(X, target=Y)
     assert dict(result.losses) == {"main": result.loss}

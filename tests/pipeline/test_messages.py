@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import Any
 
@@ -279,3 +280,17 @@ def test_each_pair_that_shares_exchanges_one_gradient(
     answers = workers.run(f"{__name__}:run_shared", 3, 30.0, uses=uses, frozen=frozen)
     rows = sorted(row for answer in answers for row in answer)
     assert [tuple(row[:2]) for row in rows if row[3] >= WIDTH * WIDTH * DOUBLE] == expected
+
+
+def work_between_calls(group: Any) -> float:
+    """A worker's task: after an exchange outside of a step, longer on its own than a rank may be silent."""
+    pipe = Pipeline(chain(4), ranks=2, microbatches=2, loss_fn=mean_loss, group=group, timeout=1.0)
+    pipe.step(X, target=Y)
+    pipe.clip_grad_norm_(1.0)
+    time.sleep(4)
+    return float(pipe.step(X, target=Y).loss)
+
+
+def test_between_two_calls_a_rank_may_take_its_time(workers: WorkerPool) -> None:
+    first, second = workers.run(f"{__name__}:work_between_calls", 2)
+    assert first == second
