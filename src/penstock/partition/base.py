@@ -197,8 +197,6 @@ def _listed(names: list[str]) -> str:
 
 
 # ---- the weights that several stages use: found by identity, before anything is copied or moved
-# A user may change a model after it was cut, as between two steps of a hand-written loop. The stages share
-# its tensors and so change with it; what that means for the other stages is found out below.
 
 
 _Uses = dict[int, list[tuple[int, str]]]

@@ -710,10 +710,6 @@ class _Recorder(TorchFunctionMode):
         return where(self._paths)
 
 
-_MOST_ANSWERS = 300
-"""How often a unit is told made-up numbers before it runs on ones as a whole."""
-
-
 class _MadeUp(TorchDispatchMode):
     """Answers with ones where an operation needs the numbers of a tensor, and sees what a unit reads."""
 

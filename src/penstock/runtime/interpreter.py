@@ -728,9 +728,8 @@ class Interpreter:
             start = end
 
     def _wait_send(self, action: Action) -> None:
-        assert self._transport is not None or not action
-        if self._transport is not None:
-            self._transport.settle()
+        assert self._transport is not None
+        self._transport.settle()
 
     def _check_taken(self) -> None:
         if self._arriving:

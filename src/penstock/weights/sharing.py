@@ -83,11 +83,6 @@ class SharedWeights:
         for index, stage in self._stages.items():
             stage.share_gradients([self._tensors[i] for i in self._trained_by(index)])
 
-    def tie_filled(self) -> None:
-        """Tie again weights that have been given memory since, stage by stage."""
-        if any(tensor.is_meta for tensor in self._tensors) and not self._is_tied():
-            self.tie()
-
     def _is_tied(self) -> bool:
         return all(
             _find(self._stages[stage], name) is tensor
