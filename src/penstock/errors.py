@@ -141,5 +141,5 @@ def public_name(kind: type[PenstockError]) -> str:
 
 def error_named(name: str) -> type[PenstockError]:
     """The class of a name in the tree above; :class:`PenstockError` where there is none of that name."""
-    found = globals().get(name)
-    return found if isinstance(found, type) and issubclass(found, PenstockError) else PenstockError
+    error = globals().get(name)
+    return error if isinstance(error, type) and issubclass(error, PenstockError) else PenstockError

@@ -69,8 +69,8 @@ class SplitBackward:
         except PenstockError:
             raise
         except Exception as error:
-            told = {"output": outputs, "gradient": output_grads}
-            raise failure("backward", error, **told) from error
+            values = {"output": outputs, "gradient": output_grads}
+            raise failure("backward", error, **values) from error
 
     def input_half(
         self, outputs: Any, output_grads: Any, inputs: Sequence[Any]
@@ -99,8 +99,8 @@ class SplitBackward:
         except PenstockError:
             raise
         except Exception as error:
-            told = {"output": outputs, "gradient": output_grads}
-            raise failure("the inputs' half of backward", error, **told) from error
+            values = {"output": outputs, "gradient": output_grads}
+            raise failure("the inputs' half of backward", error, **values) from error
         finally:
             pending.collect()
         return grads, pending

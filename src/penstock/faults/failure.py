@@ -220,10 +220,10 @@ _SIGNALS = {
 def versions() -> dict[str, str]:
     """The versions of Penstock, torch and Python."""
     try:
-        own = version("penstock")
+        penstock = version("penstock")
     except PackageNotFoundError:
-        own = "unknown"
-    return {"penstock": own, "torch": torch.__version__, "python": platform.python_version()}
+        penstock = "unknown"
+    return {"penstock": penstock, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def stacks() -> str:

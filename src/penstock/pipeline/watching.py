@@ -58,8 +58,8 @@ class Watchers:
         Raises:
             UsageError: neither was given, or what was given cannot be called.
         """
-        given = [function for function in (after, before) if function is not None]
-        if not given or not all(map(callable, given)):
+        functions = [function for function in (after, before) if function is not None]
+        if not functions or not all(map(callable, functions)):
             raise UsageError(
                 "on_step needs a function of a StepEvent to call after each step, one as before=, or both"
             )
