@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.parallel.replicas import average_gradients as average_gradients
     from penstock.parallel.replicas import begin_equal as begin_equal
     from penstock.parallel.replicas import left_alone as left_alone
+    from penstock.parallel.tensors import arrived as arrived
     from penstock.parallel.tensors import gathered as gathered
     from penstock.parallel.tensors import global_norms as global_norms
     from penstock.parallel.tensors import is_sharded as is_sharded
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from penstock.parallel.tensors import region_of as region_of
     from penstock.parallel.tensors import replicated as replicated
     from penstock.parallel.tensors import replicated_like as replicated_like
-    from penstock.parallel.tensors import settled as settled
     from penstock.parallel.tensors import split_sharded as split_sharded
     from penstock.parallel.tensors import spread as spread
     from penstock.parallel.tensors import take_apart as take_apart

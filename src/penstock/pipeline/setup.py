@@ -6,13 +6,12 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.errors import UnknownArgumentError, UsageError
+from penstock.errors import UsageError, check_known
 from penstock.faults import Activity, Patience, Watch, meet
 from penstock.parallel import (
     begin_equal,
@@ -35,7 +34,7 @@ from penstock.runtime import (
     Replicas,
 )
 from penstock.schedule import Schedule
-from penstock.stage import PipelineStage, device_of
+from penstock.stage import WITHDRAWN, PipelineStage, device_of
 from penstock.transport import Circle, Transport, launched
 
 
@@ -150,19 +149,14 @@ def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> N
     """
     parameters = inspect.signature(function).parameters.values()
     named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    known = [*named, *LossOptions.__annotations__]
-    for name in options.keys() - LossOptions.__annotations__.keys():
-        near = get_close_matches(name, known, n=1)
-        hint = _INSTEAD.get(name) or (f"did you mean {near[0]}=?" if near else "there are")
-        listed = "" if name in _INSTEAD or near else f" {', '.join(f'{of}=' for of in known)}"
-        raise UnknownArgumentError(f"there is no argument {name}=; {hint}{listed}")
+    check_known(options, [*named, *LossOptions.__annotations__], _INSTEAD)
 
 
 _CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
 _INSTEAD = {
     **{name: _CUT.format(name) for name in ("balance", "placement")},
     "how": "a model is cut by count, paths or lists of paths (stages=); penstock.pipelining.pipeline traces",
-    "engine": "there is one way to cut backward in two, which suits every schedule",
+    **WITHDRAWN,
     "batch_statistics": "batch norms use and update each microbatch's statistics",
     "chunks": "did you mean microbatches=?",
     "loss": "did you mean loss_fn=?",
@@ -340,7 +334,7 @@ def connect(device: torch.device, group: Any, mesh: Any, patience: Patience) -> 
     if members is None and not launched():
         return None
     meeting = meet(members, patience, device)
-    activity = Activity(meeting.rank)
+    activity = Activity(meeting.rank, meeting.global_ranks[meeting.rank])
     watch = Watch(activity, meeting, patience)
     try:
         activity.prepare("connects with the others")
