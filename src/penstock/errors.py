@@ -26,6 +26,8 @@ Each is also the built-in class in brackets, so code that catches those keeps wo
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 OK, USAGE, INPUT, FAILURE, TEMPORARY, NON_FINITE = 0, 2, 65, 70, 75, 76
@@ -120,6 +122,26 @@ class PoisonedError(PenstockError, RuntimeError):
 
 class InternalError(PenstockError, RuntimeError):
     """This should never happen. It is a bug in Penstock: please report it with the message."""
+
+
+def check_known(options: Iterable[str], known: Iterable[str], instead: Mapping[str, str]) -> None:
+    """Check that arguments by name are known.
+
+    Args:
+        options: the names that were given.
+        known: the names that there are.
+        instead: for some other names, what to use.
+
+    Raises:
+        UnknownArgumentError: there is no such argument; the message says what to use, or what is near.
+    """
+    names = list(known)
+    for name in options:
+        if name not in names:
+            near = get_close_matches(name, names, n=1)
+            listed = f"there are {', '.join(f'{of}=' for of in names)}"
+            hint = instead.get(name) or (f"did you mean {near[0]}=?" if near else listed)
+            raise UnknownArgumentError(f"there is no argument {name}=; {hint}")
 
 
 def printable(text: str, keep: str = "\n\t") -> str:

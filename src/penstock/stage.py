@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from penstock import compiled, parallel
 from penstock.backward import SharedGradients, SplitBackward
-from penstock.errors import UsageError
+from penstock.errors import UsageError, check_known
 from penstock.values import flatten, restrided, unflatten
 
 if TYPE_CHECKING:
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 Compilation: TypeAlias = bool | Mapping[str, Any] | None
 Gradients: TypeAlias = Sequence[Tensor | None]
+WITHDRAWN = {
+    "engine": "there is one way to cut backward in two, which suits every schedule",
+    **dict.fromkeys(
+        ("fused", "joined"), "weights' gradients are computed in one way, for every schedule"
+    ),
+}
+"""What earlier versions took, and what holds now."""
 _untied_view: Any = torch.ops.aten._unsafe_view.default
 """Gives a leaf's memory as a tensor that is neither a leaf nor a view, so that it may be changed in place."""
 
@@ -123,6 +130,7 @@ class PipelineStage:
 
     Raises:
         UsageError: the index is not below the count.
+        UnknownArgumentError: there is no such argument; for those of earlier versions it says what holds now.
     """
 
     spread: ClassVar[tuple[type, ...]] = (tuple,)
@@ -136,7 +144,9 @@ class PipelineStage:
         device: torch.device | str | None = None,
         *,
         compile: Compilation = None,
+        **others: Any,
     ) -> None:
+        check_known(others, ("device", "compile"), WITHDRAWN)
         if not 0 <= index < count:
             raise UsageError(f"stage {index} of {count}: stages count from 0")
         self.index = index
@@ -408,13 +418,19 @@ def enter(value: Any, leaves: list[Tensor], *, copies: bool) -> Any:
         )
     data = value.detach()
     if copies and not value.is_meta:
-        data = data.clone()
+        # torch's clone of a DTensor would carry out a sum that is pending.
+        data = data.clone() if type(data) is Tensor else _copied(data)
         if data.stride() != value.stride():
             data = restrided(data.contiguous(), value.stride())
     if not (value.requires_grad and torch.is_grad_enabled()):
         return data
     leaves.append(data.requires_grad_())
-    return _untied_view(data, data.shape) if type(data) is Tensor else data.clone()
+    plain = type(data) is Tensor or parallel.is_sharded(data)
+    return _untied_view(data, data.shape) if plain else data.clone()
+
+
+def _copied(value: Tensor) -> Tensor:
+    return parallel.with_local(value, parallel.local_part(value).clone())
 
 
 # ---- what a module is

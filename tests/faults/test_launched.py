@@ -120,3 +120,46 @@ def test_a_launcher_that_is_killed_takes_its_workers_along(how: str, tmp_path: P
         assert all(map(alive, found))
         job.kill()
         assert all_gone(found, 2.0 * SLACK)
+
+
+CAUGHT = """
+import sys
+import torch
+from torch import nn
+from penstock import Pipeline
+
+x = torch.ones(4, 2)
+model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+loss_fn = lambda output, target: (output - target).square().mean()
+try:
+    Pipeline(model, stages=["nowhere"], loss_fn=loss_fn)
+except ValueError as error:
+    print("caught:", error)
+with Pipeline(model, microbatches=2, loss_fn=loss_fn) as pipe:
+    pipe.step(x, target=x)
+    if sys.argv[1] == "in a step" and pipe.rank == 1:
+        pipe.on("*F1", before=lambda event: [].pop())
+    pipe.step(x, target=x)
+raise KeyError("the cause")
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "cause"),
+    [("in a step", "pop from empty list"), ("elsewhere", "KeyError: 'the cause'")],
+)
+def test_the_summary_does_not_name_an_error_that_was_caught(
+    where: str, cause: str, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(CAUGHT)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, str(tmp_path / "program.py"), where],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True, text=True, check=False, timeout=START,
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    assert "caught:" in output
+    summary = output[output.index("Root Cause") :]
+    assert cause in summary
+    assert "nowhere" not in summary

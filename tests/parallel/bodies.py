@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -259,3 +259,47 @@ def _run_ending(schedule: str, layout: Placement | None, mesh: DeviceMesh) -> di
             found = output[0].full_tensor() if layout is not None else output[0]
             evaluated = max(evaluated, float((found - expected).abs().max()))
     return {"gap": largest_gap(mine, whole), "evaluated": evaluated}
+
+
+# ---- pending sums between stages
+
+
+class Spreading(nn.Module):
+    """A linear layer on DTensors, with a weight that is cut by columns or rows, or replicated."""
+
+    def __init__(self, mesh: DeviceMesh, placement: Placement, first: bool, last: bool) -> None:
+        super().__init__()
+        self.mesh, self.first, self.last = mesh, first, last
+        weight = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
+        self.weight = nn.Parameter(distribute_tensor(weight, mesh, [placement]))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.first:
+            hidden = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
+        out: Any = nn.functional.linear(hidden, self.weight)
+        found: Tensor = out.full_tensor() if self.last else out
+        return found
+
+
+def run_pending(group: Any, schedule: str) -> list[dict[str, Any]]:
+    """A worker's task: placements and values of gradients, in a pipeline and in a plain loop."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    places = [Replicate(), Shard(0), Shard(1), Replicate()]
+    _, placed = stages_of(schedule)
+    sides = [
+        [Spreading(mesh["tp"], of, i == 0, i == 3) for i, of in enumerate(places)] for _ in "ab"
+    ]
+    here = placed[mesh["pp"].get_local_rank()]
+    run(schedule, [(i, sides[0][i]) for i in here], 4, mesh, (X[:, 0], Y[:, 0]))
+    for _ in range(2):
+        nn.functional.mse_loss(nn.Sequential(*sides[1])(X[:, 0]), Y[:, 0]).backward()
+    found = []
+    for modules in sides:
+        grads: list[Any] = [modules[i].weight.grad for i in here]
+        found.append(
+            {
+                "placed": [str(g.placements) for g in grads],
+                "values": [g.full_tensor().flatten().tolist() for g in grads],
+            }
+        )
+    return found

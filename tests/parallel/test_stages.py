@@ -55,3 +55,15 @@ def test_what_leaves_a_stage_may_still_be_arriving(workers: WorkerPool, schedule
         assert {name: max(gaps.values()) < 1e-12 for name, gaps in answer.items()} == dict.fromkeys(
             ("tensors", "replicated", "sharded"), True
         ), answer
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+def test_sums_stay_pending_as_in_a_plain_loop(workers: WorkerPool, schedule: str) -> None:
+    pending = []
+    answers: Any = run(workers, "run_pending", schedule=schedule)
+    for piped, plain in answers:
+        pending += [place for place in piped["placed"] if "Partial" in place]
+        assert piped["placed"] == plain["placed"]
+        for mine, expected in zip(piped["values"], plain["values"], strict=True):
+            assert mine == pytest.approx(expected, abs=1e-12)
+    assert pending

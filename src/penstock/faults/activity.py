@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any
 
 from penstock.errors import UsageError
-from penstock.faults.silence import Place
+from penstock.faults.silence import Place, name_of
 
 Probe = Callable[["Activity", Any], object]
 _PROBES: list[Probe] = []
@@ -43,6 +43,7 @@ class Activity:
 
     Args:
         rank: the rank.
+        global_rank: its rank among all processes.
 
     Attributes:
         rank: the rank.
@@ -58,8 +59,9 @@ class Activity:
         durations: seconds of the latest training steps.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, global_rank: int | None = None) -> None:
         self.rank = rank
+        self._global_rank = None if global_rank == rank else global_rank
         self.calls = 0
         self.step = 0
         self.inside = False
@@ -74,6 +76,11 @@ class Activity:
         self._working: Any = None
         self._busy: dict[int, list[float]] = {}
         self._beats = itertools.count(1)
+
+    @property
+    def name(self) -> str:
+        """What messages call the rank."""
+        return name_of(self.rank, self._global_rank)
 
     def prepare(self, what: str) -> None:
         """A part of the set-up begins, such as ``"cuts the model"``; it counts as progress."""
@@ -162,6 +169,7 @@ class Activity:
             age=max(0.0, monotonic() - self.since),
             limit=max(limit, self.slack),
             slack=self.slack,
+            global_rank=self._global_rank,
             busy={str(stage): [*pair] for stage, pair in list(self._busy.items())},
         )
 

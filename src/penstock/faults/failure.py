@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -32,12 +33,13 @@ from penstock.errors import (
     AgreementError,
     InputFileError,
     NonFiniteError,
+    PeerFailed,
     PenstockError,
     StageError,
     UsageError,
     printable,
 )
-from penstock.faults.silence import LONGEST_LINE, LONGEST_TRACE, Place, SilenceVerdict
+from penstock.faults.silence import LONGEST_LINE, LONGEST_TRACE, Place, SilenceVerdict, name_of
 
 FILE = "failure.json"
 
@@ -65,6 +67,7 @@ class Failure:
         time: in seconds since the epoch, on the clock of the rank that noticed it.
         by: the rank that noticed it.
         everywhere: whether all ranks find the same error by themselves, as when they disagree.
+        global_rank: the rank's number among all processes, where that is another.
     """
 
     kind: str
@@ -81,9 +84,10 @@ class Failure:
     time: float = field(default_factory=time.time)
     by: int = -1
     everywhere: bool = False
+    global_rank: int | None = None
 
     def __str__(self) -> str:
-        parts = [f"rank {self.rank}"]
+        parts = [name_of(self.rank, self.global_rank)]
         if self.step:
             parts.append(f"step {self.step}")
         for name in ("stage", "microbatch", "action", "module"):
@@ -129,6 +133,7 @@ def at_place(place: Place, kind: str, what: str, **more: Any) -> Failure:
         place.microbatch,
         place.action,
         what=printable(what)[:LONGEST_LINE],
+        global_rank=place.global_rank,
         **more,
     )
 
@@ -153,7 +158,7 @@ def of_leaving(place: Place, by: int) -> Failure:
         f"left after {place.step} training step{'' if place.step == 1 else 's'}, while others go on; every "
         "rank must make the same calls of the pipeline: look for a loop that ends earlier there"
     )
-    return Failure("left", place.rank, place.step, what=what, by=by)
+    return Failure("left", place.rank, place.step, what=what, by=by, global_rank=place.global_rank)
 
 
 # ---- errors of Python
@@ -287,28 +292,53 @@ def _write_new(path: Path, text: str) -> None:
             raise
 
 
-def tell_torchrun(failure: Failure, *, own: bool) -> None:
-    """Write the error file that torchrun asks for, unless there is one.
+_told: list[BaseException] = []
+"""The errors of this rank of which torchrun was told, the latest at the end."""
+
+
+def tell_torchrun(failure: Failure, error: BaseException | None = None, *, own: bool) -> None:
+    """Write the error file that torchrun asks for; the latest failure counts, as programs may catch one.
 
     Torchrun reports the file with the earliest time stamp, in seconds, as the cause. So a rank that only
     stops because of another one dates its file a little later.
 
     Args:
         failure: the failure.
+        error: the exception that it was here; None if it was on another rank.
         own: whether it happened on this rank.
     """
+    if error is not None and any(error is one for one in _told):
+        return
+    moment = int(failure.time) if own else int(max(failure.time, time.time())) + 2
+    said = str(failure) if own else f"stopped because {failure}"
+    trace = failure.trace if own else ""
+    _write_error_file(said, trace, moment, status=failure.status, own=own)
+    if error is not None:
+        _told.append(error)
+
+
+def _write_error_file(said: str, trace: str, moment: int, **more: Any) -> None:
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not name:
         return
-    moment = int(failure.time) if own else int(max(failure.time, time.time())) + 2
-    extra: dict[str, Any] = {
-        "py_callstack": failure.trace if own else "",
-        "timestamp": str(moment),
-        "status": failure.status,
-        "own": own,
-    }
-    said = str(failure) if own else f"stopped because {failure}"
-    path = Path(name)
+    extra = {"py_callstack": trace, "timestamp": str(moment), **more}
+    atexit.unregister(_tell_of_last)
+    atexit.register(_tell_of_last)
+    path, part = Path(name), Path(f"{name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_new(path, json.dumps({"message": {"message": said, "extraInfo": extra}}))
+        part.write_text(json.dumps({"message": {"message": said, "extraInfo": extra}}), "utf-8")
+        part.replace(path)
+
+
+def _tell_of_last() -> None:
+    """At exit: the error that ends the program may be another than the one that torchrun was told of."""
+    last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    error: BaseException | None = last
+    while error is not None:
+        if isinstance(error, PeerFailed) or any(error is one for one in _told):
+            return
+        error = error.__cause__ or error.__context__
+    if last is not None:
+        trace = printable("".join(traceback.format_exception(last)))[-LONGEST_TRACE:]
+        _write_error_file(f"{type(last).__name__}: {printable(str(last))}", trace, int(time.time()))

@@ -21,6 +21,11 @@ STALE = 2.5
 """Seconds without a heartbeat after which a rank's threads are taken not to run; they send one a second."""
 
 
+def name_of(rank: int, global_rank: int | None) -> str:
+    """What messages call a rank; of several pipelines side by side, each has a rank of the same number."""
+    return f"rank {rank}" + ("" if global_rank is None else f" (global rank {global_rank})")
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a rank is: its heartbeat, and what the reader knows besides.
@@ -44,6 +49,7 @@ class Place:
         stale: seconds since the reader got this.
         condition: of its process: ``runs``, ``stopped``, ``ended`` or ``unknown``.
         limit: seconds that it may make no progress.
+        global_rank: its rank among all processes, where that is another number.
     """
 
     rank: int
@@ -64,9 +70,10 @@ class Place:
     stale: float = 0.0
     condition: str = "runs"
     limit: float = math.inf
+    global_rank: int | None = None
 
     def __str__(self) -> str:
-        return f"rank {self.rank} {self.words}"
+        return f"{name_of(self.rank, self.global_rank)} {self.words}"
 
     @property
     def is_mute(self) -> bool:

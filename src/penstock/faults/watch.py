@@ -203,7 +203,7 @@ class Watch:
         else:
             # All ranks raise it because of one of them, which reports it.
             self._stop()
-            tell_torchrun(of_exception(error, self.activity.place()), own=False)
+            tell_torchrun(of_exception(error, self.activity.place()), error, own=False)
             self._heartbeats.wait_for(lambda: self._has_stopped(culprit), BOW)
         return error
 
@@ -249,7 +249,7 @@ class Watch:
     def _confess(self, error: BaseException) -> None:
         failure = of_exception(error, self.activity.place())
         self._stop()
-        tell_torchrun(failure, own=True)
+        tell_torchrun(failure, error, own=True)
         self._heartbeats.report(failure)
         self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
         if not failure.everywhere:
@@ -275,7 +275,7 @@ class Watch:
             if self._meeting.hosts:
                 # The store ends with this process.
                 self._await_others()
-            text = f"rank {rank} stopped because {text}"
+            text = f"{self.activity.name} stopped because {text}"
         return PeerFailed(text, (failure,), failure.status)
 
     def _stop(self) -> None:
@@ -526,7 +526,7 @@ class Watch:
     def _end_process(self, why: str, status: int) -> None:
         if self._ending.is_set() or self._stopped:
             return
-        logger.error("penstock: rank %d ends itself: %s", self.activity.rank, why)
+        logger.error("penstock: %s ends itself: %s", self.activity.name, why)
         os._exit(status)
 
 

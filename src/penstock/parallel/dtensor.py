@@ -151,8 +151,12 @@ def _note(mesh: DeviceMesh) -> _Names:
     return names
 
 
-def take_apart(tensor: DTensor) -> tuple[Tensor, dict[str, Any]]:
-    """The local part of a DTensor, and how it is placed, in JSON."""
+def take_apart(tensor: DTensor, earlier: Any = None) -> tuple[Tensor, dict[str, Any]]:
+    """The local part of a DTensor, placed as an earlier one if there was one; and its placement, in JSON."""
+    if earlier is not None:
+        placements = [_read(text) for text in earlier["placements"]]
+        if placements != list(tensor.placements):
+            tensor = tensor.redistribute(placements=placements)
     sharding = {
         "mesh": list(_note(tensor.device_mesh)),
         "placements": [_described(placement) for placement in tensor.placements],

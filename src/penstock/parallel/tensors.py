@@ -166,19 +166,21 @@ def let_cross(modules: Iterable[nn.Module], get_mesh: GetMesh | None = None) -> 
         _dtensor().prepare(modules, get_mesh)
 
 
-def settled(tensor: Tensor) -> Tensor:
-    """The tensor with pending (Partial) sums carried out, and collectives that are under way waited for."""
-    if is_sharded(tensor):
-        summed: Tensor = _dtensor().settled(tensor)
-        return summed
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor, once a collective that makes it is done."""
     wait = getattr(tensor, "trigger_wait", None)  # of torch's AsyncCollectiveTensor
-    arrived: Tensor = tensor if wait is None else wait()
-    return arrived
+    value: Tensor = tensor if wait is None else wait()
+    return value
 
 
-def take_apart(tensor: Tensor) -> tuple[Tensor, Any]:
-    """The local part of a DTensor, and how it is placed, in JSON; of another tensor, itself and None."""
-    return _dtensor().take_apart(tensor) if is_sharded(tensor) else (tensor, None)
+def take_apart(tensor: Tensor, sharding: Any = None) -> tuple[Tensor, Any]:
+    """The local part of a DTensor, and how it is placed, in JSON; of another tensor, itself and None.
+
+    Args:
+        tensor: the tensor.
+        sharding: how an earlier one was placed; the DTensor is brought to that first.
+    """
+    return _dtensor().take_apart(tensor, sharding) if is_sharded(tensor) else (tensor, None)
 
 
 def put_together(part: Tensor, sharding: Any) -> Tensor:

@@ -6,16 +6,23 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.errors import UnknownArgumentError, UsageError
+from penstock.errors import UsageError, check_known
 from penstock.faults import Activity, Patience, Watch, meet
-from penstock.parallel import group_across, group_of
-from penstock.pipeline.plan import ProvenSchedules
+from penstock.parallel import (
+    begin_equal,
+    group_across,
+    group_of,
+    left_alone,
+    ranks_in,
+    spread_parts,
+)
+from penstock.partition import Shared
+from penstock.pipeline.plan import REMEDIES, ProvenSchedules
 from penstock.runtime import (
     Loss,
     LossFunction,
@@ -27,7 +34,7 @@ from penstock.runtime import (
     Replicas,
 )
 from penstock.schedule import Schedule
-from penstock.stage import PipelineStage, device_of
+from penstock.stage import WITHDRAWN, PipelineStage, device_of
 from penstock.transport import Circle, Transport, launched
 
 
@@ -142,19 +149,14 @@ def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> N
     """
     parameters = inspect.signature(function).parameters.values()
     named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    known = [*named, *LossOptions.__annotations__]
-    for name in options.keys() - LossOptions.__annotations__.keys():
-        near = get_close_matches(name, known, n=1)
-        hint = _INSTEAD.get(name) or (f"did you mean {near[0]}=?" if near else "there are")
-        listed = "" if name in _INSTEAD or near else f" {', '.join(f'{of}=' for of in known)}"
-        raise UnknownArgumentError(f"there is no argument {name}=; {hint}{listed}")
+    check_known(options, [*named, *LossOptions.__annotations__], _INSTEAD)
 
 
 _CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
 _INSTEAD = {
     **{name: _CUT.format(name) for name in ("balance", "placement")},
     "how": "a model is cut by count, paths or lists of paths (stages=); penstock.pipelining.pipeline traces",
-    "engine": "there is one way to cut backward in two, which suits every schedule",
+    **WITHDRAWN,
     "batch_statistics": "batch norms use and update each microbatch's statistics",
     "chunks": "did you mean microbatches=?",
     "loss": "did you mean loss_fn=?",
@@ -193,12 +195,125 @@ def replicas_of(replicas: Any) -> Replicas:
         return replicas or Replicas()
     group = group_across(replicas)
     if not callable(getattr(group, "allgather", None)):
+        hint = f", as in mesh[{replicas!r}]" if isinstance(replicas, str) else ""
         raise UsageError(
             f"replicas={replicas!r}: must be a process group of the ranks at this place in each pipeline, a "
-            "mesh of that dimension, or penstock.Replicas"
+            f"mesh of that dimension{hint}, or penstock.Replicas"
         )
     circle = Circle(group)
-    return Replicas(circle.size, circle.sum, index=circle.rank, exchange=circle.exchange)
+    return Replicas(
+        circle.size, circle.sum, index=circle.rank, exchange=circle.exchange, group=group
+    )
+
+
+def make_equal(
+    stages: Sequence[PipelineStage], replicas: Replicas, transport: Transport | None
+) -> None:
+    """Give the stages here the weights of the first replica.
+
+    Raises:
+        UsageError: ranks of this pipeline itself are among the replicas.
+    """
+    if replicas.group is None:
+        return
+    beside = ranks_in(replicas.group)
+    if others := beside & _other_ranks(transport):
+        raise UsageError(
+            f"replicas= holds the processes {sorted(beside)}, but this pipeline itself runs on "
+            f"{sorted(others)} of them; replicas are the processes at the same place in other pipelines: "
+            'give the dimension of the mesh that lies across this pipeline, as in mesh["dp"]'
+        )
+    begin_equal([stage.module for stage in stages], replicas.group)
+
+
+def check_spread(
+    stages: Sequence[PipelineStage],
+    replicas: Replicas,
+    transport: Transport | None,
+    *,
+    weighted: bool,
+) -> None:
+    """Check that what replicates or shards the stages does so over the replicas.
+
+    Args:
+        stages: those of this process, in their wrappers.
+        replicas: those of this pipeline.
+        transport: this rank's end.
+        weighted: whether losses are weighted by ``loss_weight``.
+
+    Raises:
+        UsageError: a wrapper reduces gradients over other processes than the replicas.
+    """
+    beside = set() if replicas.group is None else ranks_in(replicas.group)
+    for stage in stages:
+        for part in spread_parts(stage.module):
+            ranks, how = part.ranks, part.how
+            where = f"stage {stage.index}" + (f", module {part.path!r}," if part.path else "")
+            said = f"{where} is in {how} over the processes {sorted(ranks)}"
+            if others := ranks & _other_ranks(transport):
+                raise UsageError(
+                    f"{said}, but {sorted(others)} of them are ranks of this pipeline, which hold other "
+                    f"stages; spread each stage over its replicas alone: {REMEDIES[how]}"
+                )
+            # FSDP2 may shard over more processes than the replicas, such as those that split a sequence.
+            fits = beside <= ranks if how == "fully_shard" else beside == ranks
+            if ranks and beside and not fits:
+                raise UsageError(
+                    f"{said}, but replicas= holds {sorted(beside)}; give both one dimension of the mesh: "
+                    f'replicas=mesh["dp"] and {REMEDIES[how]}'
+                )
+            if weighted and not beside and replicas.number == 1 and len(ranks) > 1:
+                raise UsageError(
+                    f"{said}, and loss_weight= is given without replicas=: each of these pipelines would "
+                    "divide by the weights of its own part of the batch alone; add replicas=, the dimension "
+                    'of the mesh that the batch is divided over, as in mesh["dp"]'
+                )
+
+
+def check_shared(
+    stages: Sequence[PipelineStage],
+    shared: Sequence[Shared],
+    replicas: Replicas,
+    gather: Callable[[Any], list[Any]],
+) -> None:
+    """Check that a weight which several stages share is averaged over the replicas by the same means in all.
+
+    Args:
+        stages: those of this process.
+        shared: the table of weights that stages share.
+        replicas: those of this pipeline.
+        gather: gives the JSON values of all ranks.
+
+    Raises:
+        UsageError: ``wrap=`` has wrapped some of these stages only.
+    """
+    if replicas.group is None or all(len(one.stages) < 2 for one in shared):
+        return
+    plain = {id(p) for stage in stages for p in left_alone(stage.module, replicas.group)}
+    rows = [
+        [number, stage.index, id(tensor) in plain]
+        for number, one in enumerate(shared)
+        for stage in stages
+        for name, tensor in stage.named_tensors()
+        if (stage.index, name) in one.holders
+    ]
+    kinds: dict[int, dict[int, bool]] = {}
+    for number, index, is_plain in (row for of_rank in gather(rows) for row in of_rank):
+        kinds.setdefault(number, {})[index] = is_plain
+    for number, by_stage in kinds.items():
+        if len({*by_stage.values()}) > 1:
+            wrapped = [index for index, is_plain in by_stage.items() if not is_plain]
+            raise UsageError(
+                f"stages {sorted(by_stage)} share {shared[number].names[0]!r}, and wrap= has replicated or "
+                f"sharded it in stages {wrapped} only; wrap all of these stages, or none"
+            )
+
+
+def _other_ranks(transport: Transport | None) -> set[int]:
+    """The processes of the pipeline's other ranks, by their ranks among all."""
+    if transport is None:
+        return set()
+    return {*transport.global_ranks} - {transport.global_ranks[transport.rank]}
 
 
 def connect(device: torch.device, group: Any, mesh: Any, patience: Patience) -> Transport | None:
@@ -219,7 +334,7 @@ def connect(device: torch.device, group: Any, mesh: Any, patience: Patience) -> 
     if members is None and not launched():
         return None
     meeting = meet(members, patience, device)
-    activity = Activity(meeting.rank)
+    activity = Activity(meeting.rank, meeting.global_ranks[meeting.rank])
     watch = Watch(activity, meeting, patience)
     try:
         activity.prepare("connects with the others")

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from penstock.errors import MessageError, PenstockError, SpecError, StageError
 from penstock.faults import Activity, failing_module, has_probes
-from penstock.parallel import Adapter, gathered, put_together, replicated, settled, take_apart
+from penstock.parallel import Adapter, arrived, gathered, put_together, replicated, take_apart
 from penstock.rng import LOSS, Draws
 from penstock.runtime.hooks import ActionEvent, Hooks, Recorder
 from penstock.runtime.loss import Loss, Losses, Weights, zero_loss
@@ -348,15 +348,16 @@ class Interpreter:
         if action is None:
             raise error
         rank = self._rank_of(action)
-        at = f"rank {rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
+        name = f"rank {rank}" if self._transport is None else self.activity.name
+        at = f"{name}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
         if isinstance(error, StageError):
             raise _of_rank(StageError(f"{at}: {error}"), rank) from error.__cause__
         if isinstance(error, PenstockError):
-            error.add_note(f"on rank {rank}, in {action}")
+            error.add_note(f"on {name}, in {action}")
             raise error
         if action.op in MESSAGE_OPS and isinstance(error, RuntimeError):
             # A process group raises this for a peer that is gone.
-            raise MessageError(f"rank {rank}, {action}: {error}") from error
+            raise MessageError(f"{name}, {action}: {error}") from error
         module = failing_module(error)
         where = f"{at}, module {module}" if module else at
         failure = StageError(f"{where}: {type(error).__name__}: {error}")
@@ -829,7 +830,7 @@ def _layout(leaf: Any, *, forward: bool) -> Any:
         return layout if forward else layout._replace(strides=None, learns=False)
     # A result of a collective that is under way does not require grad any more once it is waited for.
     learns = forward and leaf.requires_grad
-    local, sharding = take_apart(settled(leaf))
+    local, sharding = take_apart(arrived(leaf))
     return layout_of(local)._replace(strides=None, learns=learns, sharding=sharding)
 
 
@@ -864,7 +865,7 @@ def _fitting(action: Action, leaf: Any, expected: TensorLayout, device: torch.de
         return expected.empty(device).zero_()
     if isinstance(leaf, Tensor):
         if type(leaf) is not Tensor:
-            leaf = take_apart(settled(leaf))[0]
+            leaf = take_apart(arrived(leaf), expected.sharding)[0]
         tensor: Tensor = leaf
         if tensor.shape == expected.shape and tensor.dtype == expected.torch_dtype:
             return tensor
