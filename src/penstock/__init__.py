@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock import compiled as compiled
     from penstock import errors as errors
     from penstock import faults as faults
+    from penstock import integrations as integrations
     from penstock import parallel as parallel
     from penstock import partition as partition
     from penstock import pipeline as pipeline
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from penstock import values as values
     from penstock import weights as weights
     from penstock.checkpoint import Checkpoints as Checkpoints
+    from penstock.integrations import PipelineModule as PipelineModule
     from penstock.partition import Partition as Partition
     from penstock.partition import randomness as randomness
     from penstock.pipeline import Pipeline as Pipeline

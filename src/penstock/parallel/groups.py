@@ -124,6 +124,8 @@ def siblings_of(mesh: Any, replicas: Any) -> Siblings:
     return Siblings(first, wait, tuple(groups))
 
 
-def replicated_mesh(device: str, replicas: int, ranks: int) -> DeviceMesh:
+def replicated_mesh(
+    device: str, replicas: int, ranks: int, names: tuple[str, str] = ("dp", DIMENSION)
+) -> DeviceMesh:
     """A mesh of all processes, with dimensions ``dp`` for replicas and ``pp`` for the ranks of a pipeline."""
-    return init_device_mesh(device, (replicas, ranks), mesh_dim_names=("dp", DIMENSION))
+    return init_device_mesh(device, (replicas, ranks), mesh_dim_names=names)

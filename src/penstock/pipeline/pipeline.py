@@ -70,6 +70,7 @@ from penstock.runtime import (
     Which,
     check_plans,
     describe_stages,
+    mark_of,
 )
 from penstock.schedule import Action, Edge, Schedule, Span, Timeline, parse_action, replay
 from penstock.schedule.base import flat, whole_number
@@ -88,6 +89,7 @@ _STEP_ARGUMENTS = (
     "scaler",
     "outputs",
     "record",
+    "same_batch",
 )
 """The step's own arguments; all other keyword arguments are the model's."""
 _HABITS = {
@@ -234,6 +236,7 @@ class Pipeline(WeightMethods):
             )  # fmt: skip
         self._siblings = siblings_of(mesh, replicas)
         self._chosen = plan
+        self._model = model if partition.planner is not None else None
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -299,6 +302,7 @@ class Pipeline(WeightMethods):
             )  # fmt: skip
         pipe._siblings = siblings_of(mesh, replicas)
         pipe._chosen = None
+        pipe._model = None
         return pipe
 
     def _assemble(  # noqa: PLR0913 - all that a pipeline consists of
@@ -333,6 +337,14 @@ class Pipeline(WeightMethods):
         self._last_seed: tuple[int, int] | None = None
 
     # ---- what a pipeline is
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that was cut, of which this process holds only its stages; None without one.
+
+        The stages of other processes have tensors on the meta device in it.
+        """
+        return self._model
 
     @property
     def schedule(self) -> Schedule:
@@ -409,6 +421,7 @@ class Pipeline(WeightMethods):
         scaler: LossScaler | None = None,
         outputs: bool = False,
         record: bool = False,
+        same_batch: bool = False,
         **kwargs: Any,
     ) -> StepResult:
         """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``.
@@ -428,6 +441,8 @@ class Pipeline(WeightMethods):
             scaler: scales the loss for float16.
             outputs: whether to give every rank the model's outputs.
             record: whether to note when each action ran.
+            same_batch: whether every rank must be given the same batch, so that it is an error if their
+                numbers differ.
             kwargs: the model's keyword arguments; they go to the stages that take them.
 
         Returns:
@@ -457,6 +472,7 @@ class Pipeline(WeightMethods):
             return Call(
                 batch, loss, True, outputs, record, draws,
                 hooks=hooks, scale=scale, finite=scaler is None,
+                mark=mark_of(batch) if same_batch else 0,
             )  # fmt: skip
 
         call = self._described(describe, trains=True, outputs=outputs)
@@ -480,7 +496,12 @@ class Pipeline(WeightMethods):
         return result
 
     def eval(
-        self, *args: Any, target: Any = MISSING, outputs: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = MISSING,
+        outputs: bool = False,
+        same_batch: bool = False,
+        **kwargs: Any,
     ) -> StepResult:
         """The loss of a batch in evaluation mode, without gradients.
 
@@ -488,15 +509,18 @@ class Pipeline(WeightMethods):
             args: as for :meth:`step`; the batch may be smaller than a training batch.
             target: as for :meth:`step`.
             outputs: whether to give every rank the model's outputs.
+            same_batch: as for :meth:`step`.
             kwargs: the model's arguments by name.
         """
         if self._loss is None:
             raise UsageError("eval needs a loss; make the Pipeline with loss_fn=, or use predict")
-        return self._evaluate(args, kwargs, target, self._loss, outputs=outputs)
+        loss = self._loss
+        return self._evaluate(args, kwargs, target, loss, outputs=outputs, same=same_batch)
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, *args: Any, same_batch: bool = False, **kwargs: Any) -> Any:
         """The model's output for a batch in evaluation mode, on every rank."""
-        return self._evaluate(args, kwargs, MISSING, None, outputs=True).outputs
+        result = self._evaluate(args, kwargs, MISSING, None, outputs=True, same=same_batch)
+        return result.outputs
 
     def _evaluate(
         self,
@@ -506,11 +530,13 @@ class Pipeline(WeightMethods):
         loss: Loss | None,
         *,
         outputs: bool,
+        same: bool,
     ) -> StepResult:
         def describe() -> Call:
             hooks = self._hooks if self._hooks else None
             batch = self._split(args, kwargs, target, None)
-            return Call(batch, loss, trains=False, outputs=outputs, hooks=hooks)
+            mark = mark_of(batch) if same else 0
+            return Call(batch, loss, trains=False, outputs=outputs, hooks=hooks, mark=mark)
 
         call = self._described(describe, trains=False, outputs=outputs, loss=loss)
         with self._evaluating():

@@ -1,6 +1,6 @@
 """Runs a step: the interpreter of a program, what the ranks agree on before it, and its result."""
 
-from penstock.runtime.calls import Call, Offer, check_plans, describe_stages, differences
+from penstock.runtime.calls import Call, Offer, check_plans, describe_stages, differences, mark_of
 from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock.runtime.interpreter import Interpreter, Program, StepData
 from penstock.runtime.loss import (
@@ -48,4 +48,5 @@ __all__ = [
     "collect_losses",
     "describe_stages",
     "differences",
+    "mark_of",
 ]

@@ -61,6 +61,7 @@ class Call:
         scale: what else the gradients are scaled by.
         finite: whether to check that the loss and the gradients are finite.
         refusal: what is wrong with what this process was given; all ranks hear of it, and none begins.
+        mark: a number made of the batch itself, where all ranks must be given the same; 0 elsewhere.
     """
 
     batch: Batch
@@ -74,6 +75,7 @@ class Call:
     scale: Scale | None = None
     finite: bool = False
     refusal: PenstockError | None = None
+    mark: int = 0
 
     @property
     def mode(self) -> str:
@@ -182,6 +184,44 @@ def _shapes(part: Microbatch) -> Any:
         ]
         shapes.append((key, str(tree) if len(leaves) != 1 else "", tuple(map(repr, tensors))))
     return tuple(shapes)
+
+
+_LOOKED_AT = 4096
+"""How many numbers of a tensor are looked at to tell batches apart."""
+
+
+def mark_of(batch: Batch) -> int:
+    """A number that differs where batches do, at least 1; of a large tensor a sample is looked at."""
+    digest = hashlib.sha256()
+    for leaf in flatten(([_named(part) for part in batch.parts or ()], batch.targets))[0]:
+        if isinstance(leaf, Tensor):
+            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+            if leaf.layout is torch.strided and not leaf.is_meta and not leaf.is_nested:
+                # An odd stride meets all columns in turn.
+                stride = leaf.numel() // _LOOKED_AT | 1
+                sample = leaf.detach().reshape(-1)[::stride].contiguous().cpu()
+                digest.update(sample.view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(repr(leaf).encode())
+    return (int.from_bytes(digest.digest()[:8]) >> 2) + 1
+
+
+def check_marks(marks: Sequence[int]) -> None:
+    """Check that ranks which must be given the same batch were.
+
+    Raises:
+        AgreementError: they were given different ones.
+    """
+    if len({*marks}) > 1:
+        first: dict[int, int] = {}
+        for rank, mark in enumerate(marks):
+            first.setdefault(mark, rank)
+        listed = ", ".join(f"rank {rank}" for rank in first.values())
+        raise AgreementError(
+            f"the ranks of one pipeline were given different batches: those of {listed} differ. Give all "
+            "ranks of a pipeline the same batch: a sampler that divides the data, such as "
+            "DistributedSampler, counts replicas, not ranks, and shuffles with the same seed on all of them"
+        )
 
 
 # ---- what all ranks bring together

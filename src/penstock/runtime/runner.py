@@ -25,6 +25,7 @@ from penstock.runtime.calls import (
     Call,
     ModelCall,
     Offer,
+    check_marks,
     merge_offers,
     raise_refusals,
 )
@@ -273,10 +274,10 @@ class Runner:
                 self._described.add(offer.word)
             except PenstockError as error:
                 offer.refuse(error)
-        words: tuple[int, ...] = (offer.word,)
+        words, marks = (offer.word,), (call.mark,)
         if self.transport is not None:
-            rows = self.transport.gather(torch.tensor([offer.word]))
-            words = tuple([int(row) for row in rows])
+            rows = self.transport.gather(torch.tensor([offer.word, call.mark]))
+            words, marks = zip(*[row.tolist() for row in rows], strict=True)
         try:
             if REFUSED in words:
                 raise_refusals(self.transport, offer.refusal)
@@ -286,6 +287,7 @@ class Runner:
                 self._agreements[words] = agreement
                 if len(self._agreements) > _REMEMBERED:
                     del self._agreements[next(iter(self._agreements))]
+            check_marks(marks)
             return agreement, self._weigh(call, agreement.model_call, counts)
         except PenstockError as error:
             raise _Refused(error) from None

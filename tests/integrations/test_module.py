@@ -1,0 +1,308 @@
+"""A pipeline as a module: its loss, its gradients and its weights in a loop that knows no pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock import PipelineModule
+from penstock.errors import AgreementError, UsageError
+from penstock.testing import WorkerPool
+from tests.pipeline.models import X, Y, assert_same, chain, gradients, make, mean_loss, restless
+
+LOOPS: dict[str, Any] = {
+    "two forwards": lambda model: (model(X) + model(X * 2)).backward(),
+    "scaled": lambda model: (model(X) / 3 * 128).backward(),
+    "a function of it": lambda model: (model(X).exp() + model(X * 2) ** 2).backward(),
+    "accumulated": lambda model: [(model(x) / 2).backward() for x in (X, X * 2)],
+    "in the other order": lambda model: [
+        loss.backward() for loss in reversed([model(X), model(X * 2)])
+    ],
+    "one that is dropped": lambda model: (model(X), (model(X * 2) * 2).backward()),
+}
+
+
+class WithLoss(nn.Module):
+    """A plain model and its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mean_loss(self.model(x), Y)
+
+
+def as_module(**options: Any) -> PipelineModule:
+    return PipelineModule(make(**options))
+
+
+def called(model: PipelineModule) -> Any:
+    return lambda x: model(x, target=Y)
+
+
+def after(loop: str) -> dict[str, Tensor]:
+    """The gradients of a plain model."""
+    model = WithLoss(chain())
+    LOOPS[loop](model)
+    return gradients(model.model)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
+@pytest.mark.parametrize("loop", sorted(LOOPS))
+def test_gradients_are_those_of_the_plain_loop(loop: str, schedule: str) -> None:
+    model = as_module(model=chain(4), schedule=schedule)
+    plain = WithLoss(chain(4))
+    LOOPS[loop](called(model))
+    LOOPS[loop](plain)
+    assert_same(gradients(model), gradients(plain.model))
+
+
+def test_a_forward_leaves_gradients_alone_and_a_backward_adds() -> None:
+    model = as_module()
+    LOOPS["scaled"](called(model))
+    before = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    tensors = list(gradients(model).values())
+    loss = model(X, target=Y)
+    assert_same(gradients(model), before)
+    assert all(a is b for a, b in zip(gradients(model).values(), tensors, strict=True))
+    (loss * 2).backward()
+    once = after("scaled")
+    assert_same(gradients(model), {n: g * (1 + 2 * 3 / 128) for n, g in once.items()})
+
+
+def test_the_steps_gradients_are_not_copied() -> None:
+    model = as_module()
+    inside: list[int] = []
+    model.pipe.on_step(lambda event: inside.extend(g.data_ptr() for g in gradients(model).values()))
+    (model(X, target=Y) / 3).backward()
+    assert [g.data_ptr() for g in gradients(model).values()] == inside
+
+
+def test_arguments_get_gradients_times_what_arrives() -> None:
+    model, plain = as_module(), WithLoss(chain())
+    x, z = X.clone().requires_grad_(), X.clone().requires_grad_()
+    (model(x * 2, target=Y) * 3).backward()
+    (plain(z * 2) * 3).backward()
+    torch.testing.assert_close(x.grad, z.grad)
+
+
+def test_it_evaluates_without_training_or_gradients() -> None:
+    model, plain = PipelineModule(make(restless())), restless()
+    assert model.training
+    with torch.no_grad():
+        loss = model(X, target=Y)
+        loss_and_output = model(X, target=Y, outputs=True)
+    model.eval()
+    assert not any(m.training for stage in model.pipe.stages for m in stage.module.modules())
+    output = model(X)
+    expected = plain.eval()(X)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(loss_and_output, (loss, output))
+    torch.testing.assert_close(loss, mean_loss(expected, Y).detach())
+    assert not gradients(model)
+
+
+def test_weights_have_the_names_of_the_unsplit_model() -> None:
+    model, plain = as_module(schedule="ZB-V", model=chain(4)), chain(4)
+    assert [name for name, _ in model.named_parameters()] == list(plain.state_dict())
+    assert [name for name, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert_same(model.state_dict(), plain.state_dict())
+    outer = nn.Module()
+    outer.inner = model
+    assert outer.state_dict().keys() == {f"inner.{name}" for name in plain.state_dict()}
+    assert {name for name, _ in outer.named_parameters()} == outer.state_dict().keys()
+    zeros = {name: torch.zeros_like(value) for name, value in plain.state_dict().items()}
+    model.load_state_dict(zeros)
+    assert_same(model.state_dict(), zeros)
+
+
+def regularised() -> Any:
+    loss, output = as_module()(X, target=Y, outputs=True)
+    (loss + output.square().mean()).backward()
+
+
+def twice() -> Any:
+    loss = as_module()(X, target=Y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "second derivatives": (
+        lambda: as_module()(X, target=Y).backward(create_graph=True),
+        "create_graph",
+    ),
+    "backward twice": (twice, "second time"),
+    "a loss of the outputs": (regularised, "Put the change into loss_fn"),
+    "no target": (lambda: as_module()(X), "no target was given"),
+    "to": (lambda: as_module().float(), "Pipeline\\(device="),
+    "accumulate": (lambda: as_module()(X, target=Y, accumulate=2), "divide or scale the loss"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRONG))
+def test_wrong_use_is_named(name: str) -> None:
+    call, message = WRONG[name]
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+def test_what_changes_nothing_is_allowed() -> None:
+    model = as_module()
+    assert model.to("cpu").double() is model
+
+
+# ---- float16
+
+
+def faint() -> nn.Module:
+    """In float16 its gradients vanish unless the loss is scaled before its backward."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).half()
+
+
+def faint_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output.float() - target).square().mean() * 1e-6
+
+
+def test_scaled_gradients_in_float16_do_not_vanish() -> None:
+    x, y = torch.randn(8, 8).half(), torch.randn(8, 8)
+    model = PipelineModule(make(faint(), loss_fn=faint_loss))
+    plain = faint()
+    for scale in (2.0**16, 2.0**14):
+        (model(x, target=y) * scale).backward()
+        (faint_loss(plain(x), y) * scale).backward()
+    norm = sum(float(g.abs().sum()) for g in gradients(model).values())
+    assert norm == pytest.approx(
+        sum(float(g.abs().sum()) for g in gradients(plain).values()), rel=0.02
+    )
+
+
+# ---- between processes
+
+
+def train(group: Any, loop: str) -> Any:
+    model = as_module(group=group, ranks=3)
+    loss = called(model)(X)
+    LOOPS[loop](called(model))
+    found = {name: g.tolist() for name, g in gradients(model).items()}
+    return float(loss.detach()), found
+
+
+def test_processes_train_together(workers: WorkerPool) -> None:
+    loop = "a function of it"
+    ran = workers.run(f"{__name__}:train", 3, 30.0, loop=loop)
+    assert len({loss for loss, _ in ran}) == 1
+    found = {name: torch.tensor(g, dtype=X.dtype) for _, of in ran for name, g in of.items()}
+    assert_same(found, after(loop))
+
+
+def differ(group: Any) -> list[str]:
+    model = as_module(group=group, ranks=2)
+    model(X, target=Y)
+    texts = []
+    for trains in (True, False):
+        model.train(trains)
+        try:
+            model(X + group.rank(), target=Y)
+        except AgreementError as error:
+            texts.append(str(error))
+    # Nothing was sent or changed.
+    model(X, target=Y)
+    try:
+        DistributedDataParallel(model, process_group=group)
+    except UsageError as error:
+        texts.append(str(error))
+    return texts
+
+
+def test_wrong_use_is_named_on_every_rank(workers: WorkerPool) -> None:
+    for step, evaluation, wrapped in workers.run(f"{__name__}:differ", 2, 30.0):
+        assert "different batches" in step
+        assert step == evaluation
+        assert "DistributedDataParallel around a PipelineModule" in wrapped
+
+
+class Two(nn.Module):
+    """What is infinite behind the second layer does not reach the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.a(x)
+        return hidden, self.b(hidden.detach())
+
+
+def overflowing(output: tuple[Tensor, Tensor], target: Any) -> Tensor:
+    return output[0].float().sum() * 1e-6 + output[1].float().sum()
+
+
+def overflow(group: Any) -> Any:
+    model = PipelineModule(make(Two(), group=group, microbatches=1, loss_fn=overflowing))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.clone() for p in model.parameters()]
+    rows = []
+    for _ in range(3):
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.ones(2, 8))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = not all(map(torch.equal, model.parameters(), before))
+        rows.append([float(scaler.get_scale()), moved])
+    return rows
+
+
+def test_all_ranks_skip_a_step_that_is_infinite_on_one(workers: WorkerPool) -> None:
+    for rows in workers.run(f"{__name__}:overflow", 2, 30.0):
+        assert rows == [[2.0**15, False], [2.0**14, False], [2.0**14, True]]
+
+
+def replicate(group: Any, views: bool) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+
+    def wrap(module: nn.Module, stage: int) -> nn.Module:
+        replicas = mesh["dp"].get_group()
+        return DistributedDataParallel(
+            module, process_group=replicas, gradient_as_bucket_view=views
+        )
+
+    pipe = make(chain(4), mesh=mesh, replicas=mesh["dp"], wrap=wrap)
+    half = slice(mesh.get_local_rank("dp") * 4, None if mesh.get_local_rank("dp") else 4)
+    model = PipelineModule(pipe)
+    losses = [model((X * k)[half], target=Y[half]) for k in (1, 2)]
+    (losses[0].exp() + losses[1] ** 2).backward()
+    return float(losses[0].detach()), {n: g.tolist() for n, g in gradients(model).items()}
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_replicas_wrapped_by_ddp(workers: WorkerPool, views: bool) -> None:
+    ran = workers.run(f"{__name__}:replicate", 4, 60.0, views=views)
+    plain = WithLoss(chain(4))
+    LOOPS["a function of it"](plain)
+    found = {name: torch.tensor(g, dtype=X.dtype) for _, of in ran for name, g in of.items()}
+    assert_same(found, gradients(plain.model))
+    assert len({loss for loss, _ in ran}) == 1
+    assert ran[0][0] == pytest.approx(float(WithLoss(chain(4))(X).detach()))
+
+
+def test_an_optimizer_trains_it() -> None:
+    wrapped, plain = as_module(), WithLoss(chain())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (wrapped, plain)]
+    for _ in range(3):
+        for loss, optimizer in zip((wrapped(X, target=Y), plain(X)), optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(wrapped.state_dict(), plain.model.state_dict())
