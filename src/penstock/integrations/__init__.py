@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
+    from penstock.integrations import transformers as transformers
     from penstock.integrations.module import PipelineModel as PipelineModel
     from penstock.integrations.module import PipelineModule as PipelineModule
     from penstock.integrations.module import own_loss as own_loss

@@ -90,7 +90,7 @@ class PipelineModule(nn.Module):
             return self.pipe.predict(*args, same_batch=True, **kwargs)
         else:
             result = self.pipe.eval(*args, same_batch=True, **kwargs)
-            loss = self.as_loss(result.loss)
+            loss = self.loss_of(result)
         return (loss, self.guarded(result.outputs)) if kwargs.get("outputs") else loss
 
     def run_step(self, *args: Any, **kwargs: Any) -> tuple[StepResult, Tensor]:
@@ -117,16 +117,15 @@ class PipelineModule(nn.Module):
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
-        total = kwargs.get("total_weight")
-        value = result.loss * (1.0 if total is None else result.weight / total)
         pending = _Pending(gradients, list(copies.values()), scale, self._note_factor)
         anchor = self.__dict__["_anchor"]
-        of_inputs = inputs.values()
-        loss: Tensor = cast("Any", _Loss).apply(pending, self.as_loss(value), anchor, *of_inputs)
+        value, of_inputs = self.loss_of(result, kwargs.get("total_weight")), inputs.values()
+        loss: Tensor = cast("Any", _Loss).apply(pending, value, anchor, *of_inputs)
         return result, loss
 
-    def as_loss(self, value: float) -> Tensor:
-        """A loss as a tensor, where the stages live."""
+    def loss_of(self, result: StepResult, total: float | None = None) -> Tensor:
+        """The loss of a result as a tensor where the stages live, divided by a total in place of its weight."""
+        value = result.loss if not total else result.loss * result.weight / total
         first = next(self.pipe.parameters(), None)
         double = first is not None and first.dtype is torch.float64
         dtype = torch.float64 if double else torch.float32
@@ -322,14 +321,14 @@ class PipelineModel(PipelineModule):
             kwargs = {"target": labels, **kwargs, "labels": labels}
         if self._takes_cache:
             kwargs.setdefault("use_cache", False)
+        total = None if num_items_in_batch is None else float(num_items_in_batch)
         if trains:
-            total = None if num_items_in_batch is None else float(num_items_in_batch)
             result, loss = self.run_step(*args, total_weight=total, outputs=outputs, **kwargs)
         elif "target" not in kwargs:
             return self.pipe.predict(*args, same_batch=True, **kwargs)
         else:
             result = self.pipe.eval(*args, outputs=outputs, same_batch=True, **kwargs)
-            loss = self.as_loss(result.loss)
+            loss = self.loss_of(result, total)
         if not outputs:
             return self._output_class(loss=loss)
         output = self.guarded(result.outputs) if trains else result.outputs

@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
+    from penstock.parallel.adapters import Adapter as Adapter
+    from penstock.parallel.adapters import adapter_of as adapter_of
     from penstock.parallel.groups import Siblings as Siblings
     from penstock.parallel.groups import group_across as group_across
     from penstock.parallel.groups import group_of as group_of
+    from penstock.parallel.groups import ranks_in as ranks_in
     from penstock.parallel.groups import replicated_mesh as replicated_mesh
     from penstock.parallel.groups import seat as seat
     from penstock.parallel.groups import siblings_of as siblings_of
+    from penstock.parallel.replicas import average_gradients as average_gradients
+    from penstock.parallel.replicas import begin_equal as begin_equal
+    from penstock.parallel.replicas import left_alone as left_alone
     from penstock.parallel.tensors import gathered as gathered
     from penstock.parallel.tensors import global_norms as global_norms
     from penstock.parallel.tensors import is_sharded as is_sharded
@@ -32,17 +38,15 @@ if TYPE_CHECKING:
     from penstock.parallel.tensors import take_apart as take_apart
     from penstock.parallel.tensors import whole as whole
     from penstock.parallel.tensors import with_local as with_local
-    from penstock.parallel.wrapping import Adapter as Adapter
     from penstock.parallel.wrapping import Part as Part
-    from penstock.parallel.wrapping import adapter_of as adapter_of
     from penstock.parallel.wrapping import alone as alone
     from penstock.parallel.wrapping import named_buffers as named_buffers
     from penstock.parallel.wrapping import named_parameters as named_parameters
     from penstock.parallel.wrapping import names_without_wrappers as names_without_wrappers
-    from penstock.parallel.wrapping import over_replicas as over_replicas
     from penstock.parallel.wrapping import parts_of as parts_of
     from penstock.parallel.wrapping import path_without_wrappers as path_without_wrappers
-    from penstock.parallel.wrapping import spreads_over_processes as spreads_over_processes
+    from penstock.parallel.wrapping import shard as shard
+    from penstock.parallel.wrapping import spread_parts as spread_parts
     from penstock.parallel.wrapping import unwrapped as unwrapped
 
 __all__, __getattr__, __dir__ = lazily(__name__)

@@ -1,28 +1,81 @@
-"""Adapters for replicated and sharded stages: gradients are reduced once per call, not per microbatch."""
+"""What replicated and sharded stages need around a call: gradients are reduced once, not per microbatch."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.parallel.wrapping import Adapter, Apart
+from penstock.parallel.replicas import GradientAverage, copy_from_first
+from penstock.parallel.wrapping import Spread, spread_parts
 
-BUCKET_BYTES = 25 * 2**20
-"""How many bytes are reduced at a time, as in DistributedDataParallel."""
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+Apart = Callable[[], AbstractContextManager[Any]]
 
 
-def make_adapter(module: nn.Module, apart: Apart) -> Adapter | None:
-    """The adapter of a module that is, or has a part that is, replicated or sharded; None for others."""
+class Adapter:
+    """Accompanies a stage through a call. Methods that are not overridden do nothing.
+
+    Attributes:
+        whole_backward: whether the graph of a stage's backward must be run in one piece. Reducing gradients
+            may still be left to the weights' half.
+        casts: whether the wrapper changes the types of the arguments before the module's own code sees them.
+    """
+
+    whole_backward = False
+    casts = False
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether it still belongs to a stage's module, which the user may have wrapped since."""
+        raise NotImplementedError
+
+    def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
+        """A call begins.
+
+        Args:
+            microbatches: the number of microbatches.
+            trains: whether they go backward.
+            gathers: whether to gather parameters now, rather than when the schedule says or when they are
+                used.
+        """
+
+    def done(self, microbatch: int) -> None:
+        """A microbatch's backward is over."""
+
+    def unshard(self) -> None:
+        """Start to gather the parameters."""
+
+    def reshard(self) -> None:
+        """Free gathered parameters."""
+
+    def reduce(self) -> None:
+        """Start to reduce the gradients, which are complete for this step."""
+
+    def finish(self) -> None:
+        """The call is over; when this returns, gradients are reduced."""
+
+    def abandon(self) -> None:
+        """The call was interrupted."""
+
+
+def adapter_of(module: nn.Module, apart: Apart = nullcontext) -> Adapter | None:
+    """The adapter of a stage's module; None if no part of it is replicated or sharded.
+
+    Args:
+        module: of the stage, in its wrapper.
+        apart: a context in which gradients that the stage collects beside ``.grad`` are in ``.grad``.
+    """
     if isinstance(module, DistributedDataParallel):
         return ReplicatedStage(module, apart)
-    sharded = _sharded_parts(module)
+    # FSDP2 takes long to import; as long as nobody has imported it, nothing is sharded.
+    sharded = _sharded_parts(module) if "torch.distributed.fsdp" in sys.modules else []
     return Sharded(sharded, apart) if sharded else None
 
 
@@ -35,10 +88,9 @@ class ReplicatedStage(Adapter):
 
     def __init__(self, module: DistributedDataParallel, apart: Apart) -> None:
         self._module = module
-        self._group = module.process_group
+        self._average = GradientAverage(module.process_group)
         self._apart = apart
         self._stack = ExitStack()
-        self._under_way: list[tuple[dist.Work | None, Tensor, list[Tensor]]] = []
         self._reduced = True
 
     def fits(self, module: nn.Module) -> bool:
@@ -47,79 +99,33 @@ class ReplicatedStage(Adapter):
 
     def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
         """Switch the module's own reduction off."""
+        self._trains = trains
         self._reduced = not trains
         self._stack.enter_context(self._module.no_sync())
 
     def reduce(self) -> None:
         """Start the all-reduces, once."""
-        if self._reduced:
-            return
-        self._reduced = True
-        size = dist.get_world_size(self._group)
-        with self._apart():
-            gradients = list(_gradients(self._module))
-        for bucket in _buckets(gradients):
-            flat = torch.cat([gradient.flatten() for gradient in bucket]).div_(size)
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-            self._under_way.append((work, flat, bucket))
+        if not self._reduced:
+            self._reduced = True
+            with self._apart():
+                self._average.start(Spread("", "", self._module).parameters)
 
     def finish(self) -> None:
         """Wait for the all-reduces, and copy buffers from the first replica, as the module itself would."""
-        trained = not self._reduced or bool(self._under_way)
         self.reduce()
-        for work, flat, gradients in self._under_way:
-            if work is not None:
-                work.wait()
-            _fill(gradients, flat)
-        if trained and self._module.broadcast_buffers:
-            self._share_buffers()
+        with self._apart():
+            self._average.finish()
+        if self._trains and self._module.broadcast_buffers:
+            ignored = self._module.parameters_to_ignore
+            named = self._module.module.named_buffers()
+            buffers = [buffer for name, buffer in named if name not in ignored]
+            copy_from_first(buffers, self._module.process_group)
         self.abandon()
-
-    def _share_buffers(self) -> None:
-        ignored = self._module.parameters_to_ignore
-        named = self._module.module.named_buffers()
-        for bucket in _buckets(buffer for name, buffer in named if name not in ignored):
-            flat = torch.cat([buffer.flatten() for buffer in bucket])
-            dist.broadcast(flat, group=self._group, group_src=0)
-            _fill(bucket, flat)
 
     def abandon(self) -> None:
         """Switch the module's own reduction on again."""
-        self._under_way.clear()
+        self._average.forget()
         self._stack.close()
-
-
-def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
-
-
-def _gradients(module: nn.Module) -> Iterable[Tensor]:
-    """A gradient for each trained parameter; zeros if this replica has none, since another one may."""
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            yield parameter.grad
-
-
-def _buckets(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Group tensors of one type and device, up to a size."""
-    bucket: list[Tensor] = []
-    size = 0
-    for gradient in gradients:
-        alike = not bucket or (gradient.dtype, gradient.device) == (
-            bucket[0].dtype,
-            bucket[0].device,
-        )
-        if bucket and (size >= BUCKET_BYTES or not alike):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(gradient)
-        size += gradient.numel() * gradient.element_size()
-    if bucket:
-        yield bucket
 
 
 class Sharded(Adapter):
@@ -233,7 +239,7 @@ class Sharded(Adapter):
 
 
 def _sharded_parts(module: nn.Module) -> list[FSDPModule]:
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+    return [part.module for part in spread_parts(module) if part.how == "fully_shard"]
 
 
 def _may_be_held(module: FSDPModule) -> bool:

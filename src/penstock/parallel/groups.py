@@ -70,6 +70,11 @@ def group_across(mesh: Any) -> Any:
     return mesh.get_group()
 
 
+def ranks_in(group: Any) -> set[int]:
+    """The processes of a group, by their ranks among all."""
+    return {*dist.get_process_group_ranks(group)}
+
+
 def seat(group: Any) -> Seat:
     """This process's place in a group; the only place if there is no process group at all."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
@@ -99,15 +104,14 @@ def siblings_of(mesh: Any, replicas: Any) -> Siblings:
 
     Args:
         mesh: with a dimension for the pipeline, and others.
-        replicas: a group or mesh of the ranks at the same place in each pipeline.
+        replicas: the ``penstock.Replicas`` of this one.
     """
     groups = []
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
         groups += [mesh.get_group(name) for name in names if name != DIMENSION]
-    across = group_across(replicas)
-    if isinstance(across, dist.ProcessGroup):
-        groups.append(across)
+    if replicas.group is not None:
+        groups.append(replicas.group)
     # Replicas are usually a dimension of the mesh as well, which must not count twice.
     known = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
     groups = [group for group in known.values() if group.size() > 1]
@@ -116,12 +120,12 @@ def siblings_of(mesh: Any, replicas: Any) -> Siblings:
         for group in groups:
             group.barrier().wait()
 
-    # A penstock.Replicas tells its own index.
-    told = int(getattr(replicas, "index", 0) or 0)
-    first = told == 0 and all(group.rank() == 0 for group in groups)
+    first = replicas.index == 0 and all(group.rank() == 0 for group in groups)
     return Siblings(first, wait, tuple(groups))
 
 
-def replicated_mesh(device: str, replicas: int, ranks: int) -> DeviceMesh:
+def replicated_mesh(
+    device: str, replicas: int, ranks: int, names: tuple[str, str] = ("dp", DIMENSION)
+) -> DeviceMesh:
     """A mesh of all processes, with dimensions ``dp`` for replicas and ``pp`` for the ranks of a pipeline."""
-    return init_device_mesh(device, (replicas, ranks), mesh_dim_names=("dp", DIMENSION))
+    return init_device_mesh(device, (replicas, ranks), mesh_dim_names=names)

@@ -1,4 +1,4 @@
-"""Wrappers around a stage or around parts of it: names without them, and what a step needs because of them.
+"""Wrappers around a stage or around parts of it: which there are, and names without them.
 
 A stage is wrapped after the cut, by DistributedDataParallel, torch.compile, a checkpoint wrapper or a module
 of the user's. State dicts, seeds and ties use the names of the unsplit model, which has no wrappers.
@@ -6,28 +6,52 @@ of the user's. State dicts, seeds and ties use the names of the unsplit model, w
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-# ---- modules inside wrappers, and their names without them
+from penstock.parallel.groups import ranks_in
 
 
-# By name, since importing the latter two takes longer than everything else in a run without them.
-_INSIDE = {
-    "DistributedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
+class _Kind(NamedTuple):
+    """A kind of wrapper.
+
+    Attributes:
+        inside: the name under which it holds the wrapped module; empty if it changes the module in place.
+        spreads: what users call it, if it spreads a module over processes.
+    """
+
+    inside: str = ""
+    spreads: str = ""
+
+
+# By name, since importing most of them takes longer than everything else in a run without them.
+_KINDS = {
+    "DistributedDataParallel": _Kind("module", "DistributedDataParallel"),
+    "FSDPModule": _Kind(spreads="fully_shard"),
+    "OptimizedModule": _Kind("_orig_mod"),
+    "CheckpointWrapper": _Kind("_checkpoint_wrapped_module"),
 }
-"""The name under which each known wrapper holds the wrapped module."""
 
-_SPREADING = {"DistributedDataParallel": "DistributedDataParallel", "FSDPModule": "fully_shard"}
-"""Classes that spread a module over processes, with the name that users know."""
+
+def _kind_of(module: nn.Module) -> _Kind:
+    """The kind of wrapper that a module is."""
+    kind: Any = type(module)
+    return _kind_of_class(kind)
+
+
+@cache
+def _kind_of_class(kind: Any) -> _Kind:
+    return next(
+        (_KINDS[base.__name__] for base in kind.__mro__ if base.__name__ in _KINDS), _Kind()
+    )
+
+
+# ---- modules inside wrappers, and their names without them
 
 
 class Part(NamedTuple):
@@ -46,7 +70,7 @@ class Part(NamedTuple):
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside all known wrappers."""
-    while (inside := _inside(module)) is not None:
+    while inside := _kind_of(module).inside:
         module = module.get_submodule(inside)
     return module
 
@@ -57,19 +81,8 @@ def alone(module: nn.Module) -> nn.Module:
     A call of ``DistributedDataParallel`` itself would expect a backward that reduces. One with mixed
     precision changes types, and so cannot be left out.
     """
-    replicated = _inside(module) == "module"
-    return module.get_submodule("module") if replicated and not _casts(module) else module
-
-
-def _casts(module: Any) -> bool:
-    return module.mixed_precision is not None
-
-
-def _inside(module: nn.Module) -> str | None:
-    for kind in type(module).__mro__:
-        if kind.__name__ in _INSIDE:
-            return _INSIDE[kind.__name__]
-    return None
+    replicated = isinstance(module, DistributedDataParallel) and module.mixed_precision is None
+    return module.get_submodule("module") if replicated else module
 
 
 def parts_of(module: nn.Module, own: nn.Module) -> Iterator[Part]:
@@ -86,7 +99,7 @@ def _parts(part: Part, own: nn.Module) -> Iterator[Part]:
     if part.module is own:
         part = part._replace(name="")
     yield part
-    inside = _inside(part.module)
+    inside = _kind_of(part.module).inside
     for child, module in part.module._modules.items():
         if module is not None:
             name = part.name if child == inside else _below(part.name, child)
@@ -139,111 +152,74 @@ def _renamed(known: dict[str, str], key: str) -> str:
     return key
 
 
-def spreads_over_processes(module: nn.Module) -> tuple[str, str] | None:
-    """The path of the first part that is replicated or sharded, and what does so; None if there is none."""
-    for path, part in module.named_modules():
-        for kind in type(part).__mro__:
-            if kind.__name__ in _SPREADING:
-                return path, _SPREADING[kind.__name__]
-    return None
-
-
-# ---- what replicated and sharded stages need around a call
-
-
-Apart = Callable[[], AbstractContextManager[Any]]
-
-
-class Adapter:
-    """Accompanies a stage through a call. Methods that are not overridden do nothing.
-
-    Attributes:
-        whole_backward: whether the graph of a stage's backward must be run in one piece. Reducing gradients
-            may still be left to the weights' half.
-        casts: whether the wrapper changes the types of the arguments before the module's own code sees them.
-    """
-
-    whole_backward = False
-    casts = False
-
-    def fits(self, module: nn.Module) -> bool:
-        """Whether it still belongs to a stage's module, which the user may have wrapped since."""
-        raise NotImplementedError
-
-    def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
-        """A call begins.
-
-        Args:
-            microbatches: the number of microbatches.
-            trains: whether they go backward.
-            gathers: whether to gather parameters now, rather than when the schedule says or when they are
-                used.
-        """
-
-    def forward(self, microbatch: int) -> None:
-        """A microbatch's forward begins."""
-
-    def loss(self, microbatch: int) -> None:
-        """Its loss begins, on the last stage."""
-
-    def backward(self, microbatch: int) -> None:
-        """Its backward begins, or a half of it."""
-
-    def done(self, microbatch: int) -> None:
-        """Its backward is over."""
-
-    def unshard(self) -> None:
-        """Start to gather the parameters."""
-
-    def reshard(self) -> None:
-        """Free gathered parameters."""
-
-    def reduce(self) -> None:
-        """Start to reduce the gradients, which are complete for this step."""
-
-    def finish(self) -> None:
-        """The call is over; when this returns, gradients are reduced."""
-
-    def abandon(self) -> None:
-        """The call was interrupted."""
-
-
-def adapter_of(module: nn.Module, apart: Apart = nullcontext) -> Adapter | None:
-    """The adapter of a stage's module, if the module or a part of it is replicated or sharded.
-
-    Args:
-        module: of the stage, in its wrapper.
-        apart: a context in which gradients that the stage collects beside ``.grad`` are in ``.grad``.
-    """
-    # FSDP2 takes long to import; as long as nobody has imported it, nothing is sharded.
-    if not isinstance(module, DistributedDataParallel) and _SHARDS not in sys.modules:
-        return None
-    found: Adapter | None = import_module("penstock.parallel.adapters").make_adapter(module, apart)
-    return found
-
-
-_SHARDS = "torch.distributed.fsdp"
-
-
-def over_replicas(module: nn.Module, mesh: Any, *, shard: bool) -> nn.Module:
-    """Spread a stage's module over the replicas of a pipeline.
-
-    Args:
-        module: of the stage.
-        mesh: with a dimension ``dp``.
-        shard: whether each replica holds a part of each weight (FSDP2) or all of it (DDP).
-    """
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return module
-    if shard:
-        made: nn.Module = import_module(_SHARDS).fully_shard(module, mesh=mesh["dp"])
-        return made
-    return DistributedDataParallel(module, process_group=mesh.get_group("dp"))
-
-
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_HIDDEN = {"_fsdp_wrapped_module", *(of.inside for of in _KINDS.values() if of.inside[:1] == "_")}
 
 
 def path_without_wrappers(path: str) -> str:
     """A path without the names that wrappers such as ``torch.compile`` put into it."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in path.split(".") if part not in _HIDDEN)
+
+
+# ---- what spreads a module over processes
+
+
+class Spread(NamedTuple):
+    """A part of a stage that is replicated or sharded over processes, by a wrapper.
+
+    Attributes:
+        path: of the part.
+        how: what users call the wrapper.
+        module: the part, in its wrapper.
+    """
+
+    path: str
+    how: str
+    module: Any
+
+    @property
+    def ranks(self) -> set[int]:
+        """The processes over which gradients are reduced, by their ranks among all; empty without weights."""
+        if isinstance(self.module, DistributedDataParallel):
+            return ranks_in(self.module.process_group)
+        return {rank for group in self._groups for rank in mesh_ranks(group.mesh_info.mesh)}
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients it reduces."""
+        if isinstance(self.module, DistributedDataParallel):
+            named = self.module.module.named_parameters()
+            return [p for name, p in named if name not in self.module.parameters_to_ignore]
+        return [one.sharded_param for group in self._groups for one in group.fsdp_params]
+
+    @property
+    def _groups(self) -> list[Any]:
+        # There is no public way to the groups of parameters; seen in torch 2.13.
+        groups: list[Any] = self.module._get_fsdp_state()._fsdp_param_groups
+        return groups
+
+
+def mesh_ranks(mesh: Any) -> set[int]:
+    """The processes of a mesh, by their ranks among all."""
+    return {*mesh.mesh.flatten().tolist()}
+
+
+def spread_parts(module: nn.Module) -> list[Spread]:
+    """The parts of a module that a wrapper replicates or shards over processes, from the outside in."""
+    return [
+        Spread(path, how, part)
+        for path, part in module.named_modules()
+        if (how := _kind_of(part).spreads)
+    ]
+
+
+def shard(module: nn.Module, mesh: Any) -> nn.Module:
+    """A module under FSDP2, each process with a part of each weight; one without weights as it is.
+
+    Args:
+        module: of a stage.
+        mesh: of one dimension, over which the weights are sharded.
+    """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    sharded: nn.Module = import_module("torch.distributed.fsdp").fully_shard(module, mesh=mesh)
+    return sharded

@@ -37,12 +37,16 @@ from penstock.pipeline.setup import (
     check_are_stages,
     check_options,
     check_ranks,
+    check_shared,
+    check_spread,
     check_stages,
     check_wrap,
     connect,
     device_for,
     first_of_all,
     loss_of,
+    make_equal,
+    replicas_of,
     set_up,
     wrap_stages,
 )
@@ -187,6 +191,7 @@ class Pipeline(WeightMethods):
         check_model(model, stages)
         check_wrap(wrap)
         check_rules(rules)
+        replicas = loss["replicas"] = replicas_of(loss.get("replicas"))
         model, compile = without_compilation(model, compile)
         if checkpoint and compile:
             raise UsageError("checkpoint= cannot be used with compile=; leave one of them out")
@@ -221,14 +226,15 @@ class Pipeline(WeightMethods):
                 PipelineStage(modules[i], i, len(modules), device, compile=compile) for i in here
             ]
             # After weights are loaded, and before anything looks at the stages' parameters.
+            make_equal(held, replicas, transport)
             wrap_stages(held, wrap)
             details = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(modules)}
             self._check_unchanged: Callable[[], None] = partition.check_unchanged
             self._assemble(
                 schedules, Runner(held, schedules.proven, transport), partition.shared,
-                loss_of(loss_fn, **loss), rules, seed, details,
+                loss_of(loss_fn, **loss), replicas, rules, seed, details,
             )  # fmt: skip
-        self._siblings = siblings_of(mesh, loss.get("replicas"))
+        self._siblings = siblings_of(mesh, replicas)
         self._chosen = plan
         self._model = model if partition.planner is not None else None
 
@@ -275,6 +281,7 @@ class Pipeline(WeightMethods):
         check_options(loss, cls.from_stages)
         check_are_stages(stages)
         check_rules(rules)
+        replicas = loss["replicas"] = replicas_of(loss.get("replicas"))
         patience = Patience(timeout, rendezvous_timeout)
         transport = connect(stages[0].device, group, mesh, patience)
         pipe = cls.__new__(cls)
@@ -287,12 +294,13 @@ class Pipeline(WeightMethods):
             check_stages(schedules.training, stages, transport)
             modules = {stage.index: stage.code for stage in stages}
             table = find_shared_between(modules) if shared is None else tuple(shared)
+            make_equal(stages, replicas, transport)
             pipe._check_unchanged = lambda: None
             pipe._assemble(
                 schedules, Runner(stages, schedules.proven, transport), table,
-                loss_of(loss_fn, **loss), rules, seed,
+                loss_of(loss_fn, **loss), replicas, rules, seed,
             )  # fmt: skip
-        pipe._siblings = siblings_of(mesh, loss.get("replicas"))
+        pipe._siblings = siblings_of(mesh, replicas)
         pipe._chosen = None
         pipe._model = None
         return pipe
@@ -303,6 +311,7 @@ class Pipeline(WeightMethods):
         runner: Runner,
         shared: Sequence[Shared],
         loss: Loss | None,
+        replicas: Replicas,
         rules: Rules | None,
         seed: Seed,
         details: Mapping[str, str] | None = None,
@@ -317,10 +326,13 @@ class Pipeline(WeightMethods):
         self._hooks = Hooks()
         self._watchers = Watchers()
         self._closed = False
+        self._replicas = replicas
         if runner.transport is not None:
             check_plans(runner.transport, schedules.training, details)
+        self._check_spread(weighted=loss is not None and loss.weight is not None)
+        check_shared(self._stages, shared, replicas, runner.gather)
         rank_of = schedules.training.placement.rank_of
-        self._held = HeldWeights(self._stages, runner, shared, rank_of)
+        self._held = HeldWeights(self._stages, runner, shared, rank_of, replicas.group)
         self._randomness = Randomness(first_of_all(runner.transport, own_seed(seed)))
         self._last_seed: tuple[int, int] | None = None
 
@@ -352,7 +364,7 @@ class Pipeline(WeightMethods):
     @property
     def replicas(self) -> Replicas:
         """The pipelines that train the same weights on other data, see ``replicas=``."""
-        return Replicas() if self._loss is None else self._loss.replicas
+        return self._replicas
 
     @property
     def siblings(self) -> Siblings:
@@ -450,6 +462,8 @@ class Pipeline(WeightMethods):
 
         def describe() -> Call:
             loss = self._training_loss().weighed(loss_weight)
+            if loss_weight is not None:
+                self._check_spread(weighted=True)
             scale = loss.scale(accumulate, total_weight, self._attach(scaler))
             batch = self._split(args, kwargs, target, microbatches)
             self._schedules.check_trains(batch.count)
@@ -572,6 +586,9 @@ class Pipeline(WeightMethods):
         return find_nonfinite(self._stages, self._schedules.training, self._runner.gather, run)
 
     # ---- what the calls have in common
+
+    def _check_spread(self, *, weighted: bool) -> None:
+        check_spread(self._stages, self._replicas, self._transport, weighted=weighted)
 
     def _training_loss(self) -> Loss:
         if self._loss is None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock import plan as planning
 from penstock.errors import PartitionError, ScheduleError, UsageError
-from penstock.parallel import spreads_over_processes
+from penstock.parallel import spread_parts
 from penstock.partition import Example, Partition, find_shared, partition
 from penstock.plan import measure, search
 from penstock.schedule import (
@@ -383,18 +383,17 @@ def check_model(model: nn.Module, stages: Stages = None) -> None:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: must be an nn.Module, not a {type(model).__name__}")
-    spread = None if isinstance(stages, Partition) else spreads_over_processes(model)
-    if spread is not None:
-        path, by = spread
+    spread = () if isinstance(stages, Partition) else spread_parts(model)
+    for path, by, _ in spread:
         where = f"its module {path!r}" if path else "the model"
         raise UsageError(
             f"{where} was wrapped by {by} before the cut, so it would gather and reduce across stages of "
-            f"several ranks; give the plain model and wrap=lambda module, stage: {_REMEDIES[by]}, which "
+            f"several ranks; give the plain model and wrap=lambda module, stage: {REMEDIES[by]}, which "
             "wraps each stage after the cut"
         )
 
 
-_REMEDIES = {
+REMEDIES = {
     "DistributedDataParallel": 'DistributedDataParallel(module, process_group=mesh.get_group("dp"))',
     "fully_shard": 'fully_shard(module, mesh=mesh["dp"])',
 }

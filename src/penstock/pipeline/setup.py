@@ -14,8 +14,16 @@ from torch import nn
 
 from penstock.errors import UnknownArgumentError, UsageError
 from penstock.faults import Activity, Patience, Watch, meet
-from penstock.parallel import group_across, group_of
-from penstock.pipeline.plan import ProvenSchedules
+from penstock.parallel import (
+    begin_equal,
+    group_across,
+    group_of,
+    left_alone,
+    ranks_in,
+    spread_parts,
+)
+from penstock.partition import Shared
+from penstock.pipeline.plan import REMEDIES, ProvenSchedules
 from penstock.runtime import (
     Loss,
     LossFunction,
@@ -193,12 +201,125 @@ def replicas_of(replicas: Any) -> Replicas:
         return replicas or Replicas()
     group = group_across(replicas)
     if not callable(getattr(group, "allgather", None)):
+        hint = f", as in mesh[{replicas!r}]" if isinstance(replicas, str) else ""
         raise UsageError(
             f"replicas={replicas!r}: must be a process group of the ranks at this place in each pipeline, a "
-            "mesh of that dimension, or penstock.Replicas"
+            f"mesh of that dimension{hint}, or penstock.Replicas"
         )
     circle = Circle(group)
-    return Replicas(circle.size, circle.sum, index=circle.rank, exchange=circle.exchange)
+    return Replicas(
+        circle.size, circle.sum, index=circle.rank, exchange=circle.exchange, group=group
+    )
+
+
+def make_equal(
+    stages: Sequence[PipelineStage], replicas: Replicas, transport: Transport | None
+) -> None:
+    """Give the stages here the weights of the first replica.
+
+    Raises:
+        UsageError: ranks of this pipeline itself are among the replicas.
+    """
+    if replicas.group is None:
+        return
+    beside = ranks_in(replicas.group)
+    if others := beside & _other_ranks(transport):
+        raise UsageError(
+            f"replicas= holds the processes {sorted(beside)}, but this pipeline itself runs on "
+            f"{sorted(others)} of them; replicas are the processes at the same place in other pipelines: "
+            'give the dimension of the mesh that lies across this pipeline, as in mesh["dp"]'
+        )
+    begin_equal([stage.module for stage in stages], replicas.group)
+
+
+def check_spread(
+    stages: Sequence[PipelineStage],
+    replicas: Replicas,
+    transport: Transport | None,
+    *,
+    weighted: bool,
+) -> None:
+    """Check that what replicates or shards the stages does so over the replicas.
+
+    Args:
+        stages: those of this process, in their wrappers.
+        replicas: those of this pipeline.
+        transport: this rank's end.
+        weighted: whether losses are weighted by ``loss_weight``.
+
+    Raises:
+        UsageError: a wrapper reduces gradients over other processes than the replicas.
+    """
+    beside = set() if replicas.group is None else ranks_in(replicas.group)
+    for stage in stages:
+        for part in spread_parts(stage.module):
+            ranks, how = part.ranks, part.how
+            where = f"stage {stage.index}" + (f", module {part.path!r}," if part.path else "")
+            said = f"{where} is in {how} over the processes {sorted(ranks)}"
+            if others := ranks & _other_ranks(transport):
+                raise UsageError(
+                    f"{said}, but {sorted(others)} of them are ranks of this pipeline, which hold other "
+                    f"stages; spread each stage over its replicas alone: {REMEDIES[how]}"
+                )
+            # FSDP2 may shard over more processes than the replicas, such as those that split a sequence.
+            fits = beside <= ranks if how == "fully_shard" else beside == ranks
+            if ranks and beside and not fits:
+                raise UsageError(
+                    f"{said}, but replicas= holds {sorted(beside)}; give both one dimension of the mesh: "
+                    f'replicas=mesh["dp"] and {REMEDIES[how]}'
+                )
+            if weighted and not beside and replicas.number == 1 and len(ranks) > 1:
+                raise UsageError(
+                    f"{said}, and loss_weight= is given without replicas=: each of these pipelines would "
+                    "divide by the weights of its own part of the batch alone; add replicas=, the dimension "
+                    'of the mesh that the batch is divided over, as in mesh["dp"]'
+                )
+
+
+def check_shared(
+    stages: Sequence[PipelineStage],
+    shared: Sequence[Shared],
+    replicas: Replicas,
+    gather: Callable[[Any], list[Any]],
+) -> None:
+    """Check that a weight which several stages share is averaged over the replicas by the same means in all.
+
+    Args:
+        stages: those of this process.
+        shared: the table of weights that stages share.
+        replicas: those of this pipeline.
+        gather: gives the JSON values of all ranks.
+
+    Raises:
+        UsageError: ``wrap=`` has wrapped some of these stages only.
+    """
+    if replicas.group is None or all(len(one.stages) < 2 for one in shared):
+        return
+    plain = {id(p) for stage in stages for p in left_alone(stage.module, replicas.group)}
+    rows = [
+        [number, stage.index, id(tensor) in plain]
+        for number, one in enumerate(shared)
+        for stage in stages
+        for name, tensor in stage.named_tensors()
+        if (stage.index, name) in one.holders
+    ]
+    kinds: dict[int, dict[int, bool]] = {}
+    for number, index, is_plain in (row for of_rank in gather(rows) for row in of_rank):
+        kinds.setdefault(number, {})[index] = is_plain
+    for number, by_stage in kinds.items():
+        if len({*by_stage.values()}) > 1:
+            wrapped = [index for index, is_plain in by_stage.items() if not is_plain]
+            raise UsageError(
+                f"stages {sorted(by_stage)} share {shared[number].names[0]!r}, and wrap= has replicated or "
+                f"sharded it in stages {wrapped} only; wrap all of these stages, or none"
+            )
+
+
+def _other_ranks(transport: Transport | None) -> set[int]:
+    """The processes of the pipeline's other ranks, by their ranks among all."""
+    if transport is None:
+        return set()
+    return {*transport.global_ranks} - {transport.global_ranks[transport.rank]}
 
 
 def connect(device: torch.device, group: Any, mesh: Any, patience: Patience) -> Transport | None:

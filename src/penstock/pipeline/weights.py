@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.parallel import Siblings, whole
+from penstock.parallel import Siblings, average_gradients, whole
 from penstock.partition import Shared
 from penstock.runtime import Runner
 from penstock.stage import PipelineStage
@@ -59,6 +59,7 @@ class HeldWeights:
         ranks: how this process reaches the others.
         shared: the table of weights that stages share.
         rank_of: the rank of each stage.
+        replicas: the process group over which gradients are averaged, if any.
 
     Raises:
         AgreementError: a shared weight has different shapes or types on different ranks.
@@ -70,8 +71,10 @@ class HeldWeights:
         ranks: Runner,
         shared: Sequence[Shared],
         rank_of: Sequence[int],
+        replicas: Any = None,
     ) -> None:
         self.stages = stages
+        self._replicas = replicas
         self.ranks = ranks
         self.stage_count = len(rank_of)
         self.names = Names(shared)
@@ -85,14 +88,16 @@ class HeldWeights:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """A context around a training step: it adds up the gradients of weights that stages share."""
+        """A context around a training step: gradients are summed over stages, averaged over replicas."""
         self._sharing.prepare()
         yield
         try:
             self._sharing.check_buffers()
             self._sharing.sum_gradients()
+            if self._replicas is not None:
+                average_gradients([stage.module for stage in self.stages], self._replicas)
         except BaseException as error:
-            # One rank alone may find that a buffer has changed; the others must hear of it.
+            # One rank alone may find a changed buffer, or lose a replica; the others must hear of it.
             raise self.ranks.fail(error) from error.__cause__
 
     @property

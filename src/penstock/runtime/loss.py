@@ -255,6 +255,7 @@ class Replicas:
         averaged: whether their gradients are averaged, as by DDP and FSDP, rather than added up.
         index: the index of this one.
         exchange: gives the JSON values of all, in order; needed to save and load checkpoints.
+        group: the processes at the same place in each, if gradients are to be averaged over them.
     """
 
     number: int = 1
@@ -262,6 +263,7 @@ class Replicas:
     averaged: bool = True
     index: int = 0
     exchange: Callable[[Any], list[Any]] | None = None
+    group: Any = None
 
     def added(self, values: Tensor) -> Tensor:
         """The sum of numbers over the replicas."""

@@ -173,7 +173,7 @@ class Numbers:
             self._names = tuple(sorted({*self._names, *new}))
             row = self._sum(_row(sums, metrics, self._names, here))
         if loss is not None and loss.replicas.number > 1:
-            row = loss.replicas.added(torch.tensor(row, dtype=torch.float64)).tolist()
+            *row, ill = loss.replicas.added(torch.tensor([*row, ill], dtype=torch.float64)).tolist()
         return self._read_row(row, metrics, weights, finite=not ill)
 
     def _sum(self, numbers: list[float]) -> list[float]:

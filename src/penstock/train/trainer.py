@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.text import Text
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock import plan as planning
 from penstock.checkpoint import Checkpoints
 from penstock.errors import CheckpointError, ConfigError, InputFileError, NonFiniteError, UsageError
-from penstock.parallel import over_replicas, replicated_mesh
+from penstock.parallel import replicated_mesh, shard
 from penstock.pipeline import Pipeline, peak_memory
 from penstock.plan import Plan, Profile
 from penstock.schedule import Timeline, draw_svg
@@ -146,12 +146,9 @@ def make_pipeline(
     model = make_model(config, device if config.plan == AUTO else "cpu")
     options: dict[str, Any] = {"loss_fn": next_byte_loss, "device": device, "seed": config.seed}
     if mesh is not None:
-
-        def wrap(module: nn.Module, stage: int) -> nn.Module:
-            del stage
-            return over_replicas(module, mesh, shard=config.shard)
-
-        options |= {"mesh": mesh, "replicas": mesh["dp"], "wrap": wrap}
+        options |= {"mesh": mesh, "replicas": mesh["dp"]}
+    if config.shard:
+        options["wrap"] = lambda module, stage: shard(module, mesh["dp"])
     if config.checkpoint is not None:
         options["checkpoint"] = config.checkpoint == "all" or config.checkpoint.split(",")
     if config.plan == AUTO:

@@ -115,6 +115,7 @@ class Transport:
     Attributes:
         rank: this rank's position in the pipeline.
         ranks: how many there are.
+        global_ranks: their ranks among all processes.
         watch: the watch over all ranks.
         activity: what this rank is doing, for the watch.
     """
@@ -124,6 +125,7 @@ class Transport:
     ) -> None:
         self.rank = meeting.rank
         self.ranks = meeting.ranks
+        self.global_ranks = meeting.global_ranks
         self.watch = watch
         self.activity = activity
         self._meeting = meeting

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import AgreementError, UsageError
-from penstock.parallel import local_part, spreads_over_processes, with_local
+from penstock.parallel import local_part, spread_parts, with_local
 from penstock.partition import Shared
 from penstock.stage import PipelineStage
 from penstock.weights.exchange import Ranks, check_same, exchange
@@ -251,11 +251,10 @@ def _find(stage: PipelineStage, name: str) -> Tensor:
 
 def _check_can_be_one(one: Shared, stages: Sequence[PipelineStage]) -> None:
     for stage in stages:
-        spread = spreads_over_processes(stage.module)
-        if spread is not None and spread[1] == "fully_shard":
+        if any(part.how == "fully_shard" for part in spread_parts(stage.module)):
             raise UsageError(
                 f"{one.names[0]!r} is shared by stages {list(one.stages)}, several of which live in this "
-                f"process, and {spread[1]} has sharded it in each of them separately; replicate these stages "
+                f"process, and fully_shard has sharded it in each of them separately; replicate these stages "
                 "with DistributedDataParallel, or use a schedule that places them on different ranks"
             )
 

@@ -1,0 +1,266 @@
+"""The Trainer of transformers on a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from accelerate.utils import gather
+    from transformers import Trainer
+except ImportError as error:
+    raise ImportError(
+        "penstock.integrations.transformers needs transformers and accelerate: "
+        "pip install 'penstock[transformers]'"
+    ) from error
+
+from penstock.checkpoint import Checkpoints
+from penstock.errors import UsageError
+from penstock.integrations.module import PipelineModel, PipelineModule, own_loss
+from penstock.parallel import replicated_mesh
+from penstock.pipeline import Pipeline
+from penstock.values import map_tensors
+
+_FOLDER = "penstock"
+"""Inside of a checkpoint of the Trainer: the whole run, for another layout."""
+
+
+class PipelineTrainer(Trainer):
+    """A ``transformers.Trainer`` that trains its model as a pipeline.
+
+    ::
+
+        trainer = PipelineTrainer(model=model, args=args, train_dataset=data, pipeline={"schedule": "ZB-V"})
+        trainer.train()
+
+    The arguments and ``TrainingArguments`` are the Trainer's. Under ``torchrun`` the processes form one
+    pipeline, or with ``pipeline={"ranks": n}`` replicas of pipelines of n ranks, whose gradients are averaged.
+    ``per_device_train_batch_size`` is the batch of a pipeline, which it splits into microbatches.
+    In one process the pipeline's ranks take turns.
+
+    A checkpoint holds the weights as ``from_pretrained`` reads them, and in its folder ``penstock`` the whole
+    run, which resumes with any schedule and number of ranks. ``bf16=True`` computes under autocast, as in the
+    Trainer. Other trainers become pipelines by a second base: ``class PipelineSFTTrainer(PipelineTrainer,
+    SFTTrainer)``; the loss is then the model's, and metrics that the other trainer takes from the logits of a
+    training step are left out.
+
+    Args:
+        args: the Trainer's, by position.
+        pipeline: options of :class:`penstock.Pipeline`, such as ``schedule``, ``ranks`` and ``microbatches``.
+        kwargs: the Trainer's, by name.
+
+    Attributes:
+        pipe: the pipeline.
+
+    Raises:
+        UsageError: an argument cannot be used with a pipeline; the message says what to do instead.
+    """
+
+    def __init__(
+        self, *args: Any, pipeline: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse(self)
+        model = self.model
+        # These look at the whole model.
+        self._decays = super().get_decay_parameter_names(model)
+        self._set_signature_columns_if_needed()
+        counts = hasattr(model, "num_parameters")
+        self._weights = model.num_parameters(exclude_embeddings=True) if counts else 0
+        self.pipe = Pipeline(model, **self._options(model, dict(pipeline or {})))
+        module = PipelineModule(self.pipe)
+        if not isinstance(module, PipelineModel):
+            raise UsageError(
+                f"PipelineTrainer trains models of transformers, not a {type(model).__name__}; train it "
+                "with penstock.PipelineModule in a loop of your own"
+            )
+        self.model = self.model_wrapped = self.callback_handler.model = module
+        # The Trainer then leaves placement, replicas and the gathering of weights to the model.
+        self.is_distributed_loading_by_transformers = True
+        self._loss_only = False
+        if self.args.world_size > 1:
+            # How Accelerate tells ranks that share a batch from replicas.
+            replicas, ranks = self.pipe.replicas.number, self.pipe.schedule.ranks
+            state = self.accelerator.state
+            state.device_mesh = replicated_mesh(
+                self.args.device.type, replicas, ranks, names=("dp_replicate", "tp")
+            )
+            self.accelerator.gather = self._gather
+
+    def _options(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        """Options of the Pipeline: its loss, and its place among the processes."""
+        options = {**self._loss_options(model), "device": self.args.device, **options}
+        world = self.args.world_size
+        if world == 1 or "mesh" in options or "group" in options:
+            return options
+        ranks = options.setdefault("ranks", world)
+        if world % ranks:
+            raise UsageError(
+                f"pipeline={{'ranks': {ranks}}}: {world} processes were started, which are no whole number of "
+                f"pipelines of {ranks} ranks"
+            )
+        options["mesh"] = mesh = replicated_mesh(self.args.device.type, world // ranks, ranks)
+        if world > ranks:
+            options["replicas"] = mesh["dp"]
+        return options
+
+    def _loss_options(self, model: nn.Module) -> dict[str, Any]:
+        """The model's own loss, or the one that the Trainer was given."""
+        options: dict[str, Any] = dict(own_loss(model))
+        weight = options["loss_weight"]
+        if self.compute_loss_func is not None:
+            function = self.compute_loss_func
+            options["loss_fn"] = lambda output, labels: function(
+                output, labels, num_items_in_batch=weight(labels)
+            )
+        elif self.label_smoother is not None:
+            smoother, shifts = self.label_smoother, self._loss_shifts_labels
+            options["loss_fn"] = lambda output, labels: smoother(
+                output, labels, shift_labels=shifts
+            )
+        return options
+
+    # ---- a step
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss of a batch over all replicas; its outputs too, if asked for."""
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            num_items_in_batch = None
+        outputs = model(
+            **inputs,
+            num_items_in_batch=num_items_in_batch,
+            outputs=return_outputs and not self._loss_only,
+        )
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As the Trainer's, but logits go to all ranks only where somebody wants them."""
+        self._loss_only = prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        finally:
+            self._loss_only = False
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        self.accelerator.unscale_gradients()
+        return torch.tensor(self.pipe.clip_grad_norm_(self.args.max_grad_norm))
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return torch.tensor(self.pipe.grad_norm()) if grad_norm is None else grad_norm
+
+    def _gather(self, tensor: Any) -> Any:
+        """Tensors of all replicas, each once."""
+        world, ranks = self.args.world_size, self.pipe.schedule.ranks
+
+        def one_of_each(joined: Tensor) -> Tensor:
+            return joined.unflatten(0, (world, -1))[::ranks].flatten(0, 1)
+
+        return map_tensors(gather(tensor), one_of_each)
+
+    # ---- what the whole model tells
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The names of parameters that decay: those of the whole model."""
+        return self._decays
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The samples of a step of the optimizer."""
+        batch: int = self._train_batch_size * args.gradient_accumulation_steps
+        return batch * self.pipe.replicas.number
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """This rank's share of the operations that a batch takes."""
+        main = inputs.get(self.model.main_input_name)
+        if main is None:
+            return 0
+        here = len(self.pipe.ranks) / self.pipe.schedule.ranks
+        return int(6 * main.numel() * self._weights * here)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the pipeline moves its stages."""
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Nothing: replicas begin with the same weights."""
+
+    # ---- files
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the weights and what belongs to them, as ``from_pretrained`` reads them."""
+        module, self.model = self.model, self.pipe.model
+        try:
+            super()._save(output_dir, state_dict=self.pipe.state_dict(full=True))
+        finally:
+            self.model = module
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with Checkpoints(Path(output_dir, _FOLDER)) as checkpoints:
+            checkpoints.save(self.state.global_step, pipe=self.pipe, **self._states())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint, _FOLDER)
+        if not folder.is_dir():
+            raise UsageError(
+                f"{checkpoint} has no folder {_FOLDER!r}, since it was saved by another Trainer or with "
+                "save_only_model=True, so that its optimizer cannot be resumed; give its weights to "
+                "from_pretrained, and begin a new run"
+            )
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.load(pipe=self.pipe, **self._states())
+
+    def _states(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.optimizer, "scheduler": self.lr_scheduler}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing yet: the weights come with the optimizer's states."""
+
+    def _load_best_model(self) -> None:
+        self.pipe.load(self.state.best_model_checkpoint)
+
+
+def _refuse(trainer: Trainer) -> None:
+    """Refuse what a pipeline cannot do.
+
+    Raises:
+        UsageError: the Trainer was asked for it.
+    """
+    args = trainer.args
+    wrong = {
+        "model_init=": (trainer.model_init, "give model="),
+        "optimizers=(optimizer, ...)": (
+            trainer.optimizer,
+            "its parameters are those of the whole model; give optimizer_cls_and_kwargs=",
+        ),
+        "several GPUs in one process": (
+            args.n_gpu > 1,
+            "start one process for each with torchrun",
+        ),
+        "deepspeed": (args.deepspeed, "the pipeline takes its place"),
+        "fsdp": (args.fsdp, "shard the stages with pipeline={'wrap': ...}"),
+        "torch_compile": (args.torch_compile, "give pipeline={'compile': True}"),
+        "auto_find_batch_size": (args.auto_find_batch_size, "choose a batch size"),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, "leave it out"),
+        "use_liger_kernel": (args.use_liger_kernel, "apply it to the model before"),
+        "eval_use_gather_object": (args.eval_use_gather_object, "pad the batches instead"),
+        "average_tokens_across_devices=False": (
+            not args.average_tokens_across_devices,
+            "the loss is that of all replicas",
+        ),
+        "loss_type": (getattr(args, "loss_type", "nll") != "nll", "give pipeline={'loss_fn': ...}"),
+    }
+    for name, (given, instead) in wrong.items():
+        if given:
+            raise UsageError(f"{name} cannot be used with a pipeline: {instead}")

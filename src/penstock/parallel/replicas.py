@@ -1,0 +1,155 @@
+"""Data parallelism: replicas begin with equal weights, and average their gradients once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.parallel.groups import ranks_in
+from penstock.parallel.tensors import is_sharded, local_part, with_local
+from penstock.parallel.wrapping import mesh_ranks, spread_parts
+
+BUCKET_BYTES = 25 * 2**20
+"""How many bytes are reduced at a time, as in DistributedDataParallel."""
+
+
+class GradientAverage:
+    """Averages gradients over replicas, by one all-reduce for each 25 MB.
+
+    With the gradients travels which of them a replica has: one that none has stays None.
+
+    Args:
+        group: the replicas.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._under_way: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+
+    def start(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Start the all-reduces; each replica has the same parameters in the same order."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        for bucket in _buckets(trained):
+            parts = [_flat_gradient(parameter) for parameter in bucket]
+            present = parts[0].new_tensor([parameter.grad is not None for parameter in bucket])
+            flat = torch.cat([*parts, present]).div_(self._group.size())
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            self._under_way.append((work, flat, bucket))
+
+    def finish(self) -> None:
+        """Wait for the all-reduces, and replace each ``.grad`` by the average."""
+        for work, flat, bucket in self._under_way:
+            work.wait()
+            sizes = [local_part(parameter).numel() for parameter in bucket]
+            *parts, present = flat.split([*sizes, len(bucket)])
+            if any(parameter.grad is None for parameter in bucket):
+                somewhere = present.ne(0).tolist()
+            else:
+                somewhere = [True] * len(bucket)
+            for parameter, part, has_gradient in zip(bucket, parts, somewhere, strict=True):
+                if has_gradient:
+                    _replace_gradient(parameter, part)
+        self._under_way.clear()
+
+    def forget(self) -> None:
+        """Forget the all-reduces of a call that was interrupted."""
+        self._under_way.clear()
+
+
+def _kind(tensor: Tensor) -> tuple[Any, torch.device]:
+    return getattr(tensor, "grad_dtype", None) or tensor.dtype, tensor.device
+
+
+def _buckets(tensors: Iterable[Any]) -> Iterator[list[Any]]:
+    """Tensors of one type and device, some at a time."""
+    alike: dict[object, list[Any]] = {}
+    for tensor in tensors:
+        alike.setdefault(_kind(tensor), []).append(tensor)
+    for members in alike.values():
+        bucket, size = [], 0
+        for tensor in members:
+            bucket.append(tensor)
+            size += local_part(tensor).nbytes
+            if size >= BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
+
+
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+    dtype, device = _kind(parameter)
+    if parameter.grad is None:
+        return torch.zeros(local_part(parameter).numel(), dtype=dtype, device=device)
+    part = local_part(parameter.grad)
+    return (part.to_dense() if part.is_sparse else part).flatten().to(dtype)
+
+
+def _replace_gradient(parameter: nn.Parameter, flat: Tensor) -> None:
+    gradient, shape = parameter.grad, local_part(parameter).shape
+    if gradient is None:
+        # A copy, since the rest of the bucket would live as long.
+        parameter.grad = with_local(parameter, flat.view(shape).clone())
+    elif gradient.is_sparse:
+        parameter.grad = flat.view(shape).to_sparse(gradient.sparse_dim())
+    else:
+        local_part(gradient).copy_(flat.view(shape))
+
+
+def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Give tensors the values that they have in the first process of a group; all of it call this."""
+    for bucket in _buckets(local_part(tensor) for tensor in tensors if not tensor.is_meta):
+        flat = torch.cat([tensor.flatten() for tensor in bucket])
+        # As bytes, since not every backend sends every type.
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def begin_equal(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+    """Give stages the weights and buffers of the first replica; all replicas call this.
+
+    What a wrapper replicates or shards, and what is on the meta device, is left to whoever did that.
+    """
+    for module in modules:
+        copy_from_first([*left_alone(module, group), *_buffers_left_alone(module)], group)
+
+
+def average_gradients(modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    """Average the gradients that no wrapper reduces; buffers become those of the first replica.
+
+    Args:
+        modules: of the stages, in their wrappers.
+        group: the replicas, which call this together.
+    """
+    average = GradientAverage(group)
+    # A weight that stages share counts once.
+    average.start({id(p): p for module in modules for p in left_alone(module, group)}.values())
+    average.finish()
+    copy_from_first([b for module in modules for b in _buffers_left_alone(module)], group)
+
+
+def _buffers_left_alone(module: nn.Module) -> list[Tensor]:
+    return [] if spread_parts(module) else list(module.buffers())
+
+
+def left_alone(module: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter]:
+    """The parameters of a stage whose gradients no wrapper and no DTensor reduces over the replicas.
+
+    Args:
+        module: of the stage, in its wrapper.
+        group: the replicas.
+    """
+    reduced = {id(p) for part in spread_parts(module) for p in part.parameters}
+    replicas = ranks_in(group)
+    return [
+        parameter
+        for parameter in module.parameters()
+        if id(parameter) not in reduced
+        and not (is_sharded(parameter) and replicas <= mesh_ranks(parameter.device_mesh))
+    ]
