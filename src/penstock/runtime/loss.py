@@ -71,7 +71,7 @@ class Losses:
     def total(self) -> Tensor:
         """The weighted sum of all terms; 0 if there are none."""
         # Multiplied only here: a checkpoint that runs again must save the same tensors as the first time.
-        terms = [term.value.reshape(()) * term.weight for term in self.terms]
+        terms = [term.value.reshape(()) * term.weight for term in self.terms if term.weight]
         return sum(terms[1:], terms[0]) if terms else torch.zeros(())
 
     def named(self) -> dict[str, Tensor]:

@@ -110,8 +110,9 @@ class StepTally:
         """Everything that was noted, added up by stage and microbatch: the same bits in every schedule."""
         rows = {row: sorted(terms, key=lambda t: t[:2]) for row, terms in self._terms.items()}
         values = iter(_read([term.value for terms in rows.values() for term in terms]))
+        # What counts for nothing may be nan.
         return {
-            row: sum([term.factor * next(values) for term in terms], 0.0)
+            row: sum([t.factor * v for t, v in zip(terms, values, strict=False) if t.factor], 0.0)
             for row, terms in rows.items()
         }
 

@@ -1,0 +1,568 @@
+"""Lightning's ``Trainer`` and ``Fabric`` on a pipeline.
+
+The forward that is cut is the step itself: ``training_step(batch, batch_idx)`` of an unedited module, whose
+result is the loss. Processes, launcher and messages between processes are those of Lightning's DDPStrategy,
+of which everything serves but DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from penstock.errors import UsageError
+from penstock.integrations.module import PipelineModule
+from penstock.parallel import over_replicas, replicated_mesh
+from penstock.pipeline import Pipeline
+from penstock.runtime import StepResult, add_loss
+
+try:
+    from lightning.fabric.strategies.ddp import DDPStrategy as FabricProcesses
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.strategies.ddp import DDPStrategy as TrainerProcesses
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise ImportError(
+        "penstock.integrations.lightning needs Lightning: pip install 'penstock[lightning]'"
+    ) from error
+
+_LOGGED = "log "
+"""What the names of logged values begin with, among the losses that a step reports."""
+_PREDICT = ("forward", "predict_step")
+"""The steps whose result, without gradients, is a prediction."""
+
+
+# ---- the forward that is cut
+
+
+class _Log:
+    """Stands in for ``self.log`` while a step runs in stages.
+
+    A value is a loss of weight 0 to the pipeline: the stage that has it adds it, the microbatches' values are
+    averaged, and every rank gets the mean. Options are noted here, since every rank runs the module's code.
+
+    Attributes:
+        step_name: the step that runs.
+        returns: for each step, the type of what it returned, if that is or holds a loss.
+    """
+
+    def __init__(self) -> None:
+        self.step_name = ""
+        self.returns: dict[str, type | None] = {}
+        self._options: dict[tuple[str, str], dict[str, Any]] = {}
+        self._signature = inspect.signature(LightningModule.log)
+
+    def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        options = dict(self._signature.bind(None, name, value, *args, **kwargs).arguments)
+        if not isinstance(value, Tensor | int | float) or torch.as_tensor(value).numel() != 1:
+            raise UsageError(
+                f"self.log({name!r}, ...) was given a {type(value).__name__}; in a pipeline it takes numbers "
+                "and scalar tensors, since an object such as a torchmetrics.Metric keeps what one stage sees"
+            )
+        if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
+            raise UsageError(
+                f"self.log({name!r}, ...) has reduce_fx={options['reduce_fx']!r}; a pipeline averages the "
+                "values of microbatches by their samples, so log a mean"
+            )
+        kept = options.keys() - {"self", "name", "value", "sync_dist", "batch_size"}
+        self._options[self.step_name, name] = {key: options[key] for key in kept}
+        number = torch.as_tensor(value, dtype=torch.get_default_dtype()).detach()
+        add_loss(_LOGGED + name, number, 0.0)
+
+    @contextmanager
+    def instead(self, module: nn.Module, step_name: str) -> Iterator[None]:
+        """A context in which a module's ``self.log`` is this."""
+        self.step_name = step_name
+        if not isinstance(module, LightningModule):
+            yield
+            return
+        vars(module)["log"] = self
+        try:
+            yield
+        finally:
+            del vars(module)["log"]
+
+    def pass_on(self, module: Any, result: StepResult) -> None:
+        """Log a step's values for real."""
+        for (step_name, name), options in self._options.items():
+            value = result.losses.get(_LOGGED + name)
+            if step_name == self.step_name and value is not None:
+                # Of an epoch, the mean over all its samples, also those of replicas.
+                module.log(name, value, **options, batch_size=round(result.weight))
+
+
+class _Step(nn.Module):
+    """Calls a step of a module.
+
+    Args:
+        module: the user's.
+        log: takes what it logs.
+
+    Attributes:
+        numbers: arguments that are plain numbers, by position or name: as ``batch_idx``, they change with
+            every call, and would make each a new kind.
+    """
+
+    def __init__(self, module: nn.Module, log: _Log) -> None:
+        super().__init__()
+        self.module, self.log = module, log
+        self.numbers: dict[int | str, int] = {}
+        self.training = module.training
+
+    def forward(self, *args: Any, step_name: str, **kwargs: Any) -> Any:
+        """Run a step, and give its loss, or, where it predicts, what it returns."""
+        call = self.module if step_name == "forward" else getattr(self.module, step_name)
+        passed = [self.numbers.get(place, value) for place, value in enumerate(args)]
+        named = {name: self.numbers.get(name, value) for name, value in kwargs.items()}
+        output = call(*passed, **named)
+        trains = torch.is_grad_enabled()
+        if not trains and step_name in _PREDICT:
+            return output
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        is_loss = isinstance(loss, Tensor) and loss.numel() == 1
+        if trains and not (is_loss and cast("Tensor", loss).requires_grad):
+            raise UsageError(
+                f"{type(self.module).__name__}.{step_name} returned {_shown(loss)}; in training it "
+                "returns the loss, a scalar tensor that requires grad, or a dict with it under 'loss'. In a "
+                "pipeline no batch is skipped by returning None, and no loss is computed outside of the step"
+            )
+        self.log.returns[step_name] = type(output) if is_loss else None
+        return loss if is_loss else None
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return "None" if value is None else f"a {type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)}" + (
+        "" if value.requires_grad else " without graph"
+    )
+
+
+def _loss_of(output: Any, _: Any) -> Tensor:
+    """The loss is what the step returned; 0 where it evaluates and returned none."""
+    loss: Tensor = torch.zeros(()) if output is None else output
+    return loss
+
+
+# ---- the module on its pipeline
+
+
+class _OnPipeline(nn.Module):
+    """A module whose steps run on a pipeline, in the names and numbers of the plain module.
+
+    Args:
+        module: the user's.
+        optimizers: those that were made before the cut.
+        options: of the Pipeline.
+    """
+
+    module: nn.Module
+    _step: _Step
+    _inner: PipelineModule
+
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[Optimizer] = (), **options: Any
+    ) -> None:
+        super().__init__()
+        first: dict[int, str] = {}
+        named = module.named_parameters(remove_duplicate=False)
+        # A shared weight goes by the first of its names, as it does in optimizers.
+        self._first_names = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+        self._names: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
+        # Not as submodules: parameters are the module's to list.
+        vars(self)["module"] = module
+        names = [self._names_in(optimizer) for optimizer in optimizers]
+        self._weighs = callable(options.get("loss_weight"))
+        self._log = _Log()
+        self.pipe = Pipeline(_Step(module, self._log), loss_fn=_loss_of, **options)
+        vars(self).update(_step=self.pipe.model, _inner=PipelineModule(self.pipe))
+        for optimizer, of_groups in zip(optimizers, names, strict=True):
+            self.adopt(optimizer, of_groups)
+
+    # ---- steps
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What Fabric calls, after it has put the step that the user called in the module's ``forward``."""
+        asked = vars(self.module).get("forward")
+        called = inspect.getclosurevars(asked).nonlocals if inspect.isfunction(asked) else {}
+        if "method_name" not in called:
+            return self.run("forward", args, kwargs)
+        del vars(self.module)["forward"]
+        return self.run(called["method_name"], args, kwargs)
+
+    def run(self, step_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a step: it returns a loss whose backward brings the gradients, a mere loss, or a prediction."""
+        arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        numbers = {key: value for key, value in arguments if isinstance(value, int)}
+        args = [None if place in numbers else value for place, value in enumerate(args)]
+        kwargs = {name: None if name in numbers else value for name, value in kwargs.items()}
+        self._step.numbers = numbers
+        trains = torch.is_grad_enabled() and (step_name != "forward" or self.training)
+        # Not in inference mode, in which Lightning evaluates: no code can be followed there.
+        modes = torch.inference_mode(False), torch.set_grad_enabled(trains)
+        with self._log.instead(self.module, step_name), modes[0], modes[1]:
+            if not trains and step_name in _PREDICT:
+                return self.pipe.predict(*args, same_batch=True, step_name=step_name, **kwargs)
+            if self._weighs:
+                kwargs["target"] = args[0]
+            if trains:
+                result, loss = self._inner.run_step(*args, step_name=step_name, **kwargs)
+            else:
+                result = self.pipe.eval(*args, same_batch=True, step_name=step_name, **kwargs)
+                loss = self._inner.as_loss(result.loss)
+        self._log.pass_on(self.module, result)
+        kind = self._log.returns[step_name]
+        if kind is None:
+            return None
+        return {"loss": loss} if issubclass(kind, Mapping) else loss
+
+    # ---- weights, and the states of optimizers
+
+    def state(self) -> dict[str, Any]:
+        """The module's state dict on rank 0, an empty one on others; every rank calls it."""
+        state = self.pipe.state_dict(full=True)
+        return {name.removeprefix("module."): value for name, value in state.items()}
+
+    def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Load the module's state dict: each rank takes what it holds."""
+        self.pipe.load_state_dict({f"module.{n}": of for n, of in state.items()}, strict=strict)
+
+    def adopt(self, optimizer: Optimizer, names: list[list[str]] | None = None) -> None:
+        """Leave an optimizer the parameters of this process, and let it load the plain module's states.
+
+        Args:
+            optimizer: of the module's parameters.
+            names: for each of its groups, those of its parameters, if it was made before the cut.
+        """
+        self._names[optimizer] = self._names_in(optimizer) if names is None else names
+        held = {id(parameter) for parameter in self.pipe.parameters()}
+        for group in optimizer.param_groups:
+            group["params"] = [one for one in group["params"] if id(one) in held]
+        optimizer.register_load_state_dict_pre_hook(self._held_part)
+
+    def _names_in(self, optimizer: Optimizer) -> list[list[str]]:
+        """For each group of an optimizer, the names of its parameters in the plain module."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        names = {id(parameter): self._first_names[name] for name, parameter in named}
+        groups = [group["params"] for group in optimizer.param_groups]
+        if any(id(parameter) not in names for group in groups for parameter in group):
+            raise UsageError(
+                f"an optimizer ({type(optimizer).__name__}) has parameters that are not those of the "
+                f"{type(self.module).__name__}; make it of the module's parameters, and give Fabric both at "
+                "once: fabric.setup(module, optimizer)"
+            )
+        # A shared weight that no stage here has may be several tensors.
+        return [list(dict.fromkeys(names[id(one)] for one in group)) for group in groups]
+
+    def _first_name(self, name: str) -> str:
+        return self._first_names[name.removeprefix("module.")]
+
+    def _held_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of the plain module's optimizer state that belongs to this process."""
+        held = {self._first_name(name) for name, _ in self.pipe.named_parameters()}
+        groups = []
+        for group, names in zip(state["param_groups"], self._names[optimizer], strict=True):
+            places = zip(group["params"], names, strict=True)
+            groups.append({**group, "params": [place for place, name in places if name in held]})
+        kept = {place for group in groups for place in group["params"]}
+        states = {place: of for place, of in state["state"].items() if place in kept}
+        return {**state, "state": states, "param_groups": groups}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The plain module's optimizer state on rank 0, an empty one on others; every rank calls it."""
+        state = self.pipe.optimizer_state_dict(optimizer, full=True)
+        if not state:
+            return {}
+        names = self._names[optimizer]
+        place = {name: at for at, name in enumerate(name for group in names for name in group)}
+        states = {place[self._first_name(name)]: of for name, of in state["state"].items()}
+        groups = [
+            {**group, "params": [place[name] for name in of]}
+            for group, of in zip(state["param_groups"], names, strict=True)
+        ]
+        return {**state, "state": states, "param_groups": groups}
+
+    def clip(self, optimizer: Optimizer, max_norm: float, **options: Any) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most ``max_norm``; the norm before."""
+        mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        for name, parameter in self.pipe.named_parameters():
+            if parameter.grad is not None and id(parameter) not in mine:
+                raise UsageError(
+                    f"{name.removeprefix('module.')} has a gradient but is not in the optimizer to be "
+                    "clipped; a pipeline clips the whole module: give it to the optimizer, or set "
+                    "requires_grad_(False) on it"
+                )
+        return torch.tensor(self.pipe.clip_grad_norm_(float(max_norm), **options))
+
+
+# ---- what both strategies do
+
+
+class _Cuts:
+    """Makes the pipeline of a strategy; which processes there are is known to the strategy beside this.
+
+    Args:
+        ranks: how many ranks one pipeline has.
+        options: of the Pipeline.
+    """
+
+    def __init__(self, ranks: int | None = None, **options: Any) -> None:
+        super().__init__()
+        for name in options.keys() & {"loss_fn", "device", "group", "mesh", "replicas"}:
+            raise UsageError(
+                f"{type(self).__name__} has no argument {name}=: the loss is what training_step returns, "
+                "Lightning says which devices there are, and ranks= how many of them make one pipeline"
+            )
+        self._ranks, self._options = ranks, options
+        self._module: _OnPipeline | None = None
+
+    @property
+    def pipelined(self) -> _OnPipeline:
+        """The module on its pipeline.
+
+        Raises:
+            UsageError: there is none yet.
+        """
+        if self._module is None:
+            raise UsageError("there is no pipeline yet; Trainer.fit and fabric.setup make it")
+        return self._module
+
+    @property
+    def pipe(self) -> Pipeline:
+        """The pipeline."""
+        return self.pipelined.pipe
+
+    def _layout(self) -> tuple[int, int]:
+        """How many pipelines there are side by side, and how many processes each has."""
+        processes: Any = self
+        world: int = processes.num_nodes * processes.num_processes
+        each = world if world == 1 or self._ranks is None else self._ranks
+        if world % each:
+            raise UsageError(
+                f"{world} processes cannot be divided into pipelines of ranks={each}; start a multiple of "
+                "that, or one process for all ranks"
+            )
+        return world // each, each
+
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        """How Lightning divides the data: between pipelines; a single one reads it as it is."""
+        processes: Any = self
+        replicas, each = self._layout()
+        number = processes.global_rank // each
+        return {"num_replicas": replicas, "rank": number} if replicas > 1 else None
+
+    def setup_environment(self) -> None:
+        """Start the process group; one process that holds all ranks needs none."""
+        strategy: Any = self
+        if self._layout() == (1, 1):
+            strategy.accelerator.setup_device(strategy.root_device)
+        else:
+            super().setup_environment()  # type: ignore[misc] # of the strategy beside this
+
+    def _cut(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> _OnPipeline:
+        device: torch.device = self.root_device  # type: ignore[attr-defined]
+        replicas, each = self._layout()
+        options: dict[str, Any] = {"device": device, "ranks": self._ranks}
+        if replicas > 1:
+            mesh = replicated_mesh(device.type, replicas, each)
+            options |= {"mesh": mesh, "replicas": mesh["dp"]}
+            options["wrap"] = lambda stage, _: over_replicas(stage, mesh, shard=False)
+        if self._module is not None:
+            self._module.pipe.close()
+        self._module = _OnPipeline(module, optimizers, **{**options, **self._options})
+        return self._module
+
+
+# ---- for the Trainer
+
+
+class PipelineStrategy(_Cuts, TrainerProcesses):
+    """Runs the steps of a ``LightningModule`` on a pipeline.
+
+    ::
+
+        strategy = PipelineStrategy(schedule="1F1B", ranks=2, microbatches=4)
+        trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy)      # all ranks in one process
+        trainer.fit(module, loader)
+
+    With ``devices=2``, under torchrun or as Lightning starts them, each process is one rank. See
+    docs/lightning.md.
+
+    Args:
+        ranks: how many ranks make one pipeline. By default, all processes; more processes than ranks make
+            several pipelines side by side, each with its share of the data.
+        options: of :class:`penstock.Pipeline`: ``schedule``, ``microbatches``, ``stages``, ``loss_weight`` as
+            a function of the batch, and others. The loss, devices and groups are Lightning's to say.
+
+    Raises:
+        UsageError: an argument is one that Lightning says.
+    """
+
+    def setup(self, trainer: Trainer) -> None:
+        """Cut the module, and make its optimizers."""
+        module = self.lightning_module
+        assert module is not None
+        assert self.accelerator is not None
+        if not module.automatic_optimization:
+            raise UsageError(
+                f"{type(module).__name__} has automatic_optimization=False; a pipeline runs forward and "
+                "backward of a step together, so training_step cannot call manual_backward. Let Lightning "
+                "optimize, or use Fabric, or write the loop with penstock.Pipeline"
+            )
+        if self._layer_sync is not None:
+            raise UsageError(
+                "sync_batchnorm=True: batch norms in a pipeline use a microbatch's statistics; leave it out"
+            )
+        self.accelerator.setup(trainer)
+        if self._module is None or self._module.module is not module:
+            self._cut(self.precision_plugin.convert_module(module))
+        if self.distributed_sampler_kwargs is None:
+            # Lightning would shuffle, as it does for replicas.
+            trainer._accelerator_connector.use_distributed_sampler = False
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                self.pipelined.adopt(optimizer)
+        self.setup_precision_plugin()
+        # Lightning has no other place where the norm of all gradients can be asked for.
+        vars(self.precision_plugin)["clip_grad_by_norm"] = self.pipelined.clip
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step``, forward and backward; the loss's backward then adds the gradients."""
+        with self.precision_plugin.train_step_context():
+            return self.pipelined.run("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``validation_step``."""
+        with self.precision_plugin.val_step_context():
+            return self.pipelined.run("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``test_step``."""
+        with self.precision_plugin.test_step_context():
+            return self.pipelined.run("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``predict_step``; every rank gets what it returns for the whole batch."""
+        with self.precision_plugin.predict_step_context():
+            return self.pipelined.run("predict_step", args, kwargs)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Checkpoints are loaded after the cut: each rank takes what it holds."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The plain module's state dict on rank 0; every rank calls it."""
+        return self.pipelined.state()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the plain module's state dict, and continue its random numbers."""
+        self.pipelined.load(checkpoint["state_dict"], strict=strict)
+        if "penstock" in checkpoint:
+            self.pipe.randomness.load_state_dict(checkpoint["penstock"])
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of the plain module's optimizer on rank 0; every rank calls it."""
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self.pipelined.optimizer_state(inner)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write what the plain Trainer would write, and where the random numbers are; rank 0 does."""
+        checkpoint["penstock"] = self.pipe.randomness.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def teardown(self) -> None:
+        """End; the module stays cut, for the next call of the Trainer."""
+        # Not as Lightning's own, which moves the module to the CPU: other ranks' weights have no data.
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+# ---- for Fabric
+
+
+class FabricPipelineStrategy(_Cuts, FabricProcesses):
+    """Runs the steps of a module on a pipeline, in a loop that is written with ``Fabric``.
+
+    ::
+
+        strategy = FabricPipelineStrategy(schedule="1F1B", ranks=2, microbatches=4)
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        fabric.launch()
+        model, optimizer = fabric.setup(module, optimizer)
+        for number, batch in enumerate(loader):
+            fabric.backward(model.training_step(batch, number))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A module that is no ``LightningModule`` returns the loss from its ``forward``.
+
+    Args:
+        ranks: as for :class:`PipelineStrategy`.
+        options: as for :class:`PipelineStrategy`.
+    """
+
+    def __init__(self, ranks: int | None = None, **options: Any) -> None:
+        super().__init__(ranks, **options)
+        self._backward_sync_control = None
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: after the cut each stage is moved."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override] # no DDP
+        """Cut a module."""
+        return self._cut(module)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Cut a module, and leave each process's optimizers the parameters of its stages."""
+        return self._cut(module, optimizers), optimizers, scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Leave each process's optimizer the parameters of its stages."""
+        self.pipelined.adopt(optimizer)
+        return optimizer
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the norm over all ranks."""
+        self.precision.unscale_gradients(optimizer)
+        options = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        return self.pipelined.clip(optimizer, max_norm, **options)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The plain module's state dict on rank 0; every rank calls it."""
+        return self.pipelined.state()
+
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        """Load the plain module's state dict: each rank takes what it holds."""
+        self.pipelined.load(state_dict, strict=strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of the plain module's optimizer on rank 0; every rank calls it."""
+        return self.pipelined.optimizer_state(optimizer)
