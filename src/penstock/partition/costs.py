@@ -526,39 +526,33 @@ _POSITIONS = {"layer_idx", "layer_number", "layer_id", "index", "idx", "training
 """Attributes that differ between layers that are otherwise alike."""
 
 
-def _kind_of(module: nn.Module) -> Any:
-    """A key that is the same for modules that are alike."""
-    return tuple(
+def _kind(unit: _Unit) -> Any:
+    """A key that is the same for units that cost the same."""
+    calls = [
+        (
+            None if event.is_unit else event.what,
+            _shapes(tensors_in(event.call)),
+            *plain_in(event.call),
+        )
+        for event in unit.events
+    ]
+    parts = [
         (
             type(part),
             part.extra_repr(),
-            tuple(
-                (name, value)
-                for name, value in vars(part).items()
-                if isinstance(value, int | float | str | bool) and name not in _POSITIONS
-            ),
-            tuple(
-                (name, tuple(p.shape), p.dtype, p.requires_grad)
-                for name, p in part.named_parameters(recurse=False)
-            ),
+            *((n, v) for n, v in vars(part).items() if type(v) in _PLAIN and n not in _POSITIONS),
+            _shapes(part.parameters(recurse=False)),
         )
-        for part in module.modules()
-    )
+        for part in unit.module.modules()
+    ]
+    return *calls, *parts, len(unit.inputs), len(unit.outputs)
 
 
-def _kind_of_unit(unit: _Unit, *, is_last: bool) -> Any:
-    """A key that is the same for units that cost the same."""
-    if is_last:
-        return unit.path
-    calls = tuple(
-        (
-            None if event.is_unit else event.what,
-            tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in(event.call)),
-            tuple(plain_in(event.call)),
-        )
-        for event in unit.events
-    )
-    return _kind_of(unit.module), calls, len(unit.inputs), len(unit.outputs)
+_PLAIN = {int, float, str, bool}
+
+
+def _shapes(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
 
 
 # ---- running one unit
@@ -589,8 +583,8 @@ class _Probe:
         self._split = SplitBackward(unit.module)
         self.times: dict[str, list[float]] = defaultdict(list)
         self._stash = 0.0
-        self._extra: dict[str, float] = {}
-        self._held, self.kept = self._hold()
+        self._extra: dict[str, float] = defaultdict(float)
+        self._held, self.kept, self._flops = self._hold()
         self._around = self._left_around()
         # The first run makes the gradients, which are there already in all steps but the first.
         self._clock = clock or (lambda: 0.0)
@@ -598,9 +592,6 @@ class _Probe:
         with Meter(rate) as meter:
             self._clock = clock or (lambda: meter.seconds)
             self.run(self.times if clock is None else defaultdict(list), meter)
-        with Meter() as meter:
-            self._results(self._enter()[1])
-        self._flops = float(meter.flops)
 
     def _enter(self) -> tuple[list[Tensor], list[Tensor]]:
         """Fresh inputs: leaves, and copies of them that the unit may change in place."""
@@ -609,11 +600,9 @@ class _Probe:
         return leaves, [leaf.clone() for leaf in leaves]
 
     def _results(self, entered: Sequence[Tensor], *, dropping: bool = False) -> list[Tensor]:
-        """Runs the events, and returns the outputs.
+        """Runs the events on the inputs; the outputs.
 
-        Args:
-            entered: The inputs.
-            dropping: Whether the module keeps nothing for backward, as if it were checkpointed.
+        If it is ``dropping``, the module keeps nothing for backward, as if it were checkpointed.
         """
         now = {**self._replay.values, **dict(zip(self._unit.inputs, entered, strict=True))}
         for event in self._unit.events:
@@ -624,49 +613,50 @@ class _Probe:
 
     def run(self, times: dict[str, list[float]], meter: Meter | None = None) -> None:
         """Runs F, I and W, and then F and B."""
-        peaks = _Peaks(meter, self._extra)
-        leaves, outputs, gradients = self._forward(times, peaks)
-        with self._timed(times["input"]):
+        meter = meter or Meter()
+        base = meter.live
+        leaves, outputs, gradients = self._forward(times, meter)
+        with self._noted("input", times, meter):
             # The gradients of the inputs are sent away.
             pending = self._split.input_half(outputs, gradients, leaves)[1] if outputs else None
-        del outputs, gradients
-        peaks.note("input")
-        self._stash = max(self._stash, peaks.live)
-        with self._timed(times["weight"]):
+            outputs, gradients = [], []
+        self._stash = max(self._stash, float(meter.live - base))
+        with self._noted("weight", times, meter):
             if pending is not None:
                 self._split.weight_half(pending)
-        del pending, leaves
-        peaks.note("weight")
-        leaves, outputs, gradients = self._forward(times, peaks)
-        with self._timed(times["backward"]):
+            leaves, pending = [], None
+        leaves, outputs, gradients = self._forward(times, meter)
+        with self._noted("backward", times, meter):
             if outputs:
                 torch.autograd.backward(outputs, gradients)
-        del leaves, outputs, gradients
-        peaks.note("backward")
+            leaves, outputs, gradients = [], [], []
 
-    def _forward(self, times: dict[str, list[float]], peaks: _Peaks) -> tuple[list[Tensor], ...]:
+    def _forward(self, times: dict[str, list[float]], meter: Meter) -> tuple[list[Tensor], ...]:
         """Runs F; returns the leaves behind the inputs, and the outputs with their gradients."""
         leaves, entered = self._enter()
-        peaks.note("")
-        with self._timed(times["forward"]):
+        with self._noted("forward", times, meter):
             outputs = [tensor for tensor in self._results(entered) if tensor.requires_grad]
-        gradients = [torch.ones_like(tensor) for tensor in outputs]
-        del entered
-        peaks.note("forward")
-        return leaves, outputs, gradients
+            entered = []
+        return leaves, outputs, [torch.ones_like(tensor) for tensor in outputs]
 
     @contextmanager
-    def _timed(self, times: list[float]) -> Iterator[None]:
+    def _noted(self, kind: str, times: dict[str, list[float]], meter: Meter) -> Iterator[None]:
+        """Notes how long something takes, and how much more memory than before or after it."""
+        before = meter.live
+        meter.reset_peak()
         start = self._clock()
         yield
-        times.append(self._clock() - start)
+        times[kind].append(self._clock() - start)
+        extra = float(meter.peak - max(before, meter.live))
+        self._extra[f"{kind}_extra"] = max(self._extra[f"{kind}_extra"], extra)
 
-    def _hold(self, *, dropping: bool = False) -> tuple[float, list[int]]:
-        """What the graph of the unit keeps: bytes besides the values, and which of these."""
+    def _hold(self, *, dropping: bool = False) -> tuple[float, list[int], float]:
+        """Bytes that its graph keeps besides the values, which of these it keeps, and the operations of F."""
         with Meter() as meter:
             _, entered = self._enter()
             outputs = self._results(entered, dropping=dropping)
             graph = [tensor.grad_fn for tensor in outputs]
+            # The loss is no value.
             ends = enumerate(zip(self._unit.ends, (*entered, *outputs), strict=True))
             refs = [
                 (place, weakref.ref(tensor.untyped_storage()), tensor.nbytes)
@@ -678,7 +668,7 @@ class _Probe:
             kept = [place for place, ref, _ in refs if ref() is not None]
             held = meter.live - sum(alive.values())
             del graph
-        return max(float(held), 0.0), kept
+        return max(float(held), 0.0), kept, float(meter.flops)
 
     def _left_around(self) -> float:
         try:
@@ -695,42 +685,17 @@ class _Probe:
         held = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
         return UnitCost(
             path=self._unit.path,
-            **{
-                kind: median(self.times[kind])
-                for kind in ("forward", "input", "weight", "backward")
-            },
+            **{kind: median(times) for kind, times in self.times.items()},
             spread=max(_spread(self.times[kind]) for kind in ("forward", "input", "backward")),
             held=self._held,
             around=self._around,
             stash=self._stash,
-            **{f"{kind}_extra": extra for kind, extra in self._extra.items()},
+            **self._extra,
             parameters=sum(tensor.nbytes for tensor in held),
             trained=sum(tensor.nbytes for tensor in held if tensor.requires_grad),
             numbers=count_parameters(module),
             flops=self._flops,
         )
-
-
-class _Peaks:
-    """Notes how much more memory something takes while it runs than before or after it."""
-
-    def __init__(self, meter: Meter | None, extra: dict[str, float]) -> None:
-        self._meter, self._extra = meter or Meter(), extra
-        self._base = self._before = self._meter.live
-
-    @property
-    def live(self) -> float:
-        """How much more is held now than at first."""
-        return float(max(self._meter.live - self._base, 0))
-
-    def note(self, kind: str) -> None:
-        """Notes what ran since the last call; without a kind, only that it did."""
-        meter = self._meter
-        if kind:
-            extra = float(meter.peak - max(self._before, meter.live))
-            self._extra[kind] = max(self._extra.get(kind, 0.0), extra)
-        self._before = meter.live
-        meter.reset_peak()
 
 
 def _never(_: Any) -> Tensor:
@@ -747,7 +712,7 @@ def _probes(
     known: dict[Any, _Probe] = {}
     probes = []
     for unit in units:
-        kind = _kind_of_unit(unit, is_last=unit is units[-1])
+        kind = unit.path if unit is units[-1] else _kind(unit)
         if kind not in known:
             known[kind] = _Probe(unit, replay, rate, clock)
         probes.append(known[kind])
