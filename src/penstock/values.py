@@ -852,3 +852,11 @@ def _merge_leaves(leaves: Sequence[Any], dim: int) -> Any:
             f"outputs of the shapes {shapes} cannot be merged along dimension {dim}; pass Microbatches(...) "
             "instead of a batch to get them one by one"
         ) from error
+
+
+def bytes_as_text(number: float) -> str:
+    """A size in a suitable unit, such as ``1.5 GiB``."""
+    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:.0f} B"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock import compiled
@@ -73,7 +74,7 @@ class WeightUse:
             self.can_wait = is_recomputed(raw)
         else:
             value = getattr(node, operation.value)
-            self.can_wait = type(value) in _PLAIN and value.layout is torch.strided
+            self.can_wait = type(value) in PLAIN and value.layout is torch.strided
             self.value = value.detach()
             self.version = value._version
             self.arguments = tuple(map(getattr, repeat(node), operation.rest))
@@ -120,7 +121,7 @@ class WeightUse:
         return self.operation.gradient(grad, value, *self.arguments)
 
 
-_PLAIN = {Tensor, nn.Parameter}
+PLAIN = {Tensor, nn.Parameter, FakeTensor}
 """The types of saved tensors that can be kept: others may compute their gradients in ways of their own."""
 
 

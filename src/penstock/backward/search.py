@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from penstock import compiled
 from penstock.backward.operations import OPERATIONS, PRODUCTS, Operation
 from penstock.backward.passes import Pair
-from penstock.backward.pending import LEAF, UsePlace, WeightUse
+from penstock.backward.pending import LEAF, PLAIN, UsePlace, WeightUse
 from penstock.backward.saved import has_hooks, saved_names
 from penstock.backward.torch_names import _get_grad_fn_or_grad_acc
 
@@ -212,7 +212,8 @@ class UseSearch:
     def _look_below(self, node: Any) -> Sequence[Node]:
         kind = type(node)
         if kind is LEAF:
-            return (node,) if type(node.variable) is nn.Parameter else ()
+            plain = type(node.variable) in PLAIN and isinstance(node.variable, nn.Parameter)
+            return (node,) if plain else ()
         self._left -= 1
         self.met_hooks |= has_hooks(node)
         if self._left < 0 or has_hooks(node):

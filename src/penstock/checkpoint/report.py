@@ -13,6 +13,7 @@ from penstock.checkpoint.contents import MODEL
 from penstock.checkpoint.folder import find
 from penstock.checkpoint.table import TABLE, CheckpointTable
 from penstock.errors import InputFileError, UsageError, printable
+from penstock.values import bytes_as_text
 from penstock.weights.folders import save_index, save_stage
 
 LARGEST = 2 << 30
@@ -58,7 +59,7 @@ def describe(folder: str | os.PathLike[str], *, check: bool = False) -> str:
         latest = latest or table
         size = sum(file.bytes for file in table.contents.files.values())
         checked = "  all bytes are those that were written" if check else ""
-        lines.append(f"{path.name}  {table.contents.written}  {_bytes(size)}{checked}")
+        lines.append(f"{path.name}  {table.contents.written}  {bytes_as_text(size)}{checked}")
     return printable("\n".join([*lines, *(["", *_contents(latest)] if latest else [])]), "\n")
 
 
@@ -91,16 +92,6 @@ def _contents(table: CheckpointTable) -> Iterator[str]:
 
 def _setting(value: Any) -> Any:
     return value["of"] if isinstance(value, Mapping) and "of" in value else value
-
-
-def _bytes(size: float) -> str:
-    if size < 1000:
-        return f"{size:,.0f} bytes"
-    for unit in ("kB", "MB"):
-        size /= 1000
-        if size < 1000:
-            return f"{size:,.1f} {unit}"
-    return f"{size / 1000:,.1f} GB"
 
 
 def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[Path]:

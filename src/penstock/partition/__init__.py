@@ -12,7 +12,7 @@ from penstock.partition.base import (
 from penstock.partition.costs import StageTable, table
 from penstock.partition.entry import partition, randomness, trace, unit_paths
 from penstock.partition.plan import CallPlan
-from penstock.partition.trace import Trace, UnitCall
+from penstock.partition.trace import Trace
 
 __all__ = [
     "CallPlan",
@@ -21,7 +21,6 @@ __all__ = [
     "Shared",
     "StageTable",
     "Trace",
-    "UnitCall",
     "choose_cuts",
     "find_shared",
     "find_shared_between",

@@ -1,14 +1,13 @@
 """What the units of a model cost: the one measurer behind ``balance=``, `table` and plans.
 
-The model runs once, and each call of a unit is recorded with what the author's code computes around it. After
-that each unit runs alone: forward, backward in halves and backward whole. Without data this happens on fake
-tensors, and a `Meter` counts operations and bytes; with data the same runs are timed. Of units that are alike
-one runs.
+One trace of the model's forward tells which calls and functions belong to a unit, and what travels between
+units. Then each unit runs alone: forward, backward in halves and backward whole. Without data this happens on
+fake tensors, and a `Meter` counts operations and bytes; with data the same runs are timed. Of units that are
+alike one runs.
 """
 
 from __future__ import annotations
 
-import copy
 import random
 import re
 import time
@@ -17,24 +16,26 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from statistics import median, quantiles
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
-
-# torch has no public name for its pytrees. As of torch 2.13.
-from torch.utils._pytree import tree_leaves, tree_map
 
 from penstock.backward import SplitBackward
 from penstock.errors import InternalError, PartitionError, UsageError
+from penstock.partition.base import count_parameters
 from penstock.partition.meter import FusedAttention, Meter, Rate
+from penstock.partition.nested import located, plain_in, replaced, tensors_in
+from penstock.partition.seen import Door
+from penstock.partition.state import Snapshot
+from penstock.partition.trace import Event, Trace, as_written, home_of, record
+from penstock.partition.units import once
 
 Measure = Literal["time", "flops", "parameters", "memory"]
 REPEATS = 3
@@ -136,13 +137,14 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
 ) -> tuple[tuple[UnitCost, ...], tuple[ValueCost, ...]]:
     """Finds what the units of a model cost for one microbatch.
 
-    A copy of the model runs, so that its gradients, buffers, attributes and hooks stay as they are, and the
-    states of random generators are restored.
+    The model's gradients, buffers, attributes and hooks are left as they are, and so are the states of random
+    generators.
 
     Args:
         model: Any module. It needs data only if time is measured.
         paths: The units in the order of their calls.
-        args: The model's positional arguments for one microbatch; without `repeats` only their shapes count.
+        args: The model's positional arguments for one microbatch; if they are on the meta device, ones stand
+            for their numbers.
         kwargs: Its arguments by name.
         target: The second argument of `loss`.
         loss: Makes the scalar that backward starts from; it counts for the last unit. By default the sum of
@@ -159,40 +161,59 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
             "the times of a model on the meta device cannot be measured; balance it by flops, parameters or "
             'memory, or predict its times: penstock.plan.predict(model, ..., device="h100")'
         )
-    call = tuple(args), dict(kwargs or {}), target
-    home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with _random_states_kept(home):
+    _check_not_scripted(model)
+    home = home_of(model)
+    with _random_states_kept(home), torch.enable_grad(), _left_as_it_was(model):
+        doors = [Door(model.get_submodule(path), path) for path in once(model, paths)]
+        call = tuple(args), dict(kwargs or {})
+        has_data = not any(tensor.is_meta for tensor in tensors_in(call))
+        shown = record(model, model, doors, call, call if has_data else None)
+        units, values = _shared_out(shown, model, paths)
+        _add_loss(units[-1], shown, loss or _sum_up, _on(home, target))
+        _put_in(model, _sharing_data if repeats else _fake(shown.mode, home))
+        replay = _Replay(shown, model)
         if not repeats:
-            units, values = _record_without_data(model, paths, call, loss)
-            with FusedAttention():
-                return _costs(units, values, _probes(units, rate, None))
-        args, kwargs, target = tree_map(
-            lambda leaf: leaf.to(home) if isinstance(leaf, Tensor) else leaf, call
-        )
-        copied = _copy_model(model, _sharing_data)
-        units, values = record_units(copied, paths, args, kwargs, target=target, loss=loss)
-        probes = _probes(units, None, _clock(home))
+            return _costs(units, values, _predicted(units, replay, rate))
+        return _costs(units, values, _timed(units, replay, _clock(home), repeats))
+
+
+def _predicted(units: Sequence[_Unit], replay: _Replay, rate: Rate | None) -> list[_Probe]:
+    """The units, run without data."""
+    mode = replay.trace.mode
+
+    def fake(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+
+    for event in [event for unit in units for event in unit.events]:
+        event.call = replaced(event.call, fake)
+    with as_written(), mode, FusedAttention():
+        return _probes(units, replay, rate, None)
+
+
+def _timed(
+    units: Sequence[_Unit], replay: _Replay, clock: Callable[[], float], repeats: int
+) -> list[_Probe]:
+    """The units, run with data and timed."""
+    with as_written():
+        replay.run_all()
+        probes = _probes(units, replay, None, clock)
         # In turns: the speed of a device varies, and what ran just before is still in its caches.
-        for _ in range(repeats):
-            for probe in {id(probe): probe for probe in probes}.values():
-                probe.run(probe.times)
-        return _costs(units, values, probes)
+        for probe in list(dict.fromkeys(probes)) * repeats:
+            probe.run(probe.times)
+    return probes
 
 
 def _costs(
-    units: Sequence[UnitRun], values: Sequence[ValueCost], probes: Sequence[_Probe]
+    units: Sequence[_Unit], values: Sequence[ValueCost], probes: Sequence[_Probe]
 ) -> tuple[tuple[UnitCost, ...], tuple[ValueCost, ...]]:
     """The costs of the units, and the values with the units whose graphs keep them."""
-    keepers: dict[str, set[int]] = defaultdict(set)
+    keepers: dict[str, list[int]] = defaultdict(list)
     for number, (unit, probe) in enumerate(zip(units, probes, strict=True)):
-        # The names are those of the unit that was looked at; the places are the same.
-        ends = zip(
-            (*unit.inputs, *unit.outputs), (*probe.unit.inputs, *probe.unit.outputs), strict=True
-        )
-        for name in (name for (name, _), (theirs, _) in ends if theirs in probe.kept):
-            keepers[name].add(number)
+        # What was looked at may be another unit that is alike; the places are the same.
+        for name in {unit.names[unit.ends[place]] for place in probe.kept}:
+            keepers[name].append(number)
     costs = (replace(p.cost(), path=unit.path) for unit, p in zip(units, probes, strict=True))
-    kept = (replace(value, kept=tuple(sorted(keepers[value.name]))) for value in values)
+    kept = (replace(value, kept=tuple(keepers[value.name])) for value in values)
     return tuple(costs), tuple(kept)
 
 
@@ -222,7 +243,7 @@ def weigh_units(
             )
         return [float(weight) for weight in balance]
     if balance is None or balance == "parameters":
-        return [float(_count(model.get_submodule(path))) for path in paths]
+        return [float(count_parameters(model.get_submodule(path))) for path in paths]
     if balance not in get_args(Measure):
         raise UsageError(f"balance={balance!r}: must be one of {', '.join(get_args(Measure))}")
     if example is None:
@@ -234,43 +255,56 @@ def weigh_units(
     return [unit.by(balance) for unit in units]  # type: ignore[arg-type] # checked above
 
 
-# ---- a copy of the model, and random states, so that measuring leaves no trace
+# ---- the model with other tensors for a while, so that measuring leaves no trace
 
 
-def _copy_model(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy without hooks, whose parameters, buffers and plain tensors are what `tensor` makes of them."""
-    memo: dict[int, Any] = {}
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """The model without hooks; afterwards everything is as it was."""
+    snapshot = Snapshot(model, {})
+    try:
+        tables = [entry for module in model.modules() for entry in vars(module).items()]
+        for name, value in tables:
+            if "_hooks" in name and isinstance(value, dict):
+                value.clear()
+        yield
+    finally:
+        snapshot.restore()
+
+
+def _put_in(model: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> None:
+    """Puts other tensors in place of the model's own."""
+    known: dict[int, Tensor] = {}
+
+    def put(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = stand_in(tensor)
+        return known[id(tensor)]
+
+    for module in model.modules():
+        state = vars(module)
+        for name, value in list(state.items()):
+            if name in ("_parameters", "_buffers"):
+                value.update(replaced(dict(value), put))
+            elif name != "_modules" and tensors_in(value):
+                state[name] = replaced(value, put)
+
+
+def _check_not_scripted(model: nn.Module) -> None:
     for path, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise UsageError(
                 f"{path!r} is scripted, so its costs cannot be measured: balance by parameters, give a "
                 "number for each module, or measure the module as it was before torch.jit.script"
             )
-        memo[id(part)] = object.__new__(type(part))
-    held = [value for part in model.modules() for value in vars(part).values()]
-    for value in (*model.parameters(), *model.buffers(), *held):
-        if isinstance(value, Tensor) and id(value) not in memo:
-            memo[id(value)] = tensor(value)
-    for part in model.modules():
-        vars(memo[id(part)]).update(
-            {
-                name: _copied(name, value, memo)
-                for name, value in vars(part).items()
-                if name != "forward"  # it would run the original
-            }
-        )
-    return memo[id(model)]  # type: ignore[no-any-return]
 
 
-def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
-    if "_hooks" in name and isinstance(value, dict):
-        return type(value)()
-    if name == "_compiled_call_impl":
-        return None  # it would run the original
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # whatever cannot be copied, such as a lock or a process group, is shared
-        return value
+def _on(device: torch.device, value: Any) -> Any:
+    """A value with its tensors on a device; of those without data only the shape counts."""
+    return replaced(
+        value,
+        lambda t: torch.ones(t.shape, dtype=t.dtype, device=device) if t.is_meta else t.to(device),
+    )
 
 
 def _sharing_data(tensor: Tensor) -> Tensor:
@@ -280,31 +314,17 @@ def _sharing_data(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-class _Placeholders:
-    """Makes tensors that have shapes but no data; the same for the same tensor.
-
-    Args:
-        device: Where they claim to be; under a FakeTensorMode that need not be the meta device.
-        known: Tensors that have a placeholder already.
-    """
-
-    def __init__(self, device: str, known: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        self._device = device
-        self._known = {id(tensor): (tensor, placeholder) for tensor, placeholder in known}
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return torch.device(self._device)
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in self._known:
-            made = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=self._device
+def _fake(mode: FakeTensorMode, device: torch.device) -> Callable[[Tensor], Tensor]:
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            twin = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
             )
-            if isinstance(value, nn.Parameter):
-                made = nn.Parameter(made, value.requires_grad)
-            self._known[id(value)] = value, made.requires_grad_(value.requires_grad)
-        return self._known[id(value)][1]
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(twin, tensor.requires_grad)
+        return twin.requires_grad_(tensor.requires_grad)
+
+    return fake
 
 
 @contextmanager
@@ -332,270 +352,171 @@ def _clock(home: torch.device) -> Callable[[], float]:
     return after_all
 
 
-# ---- recording: which calls belong to a unit, and what travels between units
-
-
-class UnitStep(NamedTuple):
-    """A call of a unit, or of a function on tensors between units.
-
-    Attributes:
-        run: The module or the function.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-        outputs: The tensors it returned, in order.
-    """
-
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    outputs: list[Tensor]
+# ---- units: which events of a trace are whose, and what travels between them
 
 
 @dataclass
-class UnitRun:
-    """A unit and what belongs to it: steps that can run again with other tensors in place of its inputs.
+class _Unit:
+    """A unit and its events, which can run again with other tensors in place of its inputs.
 
     Attributes:
         path: The path of its module.
         module: The module.
-        steps: In the order in which they ran.
-        inputs: The tensors it uses of other units, each with the name of its value.
-        outputs: The tensors that other units use of it, likewise; of the last unit the loss, without a name.
+        events: In the order in which they ran.
+        inputs: The values of the trace that it uses of other units.
+        outputs: The values that other units use of it; of the last unit the loss.
+        names: By value, the name of the `ValueCost` that it is in.
     """
 
     path: str
     module: nn.Module
-    steps: list[UnitStep] = field(default_factory=list)
-    inputs: list[tuple[str, Tensor]] = field(default_factory=list)
-    outputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
 
-    def enter(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Fresh inputs: leaves, and copies of them that the unit may change in place."""
-        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for _, tensor in self.inputs]
-        return leaves, [leaf.clone() for leaf in leaves]
-
-    def run(self, entered: Sequence[Tensor], *, dropping: bool = False) -> list[Tensor]:
-        """Runs the steps, and returns the outputs.
-
-        Args:
-            entered: The inputs.
-            dropping: Whether the module keeps nothing for backward, as if it were checkpointed.
-        """
-        now = {id(old): new for (_, old), new in zip(self.inputs, entered, strict=True)}
-
-        def current(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return now.get(id(leaf), leaf if leaf.grad_fn is None else leaf.detach())
-
-        for step in self.steps:
-            args, kwargs = tree_map(current, (step.args, step.kwargs))
-            drops = dropping and step.run is self.module
-            with saved_tensors_hooks(lambda _: None, _never) if drops else nullcontext():
-                result = step.run(*args, **kwargs)
-            now.update(zip(map(id, step.outputs), _tensors(result), strict=True))
-        return [now[id(tensor)] for _, tensor in self.outputs]
+    @property
+    def ends(self) -> list[int]:
+        """The values that it uses, and those that it makes for others."""
+        return [*self.inputs, *self.outputs]
 
 
-def _never(_: Any) -> Tensor:
-    raise InternalError("no backward follows this forward")
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def record_units(  # noqa: PLR0913 - as measure_units
-    model: nn.Module,
-    paths: Sequence[str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    target: Any = None,
-    loss: Loss | None = None,
-    skip_alike: bool = False,
-) -> tuple[list[UnitRun], list[ValueCost]]:
-    """Runs a model once, and records what each unit is called with and what runs between the units.
-
-    A function on tensors belongs to the latest unit among its inputs, and the loss to the last unit. What
-    depends on no unit is taken as it is.
-
-    Args:
-        model: A copy that may be changed; under a FakeTensorMode it needs no data.
-        paths: The units in the order of their calls.
-        args: The model's positional arguments.
-        kwargs: Its arguments by name.
-        target: The second argument of the loss.
-        loss: See `measure_units`.
-        skip_alike: Whether units like an earlier one answer with tensors of its shapes and do not run.
+def _shared_out(
+    trace: Trace, model: nn.Module, paths: Sequence[str]
+) -> tuple[list[_Unit], list[ValueCost]]:
+    """The units with their events, and the values between them.
 
     Raises:
         UsageError: A unit is not called.
     """
-    units = [UnitRun(path, model.get_submodule(path)) for path in paths]
-    recorder = _UnitRecorder(units, skip_alike=skip_alike)
-    for module in {id(unit.module): unit.module for unit in units}.values():
-        module.forward = partial(recorder.call, module, module.forward)
-    try:
-        with torch.enable_grad(), recorder:
-            output = model(*args, **kwargs)
-            recorder.run(len(units) - 1, loss or _sum_up, (output, target), {})
-    finally:
-        for unit in units:
-            vars(unit.module).pop("forward", None)
-    idle = [unit.path for index, unit in enumerate(units) if index not in recorder.called]
+    units = [_Unit(path, model.get_submodule(path)) for path in paths]
+    owners = _owners(trace, model, [unit.module for unit in units])
+    for event, owner in zip(trace.events, owners, strict=True):
+        units[owner].events.append(event)
+    idle = [unit.path for unit in units if not any(event.is_unit for event in unit.events)]
     if idle:
         raise UsageError(
             f"the model does not call these modules with this batch, so their costs are unknown: "
             f"{', '.join(idle[:5])}; give a batch that uses them"
         )
-    return units, recorder.link()
+    return units, _link(trace, owners, units)
 
 
-def _record_without_data(
-    model: nn.Module, paths: Sequence[str], call: Any, loss: Loss | None
-) -> tuple[list[UnitRun], list[ValueCost]]:
-    """Records units on fake tensors, and moves what is to run again to the meta device, where that is quick.
+def _owners(trace: Trace, model: nn.Module, modules: Sequence[nn.Module]) -> list[int]:
+    """The unit of each event; a function belongs to the latest one among its inputs."""
+    places: dict[int, list[int]] = defaultdict(list)
+    for index, module in enumerate(modules):
+        places[id(module)].append(index)
+    owners: list[int] = []
+    for event in trace.events:
+        if event.is_unit:
+            # The calls of a module that is listed twice are shared out.
+            mine = places[id(model.get_submodule(event.what))]
+            owners.append(mine[min(event.number, len(mine) - 1)])
+        else:
+            makers = [trace.values[number].event for _, number in event.inputs]
+            owners.append(max((owners[m] for m in makers if m is not None), default=0))
+    return owners
 
-    The run of the whole model takes fake tensors because code between the units may ask for a device, or for
-    numbers of tensors that it makes itself.
-    """
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        copied = _copy_model(model, fakes := _Placeholders("cpu"))
-        args, kwargs, target = tree_map(fakes, call)
-        units, values = record_units(
-            copied, paths, args, kwargs, target=target, loss=loss, skip_alike=True
-        )
-    metas = _Placeholders("meta")
-    moved = _copy_model(copied, metas)
-    for unit in units:
-        module, unit.module = unit.module, moved.get_submodule(unit.path)
-        unit.inputs = [(name, metas(tensor)) for name, tensor in unit.inputs]
-        unit.outputs = [(name, metas(tensor)) for name, tensor in unit.outputs]
-        unit.steps = [
-            UnitStep(
-                unit.module if step.run is module else step.run,
-                *tree_map(metas, (step.args, step.kwargs, step.outputs)),
-            )
-            for step in unit.steps
-        ]
-    return units, values
+
+def _link(trace: Trace, owners: Sequence[int], units: Sequence[_Unit]) -> list[ValueCost]:
+    """Tells units what they use and make; tensors of one unit that the same units use are one value."""
+    users: dict[int, set[int]] = {number: {len(units) - 1} for number in trace.slots if number}
+    for event, owner in zip(trace.events, owners, strict=True):
+        for _, number in event.inputs:
+            users.setdefault(number, set()).add(owner)
+    groups: dict[tuple[int, tuple[int, ...], bool], list[int]] = defaultdict(list)
+    for number, using in users.items():
+        value = trace.values[number]
+        if value.event is None:
+            continue
+        source = owners[value.event]
+        for user in using - {source}:
+            units[user].inputs.append(number)
+        # A module that is called twice may use what a later one made: then both are in one stage.
+        if later := tuple(sorted(user for user in using if user > source)):
+            groups[source, later, value.requires_grad].append(number)
+    values: list[ValueCost] = []
+    for (source, targets, gradient), numbers in sorted(groups.items(), key=lambda each: each[0]):
+        name = f"{units[source].path}:{len(values)}"
+        size = float(sum(trace.values[number].tensor.nbytes for number in numbers))
+        values.append(ValueCost(name, source, targets, size, gradient))
+        units[source].outputs += numbers
+        for end in (source, *targets):
+            units[end].names.update(dict.fromkeys(numbers, name))
+    return values
+
+
+def _add_loss(unit: _Unit, trace: Trace, loss: Loss, target: Any) -> None:
+    """Lets the loss of the model's output be the last unit's last event."""
+    call: tuple[Any, Any] = ((trace.output, target), {})
+    ends = [
+        (place, number)
+        for place, number in zip(located(call), trace.slots, strict=False)
+        if number is not None
+    ]
+    number = len(trace.values)
+    unit.events.append(Event(loss, "the loss", "", inputs=ends, slots=[number], call=call))
+    unit.outputs = [number]
 
 
 def _sum_up(output: Any, _: Any) -> Any:
-    return sum(tensor.float().sum() for tensor in _tensors(output) if tensor.requires_grad)
+    return sum(tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad)
 
 
-class _UnitRecorder(TorchFunctionMode):
-    """Follows tensors from unit to unit.
+class _Replay:
+    """Runs events of a trace again.
+
+    Args:
+        trace: The trace.
+        model: Its model, whose modules and parameters are those of now.
 
     Attributes:
-        called: The units that were called.
+        trace: The trace.
+        values: The tensors of the trace's values, by number; without data until `run_all`.
     """
 
-    def __init__(self, units: Sequence[UnitRun], *, skip_alike: bool) -> None:
-        super().__init__()
-        self.called: set[int] = set()
-        self._units = units
-        self._alike: dict[Any, tuple[list[Tensor], Any]] | None = {} if skip_alike else None
-        self._inside = False
-        self._owner: dict[int, int] = {}
-        self._users: dict[int, set[int]] = defaultdict(set)
-        # All tensors stay alive meanwhile, so that no new one gets the id of an old one.
-        self._seen: dict[int, Tensor] = {}
+    def __init__(self, trace: Trace, model: nn.Module) -> None:
+        self.trace, self._model = trace, model
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.values = {
+            number: value.tensor if value.parameter is None else named[value.parameter]
+            for number, value in enumerate(trace.values)
+        }
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        inputs = [] if self._inside else _tensors((args, kwargs))
-        owners = [self._owner[id(tensor)] for tensor in inputs if id(tensor) in self._owner]
-        if not owners or getattr(func, "__name__", "") in _QUESTIONS:
-            return func(*args, **kwargs)
-        return self.run(max(owners), func, args, kwargs)
+    def run_all(self) -> None:
+        """Finds the values with data."""
+        for event in self.trace.events:
+            now = dict(self.values)
+            self.run(event, now)
+            for number, tensor in now.items():
+                if tensor is not self.values[number]:
+                    # A copy of a leaf: code may change it in place, which a leaf forbids.
+                    leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+                    self.values[number] = leaf.clone()
 
-    def call(
-        self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Stands in for the forward of a unit; the calls of a module that is listed twice are shared out."""
-        if self._inside:
-            return forward(*args, **kwargs)
-        places = [index for index, unit in enumerate(self._units) if unit.module is module]
-        index = next((each for each in places if each not in self.called), places[-1])
-        self.called.add(index)
-        return self.run(index, module, args, kwargs, forward)
-
-    def run(
-        self,
-        index: int,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        forward: Callable[..., Any] | None = None,
-    ) -> Any:
-        """Runs something as a step of a unit; a module is run by its true `forward`."""
-        inputs = _tensors((args, kwargs))
-        for tensor in inputs:
-            # A module that is called twice may use what a later one made: then both are in one stage.
-            if self._owner.get(id(tensor), index) < index:
-                self._users[id(tensor)].add(index)
-        self._inside = True
-        try:
-            if forward is None:
-                result = run(*args, **kwargs)
-            else:
-                result = self._of_unit(self._units[index].module, forward, args, kwargs)
-        finally:
-            self._inside = False
-        outputs = _tensors(result)
-        passed = set(map(id, inputs))
-        self._owner.update((id(tensor), index) for tensor in outputs if id(tensor) not in passed)
-        self._seen.update((id(tensor), tensor) for tensor in (*inputs, *outputs))
-        if outputs or getattr(run, "__name__", "") == "__setitem__":
-            self._units[index].steps.append(UnitStep(run, args, kwargs, outputs))
-        return result
-
-    def _of_unit(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """What a unit returns, without its graph; of several that are alike only the first is asked."""
-        if self._alike is None:
-            return tree_map(_cut_off, forward(*args, **kwargs))
-        key, inputs = (_kind_of(module), _shapes((args, kwargs))), _tensors((args, kwargs))
-        if key not in self._alike:
-            self._alike[key] = inputs, tree_map(_cut_off, forward(*args, **kwargs))
-            return self._alike[key][1]
-        earlier, result = self._alike[key]
-        return tree_map(_Placeholders("cpu", zip(earlier, inputs, strict=True)), result)
-
-    def link(self) -> list[ValueCost]:
-        """Tells units what they use and make; tensors of one unit that the same units use are one value."""
-        groups: dict[tuple[int, tuple[int, ...], bool], list[Tensor]] = defaultdict(list)
-        for key, users in self._users.items():
-            tensor = self._seen[key]
-            groups[self._owner[key], tuple(sorted(users)), tensor.requires_grad].append(tensor)
-        values: list[ValueCost] = []
-        for (source, targets, gradient), tensors in sorted(
-            groups.items(), key=lambda each: each[0]
-        ):
-            name = f"{self._units[source].path}:{len(values)}"
-            size = float(sum(tensor.nbytes for tensor in tensors))
-            values.append(ValueCost(name, source, targets, size, gradient))
-            self._units[source].outputs += [(name, tensor) for tensor in tensors]
-            for target in targets:
-                self._units[target].inputs += [(name, tensor) for tensor in tensors]
-        last = self._units[-1]
-        last.outputs = [("", tensor) for tensor in last.steps[-1].outputs]
-        return values
-
-
-_QUESTIONS = {"__get__", "size", "dim", "__len__"}
-"""Functions that only look at a tensor's shape or attributes."""
-
-
-def _cut_off(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-        # A copy: code between the units may change it in place, which a leaf forbids.
-        return leaf.detach().requires_grad_().clone()
-    return leaf
+    def run(self, event: Event, now: dict[int, Tensor]) -> None:
+        """Runs an event on the values of now, and puts there what it gives and changes."""
+        if event.objects is not None:
+            event.objects.restore()
+        places = located(event.call)
+        put = {id(places[place]): now[number] for place, number in event.inputs}
+        args, kwargs = replaced(event.call, lambda tensor: put.get(id(tensor), tensor))
+        run = event.what
+        if event.is_unit:
+            module = self._model.get_submodule(event.what)
+            run = getattr(module, "_orig_mod", module)._call_impl
+        elif isinstance(run, type) and issubclass(run, Function):
+            run = run.apply
+        results = tensors_in(run(*args, **kwargs))
+        for slot, tensor in zip(event.slots, results, strict=True):
+            if isinstance(slot, int):
+                now[slot] = tensor
+        for change in event.changes:
+            if change.argument is not None:
+                now[change.new] = put.get(id(places[change.argument]), places[change.argument])
+            elif change.old is not None:
+                now[change.new] = now[change.old]
 
 
 # ---- units that are alike
@@ -605,47 +526,33 @@ _POSITIONS = {"layer_idx", "layer_number", "layer_id", "index", "idx", "training
 """Attributes that differ between layers that are otherwise alike."""
 
 
-def _kind_of(module: nn.Module) -> Any:
-    """A key that is the same for modules that are alike."""
-    return tuple(
+def _kind(unit: _Unit) -> Any:
+    """A key that is the same for units that cost the same."""
+    calls = [
+        (
+            None if event.is_unit else event.what,
+            _shapes(tensors_in(event.call)),
+            *plain_in(event.call),
+        )
+        for event in unit.events
+    ]
+    parts = [
         (
             type(part),
             part.extra_repr(),
-            tuple(
-                (name, value)
-                for name, value in vars(part).items()
-                if isinstance(value, int | float | str | bool) and name not in _POSITIONS
-            ),
-            tuple(
-                (name, tuple(p.shape), p.dtype, p.requires_grad)
-                for name, p in part.named_parameters(recurse=False)
-            ),
+            *((n, v) for n, v in vars(part).items() if type(v) in _PLAIN and n not in _POSITIONS),
+            _shapes(part.parameters(recurse=False)),
         )
-        for part in module.modules()
-    )
+        for part in unit.module.modules()
+    ]
+    return *calls, *parts, len(unit.inputs), len(unit.outputs)
 
 
-def _shapes(value: Any) -> tuple[Any, ...]:
-    """What of arguments decides the cost of a call: shapes, types and plain values."""
-    return tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else leaf
-        if isinstance(leaf, int | float | str | None)
-        else type(leaf)
-        for leaf in tree_leaves(value)
-    )
+_PLAIN = {int, float, str, bool}
 
 
-def _kind_of_unit(unit: UnitRun, *, is_last: bool) -> Any:
-    """A key that is the same for units that cost the same."""
-    if is_last:
-        return unit.path
-    steps = tuple(
-        (step.run if step.run is not unit.module else None, _shapes((step.args, step.kwargs)))
-        for step in unit.steps
-    )
-    return _kind_of(unit.module), steps, len(unit.inputs), len(unit.outputs)
+def _shapes(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
 
 
 # ---- running one unit
@@ -656,20 +563,28 @@ class _Probe:
 
     Args:
         unit: The unit.
+        replay: Runs its events.
         rate: How long a device takes for an operation.
         clock: Tells the time; without one, times are those of `rate`.
 
     Attributes:
         times: The times of F, I, W and B, in the order of the runs.
+        kept: Which of the unit's ends its graph keeps, by place.
     """
 
-    def __init__(self, unit: UnitRun, rate: Rate | None, clock: Callable[[], float] | None) -> None:
-        self.unit = unit
+    def __init__(
+        self,
+        unit: _Unit,
+        replay: _Replay,
+        rate: Rate | None,
+        clock: Callable[[], float] | None,
+    ) -> None:
+        self._unit, self._replay = unit, replay
         self._split = SplitBackward(unit.module)
         self.times: dict[str, list[float]] = defaultdict(list)
         self._stash = 0.0
-        self._extra: dict[str, float] = {}
-        self._held, self.kept = self._hold()
+        self._extra: dict[str, float] = defaultdict(float)
+        self._held, self.kept, self._flops = self._hold()
         self._around = self._left_around()
         # The first run makes the gradients, which are there already in all steps but the first.
         self._clock = clock or (lambda: 0.0)
@@ -677,68 +592,83 @@ class _Probe:
         with Meter(rate) as meter:
             self._clock = clock or (lambda: meter.seconds)
             self.run(self.times if clock is None else defaultdict(list), meter)
-        with Meter() as meter, torch.enable_grad():
-            unit.run(unit.enter()[1])
-        self._flops = float(meter.flops)
+
+    def _enter(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Fresh inputs: leaves, and copies of them that the unit may change in place."""
+        tensors = [self._replay.values[number] for number in self._unit.inputs]
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        return leaves, [leaf.clone() for leaf in leaves]
+
+    def _results(self, entered: Sequence[Tensor], *, dropping: bool = False) -> list[Tensor]:
+        """Runs the events on the inputs; the outputs.
+
+        If it is ``dropping``, the module keeps nothing for backward, as if it were checkpointed.
+        """
+        now = {**self._replay.values, **dict(zip(self._unit.inputs, entered, strict=True))}
+        for event in self._unit.events:
+            drops = dropping and event.is_unit
+            with saved_tensors_hooks(lambda _: None, _never) if drops else nullcontext():
+                self._replay.run(event, now)
+        return [now[number] for number in self._unit.outputs]
 
     def run(self, times: dict[str, list[float]], meter: Meter | None = None) -> None:
         """Runs F, I and W, and then F and B."""
-        peaks = _Peaks(meter, self._extra)
-        leaves, outputs, gradients = self._forward(times, peaks)
-        with self._timed(times["input"]):
+        meter = meter or Meter()
+        base = meter.live
+        leaves, outputs, gradients = self._forward(times, meter)
+        with self._noted("input", times, meter):
             # The gradients of the inputs are sent away.
             pending = self._split.input_half(outputs, gradients, leaves)[1] if outputs else None
-        del outputs, gradients
-        peaks.note("input")
-        self._stash = max(self._stash, peaks.live)
-        with self._timed(times["weight"]):
+            outputs, gradients = [], []
+        self._stash = max(self._stash, float(meter.live - base))
+        with self._noted("weight", times, meter):
             if pending is not None:
                 self._split.weight_half(pending)
-        del pending, leaves
-        peaks.note("weight")
-        leaves, outputs, gradients = self._forward(times, peaks)
-        with self._timed(times["backward"]):
+            leaves, pending = [], None
+        leaves, outputs, gradients = self._forward(times, meter)
+        with self._noted("backward", times, meter):
             if outputs:
                 torch.autograd.backward(outputs, gradients)
-        del leaves, outputs, gradients
-        peaks.note("backward")
+            leaves, outputs, gradients = [], [], []
 
-    def _forward(self, times: dict[str, list[float]], peaks: _Peaks) -> tuple[list[Tensor], ...]:
+    def _forward(self, times: dict[str, list[float]], meter: Meter) -> tuple[list[Tensor], ...]:
         """Runs F; returns the leaves behind the inputs, and the outputs with their gradients."""
-        leaves, entered = self.unit.enter()
-        peaks.note("")
-        with torch.enable_grad(), self._timed(times["forward"]):
-            outputs = [tensor for tensor in self.unit.run(entered) if tensor.requires_grad]
-        gradients = [torch.ones_like(tensor) for tensor in outputs]
-        del entered
-        peaks.note("forward")
-        return leaves, outputs, gradients
+        leaves, entered = self._enter()
+        with self._noted("forward", times, meter):
+            outputs = [tensor for tensor in self._results(entered) if tensor.requires_grad]
+            entered = []
+        return leaves, outputs, [torch.ones_like(tensor) for tensor in outputs]
 
     @contextmanager
-    def _timed(self, times: list[float]) -> Iterator[None]:
+    def _noted(self, kind: str, times: dict[str, list[float]], meter: Meter) -> Iterator[None]:
+        """Notes how long something takes, and how much more memory than before or after it."""
+        before = meter.live
+        meter.reset_peak()
         start = self._clock()
         yield
-        times.append(self._clock() - start)
+        times[kind].append(self._clock() - start)
+        extra = float(meter.peak - max(before, meter.live))
+        self._extra[f"{kind}_extra"] = max(self._extra[f"{kind}_extra"], extra)
 
-    def _hold(self, *, dropping: bool = False) -> tuple[float, frozenset[str]]:
-        """What the graph of the unit keeps: bytes besides the values, and which of these."""
-        with Meter() as meter, torch.enable_grad():
-            _, entered = self.unit.enter()
-            outputs = self.unit.run(entered, dropping=dropping)
+    def _hold(self, *, dropping: bool = False) -> tuple[float, list[int], float]:
+        """Bytes that its graph keeps besides the values, which of these it keeps, and the operations of F."""
+        with Meter() as meter:
+            _, entered = self._enter()
+            outputs = self._results(entered, dropping=dropping)
             graph = [tensor.grad_fn for tensor in outputs]
-            named = [
-                (name, weakref.ref(tensor.untyped_storage()), tensor.nbytes)
-                for (name, _), tensor in zip(
-                    (*self.unit.inputs, *self.unit.outputs), (*entered, *outputs), strict=True
-                )
-                if name
+            # The loss is no value.
+            ends = enumerate(zip(self._unit.ends, (*entered, *outputs), strict=True))
+            refs = [
+                (place, weakref.ref(tensor.untyped_storage()), tensor.nbytes)
+                for place, (number, tensor) in ends
+                if number in self._unit.names
             ]
-            del entered, outputs
-            alive = {id(s): (name, size) for name, ref, size in named if (s := ref()) is not None}
-            kept = frozenset(name for name, ref, _ in named if ref() is not None)
-            held = meter.live - sum(size for _, size in alive.values())
+            del entered, outputs, ends
+            alive = {id(s): size for _, ref, size in refs if (s := ref()) is not None}
+            kept = [place for place, ref, _ in refs if ref() is not None]
+            held = meter.live - sum(alive.values())
             del graph
-        return max(float(held), 0.0), kept
+        return max(float(held), 0.0), kept, float(meter.flops)
 
     def _left_around(self) -> float:
         try:
@@ -751,58 +681,40 @@ class _Probe:
 
     def cost(self) -> UnitCost:
         """What was found."""
-        module = self.unit.module
+        module = self._unit.module
         held = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
         return UnitCost(
-            path=self.unit.path,
-            **{
-                kind: median(self.times[kind])
-                for kind in ("forward", "input", "weight", "backward")
-            },
+            path=self._unit.path,
+            **{kind: median(times) for kind, times in self.times.items()},
             spread=max(_spread(self.times[kind]) for kind in ("forward", "input", "backward")),
             held=self._held,
             around=self._around,
             stash=self._stash,
-            **{f"{kind}_extra": extra for kind, extra in self._extra.items()},
+            **self._extra,
             parameters=sum(tensor.nbytes for tensor in held),
             trained=sum(tensor.nbytes for tensor in held if tensor.requires_grad),
-            numbers=_count(module),
+            numbers=count_parameters(module),
             flops=self._flops,
         )
 
 
-class _Peaks:
-    """Notes how much more memory something takes while it runs than before or after it."""
-
-    def __init__(self, meter: Meter | None, extra: dict[str, float]) -> None:
-        self._meter, self._extra = meter or Meter(), extra
-        self._base = self._before = self._meter.live
-
-    @property
-    def live(self) -> float:
-        """How much more is held now than at first."""
-        return float(max(self._meter.live - self._base, 0))
-
-    def note(self, kind: str) -> None:
-        """Notes what ran since the last call; without a kind, only that it did."""
-        meter = self._meter
-        if kind:
-            extra = float(meter.peak - max(self._before, meter.live))
-            self._extra[kind] = max(self._extra.get(kind, 0.0), extra)
-        self._before = meter.live
-        meter.reset_peak()
+def _never(_: Any) -> Tensor:
+    raise InternalError("no backward follows this forward")
 
 
 def _probes(
-    units: Sequence[UnitRun], rate: Rate | None, clock: Callable[[], float] | None
+    units: Sequence[_Unit],
+    replay: _Replay,
+    rate: Rate | None,
+    clock: Callable[[], float] | None,
 ) -> list[_Probe]:
     """A probe for each unit; units that are alike share one."""
     known: dict[Any, _Probe] = {}
     probes = []
     for unit in units:
-        kind = _kind_of_unit(unit, is_last=unit is units[-1])
+        kind = unit.path if unit is units[-1] else _kind(unit)
         if kind not in known:
-            known[kind] = _Probe(unit, rate, clock)
+            known[kind] = _Probe(unit, replay, rate, clock)
         probes.append(known[kind])
     return probes
 
@@ -812,10 +724,6 @@ def _spread(times: Sequence[float]) -> float:
         return 0.0
     low, _, high = quantiles(times, n=4)
     return (high - low) / 2 / median(times)
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 # ---- a cut as a table: what each stage holds, computes and sends

@@ -108,7 +108,7 @@ def trace(
         stages: how far the model is taken apart into units.
 
     Returns:
-        What happened; its ``units`` are the calls of the units, in order.
+        What happened: its ``events``, in order, of which some are calls of units.
     """
     units = find_units(model, stages)
     return record(model, model, _doors(model, units), (args, kwargs))

@@ -119,42 +119,22 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-# ---- the fused attention of the CPU: it runs without data, but torch's counter does not know it
+# ---- attention
 
 
 class FusedAttention(TorchFunctionMode):
-    """A mode in which attention without data is the fused one, as it would be with data.
-
-    On the meta device torch would choose the one that stores all scores.
-    """
+    """A mode in which attention draws no dropout, so that the CPU has a fused kernel as a GPU has."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Answers calls of attention, and passes on all others."""
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return _fused(*args, **(kwargs or {}))
-
-
-def _fused(  # noqa: PLR0913 - as torch's attention
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if enable_gqa:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
-    mask = attn_mask.to(query.dtype) if attn_mask is not None else None
-    output: Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
-    )[0]
-    return output
+        """Changes calls of attention, and passes on all others."""
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], 0.0, *args[5:])[: len(args)], {**kwargs, "dropout_p": 0.0}
+            if len(args) > 4:
+                del kwargs["dropout_p"]
+        return func(*args, **kwargs)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:

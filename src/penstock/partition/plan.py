@@ -356,12 +356,11 @@ class _Planner:
 
     def _lost(self) -> set[Any]:
         """The names in the output of objects that units of other stages were given."""
-        calls = [(event, i) for i, event in enumerate(self._trace.events) if event.is_unit]
         elsewhere = {
             id(thing)
-            for call, (_, index) in zip(self._trace.units, calls, strict=True)
-            if self._owners.stages[index] != self._stages - 1
-            for thing in opaque_in((call.args, call.kwargs)).values()
+            for event, stage in zip(self._trace.events, self._owners.stages, strict=True)
+            if event.is_unit and stage != self._stages - 1
+            for thing in opaque_in(event.call).values()
         }
         things = opaque_in(self._trace.output)
         return {place[0] for place, thing in things.items() if place and id(thing) in elsewhere}

@@ -67,9 +67,9 @@ class Snapshot:
         for (_, module), attributes in zip(self._modules, self._attributes, strict=True):
             unit = self._inside.get(id(module), "")
             for value in attributes.values():
-                self._look(value, unit, 0)
+                self.look(value, unit)
 
-    def _look(self, value: Any, unit: str, depth: int) -> None:
+    def look(self, value: Any, unit: str = "", depth: int = 0) -> None:
         """Note what containers and helper objects hold, and which units have them."""
         if depth > _DEPTH or isinstance(value, nn.Module | Tensor | type | str | int | float):
             return
@@ -86,7 +86,7 @@ class Snapshot:
             self._reached.setdefault(id(value), set()).add(unit)
             children = _members(contents)
         for child in children[:_MOST]:
-            self._look(child, unit, depth + 1)
+            self.look(child, unit, depth + 1)
 
     def changes(self) -> list[Changed]:
         """What has changed outside of the units, or in what several units have."""

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from penstock.errors import PartitionError
 from penstock.partition.base import Example
-from penstock.partition.nested import Place, located, replaced, tensors_in
+from penstock.partition.nested import Place, located, opaque_in, replaced, tensors_in
 from penstock.partition.seen import (
     Door,
     Run,
@@ -124,6 +124,8 @@ class Event:
         generators: those of the model's own from which it draws.
         needs_data: whether the result depends on the numbers of a tensor.
         where: the module and line of the author's code.
+        call: its arguments, ``(args, kwargs)``.
+        objects: what caches and the like among a unit's arguments held before the call.
     """
 
     what: Any
@@ -137,6 +139,8 @@ class Event:
     reads: set[int] = field(default_factory=set)
     generators: list[torch.Generator] = field(default_factory=list)
     needs_data: bool = False
+    call: tuple[Any, Any] = ((), {})
+    objects: Snapshot | None = None
 
     @property
     def sets_hook(self) -> bool:
@@ -147,23 +151,6 @@ class Event:
     def is_unit(self) -> bool:
         """Whether a unit is called."""
         return isinstance(self.what, str)
-
-
-@dataclass(frozen=True)
-class UnitCall:
-    """One call of a unit.
-
-    Attributes:
-        path: of the unit.
-        args: by position, with fake tensors.
-        kwargs: by name.
-        outputs: what it returned.
-    """
-
-    path: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    outputs: Any
 
 
 @dataclass(eq=False)
@@ -185,7 +172,6 @@ class Trace:
         values: by number.
         output: what the model returned.
         slots: for each tensor of the output its value, or ``None`` if it was made of the arguments alone.
-        units: the calls of the units, in order.
         regions: the author's checkpoints around units.
         metadata: functions that give no tensor, such as ``Tensor.size``.
         direct: the units whose ``forward`` was called without the module.
@@ -203,7 +189,6 @@ class Trace:
     values: list[Value] = field(default_factory=list)
     output: Any = None
     slots: list[int | None] = field(default_factory=list)
-    units: list[UnitCall] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
     metadata: set[Any] = field(default_factory=lambda: set(_METADATA))
     direct: set[str] = field(default_factory=set)
@@ -261,7 +246,7 @@ def _units(doors: Sequence[Door]) -> dict[str, nn.Module]:
     return {door.path: door.module for door in doors}
 
 
-def _as_written() -> contextlib.AbstractContextManager[Any]:
+def as_written() -> contextlib.AbstractContextManager[Any]:
     """A context in which compiled functions run uncompiled.
 
     Dynamo cannot compile on fake tensors, and would not try again on real ones.
@@ -438,10 +423,9 @@ class _Recorder(TorchFunctionMode):
         self._calls[path] += 1
         event = Event(path, path, f"in {path}", number)
         # Not as a function between units: the mode is left for as long as the unit runs.
-        with left(self), _as_written():
+        with left(self), as_written():
             output = self._event(event, path, run, args, kwargs)
         self._latest = path
-        self.trace.units.append(UnitCall(path, tuple(args), dict(kwargs), output))
         return output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -503,6 +487,12 @@ class _Recorder(TorchFunctionMode):
         self._note_inputs(event, placed)
         twins = {id(t): t for t in originals}
         self._written = args, kwargs
+        # With containers of its own, which nobody empties.
+        event.call = replaced(self._written, lambda t: t)
+        if event.is_unit and (objects := opaque_in(event.call)):
+            event.objects = Snapshot(nn.Module(), {})
+            for thing in objects.values():
+                event.objects.look(thing)
         if any(not isinstance(t, FakeTensor) for t in originals):
             fakes = {id(t): self._fake_of(t) for t in originals}
             twins = {id(fake): t for t in originals for fake in (fakes[id(t)],)}

@@ -25,6 +25,7 @@ from penstock.schedule import (
     simulate,
     to_json,
 )
+from penstock.values import bytes_as_text
 
 POLICIES = ("none", "needed", "all")
 LARGEST = 2**20
@@ -336,11 +337,9 @@ def why_slower(plan: Plan, best: Plan) -> str:
 
 def _memories(memory: Sequence[float]) -> str:
     """The memory of each rank; if there are many, the least and the most."""
-    scale, unit = (2**30, "GiB") if max(memory) >= 2**30 else (2**20, "MiB")
-    shown = [f"{held / scale:.1f}" for held in memory]
-    if len(shown) > 4:
-        shown = [f"{min(memory) / scale:.1f} to {max(memory) / scale:.1f}"]
-    return f"{' '.join(shown)} {unit}"
+    if len(memory) > 4:
+        return f"{bytes_as_text(min(memory))} to {bytes_as_text(max(memory))}"
+    return ", ".join(map(bytes_as_text, memory))
 
 
 def seconds_as_text(seconds: float) -> str:
@@ -349,11 +348,3 @@ def seconds_as_text(seconds: float) -> str:
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"
-
-
-def bytes_as_text(number: float) -> str:
-    """A size in a suitable unit."""
-    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return f"{number:.0f} B"

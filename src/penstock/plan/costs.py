@@ -368,25 +368,6 @@ class Profile:
             return self.network
         return self.latency, self.bandwidth
 
-    def corrected(self, factors: Mapping[str, Sequence[float]]) -> Profile:
-        """The same profile with the times of each unit multiplied by its own factors, for every size.
-
-        Args:
-            factors: One for each unit, by ``forward``, ``input``, ``weight`` and ``backward``.
-        """
-
-        def multiplied(of: UnitCosts) -> UnitCosts:
-            units = (
-                replace(unit, **{kind: getattr(unit, kind) * f[n] for kind, f in factors.items()})
-                for n, unit in enumerate(of.units)
-            )
-            return replace(of, units=tuple(units))
-
-        known = {samples: multiplied(of) for samples, of in self.known.items()}
-        ask = self.coster
-        coster = None if ask is None else lambda samples: multiplied(ask(samples))
-        return replace(self, known=known, coster=coster)
-
     def to_json(self) -> str:
         """The known costs as JSON, without the model."""
         return write_json(_ProfileFile(replace(self, coster=None)))
@@ -445,16 +426,12 @@ class MeasuredStages:
 
     Args:
         seconds: For each stage its median times, by ``forward``, ``input``, ``weight`` and ``backward``.
-        makespan: How long the step took.
-        timeline: When each action ran.
     """
 
     seconds: tuple[Mapping[str, float], ...]
-    makespan: float
-    timeline: Timeline
 
     def correct(self, profile: Profile, samples: int, cut: Cut) -> Profile:
-        """Corrects costs by what was measured: each unit's times are scaled as its stage's are.
+        """Corrects costs of every size: each unit's times are scaled as its stage's are.
 
         Args:
             profile: The costs so far.
@@ -470,21 +447,32 @@ class MeasuredStages:
             )
         of = profile.at(samples)
         stages = of.stages(cut, Placement(tuple(range(len(cut)))))
-        runs = runs_of(cut, len(of.units))
-        factors = {
-            kind: [r for r, run in zip(self._ratios(stages, kind), runs, strict=True) for _ in run]
-            for kind in KINDS.values()
-        }
-        return profile.corrected(factors)
+        factors = [
+            {kind: self._ratio(stages, stage, kind) for kind in KINDS.values()}
+            for stage, run in enumerate(runs_of(cut, len(of.units)))
+            for _ in run
+        ]
 
-    def _ratios(self, stages: StageCosts, kind: str) -> list[float]:
-        """For each stage the measured over the expected time; if the kind did not run, by those that did."""
-        ratios = []
-        for stage, measured in enumerate(self.seconds):
-            kinds = [kind] if kind in measured else list(measured)
-            expected = sum(getattr(stages, each)[stage] for each in kinds)
-            ratios.append(sum(measured[each] for each in kinds) / expected if expected else 1.0)
-        return ratios
+        def corrected(of: UnitCosts) -> UnitCosts:
+            units = (
+                replace(unit, **{kind: getattr(unit, kind) * f for kind, f in by_kind.items()})
+                for unit, by_kind in zip(of.units, factors, strict=True)
+            )
+            return replace(of, units=tuple(units))
+
+        ask = profile.coster
+        return replace(
+            profile,
+            known={size: corrected(known) for size, known in profile.known.items()},
+            coster=None if ask is None else lambda size: corrected(ask(size)),
+        )
+
+    def _ratio(self, stages: StageCosts, stage: int, kind: str) -> float:
+        """The measured over the expected time; of a kind that did not run, by those that did."""
+        measured = self.seconds[stage]
+        kinds = [kind] if kind in measured else list(measured)
+        expected = sum(getattr(stages, each)[stage] for each in kinds)
+        return sum(measured[each] for each in kinds) / expected if expected else 1.0
 
 
 def costs_from(result: Any) -> MeasuredStages:
@@ -504,7 +492,6 @@ def costs_from(result: Any) -> MeasuredStages:
         if span.action.op in KINDS:
             kinds = times.setdefault(span.action.stage, {})
             kinds.setdefault(KINDS[span.action.op], []).append(span.duration)
-    seconds = tuple(
-        {kind: median(each) for kind, each in times[stage].items()} for stage in sorted(times)
+    return MeasuredStages(
+        tuple({kind: median(each) for kind, each in times[s].items()} for s in sorted(times))
     )
-    return MeasuredStages(seconds, timeline.makespan, timeline)

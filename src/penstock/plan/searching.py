@@ -32,7 +32,6 @@ from penstock.plan.choice import (
     Order,
     Plan,
     PlanShape,
-    bytes_as_text,
     check_size,
     row_of,
     scheduled,
@@ -44,6 +43,7 @@ from penstock.plan.report import report_of
 from penstock.schedule import Op, Placement, Schedule, compute_only, names, simulate
 from penstock.schedule import search as search_schedule
 from penstock.schedule.library import find
+from penstock.values import bytes_as_text
 
 KEPT = 10
 POLISHED = 3

@@ -29,7 +29,8 @@ from penstock.runtime.hooks import ActionEvent, Hooks, Recorder
 from penstock.runtime.loss import Loss, Losses, Weights, zero_loss
 from penstock.runtime.result import StepTally
 from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
-from penstock.schedule.action import MESSAGE_OPS, RECV_OPS
+from penstock.schedule.action import MESSAGE_OPS, RECV_OPS, SEND_OPS
+from penstock.schedule.dependencies import counterpart
 from penstock.stage import PipelineStage, StageCall, enter
 from penstock.transport import FIRST_TAG, Arrival, Transport
 from penstock.values import (
@@ -99,6 +100,24 @@ class Program:
         rank_of = schedule.placement.rank_of
         self.local = {e.value for e in schedule.edges if rank is None or rank_of[e.source] == rank}
         """The values that are made here, whose makers may still use their memory."""
+        self.proves = {} if rank is None else self._find_proofs(rule, rank)
+        """For each message that arrives, the SENDs whose messages its sender has used by then."""
+
+    def _find_proofs(self, rule: Dependencies, rank: int) -> dict[Action, list[Action]]:
+        rank_of = self.schedule.placement.rank_of
+        messages = [action for action, _ in self.instructions if action.op in MESSAGE_OPS]
+        proves: dict[Action, list[Action]] = {}
+        for peer in {rank_of[action.peer_stage] for action in messages}:
+            used: dict[Action, None] = {}
+            told = 0
+            for action in self.schedule.actions(peer):
+                needs = [n for n in rule.receives(action) if rank_of[n.peer_stage] == rank]
+                used.update(dict.fromkeys(map(counterpart, needs)))
+                sends = action.op in SEND_OPS and rank_of[action.peer_stage] == rank
+                if sends and told < len(used):
+                    proves[counterpart(action)] = list(used)[told:]
+                    told = len(used)
+        return proves
 
     def _count_uses(self, edge: Edge) -> int:
         """How often a value is read here: by the stages that use it, and by the messages that carry it."""
@@ -703,6 +722,10 @@ class Interpreter:
             _rebuilt(next(arrived), leaf) if isinstance(leaf, TensorLayout) else leaf
             for leaf in layout.leaves
         ]
+        for send in self._program.proves.get(action, ()):
+            kind = self._data.kinds[send.microbatch or 0]
+            left = self._program.wire(send)
+            transport.let_go(left.peer, self._tag(left, kind))
         if action.op is Op.RECV_F:
             self._store_arrived(wire, microbatch, unflatten(leaves, layout.tree))
         else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -134,7 +134,8 @@ class Transport:
         nccl = f"{device.type}:nccl" in dist.get_backend_config(meeting.group).split(",")
         self._carrier = device if nccl else torch.device("cpu")
         self._small = -1 if nccl else SMALL
-        self._sent: list[tuple[Sequence[Any], Any]] = []
+        self._sent: defaultdict[tuple[int, int], deque[tuple[Sequence[Any], Any]]]
+        self._sent = defaultdict(deque)
         self._channels: dict[tuple[int, int, int], Any] = {}
         self._lines: dict[int, Line] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
@@ -188,7 +189,7 @@ class Transport:
                 ) from error
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor], direction: int = 0) -> None:
-        """Start to send tensors, which must not change until :meth:`settle`."""
+        """Start to send tensors, which must not change until :meth:`settle` or :meth:`let_go`."""
         buffers = [_bytes_of(tensor) for tensor in tensors]
         if self._device.type != "cpu":
             # Also to the GPU: the zeros that stand for an absent gradient are made on the CPU.
@@ -200,9 +201,21 @@ class Transport:
         group, place = self._group(self.rank, peer, direction)
         parcels = _packed(buffers)
         works = [group.send([parcel], place, tag) for parcel in parcels]
-        self._sent = [pair for pair in self._sent if not pair[0][-1].is_completed()]
         if works:
-            self._sent.append((works, parcels))
+            sent = self._sent[peer, tag]
+            while sent and sent[0][0][-1].is_completed():
+                sent.popleft()
+            sent.append((works, parcels))
+
+    def let_go(self, peer: int, tag: int) -> None:
+        """Let go of the oldest message with a tag, which the peer is known to have used.
+
+        gloo does not tell that a message has left unless it is waited for. NCCL tells, and a wait there
+        would hold up the device.
+        """
+        sent = self._sent.get((peer, tag))
+        if sent and self._carrier.type == "cpu":
+            _wait_for(sent.popleft()[0])
 
     def post(
         self, peer: int, tag: int, layouts: Sequence[TensorLayout], direction: int = 0
@@ -239,7 +252,7 @@ class Transport:
             return
         length = torch.tensor([text.numel()])
         works = [self._gloo.send([part], peer, _DESCRIPTIONS + tag) for part in (length, text)]
-        self._sent.append((works, (length, text)))
+        self._sent[peer, _DESCRIPTIONS + tag].append((works, (length, text)))
 
     def described(self, peer: int, tag: int) -> Any:
         """Receive what :meth:`describe` sent; waits for it."""
@@ -254,8 +267,9 @@ class Transport:
     def settle(self) -> None:
         """Wait until everything that was sent has left."""
         self.activity.wait("what it sent to leave", None)
-        for works, _ in self._sent:
-            _wait_for(works)
+        for sent in self._sent.values():
+            for works, _ in sent:
+                _wait_for(works)
         self._sent.clear()
         self.activity.go_on()
 
