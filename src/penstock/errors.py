@@ -26,6 +26,7 @@ Each is also the built-in class in brackets, so code that catches those keeps wo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 OK, USAGE, INPUT, FAILURE, TEMPORARY, NON_FINITE = 0, 2, 65, 70, 75, 76
@@ -132,6 +133,24 @@ def printable(text: str, keep: str = "\n\t") -> str:
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def shortened(text: str, most: int = 120) -> str:
+    """A name from a file, for a message: escaped, and not too long."""
+    text = printable(text, "")
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def quoted(names: Iterable[str], most: int = 20) -> str:
+    """Names for a message, in quotes."""
+    return listed(names, most, '"')
+
+
+def listed(names: Iterable[str], most: int = 20, quote: str = "") -> str:
+    """Names for a message: escaped, not too long, and not too many."""
+    every = list(names)
+    shown = ", ".join(f"{quote}{shortened(name)}{quote}" for name in every[:most])
+    return shown if len(every) <= most else f"{shown} and {len(every) - most} more"
 
 
 def public_name(kind: type[PenstockError]) -> str:

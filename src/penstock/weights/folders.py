@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from penstock.errors import InputFileError, StateDictError, UsageError
+from penstock.errors import InputFileError, StateDictError, UsageError, listed, quoted
 from penstock.partition.base import Partition, Shared, named_tensors
 from penstock.weights.files import (
     Entry,
     entries,
     parse_json,
-    quoted,
     read_bytes,
-    shortened,
     write_file,
 )
 
@@ -164,8 +162,7 @@ def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
     lacking = sorted(file for file in set(files.values()) if not _is_there(folder / file))
     if lacking:
         raise InputFileError(
-            f"{folder}: the index names {', '.join(map(shortened, lacking[:20]))}, which are missing; copy "
-            "the whole folder"
+            f"{folder}: the index names {listed(lacking)}, which are missing; copy the whole folder"
         )
     return {name: folder / file for name, file in files.items()}, tied
 
