@@ -192,7 +192,7 @@ def test_a_module_beside_the_model_has_an_optimizer_too(tmp_path: Path) -> None:
 
 
 def test_a_group_for_each_layer_and_its_scheduler(tmp_path: Path) -> None:
-    """In another order each parameter keeps its settings; a scheduler, which keeps its by place, is refused."""
+    """In another order each parameter keeps its settings; a scheduler keeps its by place."""
     model = nn.Sequential(linear(), nn.Linear(2, 2), nn.Linear(2, 2))
 
     def made(order: list[int]) -> tuple[Any, Any]:
