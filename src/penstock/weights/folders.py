@@ -22,6 +22,7 @@ from penstock.weights.files import (
     read_bytes,
     write_file,
 )
+from penstock.weights.initialise import give_data
 
 INDEX = "model.safetensors.index.json"
 
@@ -316,44 +317,19 @@ def _fill(
     device: torch.device,
     seen: Callable[[str], object],
 ) -> None:
-    _check_computed(modules, wanted)
-    filled: dict[int, Tensor] = {}
-    for module, of_module in zip(modules, wanted, strict=True):
-        for name, (tensor, entry) in of_module.items():
-            assert entry is not None  # _check has found all
-            seen(f"loads {name}")
-            if not tensor.is_meta:
-                tensor.copy_(entry.read())
-                continue
-            if id(tensor) not in filled:
-                data = entry.read().to(device=device, dtype=tensor.dtype)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                filled[id(tensor)] = (
-                    nn.Parameter(data, tensor.requires_grad) if is_parameter else data
-                )
-            put_tensor(module, name, filled[id(tensor)])
-
-
-def _check_computed(modules: Sequence[nn.Module], wanted: Sequence[_Wanted]) -> None:
-    """Refuse buffers that are in no file and on the meta device: only the model's code can compute them."""
-    lost = [
-        name
-        for module, of_module in zip(modules, wanted, strict=True)
-        for name, tensor in named_tensors(module)
-        if tensor.is_meta and name not in of_module
-    ]
+    tensors = [pair for module in modules for pair in named_tensors(module)]
+    names = {name for of_module in wanted for name in of_module}
+    lost = [name for name, tensor in tensors if tensor.is_meta and name not in names]
     if lost:
+        # Only the model's code can compute them.
         raise UsageError(
             f"{', '.join(lost[:5])} are in no file, and have no values on the meta device; build "
             "the model under penstock.weights.parameters_on_meta(), which leaves buffers as computed"
         )
-
-
-def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put another parameter or buffer in the place of the one of this name."""
-    path, _, last = name.rpartition(".")
-    holder: Any = module.get_submodule(path)
-    if isinstance(tensor, nn.Parameter):
-        holder.register_parameter(last, tensor)
-    else:
-        setattr(holder, last, tensor)
+    for name, (tensor, entry) in (pair for of_module in wanted for pair in of_module.items()):
+        assert entry is not None  # _check has found all
+        seen(f"loads {name}")
+        if tensor.is_meta:
+            give_data(tensor, entry.read().to(device=device, dtype=tensor.dtype))
+        else:
+            tensor.copy_(entry.read())
