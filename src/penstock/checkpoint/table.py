@@ -254,7 +254,7 @@ class CheckpointTable:
         """
         stored, shape = self._stored(key), self.shape(key)
         boxes = [piece.box for piece in stored.pieces]
-        found = []
+        places = []
         for read in plan_reads(shape, boxes, box or ((0,) * len(shape), shape)):
             piece = stored.pieces[read.piece]
             path = self.path / piece.file
@@ -263,8 +263,8 @@ class CheckpointTable:
             entry = self._entries[piece.file].get(part_name(key, shape, piece.box))
             if entry is None or (entry.dtype, entry.shape) != (self.dtype(key), piece.box[1]):
                 raise InputFileError(f"{path} does not hold {quoted([key])}, as the table says")
-            found.append((read, entry))
-        return found
+            places.append((read, entry))
+        return places
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
         """A part of a tensor, or all of it, in new memory."""

@@ -21,7 +21,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from penstock.errors import CheckpointError, InputFileError
+from penstock.errors import CheckpointError, InputFileError, quoted
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -263,3 +263,47 @@ def _entry(path: Path, about: Any, start: int, size: int) -> Entry:
     if end - begin != math.prod(shape) * entry.dtype.itemsize:
         raise InputFileError(f"{path}: a tensor of {list(shape)} has {end - begin} bytes")
     return entry
+
+
+class WeightFiles(Mapping[str, Tensor]):
+    """The tensors of a folder by name, each of which is read when it is asked for.
+
+    Args:
+        files: for each tensor by name, the file that holds it.
+        tied: further names, each with the name that the tensor has in its file.
+    """
+
+    def __init__(self, files: Mapping[str, Path], tied: Mapping[str, str]) -> None:
+        self._files = dict(files)
+        self._tied = {name: first for name, first in tied.items() if first in files}
+        self._entries: dict[Path, dict[str, Entry]] = {}
+
+    def entry(self, name: str) -> Entry:
+        """Where a tensor is.
+
+        Raises:
+            InputFileError: the file that the index names does not hold it.
+        """
+        first = name if name in self._files else self._tied[name]
+        path = self._files[first]
+        if path not in self._entries:
+            self._entries[path] = entries(path)
+        if first not in self._entries[path]:
+            raise InputFileError(
+                f"{path} does not hold {quoted([first])}, as its index says; copy the whole folder again"
+            )
+        return self._entries[path][first]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.entry(name).read()
+
+    def __contains__(self, name: object) -> bool:
+        # Without this, Mapping would read the tensor to find out.
+        return name in self._files or name in self._tied
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._files
+        yield from (name for name in self._tied if name not in self._files)
+
+    def __len__(self) -> int:
+        return len(self._files.keys() | self._tied.keys())

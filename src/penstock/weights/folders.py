@@ -13,16 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from penstock.errors import InputFileError, StateDictError, UsageError, listed, quoted
+from penstock.errors import InputFileError, UsageError, listed, quoted
 from penstock.partition.base import Partition, Shared, named_tensors
 from penstock.weights.files import (
     Entry,
+    WeightFiles,
     entries,
     parse_json,
     read_bytes,
     write_file,
 )
 from penstock.weights.initialise import give_data
+from penstock.weights.states import LoadResult, check_fits, size_problems
 
 INDEX = "model.safetensors.index.json"
 
@@ -72,50 +74,6 @@ def save_index(
     partial = folder / f"{INDEX}.partial"
     partial.write_text(json.dumps({"metadata": about, "weight_map": files}, indent=2) + "\n")
     os.replace(partial, folder / INDEX)
-
-
-class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of a folder by name, each of which is read when it is asked for.
-
-    Args:
-        files: for each tensor by name, the file that holds it.
-        tied: further names, each with the name that the tensor has in its file.
-    """
-
-    def __init__(self, files: Mapping[str, Path], tied: Mapping[str, str]) -> None:
-        self._files = dict(files)
-        self._tied = {name: first for name, first in tied.items() if first in files}
-        self._entries: dict[Path, dict[str, Entry]] = {}
-
-    def entry(self, name: str) -> Entry:
-        """Where a tensor is.
-
-        Raises:
-            InputFileError: the file that the index names does not hold it.
-        """
-        first = name if name in self._files else self._tied[name]
-        path = self._files[first]
-        if path not in self._entries:
-            self._entries[path] = entries(path)
-        if first not in self._entries[path]:
-            raise InputFileError(
-                f"{path} does not hold {quoted([first])}, as its index says; copy the whole folder again"
-            )
-        return self._entries[path][first]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.entry(name).read()
-
-    def __contains__(self, name: object) -> bool:
-        # Without this, Mapping would read the tensor to find out.
-        return name in self._files or name in self._tied
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._files
-        yield from (name for name in self._tied if name not in self._files)
-
-    def __len__(self) -> int:
-        return len(self._files.keys() | self._tied.keys())
 
 
 def read_weights(folder: str | os.PathLike[str]) -> WeightFiles:
@@ -296,18 +254,8 @@ def _wanted(
 def _check(wanted: Sequence[_Wanted], extra: Sequence[str]) -> None:
     pairs = {name: pair for of in wanted for name, pair in of.items()}
     missing = [name for name, (_, entry) in pairs.items() if entry is None]
-    problems = [f"not in the files: {quoted(missing)}"] if missing else []
-    problems += [
-        f"{name}: {list(entry.shape)} in {entry.path.name}, {list(tensor.shape)} in the model"
-        for name, (tensor, entry) in pairs.items()
-        if entry is not None and entry.shape != tuple(tensor.shape)
-    ]
-    if extra:
-        problems.append(f"in the files but in no stage: {quoted(extra)}")
-    if problems:
-        raise StateDictError(
-            "the weights do not fit, and none were loaded:\n\t" + "\n\t".join(problems)
-        )
+    shapes = ((name, tensor, entry) for name, (tensor, entry) in pairs.items() if entry is not None)
+    check_fits(LoadResult(missing, list(extra)), list(size_problems(shapes)), strict=True)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from penstock.parallel import is_sharded, local_part, spread
 from penstock.partition import Shared, named_tensors
 from penstock.stage import PipelineStage
 from penstock.weights.exchange import Ranks, collect
+from penstock.weights.files import WeightFiles
 from penstock.weights.optimizers import OptimizerStates, merge_groups, named_state_dict
 from penstock.weights.trees import decode, encode
 
@@ -252,16 +253,15 @@ def load_state(
         StateDictError: something is missing, unexpected or of another size; nothing is changed then.
     """
     weights.check_filled()
-    held, missing, sizes = weights.state_dict(), [], []
+    held, missing, stored = weights.state_dict(), [], []
+    look = state.entry if isinstance(state, WeightFiles) else state.__getitem__
     for name, tensor in held.items():
         present = [one for one in (names.all(name) if any_name else (name,)) if one in state]
         if not present:
             missing.append(name)
-        elif isinstance(tensor, Tensor) and tuple(state[present[-1]].shape) != tuple(tensor.shape):
-            shape = list(state[present[-1]].shape)
-            sizes.append(
-                f"size mismatch for {name}: {shape} was given, but the model has {list(tensor.shape)}"
-            )
+        elif isinstance(tensor, Tensor):
+            stored.append((name, tensor, look(present[-1])))
+    sizes = list(size_problems(stored))
     replies = ranks.gather([list(held), missing, sizes])
     known = {name for one in replies for name in one[0]} | names.tied.keys()
     unexpected = ranks.gather([name for name in state if name not in known])
@@ -269,6 +269,14 @@ def load_state(
     check_fits(result, _union(one[2] for one in replies), strict=strict)
     weights.load(state)
     return result
+
+
+def size_problems(stored: Iterable[tuple[str, Tensor, Any]]) -> Iterator[str]:
+    """What is wrong with shapes: of names, the model's tensors, and what is stored of them."""
+    for name, tensor, one in stored:
+        if tuple(one.shape) != tuple(tensor.shape):
+            sizes = f"{list(one.shape)} was given, but the model has {list(tensor.shape)}"
+            yield f"size mismatch for {name}: {sizes}"
 
 
 def check_fits(
