@@ -156,6 +156,24 @@ def printable(text: str, keep: str = "\n\t") -> str:
     )
 
 
+def shortened(text: str, most: int = 120) -> str:
+    """A name from a file, for a message: escaped, and not too long."""
+    text = printable(text, "")
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def quoted(names: Iterable[str], most: int = 20) -> str:
+    """Names for a message, in quotes."""
+    return listed(names, most, '"')
+
+
+def listed(names: Iterable[str], most: int = 20, quote: str = "") -> str:
+    """Names for a message: escaped, not too long, and not too many."""
+    every = list(names)
+    shown = ", ".join(f"{quote}{shortened(name)}{quote}" for name in every[:most])
+    return shown if len(every) <= most else f"{shown} and {len(every) - most} more"
+
+
 def public_name(kind: type[PenstockError]) -> str:
     """The name of an error's class in the tree above: of one from elsewhere, that of its nearest base."""
     return next(base.__name__ for base in kind.__mro__ if base.__module__ == __name__)

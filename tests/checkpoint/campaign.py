@@ -300,17 +300,13 @@ ODD += [
     [],
     {},
     [1],
-    {"$": "tensor", "key": "none"},
+    {"$": "tensor", "of": "none"},
     {"$": "array"},
     {"$": "size", "of": ["a"]},
     {"$": 7},
 ]
-ODD += [{"$": "number", "dtype": "O", "of": "AAAA"}, {"$": "setting", "of": {}, "dtype": "load"}]
-ODD += [
-    {"$": "deque", "of": [], "longest": -1},
-    {"$": "device", "of": "no"},
-    {"$": "groups", "of": []},
-]
+ODD += [{"$": "number", "of": ["O", "AAAA"]}, {"$": "scalar", "of": [{}, "load"]}]
+ODD += [{"$": "deque", "of": [-1]}, {"$": "device", "of": "no"}, {"$": "float", "of": []}]
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
 from collections import Counter, OrderedDict, deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from penstock import Checkpoints, LossScaler, Pipeline, PipelineStage
@@ -118,34 +121,41 @@ def test_optimizers_that_keep_states_for_each_parameter(tmp_path: Path, kind: st
     )
 
 
-def test_states_keep_their_types(tmp_path: Path) -> None:
+def test_states_keep_their_types_and_settings_that_are_tensors(tmp_path: Path) -> None:
     """torch's own load_state_dict casts what is kept to the parameter's type."""
     model = linear(dtype=torch.bfloat16)
     optimizer = stepped(model)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
     for state in optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].float() + 1e-4
     Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer)
     resumed = stepped(model, steps=0)
     Checkpoints(tmp_path).load(model=model, optimizer=resumed)
-    assert torch.equal(
-        resumed.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
-    )
+    assert resumed.param_groups[0]["lr"].equal(torch.tensor(0.25))
+    moments = (of.state[model.weight]["exp_avg"] for of in (resumed, optimizer))
+    assert torch.equal(*moments)
 
 
-def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
+def test_a_parameter_without_a_state_has_none_after_loading(tmp_path: Path) -> None:
     model = linear()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
-    Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer)
-    resumed = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
-    Checkpoints(tmp_path).load(model=model, optimizer=resumed)
-    assert resumed.param_groups[0]["lr"] == torch.tensor(0.25)
+    Checkpoints(tmp_path).save(0, model=model, optimizer=stepped(model, steps=0))
+    used = stepped(model)
+    Checkpoints(tmp_path).load(model=model, optimizer=used)
+    assert not any(used.state.values())
 
 
-@pytest.mark.parametrize("kind", ["LBFGS"])
-def test_optimizers_that_keep_one_state_are_refused(tmp_path: Path, kind: str) -> None:
-    optimizer = getattr(torch.optim, kind)(linear().parameters())
-    with pytest.raises(UsageError, match=f"optimizer= is an {kind}"):
-        Checkpoints(tmp_path).save(0, model=linear(), optimizer=optimizer)
+class Momentum(torch.optim.SGD):
+    """Keeps something for no parameter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "everything": 1}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Momentum])
+def test_optimizers_that_keep_one_state_are_refused(tmp_path: Path, kind: Any) -> None:
+    model = linear()
+    with pytest.raises(UsageError, match=r"optimizer= (is an LBFGS|keeps 'everything' for no)"):
+        Checkpoints(tmp_path).save(0, model=model, optimizer=kind(model.parameters(), lr=0.1))
 
 
 def test_a_scaler_schedulers_and_what_is_none(tmp_path: Path) -> None:
@@ -192,7 +202,7 @@ def test_a_module_beside_the_model_has_an_optimizer_too(tmp_path: Path) -> None:
 
 
 def test_a_group_for_each_layer_and_its_scheduler(tmp_path: Path) -> None:
-    """Another order of groups, and another number: each parameter keeps the settings that it had."""
+    """In another order each parameter keeps its settings; a scheduler keeps its by place."""
     model = nn.Sequential(linear(), nn.Linear(2, 2), nn.Linear(2, 2))
 
     def made(order: list[int]) -> tuple[Any, Any]:
@@ -205,9 +215,13 @@ def test_a_group_for_each_layer_and_its_scheduler(tmp_path: Path) -> None:
     scheduler.step()
     Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, scheduler=scheduler)
     other, follows = made([2, 0, 1])
-    Checkpoints(tmp_path).load(model=model, optimizer=other, scheduler=follows)
+    for strict in (True, False):
+        with pytest.raises(StateDictError, match="scheduler= keeps a value for each group"):
+            Checkpoints(tmp_path).load(
+                strict=strict, model=model, optimizer=other, scheduler=follows
+            )
+    Checkpoints(tmp_path).load(model=model, optimizer=other)
     assert [group["lr"] for group in other.param_groups] == pytest.approx([0.15, 0.05, 0.1])
-    assert follows.base_lrs == pytest.approx([0.3, 0.1, 0.2])
 
 
 # ---- what does not fit
@@ -312,39 +326,17 @@ def test_the_latest_is_the_one_written_last_and_old_ones_go(tmp_path: Path) -> N
     assert steps(tmp_path) == ["step-00000003-2", "step-00000005"]
 
 
-def every_file(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("step-*/*") if path.is_file())
-
-
-def test_bytes_that_are_flipped_or_cut_are_named_and_the_one_before_is_taken(
-    tmp_path: Path, caplog: Any
-) -> None:
+def test_when_none_is_whole_all_are_named(tmp_path: Path, caplog: Any) -> None:
+    """The campaign flips bytes anywhere, and takes the one before."""
     checkpoints, model = Checkpoints(tmp_path), linear()
-    checkpoints.save(1, model=model, optimizer=stepped(model))
-    good = model.weight.detach().clone()
-    newest = checkpoints.save(2, model=model, optimizer=stepped(model)).path
-    assert newest is not None
-    for path in every_file(newest.parent):
-        if path.parent != newest:
-            continue
-        content = path.read_bytes()
-        places = [0, 5, 9, 30, len(content) // 3, len(content) - 1, *range(11, len(content), 97)]
-        broken = [
-            content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :] for place in places
-        ]
-        for damaged in [*broken, content[:-1], content[: len(content) // 2], b"", content + b" "]:
-            path.write_bytes(damaged)
-            caplog.clear()
-            other = linear(3)
-            with torch.no_grad():
-                other.weight.zero_()
-            assert Checkpoints(tmp_path).load(model=other, optimizer=stepped(other, steps=0)) == 1
-            assert str(path) in caplog.text
-            assert torch.equal(other.weight, good)
-        path.write_bytes(content)
-    path.unlink()
-    with pytest.raises(InputFileError, match=f"no checkpoint in .* is whole: .*{path.name}"):
-        Checkpoints(tmp_path).load(2, model=model)
+    paths = [checkpoints.save(step, model=model).path for step in (1, 2)]
+    for path in paths:
+        assert path is not None
+        (path / "states-00001.safetensors").unlink()
+    with pytest.raises(
+        InputFileError, match=r"no checkpoint in .* is whole: .*02/states.*; .*01/states"
+    ):
+        Checkpoints(tmp_path).load(model=model)
 
 
 def saved_whole(checkpoints: Checkpoints, step: int, model: nn.Module) -> None:
@@ -389,16 +381,13 @@ def test_a_full_disk_leaves_the_last_one(
 def test_what_is_written_beside_the_training_is_as_it_was(tmp_path: Path) -> None:
     model, checkpoints = linear(), Checkpoints(tmp_path, asynchronous=True)
     before = model.weight.detach().clone()
-    said = checkpoints.save(1, model=model)
+    saved = checkpoints.save(1, model=model)
     with torch.no_grad():
         model.weight.add_(1)
     checkpoints.wait()
-    assert "being written" in str(said) or said.path
+    assert "being written" in str(saved) or saved.path
     assert checkpoints.last is not None
-    assert (
-        checkpoints.last.bytes == model.weight.nbytes + model.bias.nbytes
-        or checkpoints.last.bytes > 0
-    )
+    assert checkpoints.last.bytes > model.weight.nbytes
     assert f"{checkpoints.last.seconds:.3f} s, stalled" in str(checkpoints.last)
     assert Checkpoints(tmp_path).load(model=model) == 1
     assert torch.equal(model.weight, before)
@@ -407,13 +396,13 @@ def test_what_is_written_beside_the_training_is_as_it_was(tmp_path: Path) -> Non
 # ---- what is read
 
 
-def test_files_open_with_the_package_of_the_format(tmp_path: Path) -> None:
-    from safetensors import safe_open
-
-    path = Checkpoints(tmp_path).save(1, model=linear()).path
+def test_files_are_json_and_safetensors(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save(1, model=linear(), loader=Keeps(STATE)).path
     assert path is not None
-    with safe_open(path / "states-00001.safetensors", framework="pt") as file:
-        assert torch.equal(file.get_tensor("model/weight"), linear().weight)
+    json.loads((path / "checkpoint.json").read_text().split("\n", 1)[1])
+    tensors = load_file(path / "states-00001.safetensors")
+    assert torch.equal(tensors["model/weight"], linear().weight)
+    assert len(os.listdir(path)) == 2
 
 
 def test_the_weights_of_an_unsplit_model_are_shown_and_exported(tmp_path: Path) -> None:
@@ -434,18 +423,15 @@ def test_the_weights_of_an_unsplit_model_are_shown_and_exported(tmp_path: Path) 
 # ---- stages made by hand
 
 
-def by_hand() -> Pipeline:
-    """Two stages whose modules call their weights alike."""
-    stages = [PipelineStage(nn.Sequential(linear()), i, 2) for i in range(2)]
-    return Pipeline.from_stages(stages, schedule="GPipe")
-
-
 def test_different_weights_of_one_name_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"several stages have weights named 0\.weight"):
-        Checkpoints(tmp_path).save(1, pipe=by_hand())
-    Checkpoints(tmp_path).save(1, model=nn.Sequential(linear()))
-    with pytest.raises(UsageError, match=r"several stages have weights named 0\.weight"):
-        Checkpoints(tmp_path).load(pipe=by_hand())
+    """Two stages made by hand, whose modules call their weights alike."""
+    stages = [PipelineStage(nn.Sequential(linear()), i, 2) for i in range(2)]
+    pipe = Pipeline.from_stages(stages, schedule="GPipe")
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model=nn.Sequential(linear()))
+    for call in (checkpoints.load, partial(checkpoints.save, 2)):
+        with pytest.raises(UsageError, match=r"several stages have weights named 0\.weight"):
+            call(pipe=pipe)
 
 
 # ---- what goes on without a checkpoint's randomness

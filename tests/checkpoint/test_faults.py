@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -276,7 +275,7 @@ ODD_TABLES: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown field": (changed(more=1), "more"),
     "no number": (changed(layout={"replicas": "1", "processes": 1}), "layout/replicas"),
     "outside": (
-        changed(files={"../x": {"bytes": 1, "header": [1, 1]}}, tensors={}),
+        changed(files={"../x": {"bytes": 1, "crc32": 1}}, tensors={}),
         "outside of its folder",
     ),
 }
@@ -349,11 +348,3 @@ def test_states_are_cast_with_their_weights(tmp_path: Path, caplog: Any) -> None
     assert other.weight.dtype is state["exp_avg"].dtype is torch.float32
     assert state["exp_avg_sq"].dtype is torch.float64
     assert torch.equal(state["exp_avg"].bfloat16(), optimizer.state[model.weight]["exp_avg"])
-
-
-def test_the_table_is_json_and_nothing_is_pickled(tmp_path: Path) -> None:
-    table = saved(tmp_path)
-    json.loads(table.read_text().split("\n", 1)[1])
-    for path in table.parent.iterdir():
-        assert b"\x80\x02" not in path.read_bytes()[:2]
-        assert path.suffix in (".json", ".safetensors")

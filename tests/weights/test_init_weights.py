@@ -106,24 +106,16 @@ def test_of_stages() -> None:
     assert same(state(*parts), whole())
 
 
-def test_it_depends_on_the_seed_and_on_nothing_before() -> None:
+def test_it_depends_on_the_seed_and_leaves_the_callers_generator() -> None:
     torch.manual_seed(1)
     first = whole()
     torch.manual_seed(2)
     assert same(whole(), first)
     assert not same(whole(2), first)
-
-
-def test_the_callers_generator_stays_where_it_is() -> None:
-    net = model()
-    before = torch.get_rng_state()
+    net, before = model(), torch.get_rng_state()
     penstock.init_weights(net, 1)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_modules_alike_get_different_weights() -> None:
-    found = whole()
-    assert not torch.equal(found["1.attend.in_proj_weight"], found["2.attend.in_proj_weight"])
+    assert not torch.equal(first["1.attend.in_proj_weight"], first["2.attend.in_proj_weight"])
 
 
 def test_objects_stay_who_they_are() -> None:
@@ -136,14 +128,6 @@ def test_objects_stay_who_they_are() -> None:
     assert optimizer.param_groups[0]["params"][0] is weight
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_tied_weight_is_that_of_its_first_module(device: str) -> None:
-    net, alone = tied(device), nn.Sequential(nn.Embedding(9, WIDTH))
-    penstock.init_weights(net, 1)
-    penstock.init_weights(alone, 1)
-    assert same(state(net[0]), state(alone[0]))
-
-
 def tied_weights(group: Any) -> dict[str, Any]:
     """A worker's task: the weights of a pipeline whose first and last stage share one."""
     with Pipeline(tied("meta"), schedule="GPipe", device="cpu", group=group) as pipe:
@@ -152,14 +136,15 @@ def tied_weights(group: Any) -> dict[str, Any]:
         return {name: tensor.tolist() for name, tensor in state(*held).items()}
 
 
-def test_tied_weights_of_several_processes(workers: WorkerPool) -> None:
-    net = tied()
+def test_a_tied_weight_is_that_of_its_first_module(workers: WorkerPool) -> None:
+    net, alone = tied("meta"), nn.Sequential(nn.Embedding(9, WIDTH))
     penstock.init_weights(net, 1)
+    penstock.init_weights(alone, 1)
+    assert same(state(net[0]), state(alone[0]))
     wanted = {name: tensor.tolist() for name, tensor in net.state_dict().items()}
     answers = workers.run("tests.weights.test_init_weights:tied_weights", 2)
-    assert [answer["4.weight"] for answer in answers if "4.weight" in answer] == [
-        wanted["4.weight"]
-    ]
+    tied_one = [answer["4.weight"] for answer in answers if "4.weight" in answer]
+    assert tied_one == [wanted["4.weight"]]
     assert {**answers[0], **answers[1]} == wanted
 
 
@@ -232,19 +217,14 @@ def unknown(device: str) -> nn.Sequential:
         return nn.Sequential(nn.Linear(2, 2), Unknown())
 
 
-def test_what_nobody_fills_is_named() -> None:
+def test_what_nobody_fills_is_named_and_the_user_fills_it() -> None:
+    net = unknown("meta")
     with pytest.raises(UsageError, match=r"1.scale \(Unknown\), 1.mask .*, 1.places .* pass init="):
         penstock.init_weights(unknown("meta"), 1)
-
-
-def test_the_user_fills_it() -> None:
-    net = unknown("meta")
     penstock.init_weights(net, 1, fill)
     assert net[1].get_parameter("scale").tolist() == [3.0, 3.0]
     assert net[1].get_buffer("places").tolist() == [0, 1]
-
-
-def test_what_was_built_for_real_keeps_what_nobody_knows() -> None:
+    # What was built for real keeps what nobody knows.
     net = unknown("cpu")
     penstock.init_weights(net, 1)
     assert net[1].get_parameter("scale").tolist() == [1.0, 1.0]

@@ -92,28 +92,19 @@ def close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_only_the_parameters_are_without_memory() -> None:
-    model = empty()
-    assert all(parameter.is_meta for parameter in model.parameters())
-    close(dict(model.named_buffers()), dict(filled().named_buffers()))
-    assert not Words().embed.weight.is_meta
-
-
-def test_a_stage_is_filled_and_the_others_stay_empty(tmp_path: Path) -> None:
+def test_stages_are_filled_and_the_others_stay_empty(tmp_path: Path) -> None:
     model = saved(tmp_path)
     parts = cut(empty())
+    assert all(p.is_meta for module in parts.modules for p in module.parameters())
     load_partition(parts, [1], tmp_path)
-    found = parts.modules[1].state_dict()
-    close(dict(found), {name: model.state_dict()[name] for name in found})
+    state = parts.modules[1].state_dict()
+    close(dict(state), {name: model.state_dict()[name] for name in state})
     assert all(p.is_meta for m in (parts.modules[0], parts.modules[3]) for p in m.parameters())
-
-
-def test_what_is_tied_stays_tied(tmp_path: Path) -> None:
-    saved(tmp_path)
-    parts = cut(empty())
+    # What is tied stays tied.
     load_partition(parts, [0, 3], tmp_path)
     first, last = (dict(parts.modules[stage].named_parameters()) for stage in (0, 3))
     assert first["embed.weight"] is last["head.weight"]
+    close(first["embed.weight"], model.get_parameter("embed.weight"))
 
 
 def test_a_pipeline_fills_its_stages_and_trains(tmp_path: Path) -> None:
@@ -149,15 +140,37 @@ def test_a_single_file_and_other_types_are_read(tmp_path: Path) -> None:
     close(dict(other[0].state_dict()), dict(model[0].bfloat16().state_dict()))
 
 
-def test_what_penstock_saved_is_read(tmp_path: Path) -> None:
-    model = filled()
+def test_what_penstock_saved_is_read_and_replaced(tmp_path: Path) -> None:
+    folder, model = tmp_path / "new" / "folder", filled()
+    with torch.no_grad():  # what lies crosswise in memory is written straight
+        linear = model.get_submodule("blocks.0")
+        linear.weight = nn.Parameter(linear.get_parameter("weight").t())
     modules = cut(model).modules
-    sizes = {i: save_stage(m.state_dict(), tmp_path, i, 4) for i, m in enumerate(modules)}
-    save_index(tmp_path, sizes)
+    for _ in range(2):
+        sizes = {i: save_stage(m.state_dict(), folder, i, 4) for i, m in enumerate(modules)}
+        save_index(folder, sizes)
+        with torch.no_grad():
+            model.get_parameter("norm.bias").fill_(7)
     parts = cut(empty())
-    load_partition(parts, range(4), tmp_path)
-    for module, own in zip(parts.modules, modules, strict=True):
-        close(dict(module.state_dict()), dict(own.state_dict()))
+    load_partition(parts, range(4), folder)
+    assert parts.modules[3].get_parameter("norm.bias").eq(7).all()
+    with torch.no_grad():
+        for module, expected in zip(parts.modules, modules, strict=True):
+            close(dict(module.state_dict()), dict(expected.state_dict()))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(sum(of.values()) for of in sizes.values())}
+    assert index["weight_map"]["norm.bias"] == "model-00004-of-00004.safetensors"
+    assert len(os.listdir(folder)) == 5
+
+
+def test_a_name_is_looked_up_without_reading_its_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path)
+    files = read_weights(tmp_path)
+    monkeypatch.setattr(type(files), "__getitem__", lambda *_: pytest.fail("a tensor is read"))
+    assert "norm.bias" in files
+    assert "none" not in files
 
 
 # ---- what is refused
@@ -175,9 +188,9 @@ def test_all_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: Path) ->
     with pytest.raises(StateDictError) as caught:
         load_partition(parts, [0], tmp_path)
     text = str(caught.value)
-    assert 'not in the files: "norm.bias"' in text
-    assert "norm.weight: [5] in model.safetensors, [12] in the model" in text
-    assert 'in the files but in no stage: "extra"' in text
+    assert 'Missing key(s) in state_dict: "norm.bias"' in text
+    assert "size mismatch for norm.weight: [5] was given, but the model has [12]" in text
+    assert 'Unexpected key(s) in state_dict: "extra"' in text
     assert all(p.is_meta for m in parts.modules for p in m.parameters())
 
 

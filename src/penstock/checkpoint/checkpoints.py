@@ -6,8 +6,6 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +14,7 @@ from typing import Any
 from penstock.checkpoint.contents import Targets
 from penstock.checkpoint.folder import Writer, find
 from penstock.checkpoint.loading import Loading
-from penstock.checkpoint.saving import Background, Job, Preparing, Snapshots
+from penstock.checkpoint.saving import Job, Preparing, Snapshots, Writing
 from penstock.checkpoint.table import CheckpointTable
 from penstock.checkpoint.team import ProcessTeam
 from penstock.errors import InputFileError, UsageError
@@ -99,7 +97,7 @@ class Checkpoints:
         self._writer = Writer(self.folder, keep)
         self._preparing = Preparing()
         self._snapshots = Snapshots()
-        self._pending: Background | None = None
+        self._pending: Writing | None = None
         self._last: Saved | None = None
         self._extra: Any = None
 
@@ -138,15 +136,16 @@ class Checkpoints:
         with team.patient(_PATIENCE):
             job = self._preparing.job(team, targets, step, extra, self._writer)
         size = sum(tensor.nbytes for tensor in job.tensors.values())
-        with team.patient(_PATIENCE + size / _PER_SECOND), _removed_on_error(job, team):
-            if self._asynchronous:
-                job.tensors = self._snapshots.take(job.tensors)
-                self._pending = Background(job, team, self._writer)
-            else:
-                written = team.together("save", lambda: job.write(team.rank))
-                team.together(
-                    "save", lambda: str(job.publish(written, self._writer)) if team.leads else ""
-                )
+        with team.patient(_PATIENCE + size / _PER_SECOND):
+            try:
+                if self._asynchronous:
+                    job.tensors = self._snapshots.take(job.tensors)
+                self._pending = Writing(job, team, self._writer)
+            except BaseException:
+                shutil.rmtree(job.folder, ignore_errors=True)
+                raise
+            if not self._asynchronous:
+                self.wait()
         self._last = _result(job, time.perf_counter() - started)
         return self._last
 
@@ -237,11 +236,14 @@ class Checkpoints:
         def match() -> list[Any]:
             nonlocal loading
             try:
-                loading = Loading(CheckpointTable(path), targets, team, strict=strict)
+                table = CheckpointTable(path)
+                table.verify(team.rank, team.size)
+                loading = Loading(table, targets, team, strict=strict)
+                loading.match()
             except InputFileError as error:
                 text = str(error)
                 return [text if str(path) in text else f"{path}: {text}", None]
-            return [loading.damage(), loading.report()]
+            return ["", loading.report()]
 
         replies = team.together("load", match)
         damage = list(dict.fromkeys(text for text, _ in replies if text))
@@ -284,14 +286,3 @@ class Checkpoints:
 
 def _result(job: Job, stall: float) -> Saved:
     return Saved(job.step, stall, job.path, job.size, job.seconds)
-
-
-@contextmanager
-def _removed_on_error(job: Job, team: ProcessTeam) -> Iterator[None]:
-    """Remove what was being written if that fails."""
-    try:
-        yield
-    except BaseException:
-        if team.leads:
-            shutil.rmtree(job.folder, ignore_errors=True)
-        raise

@@ -2,14 +2,15 @@
 
 Each thing has a label, the argument's name, and is one of three kinds. *Weights* are those of a Pipeline or a
 module; *optimizers* keep states under the names of their parameters; of both each process has its part.
-Everything else is a *state*, which each process has completely: mostly all have the same.
+Everything else is a *state*, the same on all processes that have one of its label. Weights and what is kept
+for a parameter have the key ``label/name``, a state its label.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,21 +18,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from penstock.checkpoint.planning import describe_part
 from penstock.errors import UsageError
 from penstock.parallel import local_part, path_without_wrappers, region_of, whole
 from penstock.partition import find_shared
 from penstock.pipeline import Pipeline
-from penstock.weights.files import NAMES, raw_bytes
+from penstock.weights.files import raw_bytes
 from penstock.weights.optimizers import check_kept_per_parameter, read_states
 from penstock.weights.states import Names, StageWeights, WholeModel
-from penstock.weights.trees import MARK, encode, encode_inline
+from penstock.weights.trees import encode
 
 MODEL = "model"
 RANDOMNESS = "randomness"
-_PER_GROUP = frozenset(
-    {"base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "base_momentums", "max_momentums"}
-)
-"""The attributes that schedulers of learning rates keep for each group of their optimizer."""
+WEIGHTS, STATE = "weights", "state"
+"""The kinds of what has a label; of an optimizer, it is its class."""
 
 
 @dataclass
@@ -73,6 +73,8 @@ class Targets:
         return targets
 
     def _add(self, label: str, value: Any) -> None:
+        if "/" in label:
+            raise UsageError(f"{label!r} cannot be the name of what is saved: leave out the '/'")
         if isinstance(value, Pipeline):
             if self.pipe is not None:
                 raise UsageError(
@@ -102,15 +104,15 @@ class Targets:
         for name, parameter in weights.named_parameters():
             self.names[id(parameter)] = f"{prefix}{path_without_wrappers(name)}"
 
+    def held(self, label: str) -> Iterator[tuple[str, list[str], Any]]:
+        """The weights of a label: each one's name as held, its names in the model, and the weight."""
+        for first, (names, value) in self.weights[label].held().items():
+            yield first, [path_without_wrappers(name) for name in (first, *names)], value
+
     @property
     def rank(self) -> int:
         """The rank of the pipeline that this process is; the first if it is all of them."""
         return self.pipe.ranks[0] if self.pipe is not None else 0
-
-    @property
-    def labels(self) -> list[str]:
-        """All labels."""
-        return [*self.weights, *self.optimizers, *self.states]
 
     def optimizer_of(self, label: str) -> str | None:
         """The label of the optimizer that a scheduler drives, empty if that is not here; None for others."""
@@ -120,32 +122,24 @@ class Targets:
         return next((name for name, one in self.optimizers.items() if one is value.optimizer), "")
 
 
-Description = list[Any]
-"""Of the part of a tensor in a process, as JSON data: type and shape of the tensor, offsets, sizes."""
-
-
-def describe_part(tensor: Tensor) -> Description:
-    """Describe the part of a tensor that this process holds."""
-    region = region_of(tensor)
-    offsets, sizes = region if region is not None else ((0,) * tensor.dim(), tensor.shape)
-    return [NAMES.get(tensor.dtype), list(tensor.shape), list(offsets), list(sizes)]
-
-
 @dataclass
 class Flat:
     """The flat state of a process.
 
     Args:
-        tensors: of weights and optimizers, or their parts, by key.
-        structure: what these belong to, as JSON data, which is mostly the same from save to save.
-        settings: of the groups of each optimizer, with what schedulers keep for each group.
-        states: of each other object the JSON data, and its tensors.
+        tensors: by key; DTensors as they are.
+        parts: what is said about weights and optimizers, as JSON data, mostly the same from save to save:
+            ``kinds`` of labels, ``values`` by key that are no tensors, ``tied`` keys, names of the parameters
+            in each ``group`` of an optimizer, names of ``alone`` weights that no other stage has, and the
+            descriptions of all ``tensors``.
+        settings: of each optimizer's groups.
+        states: of each other object the JSON data, and of its tensors descriptions and digests.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    structure: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    states: dict[str, tuple[Any, dict[str, Tensor]]] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(targets: Targets) -> Flat:
@@ -155,9 +149,10 @@ class Flat:
             CheckpointError: something cannot be stored.
             UsageError: an optimizer's states cannot be stored.
         """
-        flat = Flat(structure={"weights": {}, "optimizers": {}, "rank": targets.rank})
-        for label, weights in targets.weights.items():
-            flat._add_weights(label, weights)
+        flat = Flat(parts={"rank": targets.rank, "kinds": {}, "values": {}, "tied": {}})
+        flat.parts |= {"groups": {}, "alone": []}
+        for label in targets.weights:
+            flat._add_weights(label, targets)
         for label, optimizer in targets.optimizers.items():
             flat._add_optimizer(label, optimizer, targets.names)
         # A pending sum is no part that could be written.
@@ -165,103 +160,45 @@ class Flat:
             key: tensor if region_of(tensor) is not None else whole(tensor)
             for key, tensor in flat.tensors.items()
         }
+        flat.parts["tensors"] = {key: describe_part(of) for key, of in flat.tensors.items()}
         for label, value in targets.states.items():
             tensors: dict[str, Tensor] = {}
             tree = encode(value.state_dict(), label, tensors)
-            if optimizer_label := targets.optimizer_of(label):
-                tree = _split_groups(tree, label, flat.settings[optimizer_label])
-            flat.states[label] = tree, tensors
-        flat.structure["tensors"] = {key: describe_part(of) for key, of in flat.tensors.items()}
+            flat.states[label] = [
+                tree,
+                {key: [describe_part(one), _digest(one)] for key, one in tensors.items()},
+            ]
+            flat.tensors |= tensors
         return flat
 
-    def _add_weights(self, label: str, weights: StageWeights) -> None:
+    def _add_weights(self, label: str, targets: Targets) -> None:
+        weights = targets.weights[label]
         weights.check_filled()
-        tied, others, alone = {}, {}, []
-        for first, (names, value) in weights.held().items():
-            name = path_without_wrappers(first)
+        self.parts["kinds"][label] = WEIGHTS
+        for first, (name, *names), value in targets.held(label):
+            key = f"{label}/{name}"
             if isinstance(value, Tensor):
-                self.tensors[f"{label}/{name}"] = value
-                tied.update(
-                    {
-                        path_without_wrappers(one): name
-                        for one in names
-                        if path_without_wrappers(one) != name
-                    }
-                )
+                self.tensors[key] = value
+                self.parts["tied"] |= {f"{label}/{one}": key for one in names if one != name}
             else:
-                others[name] = encode(value, f"{label}/{name}", self.tensors)
-            if not weights.is_shared(first):
-                alone.append(name)
-        about = {"tied": tied, "others": others, "alone": alone}
-        self.structure["weights"][label] = about
+                self.parts["values"][key] = encode(value, key, self.tensors)
+            if label == MODEL and not weights.is_shared(first):
+                self.parts["alone"].append(name)
 
     def _add_optimizer(self, label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         held = read_states(optimizer, names, f"{label}=")
-        self.settings[label] = [
-            {key: encode_inline(one, f"{label}/group {i}/{key}") for key, one in settings.items()}
-            for i, settings in enumerate(held.settings)
-        ]
-        self.structure["optimizers"][label] = {
-            "kind": held.kind,
-            "groups": held.groups,
-            "states": {
-                name: encode(state, f"{label}/{name}", self.tensors)
-                for name, state in held.states.items()
-            },
-            "rest": encode(held.rest, f"{label}/-", self.tensors),
-        }
+        self.parts["kinds"][label] = held.kind
+        self.parts["groups"][label] = held.groups
+        self.settings[label] = encode(held.settings, label, None)
+        for name, state in held.states.items():
+            key = f"{label}/{name}"
+            self.parts["values"][key] = encode(state, key, self.tensors)
 
     @property
     def digest(self) -> str:
-        """A digest of the structure."""
-        return hashlib.sha256(json.dumps(self.structure).encode()).hexdigest()
-
-    def describe_states(self) -> dict[str, Any]:
-        """For each state its JSON data, and of its tensors the descriptions and digests of their contents."""
-        return {
-            label: [tree, {key: [*describe_part(one), _digest(one)] for key, one in of.items()}]
-            for label, (tree, of) in self.states.items()
-        }
+        """A digest of the parts."""
+        return hashlib.sha256(json.dumps(self.parts).encode()).hexdigest()
 
 
 def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(raw_bytes(local_part(tensor).cpu().contiguous())).hexdigest()
-
-
-# ---- what schedulers keep for each group of their optimizer is stored with the groups
-
-
-def _split_groups(tree: Any, path: str, settings: Sequence[dict[str, Any]]) -> Any:
-    """Move what a scheduler keeps for each group to the settings of the groups."""
-    if isinstance(tree, list):
-        return [_split_groups(one, f"{path}/{i}", settings) for i, one in enumerate(tree)]
-    if not isinstance(tree, dict):
-        return tree
-    left = {}
-    for key, value in tree.items():
-        if key in _PER_GROUP and isinstance(value, list) and len(value) == len(settings):
-            for group, one in zip(settings, value, strict=True):
-                group[f"{path}/{key}"] = one
-            left[key] = {MARK: "groups", "of": f"{path}/{key}"}
-        else:
-            left[key] = _split_groups(value, f"{path}/{key}", settings)
-    return left
-
-
-def join_groups(tree: Any, values: Callable[[str, Any], list[Any]], now: Any) -> Any:
-    """A scheduler's state with what it keeps for each group.
-
-    Args:
-        tree: the state as JSON data, from which that was split off.
-        values: returns for a path the values of the groups, given the scheduler's current ones.
-        now: the scheduler's current state.
-    """
-    if isinstance(tree, dict) and tree.get(MARK) == "groups":
-        return values(str(tree.get("of")), now)
-    if isinstance(tree, dict):
-        known = now if isinstance(now, dict) else {}
-        return {key: join_groups(one, values, known.get(key)) for key, one in tree.items()}
-    if isinstance(tree, list):
-        inner = now if isinstance(now, list) and len(now) == len(tree) else [None] * len(tree)
-        return [join_groups(one, values, current) for one, current in zip(tree, inner, strict=True)]
-    return tree

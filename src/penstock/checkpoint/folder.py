@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from penstock.checkpoint.table import TABLE, read_head, write_table
 from penstock.errors import CheckpointError, InputFileError, UsageError
@@ -128,13 +128,13 @@ class Writer:
         serial = max((one.serial for one in before), default=-1) + 1
         try:
             write_table(written / TABLE, contents, serial, step)
-            sync(written)
+            _sync(written)
             place, count = self._folder / f"step-{step:08d}", 1
             while place.exists():
                 count += 1
                 place = self._folder / f"step-{step:08d}-{count}"
             written.rename(place)
-            sync(self._folder)
+            _sync(self._folder)
         except OSError as error:
             raise CheckpointError(
                 f"{self._folder}: the checkpoint of step {step} cannot be written: {error.strerror or error}"
@@ -144,13 +144,13 @@ class Writer:
         kept = others if self._keep is None else others[: self._keep - 1]
         for one in before:
             if one not in kept:
-                remove(one.path)
+                _remove(one.path)
         return place
 
     def close(self) -> None:
         """Let another run write here."""
         lock, self._lock = self._lock, None
-        if lock is not None:
+        if lock is not None and lock.holders:
             lock.release()
 
 
@@ -158,7 +158,7 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{folder} cannot be written to: {error.strerror or error}")
 
 
-def remove(path: Path) -> None:
+def _remove(path: Path) -> None:
     """Remove a checkpoint; it is renamed first, so that no part of one ever has that name."""
     hidden = path.with_name(f".removing-{path.name}-{os.urandom(4).hex()}")
     with suppress(OSError):
@@ -166,7 +166,7 @@ def remove(path: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def sync(folder: Path) -> None:
+def _sync(folder: Path) -> None:
     """Flush the names in a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -182,12 +182,11 @@ class Lock:
     closes the file. Objects of one process share it, and forked children let go of it.
     """
 
-    _held: dict[tuple[int, int], Lock] = {}  # noqa: RUF012 - all of this process, by device and inode
+    _held: ClassVar[dict[Path, Lock]] = {}
 
     def __init__(self, path: Path, handle: int) -> None:
         self._path = path
         self._handle = handle
-        self._process = os.getpid()
         self.holders = 1
 
     @classmethod
@@ -199,48 +198,43 @@ class Lock:
             OSError: the file cannot be made.
         """
         path = path.parent.resolve() / path.name
-        known = next((one for one in cls._held.values() if one._path == path), None)
-        if known is not None and known.is_in_place():
-            known.holders += 1
-            return known
+        if path in cls._held and cls._held[path].is_in_place():
+            cls._held[path].holders += 1
+            return cls._held[path]
         until = time.monotonic() + PATIENCE
         while True:
-            handle = _open_lock(path)
-            if _try_lock(handle):
-                lock = cls(path, handle)
-                # Another one may have put a new file there before this one was locked.
-                if lock.is_in_place():
-                    break
-            elif time.monotonic() > until:
-                holder = os.read(handle, 200).decode(errors="replace").strip()
-                os.close(handle)
+            lock = cls(path, _open_lock(path))
+            # Another one may have put a new file there before this one was locked.
+            if (taken := _try_lock(lock._handle)) and lock.is_in_place():
+                break
+            holder = os.read(lock._handle, 200).decode(errors="replace").strip()
+            os.close(lock._handle)
+            if not taken and time.monotonic() > until:
                 raise UsageError(
                     f"{path.parent}: another run writes its checkpoints here ({holder}); give each run "
                     "a folder of its own, or end the other one. If it is a process of this run, give "
                     "penstock.Checkpoints(group=...) the group of all its processes"
                 )
-            os.close(handle)
             time.sleep(0.1)
+        os.truncate(lock._handle, 0)
         text = f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}\n"
-        os.truncate(handle, 0)
-        os.write(handle, text.encode())
-        cls._held[_identity(os.fstat(handle))] = lock
+        os.write(lock._handle, text.encode())
+        cls._held[path] = lock
         return lock
 
     def is_in_place(self) -> bool:
         """Whether this process has it, and its file is the one that others would lock."""
-        if self._process != os.getpid():
-            return False
         try:
-            return _identity(os.fstat(self._handle)) == _identity(os.lstat(self._path))
+            return os.path.samestat(os.fstat(self._handle), os.lstat(self._path))
         except OSError:
             return False
 
     def release(self) -> None:
         """Give up the lock, if nobody else in this process needs it."""
         self.holders -= 1
-        if not self.holders and self._process == os.getpid():
-            self._held.pop(_identity(os.fstat(self._handle)), None)
+        if not self.holders:
+            if self._held.get(self._path) is self:
+                del self._held[self._path]
             os.close(self._handle)
 
     @classmethod
@@ -248,14 +242,11 @@ class Lock:
         """In a forked child, let go of the parent's locks: otherwise they would last as long as the child."""
         for lock in cls._held.values():
             os.close(lock._handle)
+            lock._handle, lock.holders = -1, 0
         cls._held.clear()
 
 
 os.register_at_fork(after_in_child=Lock.forget)
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
 
 
 def _open_lock(path: Path) -> int:
@@ -278,6 +269,5 @@ def _try_lock(handle: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     except OSError:
-        # A file system without locks.
-        return True
+        pass  # a file system without locks
     return True

@@ -7,9 +7,9 @@ is one, its storages keep no checksums, and their files are visible before all o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Size
+from torch import Size, Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -17,39 +17,46 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from penstock.checkpoint.contents import Description
 from penstock.errors import CheckpointError
-from penstock.weights.files import DTYPES
+from penstock.parallel import region_of
+from penstock.weights.files import DTYPES, NAMES, Box
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A part of a tensor: its offsets and its sizes."""
+Description = list[Any]
+"""Of the part of a tensor in a process, as JSON data: type and shape of the tensor, offsets, sizes."""
 
 
-class Share(NamedTuple):
-    """A part of a tensor that one process writes.
+def describe_part(tensor: Tensor) -> Description:
+    """Describe the part of a tensor that this process holds."""
+    offsets, sizes = region_of(tensor) or ((0,) * tensor.dim(), tensor.shape)
+    return [NAMES.get(tensor.dtype), list(tensor.shape), list(offsets), list(sizes)]
+
+
+def file_of(process: int) -> str:
+    """The name of a process's file."""
+    return f"states-{process + 1:05d}.safetensors"
+
+
+def part_name(key: str, shape: Sequence[int], box: Box) -> str:
+    """The name of a part of a tensor in a file."""
+    return key if list(box[1]) == list(shape) else f"{key}@{','.join(map(str, box[0]))}"
+
+
+class Writes(NamedTuple):
+    """Which process writes which parts of tensors.
 
     Attributes:
-        key: of the tensor.
-        box: the part.
-        name: of the part in the process's file.
+        shares: for each process the keys of tensors, each with the name that its part has in the file.
+        tensors: what a checkpoint's table says about each tensor.
     """
 
-    key: str
-    box: Box
-    name: str
+    shares: list[list[tuple[str, str]]]
+    tensors: dict[str, Any]
 
 
-def plan_writes(
-    descriptions: Sequence[Mapping[str, Description]], names: Sequence[str]
-) -> list[list[Share]]:
+def plan_writes(descriptions: Sequence[Mapping[str, Description]], names: Sequence[str]) -> Writes:
     """Which process writes which parts: each part once, and all about equally much.
 
     Every process computes this, with the same result.
@@ -61,18 +68,18 @@ def plan_writes(
     Raises:
         CheckpointError: the parts of the processes do not make up a tensor.
     """
-    known: dict[str, Description] = {}
+    tensors: dict[str, Any] = {}
     plans = []
-    for tensors, process in zip(descriptions, names, strict=True):
+    for parts, process in zip(descriptions, names, strict=True):
         items = []
-        for key, (dtype, shape, offsets, sizes) in tensors.items():
+        for key, (dtype, shape, offsets, sizes) in parts.items():
             if dtype is None:
                 raise CheckpointError(f"{key} has a type that safetensors files cannot hold")
-            about = known.setdefault(key, [dtype, shape])
-            if about != [dtype, shape]:
+            about = tensors.setdefault(key, {"dtype": dtype, "shape": shape, "pieces": []})
+            if [about["dtype"], about["shape"]] != [dtype, shape]:
                 raise CheckpointError(
-                    f"{key} is {dtype} {shape} on {process} and {about[0]} {about[1]} on another; one name "
-                    "must mean one tensor"
+                    f"{key} is {dtype} {shape} on {process} and {about['dtype']} {about['shape']} on "
+                    "another; one name must mean one tensor"
                 )
             if 0 not in sizes or 0 in shape:
                 items.append(_write_item(key, dtype, shape, offsets, sizes))
@@ -86,7 +93,17 @@ def plan_writes(
             f"the processes that save do not hold all parts of the tensors ({error}); give "
             "penstock.Checkpoints(group=...) the process group of all processes that hold a part"
         ) from error
-    return [[_share(item) for item in plan.items] for plan in plans[:-1]]
+    shares: list[list[tuple[str, str]]] = []
+    for number, plan in enumerate(plans[:-1]):
+        shares.append([])
+        for item in plan.items:
+            assert item.tensor_data is not None  # only tensors are planned
+            key, chunk = item.index.fqn, item.tensor_data.chunk
+            box = tuple(chunk.offsets), tuple(chunk.sizes)
+            shares[-1].append((key, part_name(key, item.tensor_data.size, box)))
+            piece = {"file": file_of(number), "offsets": box[0], "sizes": box[1]}
+            tensors[key]["pieces"].append(piece)
+    return Writes(shares, tensors)
 
 
 def _write_item(
@@ -95,13 +112,6 @@ def _write_item(
     chunk = ChunkStorageMetadata(Size(offsets), Size(sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype=DTYPES[dtype]), Size(shape))
     return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-def _share(item: WriteItem) -> Share:
-    data, key = item.tensor_data, item.index.fqn
-    assert data is not None  # only tensors are planned
-    box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-    return Share(key, box, key if box[1] == data.size else f"{key}@{','.join(map(str, box[0]))}")
 
 
 class Read(NamedTuple):

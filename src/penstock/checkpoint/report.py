@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.contents import MODEL
+from penstock.checkpoint.contents import MODEL, STATE, WEIGHTS
 from penstock.checkpoint.folder import find
 from penstock.checkpoint.table import TABLE, CheckpointTable
 from penstock.errors import InputFileError, UsageError, printable
@@ -52,7 +52,7 @@ def describe(folder: str | os.PathLike[str], *, check: bool = False) -> str:
         try:
             table = CheckpointTable(path)
             if check:
-                table.verify_all()
+                table.verify()
         except InputFileError as error:
             lines.append(f"{path.name}  DAMAGED: {error}")
             continue
@@ -72,20 +72,23 @@ def _contents(table: CheckpointTable) -> Iterator[str]:
         f"  written by {layout.processes} processes in {layout.replicas} replicas, "
         f"{'unsplit' if layout.schedule is None else cut}, torch {contents.torch}"
     )
-    for label, weights in contents.weights.items():
-        keys = [key for key in contents.tensors if key.startswith(f"{label}/")]
-        count = sum(math.prod(table.shape(key)) for key in keys)
-        types = sorted({str(table.dtype(key)).removeprefix("torch.") for key in keys})
-        tied = f", {len(weights.tied)} further names of tied ones" if weights.tied else ""
-        yield f"  {label}: {count:,} numbers in {len(keys)} tensors of {', '.join(types)}{tied}"
-    for label, optimizer in contents.optimizers.items():
-        yield f"  {label}: {optimizer.kind}, states of {len(optimizer.states)} parameters"
-        for number, group in enumerate(optimizer.groups):
-            settings = (f"{k}={_setting(v)}" for k, v in group.settings.items() if "/" not in k)
-            yield f"    group {number}: {len(group.parameters)} parameters, {', '.join(settings)}"
-    for label, state in contents.states.items():
-        kinds = len(state.variants)
-        yield f"  {label}: {'the same on all processes' if kinds == 1 else f'{kinds} different ones'}"
+    for label, kind in contents.kinds.items():
+        keys = table.tensors_of(label)
+        if kind == WEIGHTS:
+            count = sum(math.prod(table.shape(key)) for key in keys)
+            types = sorted({str(table.dtype(key)).removeprefix("torch.") for key in keys})
+            names = sum(key.startswith(f"{label}/") for key in contents.tied)
+            tied = f", {names} further names of tied ones" if names else ""
+            yield f"  {label}: {count:,} numbers in {len(keys)} tensors of {', '.join(types)}{tied}"
+        elif kind == STATE:
+            yield f"  {label}: a state with {len(keys)} tensors"
+        else:
+            groups = contents.groups.get(label, [])
+            count = sum(len(group.parameters) for group in groups)
+            yield f"  {label}: {kind}, states of {count} parameters"
+            for number, group in enumerate(groups):
+                settings = (f"{key}={_setting(value)}" for key, value in group.settings.items())
+                yield f"    group {number}: {len(group.parameters)} parameters, {', '.join(settings)}"
     if contents.extra is not None:
         yield f"  extra: {json.dumps(contents.extra)}"
 
@@ -111,19 +114,23 @@ def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[
         InputFileError: the checkpoint is damaged.
     """
     table, path = CheckpointTable(_checkpoints(folder)[0]), Path(out)
-    if MODEL not in table.contents.weights:
+    if table.contents.kinds.get(MODEL) != WEIGHTS:
         raise UsageError(f"{table.path} holds no weights of a pipeline or of model=")
     if path.exists() and any(path.glob("*.safetensors*")):
         raise UsageError(f"{str(path)!r} holds weights already; choose another folder")
-    keys = [key for key in table.contents.tensors if key.startswith(f"{MODEL}/")]
-    table.verify([(key, None) for key in keys])
-    files = list(_split(table, keys))
+    table.verify()
+    files = list(_split(table, table.tensors_of(MODEL)))
     sizes = {}
     for number, of_file in enumerate(files):
-        state = {key.partition("/")[2]: table.read(key) for key in of_file}
+        state = {_name(key): table.read(key) for key in of_file}
         sizes[number] = save_stage(state, path, number, len(files))
-    save_index(path, sizes, table.contents.weights[MODEL].tied)
+    tied = table.contents.tied.items()
+    save_index(path, sizes, {_name(k): _name(v) for k, v in tied if k.startswith(f"{MODEL}/")})
     return sorted(path.glob("*.safetensors"))
+
+
+def _name(key: str) -> str:
+    return key.partition("/")[2]
 
 
 def _split(table: CheckpointTable, keys: list[str]) -> Iterator[list[str]]:

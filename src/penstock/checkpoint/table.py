@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,21 +16,21 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from penstock.checkpoint.planning import Box, plan_reads
-from penstock.errors import InputFileError, printable
+from penstock.checkpoint.planning import Read, part_name, plan_reads
+from penstock.errors import InputFileError, printable, quoted
 from penstock.weights.files import (
     DTYPES,
     LONGEST_JSON,
+    Box,
     Entry,
-    checksum,
-    open_regular,
+    entries,
     parse_json,
-    quoted,
     read_bytes,
+    size_and_checksum,
 )
 
 TABLE = "checkpoint.json"
-FORMAT = 2
+FORMAT = 3
 _HEAD = re.compile(
     rb'\{"crc32": (\d{1,10}), "format": (\d{1,9}), "serial": (\d{1,18}), "step": (\d{1,18})\}\n'
 )
@@ -45,24 +45,21 @@ class _Part(BaseModel):
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Shape = Annotated[list[_Count], Field(max_length=64)]
-_Json = Any
 
 
 class _File(_Part):
-    """A file of tensors: its size, and the length and checksum of its header."""
+    """A file of tensors: its size, and its checksum."""
 
     bytes: _Count
-    header: Annotated[list[_Count], Field(min_length=2, max_length=2)]
+    crc32: _Count
 
 
 class _Piece(_Part):
-    """A part of a tensor: where it lies in the tensor, and where in which file."""
+    """A part of a tensor: in which file it is, and where it lies in the tensor."""
 
     file: str
     offsets: _Shape
     sizes: _Shape
-    begin: _Count
-    crc32: _Count
 
     @property
     def box(self) -> Box:
@@ -98,42 +95,13 @@ def _overlaps(one: Box, other: Box) -> bool:
     return all(a < b + t and b < a + s for a, s, b, t in zip(*one, *other, strict=True))
 
 
-class _Weights(_Part):
-    """Further names of tied weights, each with the first; and what a state dict has besides tensors."""
-
-    tied: dict[str, str]
-    others: dict[str, _Json]
-
-
 class _Group(_Part):
-    settings: dict[str, _Json]
+    settings: dict[str, Any]
     parameters: list[str]
 
 
-class _Optimizer(_Part):
-    """The class of an optimizer, its groups, and what it keeps for parameters and besides."""
-
-    kind: str
-    groups: list[_Group]
-    states: dict[str, dict[str, _Json]]
-    rest: dict[str, _Json]
-
-
-class _State(_Part):
-    """The states of an object, and which of them each process had (-1: none)."""
-
-    of: list[Annotated[int, Field(ge=-1)]]
-    variants: Annotated[list[_Json], Field(min_length=1)]
-
-    @model_validator(mode="after")
-    def _check(self) -> _State:
-        if any(number >= len(self.variants) for number in self.of):
-            raise ValueError("a process has a state that is not there")
-        return self
-
-
 class _Layout(_Part):
-    """By whom it was written. Schedule, ranks and stages are information: nothing depends on them."""
+    """By whom it was written: information, on which nothing depends."""
 
     replicas: _Count
     processes: _Count
@@ -143,29 +111,40 @@ class _Layout(_Part):
 
 
 class TableContents(_Part):
-    """Everything that a table says."""
+    """Everything that a table says.
+
+    Attributes:
+        torch: the version of torch that wrote it.
+        written: when.
+        layout: by whom.
+        kinds: by label whether it names ``"weights"`` or a ``"state"``; of an optimizer, its class.
+        files: by name.
+        tensors: by key.
+        values: the JSON data of states, of what is kept for parameters, and of weights that are no tensors.
+        tied: further keys of tied weights, each with the first.
+        groups: of each optimizer.
+        extra: the user's.
+    """
 
     torch: str
     written: str
     layout: _Layout
+    kinds: dict[str, str]
     files: dict[str, _File]
     tensors: dict[str, _Stored]
-    weights: dict[str, _Weights]
-    optimizers: dict[str, _Optimizer]
-    states: dict[str, _State]
-    extra: _Json
+    values: dict[str, Any]
+    tied: dict[str, str]
+    groups: dict[str, list[_Group]]
+    extra: Any
 
     @model_validator(mode="after")
     def _check(self) -> TableContents:
         for name in self.files:
             if Path(name).name != name:
                 raise ValueError(f"it names {name!r}, which is outside of its folder")
-        for stored in self.tensors.values():
-            for piece in stored.pieces:
-                size = math.prod(piece.sizes) * DTYPES[stored.dtype].itemsize
-                file = self.files.get(piece.file)
-                if file is None or piece.begin + size > file.bytes:
-                    raise ValueError(f"a piece lies outside of the file {piece.file!r}")
+        pieces = (piece for stored in self.tensors.values() for piece in stored.pieces)
+        if lost := {piece.file for piece in pieces} - self.files.keys():
+            raise ValueError(f"it does not list the file {min(lost)!r}")
         return self
 
 
@@ -226,17 +205,36 @@ class CheckpointTable:
             place = "/".join(map(str, first["loc"]))
             problem = printable(f"{place}: {first['msg']}", "")[:300]
             raise InputFileError(f"{file} is not the table of a checkpoint ({problem})") from error
-        self._verified: set[tuple[str, int]] = set()
+        self._entries: dict[str, dict[str, Entry]] = {}
 
-    @property
-    def labels(self) -> list[str]:
-        """The labels of everything that was saved."""
-        return [*self.contents.weights, *self.contents.optimizers, *self.contents.states]
+    def tensors_of(self, label: str) -> list[str]:
+        """The keys of the tensors that a label has."""
+        return [key for key in self.contents.tensors if key.startswith(f"{label}/")]
+
+    def verify(self, process: int = 0, processes: int = 1) -> None:
+        """Check that the files are what was written; of several processes, each reads some of them.
+
+        Raises:
+            InputFileError: one is not; the message names it.
+        """
+        for number, (name, about) in enumerate(self.contents.files.items()):
+            if number % processes != process:
+                continue
+            path = self.path / name
+            size, summed = size_and_checksum(path)
+            if size != about.bytes:
+                raise InputFileError(
+                    f"{path} is damaged: it has {size:,} bytes, {about.bytes:,} were written"
+                )
+            if summed != about.crc32:
+                raise InputFileError(
+                    f"{path} is damaged: its bytes are not those that were written"
+                )
 
     def _stored(self, key: str) -> _Stored:
         if key not in self.contents.tensors:
             raise InputFileError(
-                f"{self.path / TABLE} names the tensor {quoted([key])}, which it does not have"
+                f"{self.path / TABLE} names the tensor {quoted([str(key)])}, which it does not have"
             )
         return self.contents.tensors[key]
 
@@ -248,82 +246,33 @@ class CheckpointTable:
         """The type of a tensor."""
         return DTYPES[self._stored(key).dtype]
 
-    def read(self, key: str, box: Box | None = None) -> Tensor:
-        """A part of a tensor, or all of it, in new memory."""
-        stored, shape = self._stored(key), self.shape(key)
-        wanted = box or ((0,) * len(shape), shape)
-        part = torch.empty(wanted[1], dtype=self.dtype(key))
-        for read in plan_reads(shape, [piece.box for piece in stored.pieces], wanted):
-            target = part
-            for dim, (begin, size) in enumerate(zip(read.offsets, read.source[1], strict=True)):
-                target = target.narrow(dim, begin, size)
-            target.copy_(self._entry(stored, read.piece).read(*read.source))
-        return part
-
-    def _entry(self, stored: _Stored, number: int) -> Entry:
-        piece = stored.pieces[number]
-        return Entry(self.path / piece.file, DTYPES[stored.dtype], tuple(piece.sizes), piece.begin)
-
-    def verify(self, needs: Iterable[tuple[str, Box | None]]) -> None:
-        """Read the pieces of these parts of tensors, to check that they are what was written.
+    def reads(self, key: str, box: Box | None = None) -> list[tuple[Read, Entry]]:
+        """What is to be read for a part of a tensor, or for all of it.
 
         Raises:
-            InputFileError: one is not; the message names the file.
+            InputFileError: a file does not hold what the table says.
         """
-        for key, box in needs:
-            stored, shape = self._stored(key), self.shape(key)
-            boxes = [piece.box for piece in stored.pieces]
-            for read in plan_reads(shape, boxes, box or ((0,) * len(shape), shape)):
-                piece, entry = stored.pieces[read.piece], self._entry(stored, read.piece)
-                place = piece.file, piece.begin
-                if place in self._verified:
-                    continue
-                self._verify_header(piece.file)
-                if entry.checksum() != piece.crc32:
-                    raise InputFileError(
-                        f"{entry.path} is damaged: {entry.nbytes:,} bytes from {piece.begin:,} on are not "
-                        "those that were written"
-                    )
-                self._verified.add(place)
+        stored, shape = self._stored(key), self.shape(key)
+        boxes = [piece.box for piece in stored.pieces]
+        places = []
+        for read in plan_reads(shape, boxes, box or ((0,) * len(shape), shape)):
+            piece = stored.pieces[read.piece]
+            path = self.path / piece.file
+            if piece.file not in self._entries:
+                self._entries[piece.file] = entries(path)
+            entry = self._entries[piece.file].get(part_name(key, shape, piece.box))
+            if entry is None or (entry.dtype, entry.shape) != (self.dtype(key), piece.box[1]):
+                raise InputFileError(f"{path} does not hold {quoted([key])}, as the table says")
+            places.append((read, entry))
+        return places
 
-    def _verify_header(self, name: str) -> None:
-        if (name, -1) in self._verified:
-            return
-        path, about = self.path / name, self.contents.files[name]
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-        if size != about.bytes:
-            raise InputFileError(
-                f"{path} is damaged: it has {size:,} bytes, {about.bytes:,} were written"
-            )
-        if checksum(path, 0, about.header[0]) != about.header[1]:
-            raise InputFileError(f"{path} is damaged: its header is not the one that was written")
-        self._verified.add((name, -1))
-
-    def verify_all(self) -> None:
-        """Like :meth:`verify`, for everything."""
-        for name in self.contents.files:
-            self._verify_header(name)
-        self.verify([(key, None) for key in self.contents.tensors])
-
-
-def join_pieces(
-    shares: Sequence[Sequence[Any]], descriptions: Mapping[str, Any], written: Sequence[Any]
-) -> dict[str, Any]:
-    """What a table says about tensors.
-
-    Args:
-        shares: what each process wrote, as from :func:`penstock.checkpoint.planning.plan_writes`.
-        descriptions: type and shape of each tensor by key, first in a list of any length.
-        written: for each process its file, and there the offset and checksum of each part by name.
-    """
-    tensors = {
-        key: {"dtype": dtype, "shape": shape, "pieces": []}
-        for key, (dtype, shape, *_) in descriptions.items()
-    }
-    for (file, places), of in zip(written, shares, strict=True):
-        for key, (offsets, sizes), name in of:
-            begin, summed = places[name]
-            piece = {"file": file, "offsets": offsets, "sizes": sizes, "begin": begin}
-            tensors[key]["pieces"].append({**piece, "crc32": summed})
-    return tensors
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """A part of a tensor, or all of it, in new memory."""
+        reads = self.reads(key, box)
+        part = torch.empty(box[1] if box else self.shape(key), dtype=self.dtype(key))
+        for (_, source, offsets), entry in reads:
+            target = part
+            for dim, (begin, size) in enumerate(zip(offsets, source[1], strict=True)):
+                target = target.narrow(dim, begin, size)
+            target.copy_(entry.read(source))
+        return part

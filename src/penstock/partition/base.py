@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError
+from penstock.errors import PartitionError, listed
 
 Example = tuple[Sequence[Any], Mapping[str, Any]]
 """The ``(args, kwargs)`` of a model's call for one microbatch."""
@@ -97,17 +97,17 @@ class Partition:
         missing = [name for name, tensor in named_tensors(model) if id(tensor) not in holders]
         if missing:
             raise PartitionError(
-                f"in no stage: {_listed(missing)}; name the modules that hold them in stages="
+                f"in no stage: {listed(missing, 5)}; name the modules that hold them in stages="
             )
         self._check_table()
-        listed = {
+        shared = {
             name: {stage for stage, _ in one.holders} for one in self.shared for name in one.names
         }
         used = {name: holders[id(tensor)] for name, tensor in named_tensors(model)}
         wrong = {
             name: sorted(stages)
             for name, stages in used.items()
-            if len(stages) > 1 and stages != listed.get(name)
+            if len(stages) > 1 and stages != shared.get(name)
         }
         if wrong:
             raise PartitionError(
@@ -189,11 +189,6 @@ def check_lists(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
     empty = [index for index, paths in enumerate(stages) if not paths]
     if empty:
         raise PartitionError(f"stages {empty} have no modules; name at least one for each stage")
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 # ---- the weights that several stages use: found by identity, before anything is copied or moved

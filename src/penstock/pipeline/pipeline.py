@@ -100,8 +100,9 @@ _HABITS = {
     "cuda": "Pipeline(device=) says where the stages live",
     "modules": "the stages of this process are in stages, each with its module",
     "buffers": "state_dict() holds them",
+    "optimizer_state": "penstock.Checkpoints saves optimizers, optimizer_state_dict() gives their states",
 }
-"""What an nn.Module has and a Pipeline does not, and what to use instead."""
+"""What an nn.Module or an earlier Pipeline has and this one does not, and what to use instead."""
 
 
 class Pipeline(WeightMethods):

@@ -28,7 +28,6 @@ from penstock.weights import (
 from penstock.weights.exchange import exchange
 from penstock.weights.norms import all_norms
 from penstock.weights.optimizers import (
-    NamedStates,
     find_states,
     named_state_dict,
     read_states,
@@ -290,20 +289,6 @@ class WeightMethods:
         check_fits(result, problems, strict=strict, what="optimizer's states")
         write_states(optimizer, names, states, "the optimizer")
         return result
-
-    def optimizer_state(self, optimizer: Optimizer) -> NamedStates:
-        """An optimizer as ``torch.distributed.checkpoint`` saves and loads it beside the pipeline.
-
-        ::
-
-            state = {"model": pipe, "optimizer": pipe.optimizer_state(opt)}
-            torch.distributed.checkpoint.save(state, checkpoint_id=folder)
-            torch.distributed.checkpoint.load(state, checkpoint_id=folder)
-
-        Args:
-            optimizer: of parameters that live in this process.
-        """
-        return NamedStates(optimizer, self._held.names_by_identity)
 
     # ---- files
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.weights.files import WeightFiles
 from penstock.weights.folders import (
-    WeightFiles,
     load_partition,
     load_stage,
     load_stages,

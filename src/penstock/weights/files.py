@@ -11,7 +11,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from penstock.errors import (
-    CheckpointError,
-    InputFileError,
-    printable,
-)
+from penstock.errors import CheckpointError, InputFileError, quoted
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -52,19 +48,6 @@ LONGEST_HEADER = 100_000_000
 LONGEST_JSON = 256_000_000
 DEEPEST_JSON = 100
 _BLOCK = 4 << 20
-
-
-def shortened(text: str, most: int = 120) -> str:
-    """A name from a file, for a message: escaped, and not too long."""
-    text = printable(text, "")
-    return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def quoted(names: Iterable[str], most: int = 20) -> str:
-    """Names for a message: each in quotes, and not too many."""
-    listed = list(names)
-    shown = ", ".join(f'"{shortened(name)}"' for name in listed[:most])
-    return shown if len(listed) <= most else f"{shown} and {len(listed) - most} more"
 
 
 # ---- bytes and JSON
@@ -153,23 +136,11 @@ def fill(path: Path, memory: memoryview, begin: int) -> None:
 # ---- write
 
 
-@dataclass(frozen=True)
-class Written:
-    """What was written into a file.
-
-    Args:
-        size: the bytes of the file.
-        header: the length and the checksum of what precedes the tensors.
-        tensors: for each tensor by name the offset of its bytes in the file, and their checksum.
-    """
-
-    size: int
-    header: tuple[int, int]
-    tensors: dict[str, tuple[int, int]]
-
-
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """Write tensors into a new safetensors file, one after the other, and flush it to disk.
+
+    Returns:
+        The file's size in bytes, and its CRC-32.
 
     Raises:
         CheckpointError: it cannot be written, or the format has no name for a tensor's type.
@@ -192,30 +163,29 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     head = len(text).to_bytes(8, "little") + text
     try:
         with path.open("xb", buffering=0) as file:
-            _write(file, memoryview(head))
-            sums = {name: _write_tensor(file, tensors[name]) for name in order}
+            summed = _write(file, memoryview(head), 0)
+            for name in order:
+                summed = _write(file, raw_bytes(tensors[name].detach().cpu().contiguous()), summed)
             os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
-    places = {n: (len(head) + about[n]["data_offsets"][0], sums[n]) for n in order}
-    return Written(len(head) + end, (len(head), crc32(head)), places)
+    return len(head) + end, summed
 
 
-def _write_tensor(file: Any, tensor: Tensor) -> int:
-    memory, summed = raw_bytes(tensor.detach().cpu().contiguous()), 0
+def _write(file: Any, memory: memoryview, summed: int) -> int:
     for begin in range(0, len(memory), _BLOCK):
         block = memory[begin : begin + _BLOCK]
         summed = crc32(block, summed)
-        _write(file, block)
+        while len(block):
+            block = block[file.write(block) :]
     return summed
 
 
-def _write(file: Any, memory: memoryview) -> None:
-    while len(memory):
-        memory = memory[file.write(memory) :]
-
-
 # ---- read
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""A part of a tensor: its offsets and its sizes."""
 
 
 @dataclass(frozen=True)
@@ -234,15 +204,9 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
 
-    @property
-    def nbytes(self) -> int:
-        """The length of its bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def read(self, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
+    def read(self, box: Box | None = None) -> Tensor:
         """The tensor, or a box of it, in new memory; only the rows that contain the box are read."""
-        sizes = tuple(sizes) if self.shape and sizes else self.shape
-        offsets = tuple(offsets) if self.shape and offsets else (0,) * len(sizes)
+        offsets, sizes = box or ((0,) * len(self.shape), self.shape)
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         rows = torch.empty((*sizes[:1], *self.shape[1:]), dtype=self.dtype)
         fill(self.path, raw_bytes(rows), self.begin + (offsets[0] * row if offsets else 0))
@@ -250,26 +214,18 @@ class Entry:
             rows = rows.narrow(dim, offsets[dim], sizes[dim])
         return rows
 
-    def checksum(self) -> int:
-        """The checksum of its bytes, which are read block by block."""
-        return checksum(self.path, self.begin, self.nbytes)
 
-
-def checksum(path: Path, begin: int, size: int) -> int:
-    """The CRC-32 of some bytes of a file.
+def size_and_checksum(path: Path) -> tuple[int, int]:
+    """The size of a file in bytes, and its CRC-32.
 
     Raises:
-        InputFileError: the file is too short, or cannot be read.
+        InputFileError: it cannot be read.
     """
-    buffer, summed = memoryview(bytearray(min(size, _BLOCK))), 0
+    buffer, size, summed = memoryview(bytearray(_BLOCK)), 0, 0
     with open_regular(path) as file:
-        file.seek(begin)
-        while size:
-            count = file.readinto(buffer[: min(size, _BLOCK)])  # type: ignore[attr-defined]
-            if not count:
-                raise InputFileError(f"{path} is damaged: its end is missing")
-            summed, size = crc32(buffer[:count], summed), size - count
-    return summed
+        while count := file.readinto(buffer):  # type: ignore[attr-defined]
+            size, summed = size + count, crc32(buffer[:count], summed)
+    return size, summed
 
 
 def entries(path: Path) -> dict[str, Entry]:
@@ -304,6 +260,50 @@ def _entry(path: Path, about: Any, start: int, size: int) -> Entry:
         raise InputFileError(
             f"{path}: a tensor lies beyond the end of the file; copy the file again"
         )
-    if end - begin != entry.nbytes:
+    if end - begin != math.prod(shape) * entry.dtype.itemsize:
         raise InputFileError(f"{path}: a tensor of {list(shape)} has {end - begin} bytes")
     return entry
+
+
+class WeightFiles(Mapping[str, Tensor]):
+    """The tensors of a folder by name, each of which is read when it is asked for.
+
+    Args:
+        files: for each tensor by name, the file that holds it.
+        tied: further names, each with the name that the tensor has in its file.
+    """
+
+    def __init__(self, files: Mapping[str, Path], tied: Mapping[str, str]) -> None:
+        self._files = dict(files)
+        self._tied = {name: first for name, first in tied.items() if first in files}
+        self._entries: dict[Path, dict[str, Entry]] = {}
+
+    def entry(self, name: str) -> Entry:
+        """Where a tensor is.
+
+        Raises:
+            InputFileError: the file that the index names does not hold it.
+        """
+        first = name if name in self._files else self._tied[name]
+        path = self._files[first]
+        if path not in self._entries:
+            self._entries[path] = entries(path)
+        if first not in self._entries[path]:
+            raise InputFileError(
+                f"{path} does not hold {quoted([first])}, as its index says; copy the whole folder again"
+            )
+        return self._entries[path][first]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.entry(name).read()
+
+    def __contains__(self, name: object) -> bool:
+        # Without this, Mapping would read the tensor to find out.
+        return name in self._files or name in self._tied
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._files
+        yield from (name for name in self._tied if name not in self._files)
+
+    def __len__(self) -> int:
+        return len(self._files.keys() | self._tied.keys())

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from penstock.errors import InputFileError, StateDictError, UsageError
+from penstock.errors import InputFileError, UsageError, listed, quoted
 from penstock.partition.base import Partition, Shared, named_tensors
 from penstock.weights.files import (
     Entry,
+    WeightFiles,
     entries,
     parse_json,
-    quoted,
     read_bytes,
-    shortened,
     write_file,
 )
+from penstock.weights.initialise import give_data
+from penstock.weights.states import LoadResult, check_fits, size_problems
 
 INDEX = "model.safetensors.index.json"
 
@@ -75,50 +76,6 @@ def save_index(
     os.replace(partial, folder / INDEX)
 
 
-class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of a folder by name, each of which is read when it is asked for.
-
-    Args:
-        files: for each tensor by name, the file that holds it.
-        tied: further names, each with the name that the tensor has in its file.
-    """
-
-    def __init__(self, files: Mapping[str, Path], tied: Mapping[str, str]) -> None:
-        self._files = dict(files)
-        self._tied = {name: first for name, first in tied.items() if first in files}
-        self._entries: dict[Path, dict[str, Entry]] = {}
-
-    def entry(self, name: str) -> Entry:
-        """Where a tensor is.
-
-        Raises:
-            InputFileError: the file that the index names does not hold it.
-        """
-        first = name if name in self._files else self._tied[name]
-        path = self._files[first]
-        if path not in self._entries:
-            self._entries[path] = entries(path)
-        if first not in self._entries[path]:
-            raise InputFileError(
-                f"{path} does not hold {quoted([first])}, as its index says; copy the whole folder again"
-            )
-        return self._entries[path][first]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.entry(name).read()
-
-    def __contains__(self, name: object) -> bool:
-        # Without this, Mapping would read the tensor to find out.
-        return name in self._files or name in self._tied
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._files
-        yield from (name for name in self._tied if name not in self._files)
-
-    def __len__(self) -> int:
-        return len(self._files.keys() | self._tied.keys())
-
-
 def read_weights(folder: str | os.PathLike[str]) -> WeightFiles:
     """The weights in a folder of safetensors files, under all their names.
 
@@ -164,8 +121,7 @@ def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
     lacking = sorted(file for file in set(files.values()) if not _is_there(folder / file))
     if lacking:
         raise InputFileError(
-            f"{folder}: the index names {', '.join(map(shortened, lacking[:20]))}, which are missing; copy "
-            "the whole folder"
+            f"{folder}: the index names {listed(lacking)}, which are missing; copy the whole folder"
         )
     return {name: folder / file for name, file in files.items()}, tied
 
@@ -298,18 +254,8 @@ def _wanted(
 def _check(wanted: Sequence[_Wanted], extra: Sequence[str]) -> None:
     pairs = {name: pair for of in wanted for name, pair in of.items()}
     missing = [name for name, (_, entry) in pairs.items() if entry is None]
-    problems = [f"not in the files: {quoted(missing)}"] if missing else []
-    problems += [
-        f"{name}: {list(entry.shape)} in {entry.path.name}, {list(tensor.shape)} in the model"
-        for name, (tensor, entry) in pairs.items()
-        if entry is not None and entry.shape != tuple(tensor.shape)
-    ]
-    if extra:
-        problems.append(f"in the files but in no stage: {quoted(extra)}")
-    if problems:
-        raise StateDictError(
-            "the weights do not fit, and none were loaded:\n\t" + "\n\t".join(problems)
-        )
+    shapes = ((name, tensor, entry) for name, (tensor, entry) in pairs.items() if entry is not None)
+    check_fits(LoadResult(missing, list(extra)), list(size_problems(shapes)), strict=True)
 
 
 @torch.no_grad()
@@ -319,44 +265,19 @@ def _fill(
     device: torch.device,
     seen: Callable[[str], object],
 ) -> None:
-    _check_computed(modules, wanted)
-    filled: dict[int, Tensor] = {}
-    for module, of_module in zip(modules, wanted, strict=True):
-        for name, (tensor, entry) in of_module.items():
-            assert entry is not None  # _check has found all
-            seen(f"loads {name}")
-            if not tensor.is_meta:
-                tensor.copy_(entry.read())
-                continue
-            if id(tensor) not in filled:
-                data = entry.read().to(device=device, dtype=tensor.dtype)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                filled[id(tensor)] = (
-                    nn.Parameter(data, tensor.requires_grad) if is_parameter else data
-                )
-            put_tensor(module, name, filled[id(tensor)])
-
-
-def _check_computed(modules: Sequence[nn.Module], wanted: Sequence[_Wanted]) -> None:
-    """Refuse buffers that are in no file and on the meta device: only the model's code can compute them."""
-    lost = [
-        name
-        for module, of_module in zip(modules, wanted, strict=True)
-        for name, tensor in named_tensors(module)
-        if tensor.is_meta and name not in of_module
-    ]
+    tensors = [pair for module in modules for pair in named_tensors(module)]
+    names = {name for of_module in wanted for name in of_module}
+    lost = [name for name, tensor in tensors if tensor.is_meta and name not in names]
     if lost:
+        # Only the model's code can compute them.
         raise UsageError(
             f"{', '.join(lost[:5])} are in no file, and have no values on the meta device; build "
             "the model under penstock.weights.parameters_on_meta(), which leaves buffers as computed"
         )
-
-
-def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put another parameter or buffer in the place of the one of this name."""
-    path, _, last = name.rpartition(".")
-    holder: Any = module.get_submodule(path)
-    if isinstance(tensor, nn.Parameter):
-        holder.register_parameter(last, tensor)
-    else:
-        setattr(holder, last, tensor)
+    for name, (tensor, entry) in (pair for of_module in wanted for pair in of_module.items()):
+        assert entry is not None  # _check has found all
+        seen(f"loads {name}")
+        if tensor.is_meta:
+            give_data(tensor, entry.read().to(device=device, dtype=tensor.dtype))
+        else:
+            tensor.copy_(entry.read())

@@ -33,7 +33,8 @@ class Blanks:
         for module, device in modules:
             for tensor in (*module.parameters(), *module.buffers()):
                 if tensor.is_meta:
-                    _give_memory(tensor, device)
+                    blank = torch.empty_like(tensor, device=device, requires_grad=False)
+                    give_data(tensor, blank.fill_(_mark(tensor.dtype)))
                     self._blanks[id(tensor)] = tensor, tensor._version
 
     def check_filled(self) -> None:
@@ -72,12 +73,9 @@ def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield f"{path}.{name}" if path else name, owner, name
 
 
-@torch.no_grad()
-def _give_memory(tensor: Tensor, device: torch.device) -> None:
-    filled = torch.empty_like(tensor, device=device, requires_grad=False)
-    filled.fill_(_mark(tensor.dtype))
-    if isinstance(tensor, nn.Parameter):
-        filled = nn.Parameter(filled, tensor.requires_grad)
+def give_data(tensor: Tensor, data: Tensor) -> None:
+    """Give a tensor on the meta device data; it stays the same object."""
+    filled = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
     filled.__dict__.update(tensor.__dict__)
     torch.utils.swap_tensors(tensor, filled)
 

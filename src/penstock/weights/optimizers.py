@@ -8,8 +8,9 @@ another, the next step raises.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,10 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from penstock.errors import StateDictError, UsageError, printable
+from penstock.errors import StateDictError, UsageError, quoted, shortened
 from penstock.parallel import is_sharded, replicated_like, spread, whole
-from penstock.weights.exchange import Ranks, exchange
-from penstock.weights.files import quoted
+from penstock.weights.exchange import Ranks
 
 MARK = "penstock"
 """The key in a parameter group that says what the group holds."""
@@ -40,14 +40,12 @@ class OptimizerStates:
         settings: of each group.
         groups: for each group, the names of its parameters.
         states: for each parameter by name, what is kept for it.
-        rest: what is kept for no parameter.
     """
 
     kind: str
     settings: list[dict[str, Any]]
     groups: list[list[str]]
     states: dict[str, dict[str, Any]]
-    rest: dict[str, Any] = field(default_factory=dict)
 
 
 def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> OptimizerStates:
@@ -63,17 +61,21 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
     """
     check_kept_per_parameter(optimizer, called)
     state_dict = optimizer.state_dict()
-    known = _names(optimizer, names, called)
-    positions = [place for group in state_dict["param_groups"] for place in group["params"]]
-    name_at = dict(zip(positions, (name for group in known for name in group), strict=True))
-    rest = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
-    others = {key: value for key, value in state_dict["state"].items() if key not in name_at}
+    groups = _names(optimizer, names, called)
+    places = [place for group in state_dict["param_groups"] for place in group["params"]]
+    name_at = dict(zip(places, (name for group in groups for name in group), strict=True))
+    odd = [key for key in state_dict if key not in ("state", "param_groups")]
+    odd += [key for key in state_dict["state"] if key not in name_at]
+    if odd:
+        raise UsageError(
+            f"{called} keeps {', '.join(map(repr, odd[:5]))} for no parameter, which cannot be saved for "
+            "other cuts of the model; use an optimizer that keeps states for each parameter"
+        )
     return OptimizerStates(
         type(optimizer).__name__,
         [{k: v for k, v in group.items() if k not in OWN} for group in state_dict["param_groups"]],
-        known,
-        {name_at[key]: value for key, value in state_dict["state"].items() if key in name_at},
-        rest | ({"state": others} if others else {}),
+        groups,
+        {name_at[key]: value for key, value in state_dict["state"].items()},
     )
 
 
@@ -89,30 +91,36 @@ def write_states(
             their states.
         called: the name of the optimizer in messages.
     """
-    state_dict, known = optimizer.state_dict(), _names(optimizer, names, called)
-    kept = {
-        id(parameter): {key: _as_kept(v, parameter, key) for key, v in held.states[name].items()}
-        for group, of_group in zip(optimizer.param_groups, known, strict=True)
-        for parameter, name in zip(group["params"], of_group, strict=True)
-        if name in held.states
-    }
-    states, groups = dict(state_dict["state"]), []
-    both = zip(state_dict["param_groups"], optimizer.param_groups, held.settings, strict=True)
-    for group, now, settings in both:
+    state_dict, groups = optimizer.state_dict(), []
+    states, kept = dict(state_dict["state"]), {}
+    for group, now, members, settings in zip(
+        state_dict["param_groups"],
+        optimizer.param_groups,
+        _names(optimizer, names, called),
+        held.settings,
+        strict=True,
+    ):
         here = {key: group[key] for key in HERE | OWN if key in group}
-        groups.append({**group, **settings, **here})
-        pairs = zip(group["params"], now["params"], strict=True)
-        states |= {place: kept[id(of)] for place, of in pairs if id(of) in kept}
-    rest = dict(held.rest)
-    states.update(rest.pop("state", {}))
-    optimizer.load_state_dict({**state_dict, **rest, "state": states, "param_groups": groups})
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-        _keep_types(optimizer.state.get(parameter), kept.get(id(parameter)))
+        groups.append(
+            {**group, **{k: _beside(group.get(k), v) for k, v in settings.items()}, **here}
+        )
+        for place, parameter, name in zip(group["params"], now["params"], members, strict=True):
+            if name in held.states:
+                of = {k: _as_kept(v, parameter, k) for k, v in held.states[name].items()}
+                states[place] = kept[parameter] = of
+    optimizer.load_state_dict({**state_dict, "state": states, "param_groups": groups})
+    for parameter, of in kept.items():
+        _keep_types(optimizer.state[parameter], of)
 
 
-def _keep_types(state: Any, saved: Any) -> None:
+def _beside(now: Any, value: Any) -> Any:
+    """A setting; a tensor goes where the one is that it replaces."""
+    return value.to(now.device) if isinstance(value, Tensor) and isinstance(now, Tensor) else value
+
+
+def _keep_types(state: Any, saved: Mapping[str, Any]) -> None:
     """Restore the types as saved, since torch casts states to the parameter's type when it loads them."""
-    for key, value in (saved or {}).items():
+    for key, value in saved.items():
         if isinstance(value, Tensor) and state[key].dtype != value.dtype:
             state[key] = value.to(state[key].device)
 
@@ -182,47 +190,40 @@ def merge_groups(
     Args:
         ranks: for each rank, the settings of its groups, as JSON data, and their parameters' names.
     """
-    first = [settings for settings, _ in ranks[0]]
-    alike = all([settings for settings, _ in groups] == first for groups in ranks)
-    merged: list[Any] = list(first) if alike else []
-    members: list[dict[str, None]] = [{} for _ in merged]
+    alike = all([of for of, _ in groups] == [of for of, _ in ranks[0]] for groups in ranks)
+    merged: dict[str, tuple[Any, dict[str, None]]] = {}
     for groups in ranks:
         for place, (settings, names) in enumerate(groups):
-            if not alike and settings not in merged:
-                merged.append(settings)
-                members.append({})
-            members[place if alike else merged.index(settings)].update(dict.fromkeys(names))
-    return [(settings, list(names)) for settings, names in zip(merged, members, strict=True)]
+            key = str(place) if alike else json.dumps(settings)
+            merged.setdefault(key, (settings, {}))[1].update(dict.fromkeys(names))
+    return [(settings, list(names)) for settings, names in merged.values()]
 
 
 def find_groups(
-    current: Sequence[Sequence[str]], saved: Sequence[Sequence[str]], settings: Sequence[Any]
+    current: Sequence[Sequence[str]], saved: Sequence[tuple[Any, Sequence[str]]]
 ) -> tuple[list[int | None], list[str]]:
     """For each group here, the index of the saved group that it continues, and what does not fit.
 
     Args:
         current: the parameters of the groups here.
-        saved: the parameters of the saved groups.
-        settings: of the saved groups.
+        saved: the settings and the parameters of the saved groups.
     """
-    number_of = {name: number for number, names in enumerate(saved) for name in names}
+    number_of = {name: number for number, (_, names) in enumerate(saved) for name in names}
     continued: list[int | None] = []
     problems = []
     for place, names in enumerate(current):
         numbers = list(dict.fromkeys(number_of[name] for name in names if name in number_of))
-        if any(settings[number] != settings[numbers[0]] for number in numbers):
-            listed = (f"{quoted(saved[n][:1])} with {_listed(settings[n])}" for n in numbers)
+        if any(saved[number][0] != saved[numbers[0]][0] for number in numbers):
+            groups = (
+                f"{quoted(saved[n][1][:1])} with {shortened(str(saved[n][0]))}" for n in numbers
+            )
             problems.append(
                 f"group {place} has parameters that were saved in groups with different settings: "
-                + "; ".join(listed)
+                + "; ".join(groups)
             )
         by_place = place if len(current) == len(saved) else None
         continued.append(numbers[0] if numbers else by_place)
     return continued, problems
-
-
-def _listed(settings: Mapping[str, Any]) -> str:
-    return printable(", ".join(f"{key}={value}" for key, value in settings.items()), "")
 
 
 # ---- find states of one rank that were loaded on another
@@ -282,7 +283,7 @@ def named_state_dict(held: OptimizerStates) -> dict[str, Any]:
         {"params": list(names), **settings}
         for names, settings in zip(held.groups, held.settings, strict=True)
     ]
-    return {**held.rest, "state": held.states, "param_groups": groups}
+    return {"state": held.states, "param_groups": groups}
 
 
 def copies(state: Any) -> Any:
@@ -312,97 +313,22 @@ def find_states(
             f"an optimizer's state dict has 'state' and 'param_groups', not {sorted(map(str, state))}; pass "
             "what pipe.optimizer_state_dict(optimizer) returned"
         )
-    groups = state["param_groups"]
-    members = [list(group["params"]) for group in groups]
-    if not all(
-        isinstance(name, str) for name in [*state["state"], *(n for of in members for n in of)]
-    ):
+    groups = [
+        ({key: of for key, of in group.items() if key not in OWN}, list(group["params"]))
+        for group in state["param_groups"]
+    ]
+    known = {name for _, members in groups for name in members}
+    if not all(isinstance(name, str) for name in [*state["state"], *known]):
         raise StateDictError(
             "this optimizer's state dict holds positions, which mean different parameters on each rank; save "
             "what pipe.optimizer_state_dict(optimizer, full=True) returns, or use penstock.Checkpoints"
         )
-    settings = [{key: one for key, one in group.items() if key not in OWN} for group in groups]
     states_here = read_states(optimizer, names, "the optimizer")
-    numbers, problems = find_groups(states_here.groups, members, settings)
-    known, here = {n for of in members for n in of}, {n for of in states_here.groups for n in of}
-    replies = exchange(ranks, [sorted(here - known), sorted(here), problems])
+    numbers, problems = find_groups(states_here.groups, groups)
+    here = {name for members in states_here.groups for name in members}
+    replies = ranks.gather([sorted(here - known), sorted(here), problems])
     missing = sorted({name for one in replies for name in one[0]})
     unexpected = sorted(known.difference(*(one[1] for one in replies)))
-    states_here.settings = [{} if number is None else settings[number] for number in numbers]
+    states_here.settings = [{} if number is None else groups[number][0] for number in numbers]
     states_here.states = {name: copies(of) for name, of in state["state"].items() if name in here}
     return states_here, (missing, unexpected), [text for one in replies for text in one[2]]
-
-
-class NamedStates:
-    """An optimizer as a value of ``torch.distributed.checkpoint``: every rank saves and loads its part.
-
-    The keys are those that torch's ``get_optimizer_state_dict`` gives for the unsplit model with
-    ``flatten_optimizer_state_dict=True``.
-
-    Args:
-        optimizer: of parameters that live in this process.
-        names: returns the parameters' names, by ``id``.
-    """
-
-    def __init__(self, optimizer: Optimizer, names: Callable[[], Mapping[int, str]]) -> None:
-        self._optimizer = optimizer
-        self._names = names
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states under flat keys. An optimizer that has not stepped yet makes its states first."""
-        _make_states(self._optimizer)
-        held = read_states(self._optimizer, self._names(), "the optimizer")
-        flat = {
-            f"state.{name}.{key}": value
-            for name, state in held.states.items()
-            for key, value in state.items()
-        }
-        for members, settings in zip(held.groups, held.settings, strict=True):
-            flat |= {f"param_groups.{n}.{key}": v for n in members for key, v in settings.items()}
-        return flat
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what was saved.
-
-        Raises:
-            StateDictError: parameters of one group were saved with different settings.
-        """
-        names = self._names()
-        held = read_states(self._optimizer, names, "the optimizer")
-        for place, members in enumerate(held.groups):
-            of_members = [_below(state, f"param_groups.{name}.") for name in members]
-            if any(repr(one) != repr(of_members[0]) for one in of_members):
-                raise StateDictError(
-                    f"the parameters of the optimizer's group {place} were saved with different settings; "
-                    "make the groups as they were then"
-                )
-            held.settings[place] |= of_members[0] if of_members else {}
-            for name in members:
-                held.states[name] = _below(state, f"state.{name}.") or held.states.get(name, {})
-        held.states = {name: of for name, of in held.states.items() if of}
-        write_states(self._optimizer, names, held, "the optimizer")
-
-
-def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {
-        key[len(prefix) :]: value
-        for key, value in state.items()
-        if key.startswith(prefix) and "." not in key[len(prefix) :]
-    }
-
-
-@torch.no_grad()
-def _make_states(optimizer: Optimizer) -> None:
-    """Let an optimizer make its states, as in its first step, without changing the parameters."""
-    if optimizer.state:
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    before = [(parameter.grad, parameter.detach().clone()) for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    try:
-        optimizer.step()
-    finally:
-        for parameter, (grad, value) in zip(parameters, before, strict=True):
-            parameter.grad = grad
-            parameter.copy_(value)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from penstock.errors import StateDictError, UsageError
+from penstock.errors import StateDictError, UsageError, quoted
 from penstock.parallel import is_sharded, local_part, spread
 from penstock.partition import Shared, named_tensors
-from penstock.weights.exchange import Ranks, collect, exchange
-from penstock.weights.files import quoted
-from penstock.weights.optimizers import OptimizerStates, copies, merge_groups, named_state_dict
-from penstock.weights.trees import decode, decode_inline, encode, encode_inline
+from penstock.stage import PipelineStage
+from penstock.weights.exchange import Ranks, collect
+from penstock.weights.files import WeightFiles
+from penstock.weights.optimizers import OptimizerStates, merge_groups, named_state_dict
+from penstock.weights.trees import decode, encode
 
 
 class Names:
@@ -26,64 +27,35 @@ class Names:
     """
 
     def __init__(self, table: Sequence[Shared]) -> None:
-        self._first: dict[str, str] = {}
-        self._all: dict[str, tuple[str, ...]] = {}
-        self._owner: dict[str, int] = {}
-        for one in table:
-            for name in {*one.names, *(name for _, name in one.holders)}:
-                self._first[name] = one.names[0]
-                self._all[name] = one.names
-                self._owner[name] = one.stages[0] if one.stages else 0
-
-    def first(self, name: str) -> str:
-        """The name under which a weight is counted and saved."""
-        return self._first.get(name, name)
+        self._shared = {
+            name: one for one in table for name in {*one.names, *(name for _, name in one.holders)}
+        }
 
     def all(self, name: str) -> tuple[str, ...]:
         """All names of a weight, in the model's order."""
-        return self._all.get(name, (name,))
+        return self._shared[name].names if name in self._shared else (name,)
+
+    def first(self, name: str) -> str:
+        """The name under which a weight is counted and saved."""
+        return self.all(name)[0]
 
     def is_shared(self, name: str) -> bool:
         """Whether stages share a weight, or it has several names."""
-        return name in self._owner
+        return name in self._shared
 
     def owns(self, stage: int, name: str) -> bool:
         """Whether this stage, of all that use a weight, is the one that counts and saves it."""
-        return self._owner.get(name, stage) == stage
+        return name not in self._shared or self._shared[name].stages[:1] in ((), (stage,))
 
     @property
     def tied(self) -> dict[str, str]:
         """Further names of weights, each with the first name."""
-        return {name: first for name, first in self._first.items() if name != first}
-
-
-class HoldsWeights(Protocol):
-    """Something that holds weights: a stage, or an unsplit model."""
-
-    @property
-    def index(self) -> int:
-        """The index of the stage."""
-
-    @property
-    def module(self) -> nn.Module:
-        """What holds them."""
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their names in the unsplit model, each once."""
-
-    def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Parameters and buffers under all their names."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state dict, by the same names."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy what ``state`` has of it."""
+        return {name: of.names[0] for name, of in self._shared.items() if name != of.names[0]}
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model that was not cut."""
+    """A model that was not cut, with what :class:`StageWeights` needs of a stage."""
 
     module: nn.Module
     index: int = 0
@@ -113,7 +85,7 @@ class StageWeights:
         names: what is shared.
     """
 
-    def __init__(self, stages: Sequence[HoldsWeights], names: Names) -> None:
+    def __init__(self, stages: Sequence[PipelineStage | WholeModel], names: Names) -> None:
         self._stages = tuple(stages)
         self._names = names
 
@@ -281,23 +253,30 @@ def load_state(
         StateDictError: something is missing, unexpected or of another size; nothing is changed then.
     """
     weights.check_filled()
-    held, missing, sizes = weights.state_dict(), [], []
+    held, missing, stored = weights.state_dict(), [], []
+    look = state.entry if isinstance(state, WeightFiles) else state.__getitem__
     for name, tensor in held.items():
         present = [one for one in (names.all(name) if any_name else (name,)) if one in state]
         if not present:
             missing.append(name)
-        elif isinstance(tensor, Tensor) and tuple(state[present[-1]].shape) != tuple(tensor.shape):
-            shape = list(state[present[-1]].shape)
-            sizes.append(
-                f"size mismatch for {name}: {shape} was given, but the model has {list(tensor.shape)}"
-            )
-    replies = exchange(ranks, [list(held), missing, sizes])
+        elif isinstance(tensor, Tensor):
+            stored.append((name, tensor, look(present[-1])))
+    sizes = list(size_problems(stored))
+    replies = ranks.gather([list(held), missing, sizes])
     known = {name for one in replies for name in one[0]} | names.tied.keys()
-    unexpected = exchange(ranks, [name for name in state if name not in known])
+    unexpected = ranks.gather([name for name in state if name not in known])
     result = LoadResult(_union(one[1] for one in replies), _union(unexpected))
     check_fits(result, _union(one[2] for one in replies), strict=strict)
     weights.load(state)
     return result
+
+
+def size_problems(stored: Iterable[tuple[str, Tensor, Any]]) -> Iterator[str]:
+    """What is wrong with shapes: of names, the model's tensors, and what is stored of them."""
+    for name, tensor, one in stored:
+        if tuple(one.shape) != tuple(tensor.shape):
+            sizes = f"{list(one.shape)} was given, but the model has {list(tensor.shape)}"
+            yield f"size mismatch for {name}: {sizes}"
 
 
 def check_fits(
@@ -330,7 +309,7 @@ def check_contents(ranks: Ranks, weights: StageWeights) -> None:
     """
     mine = [pair for of_stage in weights.files().values() for pair in of_stage.items()]
     tensors = [name for name, value in mine if isinstance(value, Tensor)]
-    replies = exchange(ranks, [tensors, [n for n, value in mine if not isinstance(value, Tensor)]])
+    replies = ranks.gather([tensors, [n for n, value in mine if not isinstance(value, Tensor)]])
     check_apart(name for one in replies for name in one[0])
     if others := _union(one[1] for one in replies):
         raise UsageError(
@@ -346,7 +325,7 @@ def gather_state(ranks: Ranks, weights: StageWeights, names: Names) -> dict[str,
         UsageError: see :func:`check_contents`.
     """
     check_contents(ranks, weights)
-    keys = _union(exchange(ranks, list(weights.state_dict())))
+    keys = _union(ranks.gather(list(weights.state_dict())))
     mine = {name: one for of_stage in weights.files().values() for name, one in of_stage.items()}
     collected = collect(ranks, mine)
     return {key: collected[names.first(key)] for key in keys} if collected else {}
@@ -365,11 +344,8 @@ def gather_optimizer(ranks: Ranks, names: Names, held: OptimizerStates) -> dict[
     """
     tensors: dict[str, dict[str, Tensor]] = {name: {} for name in held.states}
     trees = {name: encode(state, name, tensors[name]) for name, state in held.states.items()}
-    groups = [
-        [{key: encode_inline(value, key) for key, value in settings.items()}, members]
-        for settings, members in zip(held.settings, held.groups, strict=True)
-    ]
-    replies = exchange(ranks, [trees, groups])
+    groups = list(zip(encode(held.settings, "settings", None), held.groups, strict=True))
+    replies = ranks.gather([trees, groups])
     members = [name for one in replies for _, of_group in one[1] for name in of_group]
     check_apart(name for name in members if not names.is_shared(name))
     owner = {name: number for number, one in reversed(list(enumerate(replies))) for name in one[0]}
@@ -378,12 +354,6 @@ def gather_optimizer(ranks: Ranks, names: Names, held: OptimizerStates) -> dict[
     if ranks.rank:
         return {}
     merged = merge_groups([one[1] for one in replies])
-    return named_state_dict(
-        OptimizerStates(
-            held.kind,
-            [{k: decode_inline(v, None) for k, v in settings.items()} for settings, _ in merged],
-            [members for _, members in merged],
-            {name: decode(replies[n][0][name], collected.__getitem__) for name, n in owner.items()},
-            copies(held.rest),
-        )
-    )
+    states = {name: decode(replies[n][0][name], collected.__getitem__) for name, n in owner.items()}
+    settings = decode([of for of, _ in merged])
+    return named_state_dict(OptimizerStates(held.kind, settings, [of for _, of in merged], states))
