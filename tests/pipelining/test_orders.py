@@ -19,6 +19,7 @@ from penstock.pipelining.stage import PipelineStage, build_stage
 from tests.pipelining.bodies import X, Y, loss_fn
 from tests.pipelining.test_schedules import Stage, gradients, plain, stages
 
+theirs: Any = import_module("torch.distributed.pipelining.schedules")
 their_utils: Any = import_module("torch.distributed.pipelining._utils")
 
 ONE_F_ONE_B = {0: "0F0 0F1 0B0 0B1", 1: "1F0 1B0 1F1 1B1"}
@@ -184,16 +185,18 @@ def test_forward_only() -> None:
         torch.testing.assert_close(schedule.step(X), stage.submod(X))
         with pytest.raises(RuntimeError, match="has no loss"):
             schedule.step(X, target=Y)
+    with pytest.raises(RuntimeError, match="the loss would train nothing"):
+        schedules._ScheduleForwardOnly(stage, 4, loss_fn=loss_fn)
 
 
 def test_messages_of_one_direction_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str, int]] = []
+    started: list[tuple[str, Any]] = []
 
-    def isend(tensor: Tensor, dst: Any, group: Any, tag: int, group_dst: int) -> str:
+    def isend(tensor: Tensor, *, group: Any, tag: int, group_dst: int) -> str:
         started.append(("send", group_dst))
         return "work"
 
-    def irecv(tensor: Tensor, src: Any, group: Any, tag: int, group_src: int) -> str:
+    def irecv(tensor: Tensor, *, group: Any, tag: int, group_src: int) -> str:
         started.append(("receive", group_src))
         return "work"
 
@@ -201,17 +204,22 @@ def test_messages_of_one_direction_are_started_one_by_one(monkeypatch: pytest.Mo
         started.append(("batch", len(operations)))
         return ["work"]
 
+    monkeypatch.setattr(dist, "isend", isend)
+    monkeypatch.setattr(dist, "irecv", irecv)
     monkeypatch.setattr(dist, "batch_isend_irecv", batch)
 
     def of(op: Any) -> list[Any]:
         return [SimpleNamespace(op=op, tensor=X, group=None, tag=0, group_peer=p) for p in (1, 2)]
 
     sends, receives = of(isend), of(irecv)
-    assert schedules._batch_p2p(sends) == ["work", "work"]
-    assert schedules._batch_p2p(receives) == ["work", "work"]
-    assert schedules._batch_p2p([sends[0], receives[0]]) == ["work"]
-    assert schedules._batch_p2p([]) == []
-    assert started == [("send", 1), ("send", 2), ("receive", 1), ("receive", 2), ("batch", 2)]
+    for module in (schedules, theirs):
+        assert module._batch_p2p(sends) == ["work", "work"]
+        assert module._batch_p2p(receives) == ["work", "work"]
+        assert module._batch_p2p([sends[0], receives[0]]) == ["work"]
+        assert module._batch_p2p([]) == []
+        expected = [("send", 1), ("send", 2), ("receive", 1), ("receive", 2), ("batch", 2)]
+        assert started == expected
+        started.clear()
 
 
 def test_names_are_where_torch_has_them() -> None:

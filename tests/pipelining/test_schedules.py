@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -231,11 +232,23 @@ def test_a_custom_function_does_an_overlapped_pair() -> None:
     torch.testing.assert_close(gradients(chosen), plain()[1])
 
 
+def test_examples_that_differ_from_the_step_are_named() -> None:
+    torch.manual_seed(0)
+    stage = PipelineStage(Block(), 0, 1, "cpu", torch.ones(2, 5), torch.ones(2, 4))
+    schedule = schedules.ScheduleGPipe(stage, 4, loss_fn=loss_fn)
+    with pytest.warns(UserWarning, match=r"input_args\[0\]: Metadata mismatch .*\[2, 5\]"):
+        schedule.step(X, target=Y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step(X, target=Y)
+
+
 def test_a_stage_by_hand() -> None:
     stage = stages()[1]
     torch.testing.assert_close(stage.forward_one_chunk(0, (X,)), stage.submod(X))
     assert stage.backward_one_chunk(0) is None
-    stage.has_backward = True
+    stage._has_backward = True
+    assert stage.has_backward
     with pytest.raises(RuntimeError, match="no chunks yet"):
         stage.backward_one_chunk(0)
     with pytest.raises(AssertionError, match="backward_one_chunk"):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.pipelining.one_process.common import Names, alone, refused
 
@@ -43,3 +47,24 @@ def body_flat_arguments(p: Names) -> None:
         assert [values[0].requires_grad, values[2].requires_grad] == [True, False]
     info = p._utils.PipeInfo(graph=torch.fx.Graph(), num_stages=2, has_loss_and_backward=False)
     assert info.num_stages == 2
+
+
+def body_what_tensors_look_like(p: Names) -> list[Any]:
+    u = p._utils
+    x = torch.ones(2, 4, requires_grad=True)
+    mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",), _init_backend=False, _rank=0)
+    spread = DTensor.from_local(x.detach(), mesh, [Shard(0)], run_check=False)
+    plain, sharded = u.extract_tensor_meta(x), u.extract_tensor_meta(spread)
+    refused(u.PipeliningMetadataError, lambda: u._TensorMeta.from_tensor(spread))
+    again = sharded.to_dtensor("cpu", mesh)
+    same = [again.shape, again.placements, again.to_local().shape]
+    assert same == [spread.shape, spread.placements, x.shape]
+    assert sharded.mesh_cache_key == (("tp",), mesh._layout)
+    assert plain.to_tensor("cpu").requires_grad
+    wider = u.extract_tensor_meta(torch.ones(2, 5))
+    check = functools.partial(u.validate_metadata, "the input", plain)
+    refused(u.PipeliningMetadataError, lambda: check(wider, raise_on_mismatch=True))
+    with pytest.warns(UserWarning, match="Metadata mismatch"):
+        check(wider, warn_on_mismatch=True)
+    kinds = [len(check(other)) > 0 for other in (sharded, x.double(), x.t(), x.detach())]
+    return [*kinds, check(wider), sharded.get_diff(u.extract_tensor_meta(spread))]
