@@ -268,7 +268,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         output = self.forward(fwd_chunk_id, args, kwargs)
         if save_forward_output and self.is_last:
             self.output_chunks.append(output)
-        self.fwd_cache[fwd_chunk_id] = (_as_tuple(output), flatten((tuple(args), kwargs))[0])
+        self.fwd_cache[fwd_chunk_id] = (as_tuple(output), flatten((tuple(args), kwargs))[0])
         return output
 
     def backward_one_chunk(
@@ -530,7 +530,8 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return ActionTuple(self.stage_index, kind, microbatch)
 
 
-def _as_tuple(output: Any) -> tuple[Any, ...]:
+def as_tuple(output: Any) -> tuple[Any, ...]:
+    """What a stage returned as a tuple."""
     return tuple(output) if isinstance(output, tuple | list) else (output,)
 
 
@@ -556,6 +557,7 @@ def build_stage(
 
 
 _PipelineStageBase = StageBase
+_normalize_model_output_as_tuple = as_tuple
 
 # Including what can be imported from torch's module of the same name.
 __all__ = [
