@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.pipelining import PipelineStage, schedules
-from tests.pipelining.bodies import PACKAGES, Block, X, Y
+from tests.pipelining.either import PACKAGES, Layer, X, Y
 
 TAKEN = {
     # torchtitan 0.3.0
@@ -43,7 +43,7 @@ def summed(output: Tensor, target: Tensor, tokens: int = 1) -> Tensor:
 def test_a_batch_that_is_split_already(name: str) -> None:
     """As torchtitan passes it, with loss_kwargs and without outputs."""
     torch.manual_seed(0)
-    modules = [Block() for _ in range(1 if name == "GPipe" else 2)]
+    modules = [Layer() for _ in range(1 if name == "GPipe" else 2)]
     stages = [PipelineStage(m, i, len(modules), "cpu") for i, m in enumerate(modules)]
     kind: Any = schedules.get_schedule_class(name)
     schedule = kind(

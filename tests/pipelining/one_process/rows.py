@@ -5,7 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.pipelining.one_process.common import Names, line, refused, texts
+from tests.pipelining.either import Names, refused, texts
+
+
+def line(row: list[Any]) -> str:
+    return " ".join(texts(row))
 
 
 def body_classes(p: Names) -> None:

@@ -1,4 +1,4 @@
-"""Examples of arguments, and values as texts and lists."""
+"""Parts of a batch, examples of arguments, and values as texts and lists."""
 
 from __future__ import annotations
 
@@ -10,8 +10,49 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.flex_attention import create_block_mask
 
-from tests.pipelining.one_process.common import Names, alone, refused
+from tests.pipelining.either import Names, alone, refused
+
+
+def body_parts_of_a_leaf_keep_gradients(p: Names) -> None:
+    x = torch.ones(4, 2, requires_grad=True)
+    parts = p.microbatch._split_tensor(x, p.microbatch.TensorChunkSpec(0), 2)
+    (parts[0] * 3).sum().backward()
+    assert torch.equal(parts[0].grad, torch.full((2, 2), 3.0))
+
+
+def body_split_by_hand(p: Names) -> None:
+    m = p.microbatch
+    x = torch.arange(24.0).reshape(6, 4)
+    found = m._shard_dict_of_args(
+        {"a": x, "b": 3}, {"a": m.TensorChunkSpec(1), "b": m._Replicate}, 2
+    )
+    assert [part["a"].shape for part in found] == [torch.Size([6, 2])] * 2
+    assert [part["b"] for part in found] == [3, 3]
+    assert m._shard_dict_of_args({}, {}, 3) == [{}, {}, {}]
+    assert isinstance(m.sum_reducer, m._LossReducer)
+    assert issubclass(m._LossReducer, m._CustomReducer)
+    largest = m._CustomReducer(torch.tensor(0.0), torch.maximum)
+    assert m.merge_chunks([torch.tensor(2.0), torch.tensor(5.0)], largest) == 5
+    assert m.merge_chunks([(torch.tensor(2.0),), (torch.tensor(5.0),)], (m.sum_reducer,)) == (7,)
+    refused(AssertionError, lambda: m._shard_dict_of_args({"a": x, "b": x}, {"a": 0}, 2))
+    assert str(m.TensorChunkSpec(2)) == "TensorChunkSpec(2)"
+
+
+def body_block_masks(p: Names) -> None:
+    m = p.microbatch
+
+    def after(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (kv >= b)
+
+    mask = create_block_mask(after, 5, None, 8, 8, device="cpu", BLOCK_SIZE=4)
+    parts = m._split_block_mask(mask, 2)
+    assert [part.kv_num_blocks.size(0) for part in parts] == [3, 2]
+    assert torch.equal(torch.cat([part.to_dense() for part in parts]), mask.to_dense())
+    one = create_block_mask(after, None, None, 8, 8, device="cpu", BLOCK_SIZE=4)
+    assert len(m._split_block_mask(one, 3)) == 3
+    refused(AssertionError, lambda: m._split_block_mask(mask, 6))
 
 
 def body_examples_are_tensors(p: Names) -> None:
