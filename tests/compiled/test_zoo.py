@@ -85,7 +85,8 @@ ARCHITECTURES = [
 def test_transformers(name: str) -> None:
     model, kwargs, tolerance = make(name)
     if BACKEND != "plain":
-        model = model.float()
+        # Inductor draws other numbers for dropout than eager does.
+        model = model.float().eval()
         kwargs = {key: v.float() if v.is_floating_point() else v for key, v in kwargs.items()}
     step: Callable[[nn.Module, Any], list[Any]] = lambda m, how: _step(m, kwargs, how)  # noqa: E731
     found, expected = step(copy.deepcopy(model), {"backend": BACKEND}), step(model, None)

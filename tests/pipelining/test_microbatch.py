@@ -80,8 +80,8 @@ def test_what_cannot_be_split_or_merged(module: Any) -> None:
     cut, copied = (
         DTensor.from_local(X, mesh, [at], run_check=False) for at in (Shard(0), Replicate())
     )
-    for mixed in ([cut, copied], [cut, X]):
-        with pytest.raises(AssertionError):
+    for mixed, says in (([cut, copied], "placement mismatch"), ([cut, X], "mix")):
+        with pytest.raises(AssertionError, match=says):
             module.merge_chunks(mixed, None)
 
 

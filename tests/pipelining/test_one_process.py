@@ -11,20 +11,13 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.pipelining import _schedule_visualizer as visualizer
-from tests.pipelining.one_process import halves, orders, pipes, rows, tensors
-from tests.pipelining.one_process.common import Names
+from tests.pipelining.either import Names
+from tests.pipelining.one_process import orders, pipes, rows, steps, tensors
 from tests.pipelining.one_process.differences import ROWS, answer
-from tests.pipelining.one_process.steps import (
-    BY_HAND,
-    run_alone,
-    run_by_hand,
-    run_own_schedule,
-    run_parts,
-)
 
 BODIES = {
     name: body
-    for module in (rows, orders, halves, pipes, tensors)
+    for module in (rows, orders, steps, pipes, tensors)
     for name, body in vars(module).items()
     if name.startswith("body_")
 }
@@ -44,31 +37,6 @@ def perform(name: str, package: str, folder: Path) -> Any:
 def test_either_import_does_the_same(name: str, tmp_path: Path) -> None:
     theirs = perform(name, "torch", tmp_path)
     assert perform(name, "penstock", tmp_path) == theirs
-
-
-@pytest.mark.parametrize("package", ["torch", "penstock"])
-@pytest.mark.parametrize(
-    "name", ["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS"]
-)
-def test_one_stage_in_a_group_of_one(name: str, package: str) -> None:
-    run_alone(Names(package), name)
-
-
-@pytest.mark.parametrize("package", ["torch", "penstock"])
-@pytest.mark.parametrize("row", sorted(BY_HAND))
-def test_actions_by_hand_in_a_group_of_one(row: str, package: str) -> None:
-    run_by_hand(Names(package), BY_HAND[row])
-
-
-def test_parts_of_a_step_may_be_replaced() -> None:
-    assert run_parts(Names("penstock")) == pytest.approx(run_parts(Names("torch")))
-
-
-def test_a_schedule_of_ones_own_with_custom_functions() -> None:
-    theirs = run_own_schedule(Names("torch"))
-    found = run_own_schedule(Names("penstock"))
-    assert found[:4] == theirs[:4] == ["0UNSHARD", "1UNSHARD", "1RESHARD", "0RESHARD"]
-    assert found[4:] == pytest.approx(theirs[4:])
 
 
 @pytest.mark.parametrize(

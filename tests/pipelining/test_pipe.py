@@ -158,7 +158,7 @@ def piped(group: Any, name: str, schedule: str) -> float:
     kind = get_schedule_class(schedule)
     here = [rank] if ranks == 4 else [rank, 3 - rank]
     stages = [pipe.build_stage(index, "cpu", group) for index in here]
-    made: Any = kind(stages[0] if ranks == 4 else stages, MICROBATCHES, loss_fn=example.loss)  # type: ignore[arg-type]
+    made: Any = kind(stages[0] if ranks == 4 else stages, MICROBATCHES, loss_fn=example.loss)
     for _ in range(2):
         args = fresh(example) if rank == 0 else ()
         kwargs = example.kwargs if rank == 0 else {}

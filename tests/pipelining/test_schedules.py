@@ -1,167 +1,124 @@
-"""Schedules under torch's names: what they are made of, what they refuse, files and custom functions."""
+"""Schedules under torch's names in one process: what they are made of and refuse, and what users write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from penstock.pipelining import PipelineStage, schedules
-from penstock.pipelining.schedules import get_schedule_class
-from penstock.pipelining.stage import StageBase
-from tests.pipelining.bodies import MULTI, SINGLE, Block, X, Y, loss_fn
+from penstock.pipelining.schedules import B, F, _Action, get_schedule_class
+from tests.pipelining.either import CHUNKS, MULTI, SINGLE, Layer, Names, Seat, X, Y, sum_loss
 
-theirs: Any = import_module("torch.distributed.pipelining.schedules")
-
-
-class Stage(StageBase):
-    """A stage that is never run, as tests of schedules make them."""
-
-    def __init__(self, ranks: int, count: int, index: int = 0) -> None:
-        self.num_stages, self.group_size, self.stage_index = count, ranks, index
+OURS, THEIRS = Names("penstock"), Names("torch")
 
 
-class TheirStage(theirs._PipelineStageBase):  # type: ignore[misc] # a class of torch's
-    def __init__(self, ranks: int, count: int, index: int = 0) -> None:
-        self.num_stages, self.group_size, self.group_rank = count, ranks, 0
-        self.stage_index, self.submod, self.group = index, None, None
+@pytest.fixture
+def seat() -> Seat:
+    return Seat("penstock", None, {0: [0, 1]})
 
 
-TheirStage.__abstractmethods__ = frozenset()
-
-
-def make(module: Any, stage: Any, name: str, ranks: int, microbatches: int) -> Any:
-    chosen = module.get_schedule_class(name)
-    if name in SINGLE:
-        return chosen(stage(ranks, ranks), microbatches)
-    return chosen([stage(ranks, 2 * ranks) for _ in range(2)], microbatches)
+# ---- what schedules are made of
 
 
 @pytest.mark.parametrize("microbatches", [4, 8])
 @pytest.mark.parametrize("name", MULTI)
 def test_every_rank_has_the_same_work_as_in_torch(name: str, microbatches: int) -> None:
-    ours = make(schedules, Stage, name, 2, microbatches).pipeline_order
-    peer = make(theirs, TheirStage, name, 2, microbatches).pipeline_order
-    assert {rank: work(row) for rank, row in ours.items()} == {
-        rank: work(row) for rank, row in peer.items()
-    }
+    ours, theirs = (p.scheduled(name, 2, 2, microbatches).pipeline_order for p in (OURS, THEIRS))
+    assert [work(ours[rank]) for rank in range(2)] == [work(theirs[rank]) for rank in range(2)]
 
 
 def work(row: list[Any]) -> list[str]:
     """All forwards and backwards of a rank in any order; a full backward is its halves."""
-    parts = [part for entry in row if entry for part in entry.sub_actions or (entry,)]
-    texts = []
-    for part in parts:
-        text = str(part)
-        texts += [text.replace("B", "I"), text.replace("B", "W")] if "B" in text else [text]
-    return sorted(texts)
+    parts = [str(part) for entry in row if entry for part in entry.sub_actions or (entry,)]
+    halves = [text.replace("B", half) for text in parts for half in ("I", "W") if "B" in text]
+    return sorted([*halves, *(text for text in parts if "B" not in text)])
 
 
 @pytest.mark.parametrize("name", [*SINGLE, *MULTI, "PipelineScheduleSingle"])
 def test_names_in_upper_or_lower_case(name: str) -> None:
     for text in (name, name.lower(), name.upper()):
-        assert get_schedule_class(text).__name__ == theirs.get_schedule_class(text).__name__
+        assert get_schedule_class(text).__name__ == THEIRS.get_schedule_class(text).__name__
 
 
-WRONG: dict[str, tuple[Callable[[Any, Any], Any], type[Exception]]] = {
-    "name": (lambda m, s: m.get_schedule_class("ScheduleThatDoesNotExist"), ValueError),
-    "1F1B with few": (lambda m, s: m.Schedule1F1B(s(4, 4), 2), ValueError),
-    "uneven rounds": (lambda m, s: m.ScheduleInterleaved1F1B([s(4, 8)] * 2, 11), ValueError),
-    "uneven rounds, zero bubble": (
-        lambda m, s: m.ScheduleInterleavedZeroBubble([s(4, 8)] * 2, 11),
-        ValueError,
-    ),
-    "one stage in a V": (lambda m, s: m.ScheduleZBVZeroBubble([s(2, 2)], 4), ValueError),
-    "three stages in a V": (lambda m, s: m.ScheduleDualPipeV([s(2, 6)] * 3, 8), ValueError),
-    "DualPipeV with few": (lambda m, s: m.ScheduleDualPipeV([s(2, 4)] * 2, 3), ValueError),
+WRONG: dict[str, Callable[[Names], Any]] = {
+    "name": lambda p: p.get_schedule_class("ScheduleThatDoesNotExist"),
+    "1F1B with few": lambda p: p.Schedule1F1B(p.mock(4, 4), 2),
+    "uneven rounds": lambda p: p.ScheduleInterleaved1F1B([p.mock(4, 8)] * 2, 11),
+    "uneven rounds of halves": lambda p: p.ScheduleInterleavedZeroBubble([p.mock(4, 8)] * 2, 11),
+    "one stage in a V": lambda p: p.ScheduleZBVZeroBubble([p.mock(2, 2)], 4),
+    "three stages in a V": lambda p: p.ScheduleDualPipeV([p.mock(2, 6)] * 3, 8),
+    "DualPipeV with few": lambda p: p.ScheduleDualPipeV([p.mock(2, 4)] * 2, 3),
+    "style": lambda p: p.generate_stage_to_rank_mapping(2, 4, "w"),
+    "half a V": lambda p: p.generate_stage_to_rank_mapping(2, 5, "v"),
 }
 
 
 @pytest.mark.parametrize("name", sorted(WRONG))
 def test_the_same_kinds_of_error(name: str) -> None:
-    call, kind = WRONG[name]
-    with pytest.raises(kind):
-        call(theirs, TheirStage)
-    with pytest.raises(kind):
-        call(schedules, Stage)
+    for package in (THEIRS, OURS):
+        with pytest.raises(ValueError):  # noqa: PT011 - torch words it otherwise
+            WRONG[name](package)
 
 
-# ---- in one process, where there is no process group
+@pytest.mark.parametrize("style", ["loop", "v"])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 4), (3, 6)])
+def test_where_stages_are(style: str, ranks: int, count: int) -> None:
+    for name in ("generate_stage_to_rank_mapping", "generate_rank_to_stage_mapping"):
+        ours, theirs = (getattr(p._utils, name)(ranks, count, style) for p in (OURS, THEIRS))
+        assert ours == theirs
 
 
-def stages(count: int = 2) -> list[PipelineStage]:
-    torch.manual_seed(0)
-    return [PipelineStage(Block(), i, count, "cpu") for i in range(count)]
+def test_stages_that_belong_elsewhere_are_refused() -> None:
+    wrong = [OURS.mock(2, 4) for _ in range(2)]
+    for index, stage in enumerate(wrong):
+        stage.stage_index, stage.submod = index, Layer()
+    with pytest.raises(RuntimeError, match=r"rank 0 holds stages \[0, 1\]; Interleaved1F1B places"):
+        schedules.ScheduleInterleaved1F1B(wrong, 4)
 
 
-def made(microbatches: int = 4, **options: Any) -> Any:
-    return schedules.ScheduleInterleaved1F1B(stages(), microbatches, loss_fn=loss_fn, **options)
+# ---- steps
 
 
-def plain() -> tuple[Any, list[Any]]:
-    model = nn.Sequential(*(stage.submod for stage in stages()))
-    loss = loss_fn(model(X), Y)
-    loss.backward()
-    return float(loss.detach()), [p.grad for p in model.parameters()]
-
-
-def gradients(schedule: Any) -> list[Any]:
-    return [p.grad for stage in schedule.stages for p in stage.submod.parameters()]
-
-
-def test_one_process_needs_no_process_group() -> None:
-    schedule = made()
-    losses: list[Tensor] = []
-    output = schedule.step(X, target=Y, losses=losses)
-    expected, grads = plain()
-    assert float(torch.stack(losses).mean()) == pytest.approx(expected)
-    assert output.shape == X.shape
-    torch.testing.assert_close(gradients(schedule), grads)
-
-
-def test_two_steps_add_up() -> None:
-    schedule = made()
-    for _ in range(2):
-        schedule.step(X, target=Y)
-    torch.testing.assert_close(gradients(schedule), [2 * grad for grad in plain()[1]])
-
-
-def test_a_short_batch_gives_the_gradient_of_the_whole() -> None:
-    schedule = made()
-    schedule.step(X[:7], target=Y[:7])
-    model = nn.Sequential(*(stage.submod for stage in stages()))
-    loss_fn(model(X[:7]), Y[:7]).backward()
-    torch.testing.assert_close(gradients(schedule), [p.grad for p in model.parameters()])
-
-
-def test_shapes_may_change() -> None:
-    schedule = made()
-    for samples in (8, 4, 12):
+def test_one_process_needs_no_process_group_and_shapes_may_change(seat: Seat) -> None:
+    schedule = seat.schedule("Interleaved1F1B")
+    seat.check(*seat.step(schedule))
+    for samples in (7, 4, 12):
         batch = torch.ones(samples, X.shape[1])
         assert schedule.step(batch, target=batch).shape == batch.shape
 
 
-def test_keyword_arguments_may_come_and_go() -> None:
-    schedule, scale = made(), torch.full((8, 1), 0.5)
-    first, plainly, again = (
-        schedule.eval(X, **more) for more in ({"scale": scale}, {}, {"scale": scale})
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, plainly)
+def test_keyword_arguments_may_come_and_go(seat: Seat) -> None:
+    schedule = seat.schedule("Interleaved1F1B")
+    for more in ({"scale": torch.full((8, 1), 0.5)}, {}, {"scale": torch.full((8, 1), 0.25)}):
+        torch.testing.assert_close(schedule.eval(X, **more), seat.reference(X, **more))
 
 
-def test_a_module_may_be_replaced_before_the_first_step() -> None:
-    schedule = made()
-    schedule.stages[0].submod = Block().requires_grad_(False)
+def test_a_module_may_be_replaced_before_the_first_step(seat: Seat) -> None:
+    schedule = seat.schedule("Interleaved1F1B")
+    seat.stages[0].submod = Layer().requires_grad_(False)
     schedule.step(X, target=Y)
-    found = [p.grad is None for stage in schedule.stages for p in stage.submod.parameters()]
-    assert found == [True, True, False, False]
+    learned = [[p.grad is None for p in stage.submod.parameters()] for stage in seat.stages]
+    assert learned == [[True] * 4, [False] * 4]
+
+
+def test_examples_that_differ_from_the_step_are_named() -> None:
+    stage = PipelineStage(Layer(), 0, 1, "cpu", torch.ones(2, 5), torch.ones(2, 4))
+    schedule = schedules.ScheduleGPipe(stage, 4, loss_fn=sum_loss)
+    with pytest.warns(UserWarning, match=r"input_args\[0\]: Metadata mismatch .*\[2, 5\]"):
+        schedule.step(X, target=Y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step(X, target=Y)
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
@@ -178,101 +135,177 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_refusals(name: str) -> None:
+def test_refusals(name: str, seat: Seat) -> None:
     call, kind, says = REFUSED[name]
     with torch.no_grad(), pytest.raises(kind, match=says):
-        call(made())
+        call(seat.schedule("Interleaved1F1B"))
 
 
-def test_stages_that_belong_elsewhere_are_refused() -> None:
-    wrong = [Stage(2, 4, 0), Stage(2, 4, 1)]
-    for stage in wrong:
-        stage.submod = Block()
-    with pytest.raises(RuntimeError, match=r"rank 0 holds stages \[0, 1\]; Interleaved1F1B places"):
-        schedules.ScheduleInterleaved1F1B(wrong, 4)
+def test_forward_only() -> None:
+    seat = Seat("penstock", None, {0: [0]})
+    schedule = seat.schedule(schedules._ScheduleForwardOnly, loss_fn=None)
+    with torch.no_grad():
+        torch.testing.assert_close(schedule.step(X), seat.reference(X))
+        with pytest.raises(RuntimeError, match="has no loss"):
+            schedule.step(X, target=Y)
+    with pytest.raises(RuntimeError, match="the loss would train nothing"):
+        seat.schedule(schedules._ScheduleForwardOnly)
 
 
-# ---- custom functions
+# ---- orders of one's own
 
 
-def test_a_custom_function_does_an_ops_work() -> None:
-    schedule, seen = made(), []
+class Written(schedules.PipelineScheduleMulti):
+    """One microbatch after the other, as a user writes it."""
 
-    def forward(action: Any, context: Any) -> None:
-        stage = context.stages[action.stage_index]
-        assert context.schedule_ref is schedule
-        assert len(context.arg_mbs) == len(context.target_mbs) == 4
-        output = stage.forward_one_chunk(action.microbatch_index, ())
-        seen.append((str(action), tuple(output.shape)))
-
-    schedule.register_custom_function(schedules.FORWARD, forward)
-    schedule.step(X, target=Y)
-    assert sorted(seen) == sorted((f"{s}F{m}", (2, 4)) for s in range(2) for m in range(4))
-    torch.testing.assert_close(gradients(schedule), plain()[1])
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pipeline_order = {0: []}
+        for m in range(self._n_microbatches):
+            turn = [_Action(0, F, m), None, _Action(1, F, m), _Action(1, B, m), _Action(0, B, m)]
+            self.pipeline_order[0] += turn
+        self._validate_and_set_stage_mapping(self.pipeline_order)
 
 
-def test_a_custom_function_does_an_overlapped_pair() -> None:
-    chosen = schedules.ScheduleDualPipeV(stages(), 4, loss_fn=loss_fn)
-    seen = []
+class WrittenLater(schedules._PipelineScheduleRuntime):
+    """The actions, with their messages, are set when all else is there."""
 
-    def pair(action: Any, context: Any) -> None:
-        forward, backward = action.sub_actions
-        ahead = context.stages[forward.stage_index]
-        behind = context.stages[backward.stage_index]
-        ahead.forward_one_chunk(forward.microbatch_index)
-        full = backward.computation_type == schedules.FULL_BACKWARD
-        behind.backward_one_chunk(backward.microbatch_index, full_backward=full)
-        seen.append(str(action))
-
-    chosen.register_custom_function(schedules.OVERLAP_F_B, pair)
-    chosen.step(X, target=Y)
-    assert seen
-    assert all(text.endswith("OVERLAP_F_B") for text in seen)
-    torch.testing.assert_close(gradients(chosen), plain()[1])
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        assert self.pipeline_order == {}
+        self.pipeline_order_with_comms = {0: OURS.row("0F0 1F0 1I0 0F1 1F1 1W0 0B0 1B1 0B1")}
+        self.stage_index_to_group_rank = {0: 0, 1: 0}
 
 
-def test_a_stage_by_hand() -> None:
-    stage = stages()[1]
-    torch.testing.assert_close(stage.forward_one_chunk(0, (X,)), stage.submod(X))
-    assert stage.backward_one_chunk(0) is None
-    stage.has_backward = True
-    with pytest.raises(RuntimeError, match="no chunks yet"):
-        stage.backward_one_chunk(0)
-    with pytest.raises(AssertionError, match="backward_one_chunk"):
-        stage.backward_weight_one_chunk(0)
+class FilledIn(schedules.PipelineScheduleMulti):
+    """The actions are put into the dict that is there."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pipeline_order[0] = OURS.row("0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1")
 
 
-# ---- files
+@pytest.mark.parametrize(("chosen", "count"), [(Written, 4), (WrittenLater, 2), (FilledIn, 2)])
+def test_a_schedule_of_ones_own(chosen: Any, count: int, seat: Seat) -> None:
+    schedule = seat.schedule(chosen, count)
+    seat.check(*seat.step(schedule))
+    with pytest.raises(RuntimeError, match="the actions have them on"):
+        schedule.stage_index_to_group_rank = {0: 1, 1: 0}
 
 
-def test_torchs_file_is_loaded(tmp_path: Path) -> None:
-    file = tmp_path / "schedule.csv"
-    make(theirs, TheirStage, "Interleaved1F1B", 1, 4)._dump_csv(str(file))
-    chosen = schedules._PipelineScheduleRuntime(stages(), 4, loss_fn=loss_fn)
-    with pytest.raises(RuntimeError, match="load them with _load_csv"):
-        chosen.step(X, target=Y)
-    chosen._load_csv(str(file), format="compute_comms")
-    chosen.step(X, target=Y)
-    torch.testing.assert_close(gradients(chosen), plain()[1])
+TAKEN: dict[str, Callable[[Any, Path, str], Any]] = {
+    "made by hand": lambda made, _, text: made._prepare_schedule_with_comms({0: OURS.row(text)}),
+    "from a file": lambda made, path, text: (
+        path.write_text(text.replace(" ", ",")),
+        made._load_csv(path),
+    ),
+    "set": lambda made, _, text: setattr(made, "pipeline_order_with_comms", {0: OURS.row(text)}),
+}
+LACKING = {
+    "all": ("0F0 1F0 0F1 1F1", "forwards and no backward"),
+    "a microbatch's": ("0F0 1F0 1B0 0B0 0F1 1F1", "1B1: missing"),
+    "a stage's": ("0F0 1F0 0F1 1F1 1B0 1B1", "0B0: missing"),
+    "a half": ("0F0 1F0 1I0 1W0 0B0 0F1 1F1 1I1 0B1", "1W1: missing"),
+}
+
+
+@pytest.mark.parametrize("lacks", sorted(LACKING))
+@pytest.mark.parametrize("how", sorted(TAKEN))
+def test_a_loss_without_all_backwards_is_refused(
+    how: str, lacks: str, tmp_path: Path, seat: Seat
+) -> None:
+    made = seat.schedule(schedules._PipelineScheduleRuntime, 2)
+    text, says = LACKING[lacks]
+    with pytest.raises(AssertionError, match=says):
+        TAKEN[how](made, tmp_path / "order.csv", text)
+    TAKEN[how](made, tmp_path / "order.csv", "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1")
+    seat.check(*seat.step(made))
+
+
+def test_a_subclass_without_backwards_is_refused(seat: Seat) -> None:
+    class NoBackward(schedules.PipelineScheduleMulti):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.pipeline_order = {0: OURS.row("0F0 1F0 0F1 1F1")}
+
+    with pytest.raises(AssertionError, match="so that the loss would train nothing"):
+        seat.step(seat.schedule(NoBackward, 2))
+    torch.testing.assert_close(
+        seat.schedule(NoBackward, 2, loss_fn=None).step(X), seat.reference(X)
+    )
 
 
 BAD_FILES = {
-    "a missing backward": ("0F0,1F0,1B0,0F1,1F1,1B1,0B1", "cannot run"),
+    "a circle": ("0F0,0B1,0F1,0B0,1F0,1B0,1F1,1B1", "cannot run"),
     "other stages": ("0F0,1F0,2F0,2B0,1B0,0B0,0F1,1F1,2F1,2B1,1B1,0B1", "has 3 stages on 1 ranks"),
     "nonsense": ("0F0,=cmd", "row 1"),
 }
 
 
 @pytest.mark.parametrize("name", sorted(BAD_FILES))
-def test_a_wrong_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_wrong_file_is_refused(tmp_path: Path, name: str, seat: Seat) -> None:
     file = tmp_path / "schedule.csv"
     file.write_text(BAD_FILES[name][0])
-    chosen = schedules._PipelineScheduleRuntime(stages(), 2, loss_fn=loss_fn)
     with pytest.raises(ValueError, match=BAD_FILES[name][1]):
-        chosen._load_csv(file)
+        seat.schedule(schedules._PipelineScheduleRuntime, 2)._load_csv(file)
 
 
-# ---- block masks
+def test_torchs_file_is_loaded(tmp_path: Path, seat: Seat) -> None:
+    file = tmp_path / "schedule.csv"
+    THEIRS.scheduled("Interleaved1F1B", 1, 2, 4)._dump_csv(str(file))
+    chosen = seat.schedule(schedules._PipelineScheduleRuntime)
+    with pytest.raises(RuntimeError, match="load them with _load_csv"):
+        seat.step(chosen)
+    chosen._load_csv(str(file), format="compute_comms")
+    seat.check(*seat.step(chosen))
+
+
+# ---- custom functions, messages, masks
+
+
+def test_a_custom_function_does_an_ops_work(seat: Seat) -> None:
+    schedule, seen = seat.schedule("Interleaved1F1B"), []
+
+    def forward(action: Any, context: Any) -> None:
+        stage = context.stages[action.stage_index]
+        assert context.schedule_ref is schedule
+        assert len(context.arg_mbs) == len(context.target_mbs) == CHUNKS
+        output = stage.forward_one_chunk(action.microbatch_index, ())
+        seen.append((str(action), tuple(output.shape)))
+
+    schedule.register_custom_function(schedules.FORWARD, forward)
+    seat.check(*seat.step(schedule))
+    assert sorted(seen) == sorted((f"{s}F{m}", (2, 4)) for s in range(2) for m in range(CHUNKS))
+
+
+def test_messages_of_one_direction_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, Any]] = []
+
+    def isend(tensor: Tensor, *, group: Any, tag: int, group_dst: int) -> str:
+        started.append(("send", group_dst))
+        return "work"
+
+    def irecv(tensor: Tensor, *, group: Any, tag: int, group_src: int) -> str:
+        started.append(("receive", group_src))
+        return "work"
+
+    def batch(operations: Sequence[Any]) -> list[str]:
+        started.append(("batch", len(operations)))
+        return ["work"]
+
+    for name, function in {"isend": isend, "irecv": irecv, "batch_isend_irecv": batch}.items():
+        monkeypatch.setattr(dist, name, function)
+
+    def of(op: Any) -> list[Any]:
+        return [SimpleNamespace(op=op, tensor=X, group=None, tag=0, group_peer=p) for p in (1, 2)]
+
+    sends, receives = of(isend), of(irecv)
+    for package in (OURS, THEIRS):
+        started.clear()
+        assert package._batch_p2p(sends) == package._batch_p2p(receives) == ["work", "work"]
+        assert package._batch_p2p([sends[0], receives[0]]) == ["work"]
+        assert package._batch_p2p([]) == []
+        assert started == [("send", 1), ("send", 2), ("receive", 1), ("receive", 2), ("batch", 2)]
 
 
 class Attends(nn.Module):
@@ -287,8 +320,13 @@ def test_block_masks_are_given_to_the_stages() -> None:
 
     mask = create_block_mask(causal_from, 4, None, 8, 8, device="cpu", BLOCK_SIZE=4)
     q = torch.linspace(-1, 1, 4 * 2 * 8 * 4).reshape(4, 2, 8, 4)
-    made = [PipelineStage(Attends(), i, 2, "cpu") for i in range(2)]
-    schedule = schedules.ScheduleInterleaved1F1B(made, 2)
+    held = [PipelineStage(Attends(), i, 2, "cpu") for i in range(2)]
     with torch.no_grad():
-        found = schedule.step(q, mask=mask)
+        found = schedules.ScheduleInterleaved1F1B(held, 2).step(q, mask=mask)
         torch.testing.assert_close(found, Attends()(Attends()(q, mask=mask), mask=mask))
+
+
+def test_backward_is_penstocks() -> None:
+    ours: Any = import_module("penstock.backward")
+    for name in OURS._backward.__all__:
+        assert getattr(OURS._backward, name) is getattr(ours, name)

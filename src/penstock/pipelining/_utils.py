@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import (
@@ -16,6 +20,7 @@ from penstock.errors import (
     SpecError,
     UsageError,
 )
+from penstock.parallel import is_sharded
 from penstock.partition import Shared
 from penstock.schedule import Edge
 
@@ -32,11 +37,13 @@ __all__ = [
     "PipeliningMetadataError",
     "PlacementError",
     "RowsError",
+    "extract_tensor_meta",
     "flatten_args",
     "flatten_args_detach",
     "generate_rank_to_stage_mapping",
     "generate_stage_to_rank_mapping",
     "validate_and_normalize_to_tuple",
+    "validate_metadata",
 ]
 
 # ---- the errors of this package: each is also of the class that code written for torch catches
@@ -189,3 +196,152 @@ def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tupl
                 f"Stage arg[{place}] is {kind}: a tensor is needed; pass other values by name"
             )
     return tuple(args)
+
+
+# ---- what tensors look like
+
+
+@dataclass(frozen=True)
+class _TensorMeta:
+    """A tensor without its data; of a DTensor, the part that this process holds.
+
+    Attributes:
+        shape: its sizes.
+        stride: its strides, in elements.
+        dtype: its type.
+        requires_grad: whether it requires grad.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def from_tensor(tensor: Tensor) -> _TensorMeta:
+        """What a plain tensor looks like.
+
+        Raises:
+            PipeliningMetadataError: it is a DTensor.
+        """
+        if is_sharded(tensor):
+            raise PipeliningMetadataError("this is a DTensor; use _DTensorMeta.from_dtensor")
+        return _TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def to_tensor(self, device: torch.device | str) -> Tensor:
+        """A tensor on a device that looks so, with any data."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        return made.requires_grad_(self.requires_grad and _may_learn(self.dtype))
+
+    def get_diff(self, other: _TensorMeta) -> list[str]:
+        """How another one differs; ``requires_grad`` may, as it hangs on whether there is a backward."""
+        if type(self) is not type(other):
+            return [f"type mismatch: {type(self).__name__} vs {type(other).__name__}"]
+        names = [field.name for field in fields(self) if field.name != "requires_grad"]
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        return [f"{name} mismatch: {a} vs {b}" for name, a, b in pairs if a != b]
+
+
+@dataclass(frozen=True)
+class _DTensorMeta(_TensorMeta):
+    """A DTensor without its data and its mesh.
+
+    Attributes:
+        global_shape: the sizes of the whole.
+        global_stride: its strides.
+        placements: how it is placed on each dimension of the mesh.
+        mesh_dim_names: the names of these dimensions.
+        mesh_layout: the sizes and strides of the mesh.
+    """
+
+    global_shape: torch.Size
+    global_stride: tuple[int, ...]
+    placements: tuple[Any, ...]
+    mesh_dim_names: tuple[str, ...]
+    mesh_layout: Any
+
+    @staticmethod
+    def from_dtensor(dtensor: Any) -> _DTensorMeta:
+        """What a DTensor looks like."""
+        part, mesh = dtensor.detach().to_local(), dtensor.device_mesh
+        return _DTensorMeta(
+            part.shape,
+            part.stride(),
+            dtensor.dtype,
+            dtensor.requires_grad,
+            dtensor.shape,
+            dtensor.stride(),
+            tuple(dtensor.placements),
+            tuple(mesh.mesh_dim_names or ()),
+            mesh._layout,  # there is no public name; seen in torch 2.13
+        )
+
+    @property
+    def mesh_cache_key(self) -> tuple[tuple[str, ...], Any]:
+        """What a ``get_mesh`` is called with."""
+        return self.mesh_dim_names, self.mesh_layout
+
+    def to_dtensor(self, device: torch.device | str, mesh: Any) -> Any:
+        """A DTensor on a mesh that looks so, whose part here is on a device, with any data."""
+        part = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        shape, stride = self.global_shape, self.global_stride
+        made = DTensor.from_local(
+            part, mesh, self.placements, run_check=False, shape=shape, stride=stride
+        )
+        return made.requires_grad_(self.requires_grad and _may_learn(self.dtype))
+
+
+def _may_learn(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def extract_tensor_meta(tensor: Tensor) -> _TensorMeta:
+    """What a tensor looks like, plain or a DTensor."""
+    make = _DTensorMeta.from_dtensor if is_sharded(tensor) else _TensorMeta.from_tensor
+    return make(tensor)
+
+
+def extract_tensor_metas(
+    tensors: Tensor | Sequence[Tensor | None] | None, *, allow_none: bool = False
+) -> tuple[_TensorMeta | None, ...] | None:
+    """What tensors look like.
+
+    Raises:
+        PipeliningMetadataError: one is None, and ``allow_none`` does not say that it may be.
+    """
+    checked = validate_and_normalize_to_tuple(tensors, allow_none)
+    return checked and tuple(None if x is None else extract_tensor_meta(x) for x in checked)
+
+
+def validate_metadata(
+    desc: str,
+    expected: _TensorMeta,
+    actual: Tensor | _TensorMeta,
+    *,
+    raise_on_mismatch: bool = False,
+    warn_on_mismatch: bool = False,
+) -> list[str]:
+    """How a tensor differs from what was expected.
+
+    Args:
+        desc: what it is, for the message.
+        expected: what it should look like.
+        actual: the tensor, or what it looks like.
+        raise_on_mismatch: whether a difference is an error.
+        warn_on_mismatch: whether a difference is a warning.
+
+    Raises:
+        PipeliningMetadataError: it differs, and that is an error.
+    """
+    unlike = expected.get_diff(
+        extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual
+    )
+    if unlike and raise_on_mismatch:
+        raise PipeliningMetadataError(f"{desc}: {'; '.join(unlike)}")
+    if unlike and warn_on_mismatch:
+        warnings.warn(
+            f"{desc}: Metadata mismatch between the example and what the step gives: {'; '.join(unlike)}. "
+            "The step runs with what it gives; correct the example, or leave it out",
+            stacklevel=2,
+        )
+    return unlike

@@ -43,8 +43,13 @@ def start(p2p_ops: Sequence[P2POp], desc: str | None = None) -> list[Any]:
     Operations of one direction are started one by one: they cannot block each other, while NCCL would run a
     batch of them in sequence. Only a mixture could wait in a circle, and goes as a batch.
     """
-    if len({one.op for one in p2p_ops}) == 1:
-        return [one.op(one.tensor, None, one.group, one.tag, one.group_peer) for one in p2p_ops]
+    ways = {one.op for one in p2p_ops}
+    if ways in ({dist.isend}, {dist.irecv}):
+        peer = "group_dst" if ways == {dist.isend} else "group_src"
+        return [
+            one.op(one.tensor, group=one.group, tag=one.tag, **{peer: one.group_peer})
+            for one in p2p_ops
+        ]
     return dist.batch_isend_irecv(list(p2p_ops)) if p2p_ops else []
 
 

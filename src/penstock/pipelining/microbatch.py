@@ -267,7 +267,11 @@ def _merged(values: list[Any], spec: Any) -> Any:
         try:
             return merge_sharded(values, spec.split_dim)
         except MicrobatchError as error:
-            raise ChunkError(str(error)) from error
+            raise ChunkError(f"placement mismatch: {error}") from error
     if marks == {True, False}:
-        raise ChunkError("some microbatches gave DTensors and some did not; give the same kind")
+        plain = [index for index, value in enumerate(values) if not is_sharded(value)]
+        raise ChunkError(
+            f"the outputs of the microbatches are a mix: {plain} gave plain tensors and the others DTensors; "
+            "give the same kind in each"
+        )
     return torch.cat(values, dim=spec.split_dim)

@@ -26,7 +26,9 @@ from penstock.schedule import (
     reduce_gradients,
     validate,
 )
-from penstock.schedule.action import OVERLAPPED, Entry
+from penstock.schedule.action import OVERLAPPED, RECV_OPS, Entry
+from penstock.schedule.base import flat
+from penstock.schedule.dependencies import Dependencies, counterpart
 from penstock.schedule.files import read_text
 
 # ---- actions and their kinds
@@ -281,6 +283,51 @@ def add_messages(
     rank_of = [stage_to_rank(stage) for stage in range(num_stages)]
     schedule = proven(schedule_on(compute_actions, rank_of, microbatches_of(compute_actions)))
     return to_order(add_communication(schedule, ahead=ahead).programs)
+
+
+def steps_of(
+    pipeline_order: Order, stage_to_rank: Callable[[int], int], num_stages: int
+) -> dict[int, list[ActionTuple | None]]:
+    """Each rank's actions in the steps in which they can run, ``None`` where it waits in a step.
+
+    A receive is posted at once; what needs its value waits until that is sent.
+
+    Args:
+        pipeline_order: each rank's actions, by rank, with their messages.
+        stage_to_rank: the rank of a stage.
+        num_stages: how many stages there are.
+
+    Raises:
+        ScheduleError: no rank can go on.
+    """
+    rank_of = [stage_to_rank(stage) for stage in range(num_stages)]
+    rule = Dependencies(schedule_on(pipeline_order, rank_of, microbatches_of(pipeline_order)))
+    left = {rank: [a for a in pipeline_order[rank] if a] for rank in sorted(pipeline_order)}
+    steps: dict[int, list[ActionTuple | None]] = {rank: [] for rank in left}
+    done: set[Action] = set()
+
+    def is_done(need: Action) -> bool:
+        if need.op in RECV_OPS:
+            return {need, counterpart(need)} <= done
+        # A weight backward may come after a full one as well, which has done its work.
+        return need in done or (need.op is Op.I and need._replace(op=Op.B) in done)
+
+    def is_ready(entry: Action) -> bool:
+        return entry.op in RECV_OPS or all(map(is_done, rule.before(entry)))
+
+    while waiting := [rank for rank, row in left.items() if row]:
+        ran: dict[int, ActionTuple | None] = dict.fromkeys(waiting)
+        # Twice, since what a later rank does in a step may be what an earlier one waits for.
+        for rank in (*waiting, *waiting):
+            if ran[rank] is None and all(map(is_ready, flat((to_entry(left[rank][0]),)))):
+                action = ran[rank] = left[rank].pop(0)
+                done.update(flat((to_entry(action),)))
+        for rank, each in ran.items():
+            steps[rank].append(each)
+        if not any(ran.values()):
+            stuck = ", ".join(f"rank {rank} at {left[rank][0]}" for rank in waiting)
+            raise ScheduleError(f"the actions do not complete; what they need never comes: {stuck}")
+    return steps
 
 
 def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTuple | None]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -221,19 +222,55 @@ class Arrived:
         return []
 
 
+DEFAULTS: dict[str, Any] = {
+    "n_microbatches": Parameter.empty,
+    "loss_fn": None,
+    "args_chunk_spec": None,
+    "kwargs_chunk_spec": None,
+    "output_merge_spec": None,
+    "use_full_backward": None,
+    "scale_grads": True,
+    "backward_requires_autograd": True,
+    "defer_pp_recv": False,
+}
+"""The arguments of schedule classes besides their stages, in torch's order; not every class has all."""
+OF_SEVERAL = ("use_full_backward", "backward_requires_autograd", "defer_pp_recv")
+"""Those that only classes with several stages per rank have."""
+
+
+def arguments(stages: str, without: Sequence[str] = ()) -> Signature:
+    """The arguments of a schedule class.
+
+    Args:
+        stages: the name of the first one.
+        without: which others it does not have.
+    """
+    defaults = {stages: Parameter.empty, **DEFAULTS}
+    named = {name: default for name, default in defaults.items() if name not in without}
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    return Signature([Parameter(name, kind, default=value) for name, value in named.items()])
+
+
 class PipelineSchedule:
     """A schedule over stages that are already placed; the base class of all.
 
     Args:
-        stages: those of this process.
+        stages: those of this process; classes with one stage per rank take it as ``stage``.
         n_microbatches: the number of parts that a batch is split into.
         loss_fn: ``(output, target) -> scalar``; without it, only forward runs.
         args_chunk_spec: how positional arguments are split.
         kwargs_chunk_spec: how keyword arguments are split.
         output_merge_spec: how outputs are merged.
+        use_full_backward: accepted, but not needed.
         scale_grads: whether the loss is a mean over samples, so that the microbatches' gradients are
             averaged; otherwise they are added up. The loss is scaled before backward, never the gradients
             after it.
+        backward_requires_autograd: whether ``step`` refuses to run while gradients are disabled.
+        defer_pp_recv: accepted, but not needed: receives are always posted where they are needed.
+
+    Raises:
+        UsageError: there are too few microbatches, or other stages than the schedule has on a rank.
+        PlacementError: the stages are not those that the schedule places on this rank.
     """
 
     recipe: ClassVar[str | None] = None
@@ -241,30 +278,27 @@ class PipelineSchedule:
     checks: ClassVar[tuple[Callable[[Any], None], ...]] = ()
     """What it asks of stages and microbatches."""
     trains: ClassVar[bool] = True
-    """Whether a loss means that there is a backward."""
+    """Whether it may have a loss."""
+    __signature__: ClassVar[Signature] = arguments("stages", OF_SEVERAL)
 
-    def __init__(  # noqa: PLR0913 - torch's arguments
-        self,
-        stages: Sequence[StageBase],
-        n_microbatches: int,
-        loss_fn: Callable[..., Any] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-    ) -> None:
-        self._stages = list(stages)
-        self._num_stages = stages[0].num_stages
-        self.pp_group_size = stages[0].group_size
-        self.rank = stages[0].group_rank
-        self._n_microbatches = n_microbatches
-        self._loss_fn = loss_fn
-        self._args_chunk_spec = args_chunk_spec
-        self._kwargs_chunk_spec = kwargs_chunk_spec
-        self._output_merge_spec = output_merge_spec
-        self.scale_grads = scale_grads
-        self._has_backward = self.trains and loss_fn is not None
-        self._requires_autograd = True
+    def __init__(self, *args: Any, **options: Any) -> None:
+        given = self.__signature__.bind(*args, **options).arguments
+        held, *_ = given.values()
+        chosen = DEFAULTS | given
+        self._stages: list[StageBase] = list(held) if isinstance(held, Sequence) else [held]
+        self._num_stages = self._stages[0].num_stages
+        self.pp_group_size = self._stages[0].group_size
+        self.rank = self._stages[0].group_rank
+        self.n_local_stages = len(self._stages)
+        self._n_microbatches: int = chosen["n_microbatches"]
+        self._loss_fn: Callable[..., Any] | None = chosen["loss_fn"]
+        self._args_chunk_spec = chosen["args_chunk_spec"]
+        self._kwargs_chunk_spec = chosen["kwargs_chunk_spec"]
+        self._output_merge_spec = chosen["output_merge_spec"]
+        self.scale_grads: bool = chosen["scale_grads"]
+        self._has_backward = self._loss_fn is not None
+        self._requires_autograd: bool = chosen["backward_requires_autograd"]
+        self._defer_pp_recv: bool = chosen["defer_pp_recv"]
         self._internal_losses: list[Tensor] = []
         self._engine_runs = False
         self._prepared: bool | None = None
@@ -276,8 +310,9 @@ class PipelineSchedule:
         self.fwd_recv_ops: Any = Arrived()
         self.bwd_recv_ops: Any = Arrived()
         self.backward_counter: Counter[int] = Counter()
-        if n_microbatches < 1:
-            raise UsageError(f"n_microbatches={n_microbatches}: must be at least 1")
+        if self._n_microbatches < 1:
+            raise UsageError(f"n_microbatches={self._n_microbatches}: must be at least 1")
+        self._build()
 
     @property
     def stages(self) -> list[StageBase]:
@@ -379,7 +414,7 @@ class PipelineSchedule:
         return reduce_gradients(schedule) if Op.REDUCE_GRAD in self._custom else schedule
 
     def _build(self) -> None:
-        """Build the schedule that the class is named after."""
+        """Build the schedule that the class is named after, and check that its stages are here."""
         if self.recipe is None:
             return
         for check in self.checks:
@@ -389,14 +424,14 @@ class PipelineSchedule:
             raise PlacementError(
                 f"{self._num_stages} stages cannot be divided evenly among {self.pp_group_size} ranks"
             )
-        self._adopt(
-            build(
-                self.recipe,
-                ranks=self.pp_group_size,
-                microbatches=self._n_microbatches,
-                stages_per_rank=each,
+        sizes = {"ranks": self.pp_group_size, "microbatches": self._n_microbatches}
+        self._adopt(build(self.recipe, **sizes, stages_per_rank=each))
+        expected = list(self.schedule.placement.stages_on(self.rank))
+        held = sorted(stage.stage_index for stage in self._stages if stage.submod is not None)
+        if held and held != expected:
+            raise PlacementError(
+                f"rank {self.rank} holds stages {held}; {self.recipe} places {expected} there"
             )
-        )
 
     def _get_pipeline_order(self) -> dict[int, list[ActionTuple | None]] | None:
         """Each rank's actions, by rank; None if they are not known yet."""
@@ -408,13 +443,16 @@ class PipelineSchedule:
 
     # ---- running
 
-    def step(
+    def step(  # noqa: PLR0913 - torch's arguments
         self,
         *args: Any,
         target: Any = None,
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run a batch: forward, and backward if there is a loss.
@@ -425,6 +463,10 @@ class PipelineSchedule:
             losses: a list that is filled with the microbatches' losses on that rank.
             return_outputs: whether to return the output.
             loss_kwargs: more arguments for ``loss_fn``.
+            arg_mbs: in place of ``args`` for a batch that is split already, the positional arguments of
+                each microbatch.
+            kwarg_mbs: likewise the keyword arguments.
+            target_mbs: likewise the targets.
             kwargs: keyword arguments for the stages of this process.
 
         Returns:
@@ -440,10 +482,17 @@ class PipelineSchedule:
         for stage in stages:
             stage.start(self._placement(), self._n_microbatches, trains=self._has_backward)
         try:
-            arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
-            target_mbs = None
-            if target is not None:
-                target_mbs = list(split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
+            if arg_mbs is kwarg_mbs is target_mbs is None:
+                arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
+                if target is not None:
+                    target_mbs = list(
+                        split_tensor(target, TensorChunkSpec(0), self._n_microbatches)
+                    )
+            elif args or kwargs or target is not None:
+                raise CallError(
+                    "the step was given a whole batch and one that is split already; pass arg_mbs, kwarg_mbs "
+                    "and target_mbs, or the arguments and target"
+                )
             self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         except Exception as error:
             if type(self)._step_microbatches is PipelineSchedule._step_microbatches:
@@ -471,13 +520,11 @@ class PipelineSchedule:
             if refusal is error:
                 raise
 
-    def eval(
-        self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any
-    ) -> Any:
+    def eval(self, *args: Any, **options: Any) -> Any:
         """Run only the forwards of a batch; arguments and result are those of :meth:`step`."""
         trains, self._has_backward = self._has_backward, False
         try:
-            return self.step(*args, target=target, losses=losses, **kwargs)
+            return self.step(*args, **options)
         finally:
             self._has_backward = trains
 
@@ -580,7 +627,10 @@ class PipelineSchedule:
         Raises:
             TypeError: something is not a list.
             MicrobatchError: a list does not have one entry for each microbatch.
+            CallError: there are targets or losses, and the schedule is for forwards alone.
         """
+        if not self.trains and (target_mbs is not None or losses is not None):
+            raise CallError("a forward-only schedule has no loss; take ScheduleGPipe and call eval")
         count = self._n_microbatches
         lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
         for name, parts in {**lists, "losses": losses}.items():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.pipelining._utils import (
     CallError,
-    PlacementError,
     generate_rank_to_stage_mapping,
     generate_stage_to_rank_mapping,
 )
@@ -30,8 +28,15 @@ from penstock.pipelining.rows import (
     check_order,
     format_order,
     merge_halves,
+    steps_of,
 )
-from penstock.pipelining.running import Custom, PipelineContext, PipelineSchedule
+from penstock.pipelining.running import (
+    OF_SEVERAL,
+    Custom,
+    PipelineContext,
+    PipelineSchedule,
+    arguments,
+)
 from penstock.pipelining.stage import PipelineStage, StageBase
 
 __all__ = [
@@ -75,6 +80,7 @@ _add_send_recv = add_messages
 _add_unshard_reshard = add_unshards
 _format_pipeline_order = format_order
 _merge_bw = merge_halves
+_simulate_comms_compute = steps_of
 _split_tensor = split_tensor
 _validate_schedule = check_order
 _wait_batch_p2p = wait_all
@@ -92,6 +98,15 @@ def check_enough(schedule: PipelineSchedule) -> None:
         raise UsageError(
             f"{microbatches} microbatches for {stages} stages: there must be at least as many "
             "microbatches as stages"
+        )
+
+
+def check_without_loss(schedule: PipelineSchedule) -> None:
+    """Check that there is no loss, which would train nothing."""
+    if schedule._loss_fn is not None:
+        raise CallError(
+            "a forward-only schedule has no backward, so that the loss would train nothing; take "
+            "ScheduleGPipe, or leave out loss_fn"
         )
 
 
@@ -120,49 +135,19 @@ def count_rounds(schedule: Any) -> None:
 
 
 class PipelineScheduleSingle(PipelineSchedule):
-    """A schedule with one stage per rank; the arguments are those of :class:`PipelineSchedule`."""
+    """A schedule with one stage per rank."""
 
-    def __init__(  # noqa: PLR0913 - torch's arguments
-        self,
-        stage: StageBase,
-        n_microbatches: int,
-        loss_fn: Callable[..., Any] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-    ) -> None:
-        super().__init__(
-            [stage],
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-        )
-        self._stage = stage
-        self._build()
+    __signature__ = arguments("stage", OF_SEVERAL)
+
+    @property
+    def _stage(self) -> StageBase:
+        return self._stages[0]
 
 
 class ScheduleForwardOnly(PipelineScheduleSingle):
     """All forwards, and no loss."""
 
-    # Even if a loss was given, as code that makes any schedule may do.
-    recipe, trains = "forward-only", False
-
-    def _step_microbatches(
-        self,
-        arg_mbs: Any = None,
-        kwarg_mbs: Any = None,
-        target_mbs: Any = None,
-        losses: Any = None,
-        *rest: Any,
-        **more: Any,
-    ) -> None:
-        if target_mbs is not None or losses is not None:
-            raise CallError("a forward-only schedule has no loss; take ScheduleGPipe and call eval")
-        super()._step_microbatches(arg_mbs, kwarg_mbs, None, None, *rest, **more)
+    recipe, checks, trains = "forward-only", (check_without_loss,), False
 
 
 class ScheduleGPipe(PipelineScheduleSingle):
@@ -183,64 +168,9 @@ _ScheduleForwardOnly = ScheduleForwardOnly
 
 
 class PipelineScheduleMulti(PipelineSchedule):
-    """A schedule with several stages per rank; arguments as :class:`PipelineSchedule`.
+    """A schedule with several stages per rank."""
 
-    Args:
-        stages: those of this process.
-        n_microbatches: into how many parts a batch is split.
-        loss_fn: ``(output, target) -> scalar``.
-        args_chunk_spec: how positional arguments are split.
-        kwargs_chunk_spec: how arguments by name are split.
-        output_merge_spec: how outputs are put together.
-        use_full_backward: accepted, but not needed.
-        scale_grads: whether the loss is a mean over samples.
-        backward_requires_autograd: whether ``step`` refuses to run while gradients are disabled.
-        defer_pp_recv: whether receives are posted as late as possible.
-    """
-
-    def __init__(  # noqa: PLR0913 - torch's arguments
-        self,
-        stages: Sequence[StageBase],
-        n_microbatches: int,
-        loss_fn: Callable[..., Any] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
-        use_full_backward: bool | None = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-        defer_pp_recv: bool = False,
-    ) -> None:
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-        )
-        self._requires_autograd = backward_requires_autograd
-        # Nothing else to do: receives are always posted where they are needed.
-        self._defer_pp_recv = defer_pp_recv
-        self.n_local_stages = len(self._stages)
-        self._build()
-        self._check_held()
-
-    def _check_held(self) -> None:
-        """Check that the stages are those that the schedule places on this rank.
-
-        Raises:
-            PlacementError: they are not.
-        """
-        if self.recipe is None or not all(hasattr(stage, "submod") for stage in self._stages):
-            return
-        expected = list(self.schedule.placement.stages_on(self.rank))
-        held = sorted(stage.stage_index for stage in self._stages if stage.submod is not None)
-        if held and held != expected:
-            raise PlacementError(
-                f"rank {self.rank} holds stages {held}; {self.recipe} places {expected} there"
-            )
+    __signature__ = arguments("stages")
 
     def _prepare_schedule_with_comms(
         self, actions: dict[int, list[ActionTuple | None]], format: str = "compute_only"
@@ -275,61 +205,16 @@ _PipelineScheduleRuntime = ScheduleRuntime
 
 
 class ScheduleLoopedBFS(ScheduleRuntime):
-    """All microbatches of a stage, then those of the rank's next stage (arXiv:2211.05953).
-
-    Arguments as :class:`PipelineScheduleMulti`, without the chunk specs.
-    """
+    """All microbatches of a stage, then those of the rank's next stage (arXiv:2211.05953)."""
 
     recipe = "LoopedBFS"
-
-    def __init__(  # noqa: PLR0913 - torch's arguments
-        self,
-        stages: Sequence[StageBase],
-        n_microbatches: int,
-        loss_fn: Callable[..., Any] | None = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-        defer_pp_recv: bool = False,
-    ) -> None:
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            backward_requires_autograd=backward_requires_autograd,
-            defer_pp_recv=defer_pp_recv,
-        )
+    __signature__ = arguments(
+        "stages", ("args_chunk_spec", "kwargs_chunk_spec", "use_full_backward")
+    )
 
 
 class _Named(ScheduleRuntime):
-    """The arguments are those of :class:`PipelineScheduleMulti`, without ``use_full_backward``."""
-
-    def __init__(  # noqa: PLR0913 - torch's arguments
-        self,
-        stages: Sequence[StageBase],
-        n_microbatches: int,
-        loss_fn: Callable[..., Any] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-        defer_pp_recv: bool = False,
-    ) -> None:
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            None,
-            scale_grads,
-            backward_requires_autograd,
-            defer_pp_recv,
-        )
+    __signature__ = arguments("stages", ("use_full_backward",))
 
 
 class ScheduleInterleaved1F1B(_Named):

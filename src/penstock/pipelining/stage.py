@@ -20,9 +20,12 @@ from penstock.pipelining._utils import (
     PipeInfo,
     PipeliningMetadataError,
     PlacementError,
+    extract_tensor_meta,
+    extract_tensor_metas,
     flatten_args,
     generate_stage_to_rank_mapping,
     validate_and_normalize_to_tuple,
+    validate_metadata,
 )
 from penstock.pipelining.by_hand import (
     Neighbour,
@@ -53,7 +56,6 @@ class StageBase:
         group: the process group of the pipeline.
         group_rank: the rank of this process in it.
         group_size: its number of processes.
-        has_backward: whether the schedule runs a backward for the stage.
         chunks: the number of microbatches in the last step.
         stage_index_to_group_rank: the rank of each stage; a loop until a schedule places the stages.
         output_chunks: on the last stage, the output of each microbatch of the last step.
@@ -72,10 +74,19 @@ class StageBase:
     edges: Any = None
     shared: Sequence[Shared] = ()
     chunks: int | None = None
-    has_backward: bool = False
     is_first: bool = True
     is_last: bool = True
     stage_index_to_group_rank: dict[int, int]
+    _has_backward: bool = False
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there is a backward for the stage."""
+        return self._has_backward
+
+    @has_backward.setter
+    def has_backward(self, wanted: bool) -> None:
+        self._has_backward = wanted
 
 
 class PipelineStage(StageBase, engine.PipelineStage):
@@ -87,7 +98,8 @@ class PipelineStage(StageBase, engine.PipelineStage):
         num_stages: how many there are.
         device: where it lives; the slice is moved there.
         input_args: example inputs of a microbatch. They are not needed, and neither are the next three
-            arguments: shapes are found automatically, and may change from step to step.
+            arguments: shapes are found automatically, and may change from step to step. If the first step
+            has inputs or outputs that look otherwise, a warning says so.
         output_args: example outputs.
         output_grads: example gradients of the outputs.
         input_grads: example gradients of the inputs.
@@ -137,6 +149,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         self.fwd_cache: dict[int, tuple[Any, list[Any]]] = {}
         self.bwd_cache: dict[int, tuple[Tensor | None, ...]] = {}
         self._example = output_args
+        self._expected = {"input": input_args, "output": output_args}
         self._weigh: dict[int, Callable[[], object]] = {}
         self._perform: Perform | None = None
         self._output: Any = None
@@ -144,7 +157,6 @@ class PipelineStage(StageBase, engine.PipelineStage):
         self._gives: Layout | None = None
         self._values: dict[int, Any] = {}
         self._owed: dict[int, Gradients] = {}
-        self._halves: set[int] = set()
         self._adapter: Any = None
         self._adapting = False
         super().__init__(submodule, stage_index, num_stages, device)
@@ -165,9 +177,21 @@ class PipelineStage(StageBase, engine.PipelineStage):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module for a microbatch; see the engine's stage."""
         output = super().run(*args, **kwargs)
+        if self._expected:
+            self._compare(args[1], output)
         if self._perform is not None:
             self._output = output
         return output
+
+    def _compare(self, inputs: Any, output: Any) -> None:
+        """Compare the examples with what the first microbatch takes and gives."""
+        for name, value in (("input", inputs), ("output", output)):
+            found, example = tensors_in(value), self._expected.pop(name)
+            expected = () if example is None else extract_tensor_metas(example) or ()
+            for place, (meta, tensor) in enumerate(zip(expected, found, strict=False)):
+                assert meta is not None
+                what = f"stage {self.stage_index}, {name}_args[{place}]"
+                validate_metadata(what, meta, tensor, warn_on_mismatch=True)
 
     def backward(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """Full backward of a microbatch; with ``dw_builder``, and what it builds."""
@@ -244,7 +268,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         output = self.forward(fwd_chunk_id, args, kwargs)
         if save_forward_output and self.is_last:
             self.output_chunks.append(output)
-        self.fwd_cache[fwd_chunk_id] = (_as_tuple(output), flatten((tuple(args), kwargs))[0])
+        self.fwd_cache[fwd_chunk_id] = (as_tuple(output), flatten((tuple(args), kwargs))[0])
         return output
 
     def backward_one_chunk(
@@ -279,8 +303,6 @@ class PipelineStage(StageBase, engine.PipelineStage):
         )
         if full_backward:
             self._end(bwd_chunk_id, last_backward)
-        else:
-            self._halves.add(bwd_chunk_id)
         return None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
@@ -289,12 +311,11 @@ class PipelineStage(StageBase, engine.PipelineStage):
             return self._perform(self._action(ComputationType.BACKWARD_WEIGHT, bwd_chunk_id))
         if not self.has_backward:
             return None
-        if bwd_chunk_id not in self._halves:
+        if bwd_chunk_id not in self._pending and bwd_chunk_id not in self._weigh:
             raise CallError(
                 f"stage {self.stage_index}: microbatch {bwd_chunk_id} has no half of a backward; "
                 "call backward_one_chunk(..., full_backward=False) first"
             )
-        self._halves.remove(bwd_chunk_id)
         self.backward_weight(bwd_chunk_id)
         self._end(bwd_chunk_id, last_backward)
         return None
@@ -490,10 +511,9 @@ class PipelineStage(StageBase, engine.PipelineStage):
         """Drop what microbatches have left here."""
         if self._perform is not None:
             return
-        for left in (self.output_chunks, self.fwd_cache, self.bwd_cache, self._halves):
+        self.output_chunks.clear()
+        for left in (self.fwd_cache, self.bwd_cache, self._values, self._owed):
             left.clear()
-        self._values.clear()
-        self._owed.clear()
         self.clear()
 
     def _check_chunk(self, chunk_id: int) -> None:
@@ -510,7 +530,8 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return ActionTuple(self.stage_index, kind, microbatch)
 
 
-def _as_tuple(output: Any) -> tuple[Any, ...]:
+def as_tuple(output: Any) -> tuple[Any, ...]:
+    """What a stage returned as a tuple."""
     return tuple(output) if isinstance(output, tuple | list) else (output,)
 
 
@@ -536,6 +557,7 @@ def build_stage(
 
 
 _PipelineStageBase = StageBase
+_normalize_model_output_as_tuple = as_tuple
 
 # Including what can be imported from torch's module of the same name.
 __all__ = [
@@ -545,6 +567,8 @@ __all__ = [
     "PipeliningMetadataError",
     "StageBase",
     "build_stage",
+    "extract_tensor_meta",
+    "extract_tensor_metas",
     "flatten_args",
     "map_debug_info",
     "stage_backward",

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import PartitionError, UsageError
-from penstock.partition import Shared
+from penstock.partition import Shared, find_shared
 from penstock.partition.base import check_paths
 from penstock.pipelining._utils import CutError, PathError
 from penstock.schedule import Edge
@@ -574,7 +574,7 @@ def cut_traced(
                 graphs, model, first.trace if begins else None, first.trace if ends else None
             )
         )
-    return TracedModel(stages, first.edges, _shared(stages, model), first.trace.module.graph)
+    return TracedModel(stages, first.edges, find_shared(model, stages), first.trace.module.graph)
 
 
 @contextmanager
@@ -587,19 +587,3 @@ def _other_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
-
-
-def _shared(stages: Sequence[nn.Module], model: nn.Module) -> tuple[Shared, ...]:
-    """The parameters that several stages use."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    holders: dict[int, dict[int, str]] = {}
-    for index, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            holders.setdefault(id(parameter), {})[index] = name
-    return tuple(
-        Shared(tuple(names[key]), tuple(of.items()))
-        for key, of in holders.items()
-        if len(of) > 1 or len(names[key]) > 1
-    )

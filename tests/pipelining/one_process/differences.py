@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from tests.pipelining.one_process.common import Names, alone
-
-CPU = torch.device("cpu")
+from tests.pipelining.either import CPU, Names, alone
 
 
 class Watched(nn.Module):

@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
-from tests.pipelining.one_process.common import Names, refused, texts
-
-
-def body_files(p: Names, folder: Path) -> list[str]:
-    """What one schedule writes, the runtime reads."""
-    made = p.scheduled("Interleaved1F1B", 2, 2, 4)
-    shown = []
-    for format in ("compute_only", "compute_comms"):
-        file = folder / f"{format}.csv"
-        if format == "compute_comms":
-            made._prepare_schedule_with_comms(made.pipeline_order)
-        made._dump_csv(str(file), format)
-        runtime = p.schedules._PipelineScheduleRuntime([p.mock(2, 4), p.mock(2, 4)], 4)
-        runtime._load_csv(str(file), format)
-        assert runtime.stage_index_to_group_rank == {0: 0, 1: 1, 2: 0, 3: 1}
-        order = runtime.pipeline_order_with_comms
-        work = [[a for a in order[r] if a is not None and a.is_compute_op] for r in range(2)]
-        shown += [" ".join(texts(row)) for row in work]
-    with (folder / "compute_only.csv").open(newline="") as read:
-        for rank, row in enumerate(csv.reader(read)):
-            actions = [p.schedules._Action.from_str(text) for text in row]
-            assert [a for a in actions if a] == [a for a in made.pipeline_order[rank] if a]
-    return shown
+from tests.pipelining.either import Names, refused, texts
 
 
 def body_messages_come_back_from_files(p: Names, folder: Path) -> None:
@@ -51,22 +28,6 @@ def body_messages_come_back_from_files(p: Names, folder: Path) -> None:
         assert second.pipeline_order_with_comms == third.pipeline_order_with_comms
 
 
-def body_written_rows_come_back(p: Names, folder: Path) -> None:
-    """The base of schedules with several stages writes what it reads: rows without messages."""
-    for chosen in (p.schedules.PipelineScheduleMulti, p.schedules._PipelineScheduleRuntime):
-        made = chosen([p.mock(2, 2)], 2)
-        made.pipeline_order = {0: p.row("0F0,0F1,,0B0,0B1"), 1: p.row(",1F0,1B0,1F1,1B1")}
-        made._validate_and_set_stage_mapping(actions=made.pipeline_order)
-        file = str(folder / chosen.__name__)
-        made._dump_csv(file) if chosen is p.schedules.PipelineScheduleMulti else made._dump_csv(
-            file, "compute_only"
-        )
-        again = chosen([p.mock(2, 2)], 2)
-        again._load_csv(file)
-        rows = [[str(a) for a in again.pipeline_order[rank] if a] for rank in range(2)]
-        assert rows == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
-
-
 def body_files_that_hold_no_schedule(p: Names, folder: Path) -> None:
     file = folder / "rows.csv"
     file.write_text("0F0,zz,0B0")
@@ -81,18 +42,6 @@ def body_pairs_in_either_order(p: Names) -> None:
         both = s._Action(-1, s.OVERLAP_F_B, None, pair)
         order = {0: [*p.row("0F0,1F0,1B0,0F1"), both, *p.row("1B1,0B1")]}
         assert s._validate_schedule(order, 1, 2, 2) == {0: 0, 1: 0}
-
-
-def body_formats(p: Names) -> None:
-    runtime = p.schedules._PipelineScheduleRuntime([p.mock(1, 1)], 1)
-    prepare = runtime._prepare_schedule_with_comms
-    refused(ValueError, lambda: prepare({0: p.row("0F0,0UNSHARD,0B0")}))
-    refused(NotImplementedError, lambda: prepare({0: p.row("0F0,0B0")}, format="other"))
-    prepare({0: p.row("0F0,,0B0")})
-    assert [str(a) for a in runtime.pipeline_order_with_comms[0] if a.is_compute_op] == [
-        "0F0",
-        "0B0",
-    ]
 
 
 def body_single_schedules_have_an_order(p: Names) -> list[list[str]]:

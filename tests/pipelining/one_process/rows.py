@@ -5,7 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.pipelining.one_process.common import Names, line, refused, texts
+from tests.pipelining.either import Names, refused, texts
+
+
+def line(row: list[Any]) -> str:
+    return " ".join(texts(row))
 
 
 def body_classes(p: Names) -> None:
@@ -171,3 +175,21 @@ def random_rows(seed: int) -> tuple[list[int], int, list[list[str]]]:
         rows[rank_of[stage]].append(f"{stage}{op}{m}")
         rows[draw.randrange(ranks)] += [""] * (draw.random() < 0.15)
     return rank_of, microbatches, rows
+
+
+def body_steps_with_messages(p: Names) -> None:
+    """Every action in a step in which it can run; a weight backward after a full one too."""
+    s = p.schedules
+    for name, ranks, microbatches in [("Interleaved1F1B", 2, 4), ("InterleavedZeroBubble", 3, 6)]:
+        place, count = (lambda stage, ranks=ranks: stage % ranks), 2 * ranks
+        order = p.scheduled(name, ranks, 2, microbatches).pipeline_order
+        whole = s._add_send_recv(order, stage_to_rank=place, num_stages=count)
+        steps = s._simulate_comms_compute(whole, stage_to_rank=place, num_stages=count)
+        assert {rank: [a for a in row if a] for rank, row in steps.items()} == whole
+    rows = {0: p.row("0F0,0SEND_F0,0RECV_B0,0B0,0W0"), 1: p.row("1RECV_F0,1F0,1B0,1SEND_B0,1W0")}
+    steps = s._simulate_comms_compute(rows, stage_to_rank=lambda stage: stage, num_stages=2)
+    assert {rank: [a for a in row if a] for rank, row in steps.items()} == rows
+    at = {str(action): step for row in steps.values() for step, action in enumerate(row)}
+    assert at["0SEND_F0"] <= at["1F0"] < at["1SEND_B0"] <= at["0B0"] < at["0W0"]
+    stuck = {0: p.row("0F0,0SEND_F0"), 1: p.row("1F0")}
+    refused(ValueError, lambda: s._simulate_comms_compute(stuck, lambda stage: stage, 2))

@@ -2,82 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.pipelining.one_process.common import (
-    Layers,
-    Mlp,
-    Names,
-    alone,
-    check_gradients,
-    refused,
-)
+from tests.pipelining.either import Names, Seat, X, alone, refused
 
 
-def run_alone(p: Names, name: str) -> None:
-    """Steps of one stage on one rank, against the plain module."""
-    with alone():
-        torch.manual_seed(0)
-        model, x, target = Mlp(), torch.randn(8, 8), torch.randn(8, 8)
-        plain = copy.deepcopy(model)
-        stages: Any = [p.PipelineStage(model, 0, 1, torch.device("cpu"))]
-        chosen = p.schedules.get_schedule_class(name)
-        if issubclass(chosen, p.schedules.PipelineScheduleSingle):
-            stages = stages[0]
-        schedule = chosen(stages, 2, loss_fn=nn.functional.cross_entropy)
-        for _ in range(2):
-            model.zero_grad()
-            plain.zero_grad()
-            losses: list[Tensor] = []
-            output = schedule.step(x, target=target, losses=losses)
-            loss = nn.functional.cross_entropy(plain(x), target)
-            loss.backward()
-        torch.testing.assert_close(output, plain(x))
-        torch.testing.assert_close(torch.stack(losses).mean(), loss)
-        check_gradients(model, plain)
+def body_one_stage(p: Names) -> None:
+    """Schedules of several stages take one, too."""
+    for name in ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS"):
+        with alone():
+            seat = Seat(p.package, None, {0: [0]})
+            made = seat.schedule(name)
+            for _ in range(2):
+                seat.zero()
+                seat.check(*seat.step(made))
 
 
-BY_HAND = {
-    "full": "0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1",
-    "halves": "0F0,0F1,1F0,1F1,1I0,1I1,0I0,0I1,1W0,1W1,0W0,0W1",
-}
-
-
-def run_by_hand(p: Names, text: str) -> None:
-    """A row of actions over two stages of one rank."""
-    with alone():
-        torch.manual_seed(0)
-        model, x, target = Layers(2), torch.randn(8, 8), torch.randn(8, 8)
-        plain, loss_fn = copy.deepcopy(model), nn.MSELoss(reduction="sum")
-        stages = [p.PipelineStage(model.layers[i], i, 2, torch.device("cpu")) for i in range(2)]
-        schedule = p.schedules._PipelineScheduleRuntime(
-            stages, 2, loss_fn=loss_fn, scale_grads=False
-        )
-        schedule._prepare_schedule_with_comms({0: p.row(text)}, format="compute_comms")
-        for _ in range(2):
-            model.zero_grad()
-            plain.zero_grad()
-            losses: list[Tensor] = []
-            output = schedule.step(x, target=target, losses=losses)
-            loss = loss_fn(plain(x), target)
-            loss.backward()
-        torch.testing.assert_close(output, plain(x))
-        torch.testing.assert_close(sum(losses), loss)
-        check_gradients(model, plain)
-
-
-def run_own_schedule(p: Names) -> list[Any]:
-    """A class of one's own that writes its rows as torch's classes do."""
+def body_a_schedule_of_ones_own(p: Names) -> list[str]:
+    """A class that writes its rows as torch's classes do, with custom functions."""
     s = p.schedules
 
     class Own(s._PipelineScheduleRuntime):  # type: ignore[name-defined,misc]
-        def __init__(self, stages: Any, n_microbatches: int, loss_fn: Any = None) -> None:
+        def __init__(self, stages: Any, n_microbatches: int, **options: Any) -> None:
             self.pp_group_size = stages[0].group_size
-            super().__init__(stages=stages, n_microbatches=n_microbatches, loss_fn=loss_fn)
+            super().__init__(stages=stages, n_microbatches=n_microbatches, **options)
             self.n_local_stages, self.rank = len(stages), stages[0].group_rank
             self.pipeline_order: dict[int, list[Any]] = {}
             for rank in range(self.pp_group_size):
@@ -90,43 +41,37 @@ def run_own_schedule(p: Names) -> list[Any]:
             behind = [s._Action(i, s.B, m) for i in (1, 0) for m in range(count)]
             return [*ahead, None, *behind]
 
-    with alone(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        model, x = Layers(2), torch.randn(8, 8)
-        stages = [p.PipelineStage(model.layers[i], i, 2, torch.device("cpu")) for i in range(2)]
-        schedule = Own(stages, 4, loss_fn=nn.MSELoss())
+    with alone():
+        seat = Seat(p.package, None, {0: [0, 1]})
+        schedule = seat.schedule(Own)
         seen: list[str] = []
         for kind in (s.UNSHARD, s.RESHARD):
             schedule.register_custom_function(kind, lambda action, _: seen.append(str(action)))
-        found = schedule.step(x, target=x)
-        total = [p.grad.sum().item() for p in model.parameters() if p.grad is not None]
+        seat.check(*seat.step(schedule))
         assert schedule.pipeline_order[0][8] is None
-        assert len(schedule.pipeline_order[0]) == 17
-        return [*seen, found.sum().item(), *total]
+        return seen
 
 
-def run_parts(p: Names) -> list[Any]:
+def body_parts_of_a_step(p: Names) -> list[Any]:
     """A subclass that replaces what a step does besides running stages."""
+
+    class Own(p.ScheduleGPipe):  # type: ignore[name-defined,misc]
+        def _split_inputs(self, args: Any, kwargs: Any = None) -> Any:
+            return super()._split_inputs((args[0] * 2,), kwargs)
+
+        def _compute_loss(self, output: Any, target: Any, *rest: Any, **more: Any) -> Any:
+            return 3 * super()._compute_loss(output, target, *rest, **more)
+
+        def _merge_outputs(self, output_chunks: Any) -> Any:
+            return [len(output_chunks), super()._merge_outputs(output_chunks)]
+
     with alone():
-        torch.manual_seed(0)
-
-        class Own(p.ScheduleGPipe):  # type: ignore[name-defined,misc]
-            def _split_inputs(self, args: Any, kwargs: Any = None) -> Any:
-                return super()._split_inputs((args[0] * 2,), kwargs)
-
-            def _compute_loss(self, output: Any, target: Any, *rest: Any, **more: Any) -> Any:
-                return 3 * super()._compute_loss(output, target, *rest, **more)
-
-            def _merge_outputs(self, output_chunks: Any) -> Any:
-                return [len(output_chunks), super()._merge_outputs(output_chunks)]
-
-        model, x = Mlp(), torch.randn(4, 8)
-        stage = p.PipelineStage(model, 0, 1, torch.device("cpu"))
-        made = Own(stage, 2, loss_fn=nn.MSELoss())
+        seat = Seat(p.package, None, {0: [0]})
+        made = seat.schedule(Own, 2, loss_fn=nn.MSELoss(), scale_grads=True)
         assert made._check_inputs() == ([(), ()], [{}, {}])
         refused(TypeError, lambda: made._check_inputs(arg_mbs=()))
-        refused(ValueError, lambda: made._check_inputs(target_mbs=[x]))
-        losses: list[Tensor] = []
-        found = made.step(x, target=x, losses=losses)
-        gradients = [p.grad.sum().item() for p in model.parameters() if p.grad is not None]
-        return [found[0], found[1].sum().item(), *[loss.item() for loss in losses], *gradients]
+        refused(ValueError, lambda: made._check_inputs(target_mbs=[X]))
+        found, losses = seat.step(made)
+        torch.testing.assert_close(found[1], seat.reference(2 * X))
+        numbers: list[Tensor] = [*losses, *(g for g in seat.gradients() if g is not None)]
+        return [found[0], *(round(float(number.detach().sum()), 4) for number in numbers)]

@@ -14,11 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.pipelining.peers.seats import names_of
+from tests.pipelining.either import IN_A_V, Names
 
 VOCABULARY, WIDTH, LENGTH = 11, 6, 5
-SINGLE = ("GPipe", "1F1B")
-IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 
 
 class Block(nn.Module):
@@ -108,7 +106,7 @@ class Program:
     """One process of two replicas of two ranks: made without data, cut, wrapped, and then filled."""
 
     def __init__(self, package: str, schedule: str, how: str) -> None:
-        names = names_of(package)
+        names = Names(package)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         rank, self.replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
         chosen = names.get_schedule_class(schedule)

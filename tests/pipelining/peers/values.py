@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.pipelining.either import CHUNKS, CPU, WIDTH, Names, X, Y
 from tests.pipelining.peers.loops import LOOPS
-from tests.pipelining.peers.seats import CHUNKS, WIDTH, batch, names_of
-
-SINGLE = ("GPipe", "1F1B")
 
 
 class Stage(nn.Module):
@@ -113,15 +111,15 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
 
 def handed(group: Any, package: str, schedule: str, kind: str) -> dict[str, Any]:
     """Three ranks, or as many stages in a loop of one's own."""
-    names = names_of(package)
+    names = Names(package)
     rank = dist.get_rank(group)
     made = modules(kind)
     reference = copy.deepcopy(made)
-    stage = names.PipelineStage(made[rank], rank, 3, torch.device("cpu"), group=group)
+    stage = names.PipelineStage(made[rank], rank, 3, CPU, group=group)
     loop = LOOPS.get(schedule)
     chosen = names.get_schedule_class(schedule) if loop is None else loop(names)
     ran = chosen(stage, CHUNKS, loss_fn=loss_of, scale_grads=False)
-    x, target = batch()
+    x, target = X, Y
     losses: list[Tensor] = []
     output = None
     for _ in range(2):
@@ -157,32 +155,3 @@ def _merged(parts: list[Any]) -> Any:
 
 
 KINDS = (*GIVES, "a dict", "a frozen stage", "no parameters")
-
-
-def by_name(group: Any, package: str, schedule: str) -> list[float]:
-    """The batch by name alone."""
-    names = names_of(package)
-    rank = dist.get_rank(group)
-    made = modules("")
-    made[0] = Named()
-    stage = names.PipelineStage(made[rank], rank, 3, torch.device("cpu"), group=group)
-    ran = names.get_schedule_class(schedule)(stage, CHUNKS, loss_fn=loss_of, scale_grads=False)
-    x, target = batch()
-    if rank == 0:
-        ran.step(hidden=x, other=x * 2)
-    elif rank == 2:
-        ran.step(target=target)
-    else:
-        ran.step()
-    return [float(p.grad.sum()) for p in made[rank].parameters() if p.grad is not None]
-
-
-class Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, *, hidden: Tensor, other: Tensor) -> Tensor:
-        made: Tensor = self.linear(hidden) + other
-        return made
