@@ -22,8 +22,6 @@ from tests.backward.blocks import (
 from tests.backward.making import WIDTH, fresh_inputs, ids, linear, looped, rerun, stage, weight, x
 from tests.backward.oracle import Stage
 
-# ---- plain layers
-
 
 def mlp() -> Stage:
     return stage(nn.Sequential(linear(), nn.GELU(), linear(), nn.Tanh(), linear(3)))
@@ -34,48 +32,14 @@ def transformer() -> Stage:
     return stage(blocks, lambda: x(2, 5, 8))
 
 
-def multihead_attention() -> Stage:
-    return stage(
-        lambda m, v: m.attention(v, v, v, need_weights=True),
-        lambda: x(2, 5, WIDTH),
-        attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True),
-    )
-
-
-def lstm() -> Stage:
-    return stage(nn.LSTM(WIDTH, 5, num_layers=2, bidirectional=True), lambda: x(4, 2, WIDTH))
-
-
-def gru() -> Stage:
-    return stage(nn.GRU(WIDTH, 5, num_layers=2), lambda: x(4, 2, WIDTH))
-
-
 def conv_bn_relu() -> Stage:
     layers = (nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3, groups=1))
     return stage(nn.Sequential(*layers), lambda: x(2, 2, 6, 6))
 
 
-def experts() -> Stage:
-    return stage(Experts(WIDTH), lambda: x(3, 5, WIDTH))
-
-
 def first_stage() -> Stage:
     layers = nn.Embedding(11, 8), TransformerBlock(8), nn.Linear(8, 3)
     return stage(nn.Sequential(*layers), ids)
-
-
-def scalar_loss() -> Stage:
-    return stage(
-        lambda m, v: functional.cross_entropy(m.head(v), torch.arange(4)),
-        head=linear(5),
-    )
-
-
-# ---- weights used more than once, or computed
-
-
-def reused_linear() -> Stage:
-    return stage(lambda m, v: looped(m.layer, v), layer=linear())
 
 
 def looped_block() -> Stage:
@@ -88,10 +52,6 @@ def looped_conv() -> Stage:
     return stage(lambda m, v: looped(m.conv, v).relu(), lambda: x(2, 2, 5, 5), conv=conv)
 
 
-def parallel_uses() -> Stage:
-    return stage(lambda m, v: m.layer(v.sin()) * m.layer(v.cos()) @ m.layer.weight, layer=linear())
-
-
 def tied_embedding() -> Stage:
     def run(m: Any, v: Tensor, tokens: Tensor) -> Any:
         hidden = m.block(v + m.embedding(tokens))
@@ -102,14 +62,6 @@ def tied_embedding() -> Stage:
         lambda: (x(2, 5, 8), ids()),
         embedding=nn.Embedding(11, 8),
         block=TransformerBlock(8),
-    )
-
-
-def sparse_embedding() -> Stage:
-    return stage(
-        lambda m, v, tokens: v * m.embedding(tokens),
-        lambda: (x(2, 5, 8), ids()),
-        embedding=nn.Embedding(11, 8, sparse=True),
     )
 
 
@@ -134,64 +86,6 @@ def shared_expression() -> Stage:
     return stage(run, matrix=weight(), scale=weight(WIDTH))
 
 
-def used_in_two_ways() -> Stage:
-    return stage(
-        lambda m, v: m.layer(v) @ m.layer.weight + m.layer.weight.sum(0) + m.layer.bias.exp(),
-        layer=linear(),
-    )
-
-
-def weights_through_python() -> Stage:
-    return stage(
-        lambda m, v: counted_linear(v, standardise(m.matrix), standardise(m.bias)) @ m.matrix,
-        matrix=weight(),
-        bias=weight(WIDTH),
-    )
-
-
-def detached_use() -> Stage:
-    return stage(lambda m, v: m.layer(v) @ m.layer.weight.detach(), layer=linear())
-
-
-# ---- what is trained, and what needs gradients
-
-
-def lora() -> Stage:
-    return stage(nn.Sequential(LoRA(WIDTH), nn.Tanh(), LoRA(WIDTH)))
-
-
-def frozen() -> Stage:
-    return stage(nn.Sequential(linear(), nn.Tanh(), linear()).requires_grad_(False))
-
-
-def no_weights() -> Stage:
-    return stage(nn.Sequential(nn.Tanh(), nn.Softmax(-1)))
-
-
-def unused_weight() -> Stage:
-    return stage(lambda m, v: m.used(v), used=linear(), unused=linear())
-
-
-def inputs_without_gradient() -> Stage:
-    return stage(
-        lambda m, v, mask, factor: m.b(m.a(v) * mask).tanh() * factor,
-        lambda: (x(), x(grad=False), 2),
-        a=linear(),
-        b=linear(),
-    )
-
-
-def unused_input() -> Stage:
-    return stage(lambda m, v, _: m.layer(v), lambda: (x(), x()), layer=linear())
-
-
-def double_use_of_input() -> Stage:
-    return stage(lambda m, v: m.a(v) * m.b(v) + v, a=linear(), b=linear())
-
-
-# ---- outputs
-
-
 def outputs_in_dict() -> Stage:
     def run(m: Any, v: Tensor) -> Any:
         hidden = m.a(v)
@@ -201,34 +95,8 @@ def outputs_in_dict() -> Stage:
     return stage(run, a=linear(), b=linear())
 
 
-def chunked_output() -> Stage:
-    return stage(lambda m, v: m.layer(v).chunk(2, dim=-1), layer=linear())
-
-
-def glu_transposed_output() -> Stage:
-    return stage(lambda m, v: functional.glu(m.layer(v)).transpose(0, 1), layer=linear(8))
-
-
-def one_chunk_output() -> Stage:
-    return stage(lambda m, v: m.head(m.layer(v).split(3, dim=-1)[1]), layer=linear(9), head=head())
-
-
 def head() -> nn.Linear:
     return nn.Linear(3, 2)
-
-
-def output_of_weights_only() -> Stage:
-    return stage(
-        lambda m, v: (m.layer(v), m.layer.weight.square().sum(), m.other.exp()),
-        layer=linear(),
-        other=weight(3),
-    )
-
-
-def output_is_weight() -> Stage:
-    return stage(
-        lambda m, v: (m.layer(v), m.layer.weight, m.other), layer=linear(), other=weight(3)
-    )
 
 
 def nested_weight_outputs() -> Stage:
@@ -238,10 +106,6 @@ def nested_weight_outputs() -> Stage:
         return v @ second, second, first, standardise(second)
 
     return stage(run, matrix=weight())
-
-
-def pass_through() -> Stage:
-    return stage(lambda m, v, w: (v, m.layer(v * w), w), lambda: (x(), x()), layer=linear())
 
 
 def same_output_twice() -> Stage:
@@ -260,13 +124,6 @@ def output_not_always_used() -> Stage:
 def outputs_never_used() -> Stage:
     made = stage(lambda m, v: (m.a(v), m.a(v)), a=linear())
     return Stage(made.model, made.inputs, unused={0: frozenset({0, 1}), 1: frozenset({0, 1})})
-
-
-# ---- odd things in forward
-
-
-def in_place_first() -> Stage:
-    return fresh_inputs(stage(lambda m, v: m.b(m.a(v.relu_()).sigmoid_()), a=linear(), b=linear()))
 
 
 def in_place_on_view() -> Stage:
@@ -315,17 +172,6 @@ def gradient_penalty_in_forward() -> Stage:
     return stage(run, a=linear())
 
 
-def detached_middle() -> Stage:
-    return stage(lambda m, v: m.c(m.b(m.a(v).detach())) + v, a=linear(), b=linear(), c=linear())
-
-
-def detached_branch() -> Stage:
-    return stage(lambda m, v: m.b(m.a(v.detach()).tanh()) * v, a=linear(), b=linear())
-
-
-# ---- checkpoints
-
-
 def full_checkpoint() -> Stage:
     def run(m: Any, v: Tensor) -> Any:
         return rerun(m.b, rerun(m.a, v))
@@ -357,26 +203,107 @@ def checkpointed_weight() -> Stage:
 
 
 CHEAP: dict[str, Callable[[], Stage]] = {
-    make.__name__: make
-    for make in (
-        mlp, scalar_loss, reused_linear, parallel_uses, sparse_embedding, weight_norm,
-        shared_expression, used_in_two_ways, weights_through_python, detached_use, lora, frozen,
-        no_weights, unused_weight, inputs_without_gradient, unused_input, double_use_of_input,
-        outputs_in_dict, chunked_output, glu_transposed_output, one_chunk_output,
-        output_of_weights_only, output_is_weight, nested_weight_outputs, pass_through,
-        same_output_twice, output_not_always_used, outputs_never_used, in_place_first,
-        in_place_on_view, complex_weights, custom_function, gradient_in_forward,
-        gradient_penalty_in_forward, detached_middle, detached_branch, looped_conv, conv_bn_relu,
-    )
-}  # fmt: skip
+    "mlp": mlp,
+    "scalar_loss": lambda: stage(
+        lambda m, v: functional.cross_entropy(m.head(v), torch.arange(4)),
+        head=linear(5),
+    ),
+    "reused_linear": lambda: stage(lambda m, v: looped(m.layer, v), layer=linear()),
+    "parallel_uses": lambda: stage(
+        lambda m, v: m.layer(v.sin()) * m.layer(v.cos()) @ m.layer.weight, layer=linear()
+    ),
+    "sparse_embedding": lambda: stage(
+        lambda m, v, tokens: v * m.embedding(tokens),
+        lambda: (x(2, 5, 8), ids()),
+        embedding=nn.Embedding(11, 8, sparse=True),
+    ),
+    "weight_norm": weight_norm,
+    "shared_expression": shared_expression,
+    "used_in_two_ways": lambda: stage(
+        lambda m, v: m.layer(v) @ m.layer.weight + m.layer.weight.sum(0) + m.layer.bias.exp(),
+        layer=linear(),
+    ),
+    "weights_through_python": lambda: stage(
+        lambda m, v: counted_linear(v, standardise(m.matrix), standardise(m.bias)) @ m.matrix,
+        matrix=weight(),
+        bias=weight(WIDTH),
+    ),
+    "detached_use": lambda: stage(
+        lambda m, v: m.layer(v) @ m.layer.weight.detach(), layer=linear()
+    ),
+    "lora": lambda: stage(nn.Sequential(LoRA(WIDTH), nn.Tanh(), LoRA(WIDTH))),
+    "frozen": lambda: stage(nn.Sequential(linear(), nn.Tanh(), linear()).requires_grad_(False)),
+    "no_weights": lambda: stage(nn.Sequential(nn.Tanh(), nn.Softmax(-1))),
+    "unused_weight": lambda: stage(lambda m, v: m.used(v), used=linear(), unused=linear()),
+    "inputs_without_gradient": lambda: stage(
+        lambda m, v, mask, factor: m.b(m.a(v) * mask).tanh() * factor,
+        lambda: (x(), x(grad=False), 2),
+        a=linear(),
+        b=linear(),
+    ),
+    "unused_input": lambda: stage(lambda m, v, _: m.layer(v), lambda: (x(), x()), layer=linear()),
+    "double_use_of_input": lambda: stage(lambda m, v: m.a(v) * m.b(v) + v, a=linear(), b=linear()),
+    "outputs_in_dict": outputs_in_dict,
+    "chunked_output": lambda: stage(lambda m, v: m.layer(v).chunk(2, dim=-1), layer=linear()),
+    "glu_transposed_output": lambda: stage(
+        lambda m, v: functional.glu(m.layer(v)).transpose(0, 1), layer=linear(8)
+    ),
+    "one_chunk_output": lambda: stage(
+        lambda m, v: m.head(m.layer(v).split(3, dim=-1)[1]), layer=linear(9), head=head()
+    ),
+    "output_of_weights_only": lambda: stage(
+        lambda m, v: (m.layer(v), m.layer.weight.square().sum(), m.other.exp()),
+        layer=linear(),
+        other=weight(3),
+    ),
+    "output_is_weight": lambda: stage(
+        lambda m, v: (m.layer(v), m.layer.weight, m.other), layer=linear(), other=weight(3)
+    ),
+    "nested_weight_outputs": nested_weight_outputs,
+    "pass_through": lambda: stage(
+        lambda m, v, w: (v, m.layer(v * w), w), lambda: (x(), x()), layer=linear()
+    ),
+    "same_output_twice": same_output_twice,
+    "output_not_always_used": output_not_always_used,
+    "outputs_never_used": outputs_never_used,
+    "in_place_first": lambda: fresh_inputs(
+        stage(lambda m, v: m.b(m.a(v.relu_()).sigmoid_()), a=linear(), b=linear())
+    ),
+    "in_place_on_view": in_place_on_view,
+    "complex_weights": complex_weights,
+    "custom_function": custom_function,
+    "gradient_in_forward": gradient_in_forward,
+    "gradient_penalty_in_forward": gradient_penalty_in_forward,
+    "detached_middle": lambda: stage(
+        lambda m, v: m.c(m.b(m.a(v).detach())) + v, a=linear(), b=linear(), c=linear()
+    ),
+    "detached_branch": lambda: stage(
+        lambda m, v: m.b(m.a(v.detach()).tanh()) * v, a=linear(), b=linear()
+    ),
+    "looped_conv": looped_conv,
+    "conv_bn_relu": conv_bn_relu,
+}
 
 COSTLY: dict[str, Callable[[], Stage]] = {
-    make.__name__: make
-    for make in (
-        transformer, multihead_attention, lstm, gru, experts, first_stage, looped_block,
-        tied_embedding, cached_parametrization, full_checkpoint, selective_checkpoint,
-        nested_checkpoint, checkpointed_weight,
-    )
-}  # fmt: skip
+    "transformer": transformer,
+    "multihead_attention": lambda: stage(
+        lambda m, v: m.attention(v, v, v, need_weights=True),
+        lambda: x(2, 5, WIDTH),
+        attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+    ),
+    "lstm": lambda: stage(
+        nn.LSTM(WIDTH, 5, num_layers=2, bidirectional=True), lambda: x(4, 2, WIDTH)
+    ),
+    "gru": lambda: stage(nn.GRU(WIDTH, 5, num_layers=2), lambda: x(4, 2, WIDTH)),
+    "experts": lambda: stage(Experts(WIDTH), lambda: x(3, 5, WIDTH)),
+    "first_stage": first_stage,
+    "looped_block": looped_block,
+    "tied_embedding": tied_embedding,
+    "cached_parametrization": cached_parametrization,
+    "full_checkpoint": full_checkpoint,
+    "selective_checkpoint": selective_checkpoint,
+    "nested_checkpoint": nested_checkpoint,
+    "checkpointed_weight": checkpointed_weight,
+}
 
 ZOO = CHEAP | COSTLY

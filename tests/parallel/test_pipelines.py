@@ -21,8 +21,7 @@ from penstock import ActionEvent, Pipeline
 from penstock.errors import PeerFailed, UsageError
 from penstock.testing import WorkerPool
 from tests.parallel.bodies import Collectives, Mlp, X, Y
-from tests.pipeline.cases import SAMPLES
-from tests.pipeline.sharing import case, pipeline
+from tests.pipeline.cases import LANGUAGE, SAMPLES, pipeline
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZB-H1", "ZB-V")
 HOWS = ("ddp", "fsdp", "blocks", "mixed", "tp")
@@ -277,13 +276,12 @@ def test_pipeline_replicas_and_tensor_parallelism_together() -> None:
 def run_tied(group: Any, schedule: str, how: str) -> float | str:
     """A worker's task: two steps without zeroing gradients; how far they are from one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    of = case("tied")
+    of = LANGUAGE["tied"]()
     replica, count = mesh.get_local_rank("dp"), 4 if schedule == "ZB-V" else 2
     half = slice(replica * SAMPLES // 2, (replica + 1) * SAMPLES // 2)
     try:
         pipe = pipeline(
             of,
-            "tied",
             count,
             schedule=schedule,
             microbatches=4,

@@ -1,151 +1,616 @@
-"""Models and batches for the oracle, and the oracle as a task for workers."""
+"""Models and batches that are trained in a pipeline and in a plain loop: one family, for all comparisons."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from penstock import Pipeline
-from penstock.testing import Case, compare
+from penstock import REPLICATE, Microbatches, Pipeline, Split, add_loss
+from penstock.schedule import Edge
+from penstock.testing import Case
+from penstock.values import Rules
+from tests.pipeline.draws import BETWEEN, noisy
+from tests.pipeline.models import WIDTH, X, Y, chain, mean_loss, named, sum_loss
 
-SAMPLES = 8
-WIDTH = 12
+WORDS, SAMPLES, IGNORED = 11, 8, -100
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, WORDS, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- a language model, in many variants
 
 
 class Block(nn.Module):
-    """A pre-norm residual block with dropout-free attention over the sequence."""
+    """Attends, and perhaps drops, adds a loss that balances its gates, or computes itself again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, adds: str = "", drop: float = 0.0, recompute: bool = False) -> None:
         super().__init__()
+        self.adds, self.recompute = adds, recompute
         self.norm = nn.LayerNorm(WIDTH)
         self.mix = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.drop = nn.Dropout(drop)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if not self.recompute:
+            return self.mixed(hidden)
+        mixed: Tensor = checkpoint(self.mixed, hidden, use_reentrant=False)
+        return mixed
+
+    def mixed(self, hidden: Tensor) -> Tensor:
         query, key, value = self.mix(self.norm(hidden)).chunk(3, -1)
+        if self.adds:
+            add_loss(self.adds, query.softmax(-1).mean((0, 1)).square().sum(), weight=0.25)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        mixed: Tensor = self.out(attended)
+        mixed: Tensor = self.out(self.drop(attended))
         return hidden + mixed
 
 
-def sequence_model(dtype: torch.dtype) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Embedding(17, WIDTH), Block(), Block(), Block(), nn.Linear(WIDTH, 17)]
-    return nn.Sequential(*layers).to(dtype)
+class Language(nn.Module):
+    """Four blocks between an embedding and a head.
+
+    Args:
+        tied: the head's weight is the embedding's.
+        detached: of the tied weight's two uses the head's gives no gradient.
+        looped: the four blocks are one.
+        skips: what the embedding gives is used by each block and the head.
+        placed: it has an embedding of places, of three kinds.
+        options: of each block.
+    """
+
+    def __init__(
+        self, *, tied: bool = False, detached: bool = False, looped: bool = False, skips: bool = False,
+        placed: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.detached, self.looped, self.skips = detached, looped, skips
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        if placed:
+            self.places = nn.Embedding(9, WIDTH)
+        self.blocks = nn.ModuleList([Block(**options) for _ in range(1 if looped else 4)])
+        self.head = nn.Linear(WIDTH, WORDS, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, places: Tensor | None = None, scale: Any = None) -> Tensor:
+        hidden: Tensor = self.embed(tokens)
+        if places is not None:
+            hidden = hidden + self.places(places).sum(0)
+        first = hidden = hidden if scale is None else hidden * scale
+        for block in list(self.blocks) * (4 if self.looped else 1):
+            hidden = block(hidden + first if self.skips else hidden)
+        if self.detached:
+            return functional.linear(hidden, self.head.weight.detach())
+        logits: Tensor = self.head(hidden * first if self.skips else hidden)
+        return logits
+
+
+LOOPED = [["embed", "blocks.0"], ["blocks.0"], ["blocks.0"], ["blocks.0", "head"]]
+"""How a looped one is cut into four stages."""
 
 
 def token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+    return functional.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=IGNORED)
 
 
-def sequence_case(dtype: torch.dtype = torch.float64) -> Case:
-    model = sequence_model(dtype)
-    tokens = torch.randint(0, 17, (SAMPLES, 6))
-    return Case(model, (tokens,), tokens.roll(-1, 1), token_loss)
+def token_sum(logits: Tensor, target: Tensor) -> Tensor:
+    flat = logits.flatten(0, -2)
+    return functional.cross_entropy(flat, target.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32}
+def valid(target: Tensor) -> Tensor:
+    return (target != IGNORED).sum()
 
 
-def run_oracle(
-    group: Any, schedule: str, microbatches: int, dtype: str, stages: int
-) -> dict[str, Any]:
-    """A worker's task: the differences from the unsplit model, and a digest of the bits."""
-    verdict = compare(
-        sequence_case(DTYPES[dtype]),
-        schedule=schedule,
-        microbatches=microbatches,
-        stages=stages,
-        group=group,
-    )
-    return {"differences": verdict.differences(), "digest": verdict.digest()}
+TOKENS = draw(SAMPLES, 6)
+NEXT = TOKENS.roll(-1, 1)
+LENGTHS = torch.tensor([[1], [5], [0], [0], [2], [4], [1], [6]])
+RAGGED_NEXT = torch.where(torch.arange(6) < LENGTHS, NEXT, IGNORED)
+"""Of four microbatches one has no token that counts."""
+RAGGED = [draw(2, 5), draw(1, 9, seed=1), draw(3, 2, seed=2), draw(2, 7, seed=3)]
+PLACES = draw(3, SAMPLES, 6, seed=1) % 9
 
 
-def deep_case(dtype: torch.dtype = torch.float64) -> Case:
-    """Eight modules, so that four ranks can hold two stages each."""
-    torch.manual_seed(1)
-    blocks = [Block() for _ in range(6)]
-    model = nn.Sequential(nn.Embedding(17, WIDTH), *blocks, nn.Linear(WIDTH, 17)).to(dtype)
-    tokens = torch.randint(0, 17, (SAMPLES, 4))
-    return Case(model, (tokens,), tokens.roll(-1, 1), token_loss)
-
-
-def run_deep(group: Any, schedule: str, stages: int, microbatches: int) -> dict[str, Any]:
-    """A worker's task: float64 differences, and a digest of the float32 bits."""
-    asked = {"schedule": schedule, "stages": stages, "microbatches": microbatches, "group": group}
-    exact = compare(deep_case(), **asked)
-    return {
-        "differences": exact.differences(),
-        "digest": compare(deep_case(torch.float32), **asked).digest(),
+def language(args: Sequence[Any] = (TOKENS,), target: Any = NEXT, **options: Any) -> Case:
+    """A language model on a batch; options that a case has are the case's."""
+    of_case = {
+        name: options.pop(name) for name in ("loss_weight", "kwargs", "rules") if name in options
     }
+    torch.manual_seed(3)
+    model = Language(**options).double()
+    return Case(model, args, target, token_loss, **of_case)
 
 
-# ---- models whose gradients have the same bits in every schedule
+def ragged(**options: Any) -> Case:
+    targets = [part.roll(-1, 1) for part in RAGGED]
+    return language([Microbatches(RAGGED)], targets, **options)
 
 
-class Tied(nn.Module):
-    """A language model whose head is its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(17, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
-        self.head = nn.Linear(WIDTH, 17, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits: Tensor = self.head(hidden)
-        return logits
+def some_count() -> Case:
+    """Ragged, and of the last microbatch nothing counts."""
+    case = ragged(loss_weight=valid)
+    targets = [part.masked_fill(part == 3, IGNORED) for part in case.target]
+    return replace(case, target=[*targets[:-1], torch.full_like(targets[-1], IGNORED)])
 
 
-class Skipping(nn.Module):
-    """What the embedding gives is used by every block and by the head, over edges that skip stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(17, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
-        self.head = nn.Linear(WIDTH, 17)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        first = hidden = self.embed(tokens)
-        for block in self.blocks:
-            hidden = block(hidden + first)
-        logits: Tensor = self.head(hidden * first)
-        return logits
+def frozen() -> Case:
+    case = language(tied=True)
+    case.model.get_parameter("embed.weight").requires_grad_(False)
+    return case
 
 
-def dropping() -> nn.Sequential:
-    blocks = [layer for _ in range(4) for layer in (Block(), nn.Dropout(0.3))]
-    return nn.Sequential(nn.Embedding(17, WIDTH), *blocks, nn.Linear(WIDTH, 17))
+def sparse() -> Case:
+    case = language(tied=True)
+    case.model.get_submodule("embed").sparse = True  # type: ignore[assignment] # an Embedding
+    return case
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "chain": lambda: sequence_model(torch.float32),
-    "skip edges": Skipping,
-    "tied weights": Tied,
-    "dropout": dropping,
+def columns(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return list(value.split(list(sizes), 1))
+
+
+def by_length(args: Any, kwargs: Any, target: Any, count: int) -> Microbatches:
+    return Microbatches(args[0].split([3, 3, 1, 1]), targets=target.split([3, 3, 1, 1]))
+
+
+def placed(places: Tensor, rule: Any) -> Case:
+    kwargs = {"places": places, "scale": torch.tensor(2.0)}
+    return language(kwargs=kwargs, rules={"places": rule}, placed=True)
+
+
+LANGUAGE: dict[str, Callable[[], Case]] = {
+    "attention": language,
+    "skip edges": partial(language, skips=True),
+    "recomputed": partial(language, recompute=True),
+    "tied": partial(language, tied=True),
+    "half frozen": partial(language, tied=True, detached=True),
+    "frozen": frozen,
+    "sparse": sparse,
+    "looped": partial(language, looped=True),
+    "dropout": partial(ragged, drop=0.3),
+    "dropout, recomputed": partial(ragged, drop=0.3, recompute=True),
+    "ragged": ragged,
+    "tokens that count": partial(language, target=RAGGED_NEXT, loss_weight=valid),
+    "ragged, some count": some_count,
+    "added losses": partial(ragged, adds="balance"),
+    "added losses, recomputed": partial(ragged, adds="balance", recompute=True),
+    "a rule for positions": partial(placed, PLACES, Split(1)),
+    "a function for positions": partial(placed, PLACES, columns),
+    "a table for all": partial(placed, PLACES[:, :1], REPLICATE),
+    "a function for the call": partial(language, rules=by_length),
 }
 
+# ---- a U-Net: what the first half makes is used by the second half, in the reverse order
 
-def run_bits(group: Any = None, *, schedule: str, model: str, **options: Any) -> dict[str, str]:
-    """The losses and gradients of two steps in float32, as bits; also a worker's task."""
+
+class Enter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.down = nn.Conv2d(4, 6, 2, stride=2)
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        outer = torch.tanh(self.conv(image))
+        return {"outer": outer, "half": self.down(outer)}
+
+
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 6)
+        self.down = nn.Conv2d(6, 8, 2, stride=2)
+
+    def forward(self, half: Tensor) -> dict[str, Tensor]:
+        inner = functional.silu(self.norm(half))
+        return {"inner": inner, "quarter": self.down(inner)}
+
+
+class Up(nn.Module):
+    def __init__(self, narrow: int, wide: int, out: int) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(narrow, wide, 2, stride=2)
+        self.conv = nn.Conv2d(2 * wide, out, 3, padding=1)
+
+    def forward(self, inner: Tensor, quarter: Tensor) -> Tensor:
+        return functional.silu(self.conv(torch.cat([inner, self.up(quarter)], 1)))
+
+
+class Leave(Up):
+    def forward(self, outer: Tensor, low: Tensor) -> Tensor:
+        return super().forward(outer, low)
+
+
+class UNet(nn.Module):
+    """Its parts take and give what edges by hand would carry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.down, self.up, self.leave = Enter(), Down(), Up(8, 6, 6), Leave(6, 4, 3)
+
+    def forward(self, image: Tensor) -> Tensor:
+        entered = self.enter(image)
+        low = self.up(**self.down(entered["half"]))
+        left: Tensor = self.leave(entered["outer"], low=low)
+        return left
+
+
+def unet() -> Case:
     torch.manual_seed(3)
-    tokens = torch.randint(0, 17, (SAMPLES, 4))
-    pipe = Pipeline(
-        MODELS[model](), schedule=schedule, microbatches=4, loss_fn=token_loss, seed=7, group=group,
-        **options,
-    )  # fmt: skip
-    with pipe:
-        losses = [pipe.step(tokens, target=tokens.roll(-1, 1)).loss.hex() for _ in range(2)]
-        gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-        return {n: g.numpy().tobytes().hex() for n, g in gradients.items()} | {
-            "losses": str(losses)
-        }
+    sizes = [(2, 4), (1, 8), (3, 4), (2, 4)]
+    images = [torch.randn(n, 3, side, side, dtype=torch.float64) for n, side in sizes]
+    return Case(UNet().double(), [Microbatches(images)], images, mean_loss)
+
+
+# ---- an encoder and a decoder: what the encoder makes is used by every stage of the decoder
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.mix = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, source: Tensor) -> Tensor:
+        hidden = self.embed(source)
+        mixed: Tensor = self.mix(hidden, hidden, hidden, key_padding_mask=source == 0)[0]
+        out: Tensor = hidden + mixed
+        return out
+
+
+class Begin(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.embed = nn.LayerNorm(WIDTH), nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, memory: Tensor, *, said: Tensor) -> dict[str, Tensor]:
+        return {"normed": self.norm(memory), "hidden": self.embed(said)}
+
+
+class Decoder(nn.Module):
+    def __init__(self, out: int = WIDTH) -> None:
+        super().__init__()
+        self.attend, self.lin = (
+            nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+            nn.Linear(WIDTH, out),
+        )
+
+    def forward(self, normed: Tensor, hidden: Tensor) -> Tensor:
+        attended: Tensor = self.attend(hidden, normed, normed, need_weights=False)[0]
+        decoded: Tensor = self.lin(hidden + torch.tanh(attended))
+        return decoded
+
+
+class Answer(Decoder):
+    def forward(self, normed: Tensor, better: Tensor) -> Tensor:
+        return super().forward(normed, better)
+
+
+class Translator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.begin = Encoder(), Begin()
+        self.decode, self.answer = Decoder(), Answer(WORDS)
+
+    def forward(self, source: Tensor, said: Tensor) -> Tensor:
+        begun = self.begin(self.encode(source), said=said)
+        answer: Tensor = self.answer(begun["normed"], self.decode(**begun))
+        return answer
+
+
+def translator() -> Case:
+    """Both lengths are others in each microbatch."""
+    torch.manual_seed(3)
+    calls = [
+        {"source": draw(2, 3 + i % 3, seed=i), "said": draw(2, 2 + i % 3, seed=50)}
+        for i in range(4)
+    ]
+    targets = [call["said"].roll(-1, 1) for call in calls]
+    return Case(Translator().double(), [Microbatches(calls)], targets, token_loss)
+
+
+EDGES = {
+    "U-Net": (
+        Edge("outer", 0, (3,)), Edge("half", 0, (1,)), Edge("inner", 1, (2,)),
+        Edge("quarter", 1, (2,)), Edge("low", 2, (3,)),
+    ),
+    "encoder-decoder": (
+        Edge("memory", 0, (1,)), Edge("normed", 1, (2, 3)), Edge("hidden", 1, (2,)),
+        Edge("better", 2, (3,)),
+    ),
+}  # fmt: skip
+"""How the children of these are four stages by hand."""
+
+# ---- gradients that are missing, in some microbatches or in all
+
+MARKED = X.abs() * torch.where(torch.arange(SAMPLES) // 2 == 2, -1, 1)[:, None]
+"""Microbatch 2 of 4 alone has a negative sum."""
+Fork = dict[str, Tensor]
+
+
+class Forked(nn.Module):
+    """Gives two values, each from a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Fork:
+        both = x if isinstance(x, dict) else {"a": x, "b": x, "sign": x.sum(1)}
+        return {"a": self.a(both["a"]).tanh(), "b": self.b(both["b"]).tanh(), "sign": both["sign"]}
+
+
+class Join(nn.Module):
+    def __init__(self, use: Callable[[Fork], Tensor]) -> None:
+        super().__init__()
+        self.use, self.lin = use, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Fork) -> Any:
+        return self.lin(self.use(value))
+
+
+def on_a_branch(value: Fork, bound: float = 0.0) -> Tensor:
+    """Rows with a negative mark use b; a microbatch without any takes no look at it."""
+    chosen = value["sign"] < bound
+    return value["a"] + value["b"] * chosen[:, None] if bool(chosen.any()) else value["a"]
+
+
+def in_a_checkpoint(value: Fork) -> Tensor:
+    once: Tensor = checkpoint(lambda a, b: a.tanh(), value["a"], value["b"], use_reentrant=True)
+    return once
+
+
+class FirstOfTwo(torch.autograd.Function):
+    """The other gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0], None
+
+
+def first_of_two(value: Fork) -> Tensor:
+    first: Tensor = FirstOfTwo.apply(value["a"], value["b"])  # type: ignore[no-untyped-call]
+    return first
+
+
+USES: dict[str, tuple[Callable[[Fork], Tensor], Tensor, set[str]]] = {
+    "a branch of microbatch 2": (on_a_branch, MARKED, set()),
+    "a branch never taken": (on_a_branch, MARKED.abs(), {"b"}),
+    "a branch taken for zeros alone": (lambda v: on_a_branch(v, 1e-9), X.abs() + 1, {"b"}),
+    "never": (lambda value: value["a"], X, {"b"}),
+    "detached": (lambda value: value["a"] + value["b"].detach(), X, {"b"}),
+    "neither": (lambda value: value["a"].detach(), X, {"a", "b"}),
+    "a reentrant checkpoint that leaves it alone": (in_a_checkpoint, X, {"b"}),
+    "a function without a gradient": (first_of_two, X, {"b"}),
+}
+"""How the end of a model uses two values, its batch, and which of them have no gradient."""
+
+
+def missing(use: str) -> Case:
+    torch.manual_seed(0)
+    function, x, _ = USES[use]
+    return Case(
+        nn.Sequential(Forked(), Forked(), Forked(), Join(function)).double(), (x,), Y, mean_loss
+    )
+
+
+# ---- modules that do odd things
+
+
+class Does(nn.Module):
+    """A function of its argument, before a linear layer or without one."""
+
+    def __init__(self, function: Callable[[Any], Any], *, learns: bool = True) -> None:
+        super().__init__()
+        self.function, self.lin = function, nn.Linear(WIDTH, WIDTH) if learns else nn.Identity()
+
+    def forward(self, value: Any) -> Any:
+        return self.function(self.lin(value)) if isinstance(value, Tensor) else self.function(value)
+
+
+class Changes(nn.Linear):
+    """Changes what it is given before it does anything else."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.mul_(2).add_(1))
+
+
+class Lookup(nn.Linear):
+    """Looks at its data."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.bias[int((input.detach().sum() > 1e9).item())]
+
+
+def two(x: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Takes a tensor or a pair, gives a pair."""
+    x = x[0] + x[1]["deep"][0] if isinstance(x, tuple) else x
+    return x.sin(), {"deep": [x.cos(), None, "text"], "mask": x.detach() > 0}
+
+
+def one(pair: tuple[Tensor, dict[str, Any]]) -> Tensor:
+    product: Tensor = pair[0] * pair[1]["deep"][0] * pair[1]["mask"]
+    return product
+
+
+def kept(state: Any) -> Any:
+    """A dict of a tensor, a mask, a count and a list, which grows."""
+    if isinstance(state, Tensor):
+        state = {"hidden": state, "mask": state[:, :1] > -0.5, "calls": 0, "all": []}
+    hidden = torch.where(state["mask"], state["hidden"].tanh(), state["hidden"])
+    return state | {"hidden": hidden, "calls": state["calls"] + 1, "all": [*state["all"], hidden]}
+
+
+def stacked(state: Mapping[str, Any]) -> Tensor:
+    mean: Tensor = torch.stack(state["all"]).sum(0) / state["calls"]
+    return mean
+
+
+def doubles(module: nn.Module, inward: Any, _: Any) -> Any:
+    return (inward[0] * 2,)
+
+
+def hooked() -> nn.Module:
+    """On modules and on parameters; all change gradients."""
+    model = chain(4)
+    for layer in list(model)[1:]:
+        layer.register_full_backward_hook(doubles)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad * 3)
+    return model
+
+
+def shared_layers() -> nn.Module:
+    act, lin = nn.Tanh(), [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    return nn.Sequential(lin[0], act, lin[1], act, lin[0], act)
+
+
+def partly_frozen() -> nn.Module:
+    model = chain(4)
+    model[0].requires_grad_(False)
+    return model
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def again(x: Tensor) -> Tensor:
+    recomputed: Tensor = checkpoint(torch.tanh, x, use_reentrant=False)
+    return recomputed
+
+
+class Transposes(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.t())
+
+
+ODD: dict[str, Callable[[], nn.Module]] = {
+    "modules at several places": shared_layers,
+    "frozen layers": partly_frozen,
+    "in place at the start of a stage": lambda: nn.Sequential(linear(), Changes(4, 4), linear(), Changes(4,
+        4)),
+    "nested values": lambda: nn.Sequential(linear(), Does(two), Does(two), Does(one), linear()),
+    "a dict that grows": lambda: nn.Sequential(Does(kept), Does(kept), Does(kept), Does(stacked)),
+    "a tuple that is one argument": lambda: nn.Sequential(
+        Does(lambda x: x[:, None]), nn.LSTM(WIDTH, WIDTH, batch_first=True), Does(lambda both: both[0][:,
+            0]), linear()
+    ),
+    "data-dependent": lambda: nn.Sequential(Lookup(4, 4), linear(), Lookup(4, 4), linear()),
+    "sparse gradients": lambda: nn.Sequential(
+        Does(lambda x: (x[:, 0] > 0).long(), learns=False), nn.Embedding(8, WIDTH, sparse=True), linear(),
+        linear()
+    ),
+    "checkpoints": lambda: nn.Sequential(Does(again), Does(again), linear(), Does(again)),
+    "hooks": hooked,
+    # Conjugated in name only.
+    "complex numbers": lambda: nn.Sequential(
+        linear(), Does(lambda x: torch.complex(x, x * 2).conj()), Does(lambda x: x.imag * x.real,
+            learns=False), linear()
+    ),
+    "no parameters at the end": lambda: nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh()),
+}  # fmt: skip
+
+
+def odd(name: str) -> Case:
+    torch.manual_seed(0)
+    return Case(ODD[name]().double(), (X,), Y, mean_loss)
+
+
+class Aside(nn.Module):
+    """One of its layers only adds a loss: nobody uses what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.aside, self.more, self.last = (linear() for _ in range(4))
+        self.aside.register_forward_hook(lambda *call: add_loss("size", call[2].square().mean()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside(self.first(x))
+        hidden: Tensor = self.last(self.more(x))
+        return hidden
+
+
+# ---- batches
+
+MASK = (X > 0).double()
+
+
+def arguments(*args: Any, rules: Rules | None = None, **kwargs: Any) -> Case:
+    return Case(named(), args, Y, mean_loss, kwargs=kwargs, rules=rules)
+
+
+def nested_loss(output: Tensor, target: dict[str, Any]) -> Tensor:
+    scale: float = target["scale"]
+    return mean_loss(output, target["values"][0]) * scale
+
+
+def square_loss(output: Tensor, target: None) -> Tensor:
+    assert target is None
+    return output.square().mean()
+
+
+def uneven(samples: int, loss: Any, reduction: Any) -> Case:
+    return Case(chain(4), (X[:samples],), Y[:samples], loss, reduction)
+
+
+BATCHES: dict[str, Callable[[], Case]] = {
+    "seven samples": partial(uneven, 7, mean_loss, "mean"),
+    "five, a sum": partial(uneven, 5, sum_loss, "sum"),
+    "by name": partial(arguments, x=X),
+    "a split mask": partial(arguments, X, mask=MASK, rules={"mask": Split()}),
+    "a whole mask": partial(arguments, X, mask=MASK[0], rules={"mask": REPLICATE}),
+    "a plain value": partial(arguments, X, scale=3.0),
+    "nothing in its place": partial(arguments, X, mask=None),
+    "another dimension": lambda: Case(
+        nn.Sequential(Transposes(4, 4), *chain(3)).double(),
+        (X.t(),),
+        Y,
+        mean_loss,
+        rules={0: Split(1)},
+    ),
+    "a nested target": lambda: Case(chain(4), (X,), {"values": (Y,), "scale": 2.0}, nested_loss),
+    "no target": lambda: Case(chain(4), (X,), None, square_loss),
+}
+
+# ---- all of them
+
+
+class Trained(NamedTuple):
+    """A case, how it is cut into four stages, and whether an optimizer can train it."""
+
+    make: Callable[[], Case]
+    stages: Any = 4
+    trains: bool = True
+
+
+CASES: dict[str, Trained] = {
+    **{name: Trained(make) for name, make in (LANGUAGE | BATCHES).items()},
+    "looped": Trained(LANGUAGE["looped"], LOOPED),
+    "U-Net": Trained(unet),
+    "encoder-decoder": Trained(translator),
+    "a result that nobody uses": Trained(lambda: Case(Aside().double(), (X,), Y, mean_loss)),
+    **{f"gradient: {name}": Trained(partial(missing, name)) for name in USES},
+    **{f"model: {name}": Trained(partial(odd, name), trains="sparse" not in name) for name in ODD},
+    **{f"draws: {name}": Trained(partial(noisy, name), trains=False) for name in BETWEEN},
+}
+CASES["sparse"] = Trained(sparse)
+
+
+def pipeline(of: Case, stages: Any = 4, **options: Any) -> Pipeline:
+    """A pipeline of a copy of a case's model."""
+    usual: dict[str, Any] = {"microbatches": 8, "loss_fn": of.loss_fn}
+    return Pipeline(copy.deepcopy(of.model), stages=stages, **(usual | options))

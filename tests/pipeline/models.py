@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def gradients(module: nn.Module | Pipeline) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    gaps = {name: float((found[name] - expected[name]).abs().max()) for name in expected}
+def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    gaps = {name: float((actual[name] - expected[name]).abs().max()) for name in expected}
     assert max(gaps.values()) < 1e-12, gaps

@@ -82,26 +82,21 @@ def test_a_sum_is_a_sum_in_evaluation_too() -> None:
     )
 
 
-def test_a_result_without_outputs_has_none() -> None:
+def test_a_result_without_outputs_has_none_and_a_prediction_needs_no_loss_and_no_gradient() -> None:
     assert make().eval(X, target=Y).outputs is None
     assert make().step(X, target=Y).outputs is None
-
-
-def test_predict_needs_no_loss() -> None:
-    assert make(loss_fn=None).predict(X).shape == (8, WIDTH)
-
-
-def test_predictions_need_no_gradient() -> None:
-    assert not make().predict(X).requires_grad
-
-
-def test_without_split_arguments_there_is_one_microbatch() -> None:
-    assert make(nn.Sequential(Count(), nn.Identity())).predict(5).tolist() == [0, 1, 2, 3, 4]
+    prediction = make(loss_fn=None).predict(X)
+    assert prediction.shape == (8, WIDTH)
+    assert not prediction.requires_grad
 
 
 class Count(nn.Module):
     def forward(self, upto: int) -> Tensor:
         return torch.arange(upto)
+
+
+def test_without_split_arguments_there_is_one_microbatch() -> None:
+    assert make(nn.Sequential(Count(), nn.Identity())).predict(5).tolist() == [0, 1, 2, 3, 4]
 
 
 class Nested(nn.Module):

@@ -1,20 +1,35 @@
-"""What a Pipeline does in training: a step is the plain loop's."""
+"""A Pipeline from its making to its close, in one process and in several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from penstock import REPLICATE, Pipeline, PipelineStage, Split
+import penstock
+from penstock import Microbatches, Pipeline, PipelineStage
+from penstock.errors import PeerFailed, ScheduleError, StageError
 from penstock.partition import partition
-from penstock.schedule import Action, Op, Placement, Schedule, build, library, register
-from penstock.testing import Case, compare
-from penstock.values import Rules
+from penstock.schedule import (
+    Action,
+    Op,
+    Placement,
+    Schedule,
+    add_communication,
+    build,
+    library,
+    register,
+    save,
+)  # fmt: skip
+from penstock.testing import Case, WorkerPool, compare, plain_loop
 from tests.pipeline.models import (
     STAGES,
     WIDTH,
@@ -26,39 +41,114 @@ from tests.pipeline.models import (
     make,
     mean_loss,
     named,
-    sum_loss,
-)
+    restless,
+)  # fmt: skip
 
-# ---- batches, losses, arguments
+# ---- ways to make one
 
-
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
-@pytest.mark.parametrize("samples", [1, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize(("loss", "reduction"), [(mean_loss, "mean"), (sum_loss, "sum")])
-def test_uneven_batches(schedule: str, samples: int, loss: Any, reduction: Any) -> None:
-    case = Case(chain(), (X[:samples],), Y[:samples], loss, reduction)
-    compare(case, schedule=schedule, ranks=3, microbatches=4).check(1e-12)
+VALUE = build("1F1B", ranks=2, microbatches=5)
 
 
 def last_first(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then the backwards from the last one on: of no library."""
-    placement = Placement(tuple(range(ranks)))
     rows = (
         tuple(Action(rank, Op.F, m) for m in range(microbatches))
         + tuple(Action(rank, Op.B, m) for m in reversed(range(microbatches)))
         for rank in range(ranks)
     )
-    return Schedule("last first", placement, microbatches, tuple(rows))
+    return Schedule("last first", Placement(tuple(range(ranks))), microbatches, tuple(rows))
 
 
-@pytest.mark.parametrize("schedule", [last_first, "Last-First"])
-def test_a_schedule_of_ones_own_takes_a_short_last_batch(
+def by_hand(model: nn.Module, order: int = 1) -> Pipeline:
+    parts = partition(model, STAGES).modules
+    stages = [PipelineStage(part, index, 2) for index, part in enumerate(parts)]
+    return Pipeline.from_stages(
+        stages[::order], schedule="ZB-H1", microbatches=4, loss_fn=mean_loss
+    )
+
+
+def of_value(**options: Any) -> Callable[[nn.Module], Pipeline]:
+    return lambda model: make(model, **({"stages": STAGES} | options))
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module], Pipeline], tuple[int, int, int]]] = {
+    "paths": (of_value(), (2, 2, 4)),
+    "a partition": (lambda model: make(model, stages=partition(model, STAGES)), (2, 2, 4)),
+    "a count of stages": (of_value(stages=3, ranks=None), (3, 3, 4)),
+    "a schedule": (of_value(schedule=build("GPipe", ranks=2, microbatches=4)), (2, 2, 4)),
+    "ranks from the stages": (of_value(ranks=None), (2, 2, 4)),
+    "microbatches by default": (of_value(microbatches=None), (2, 2, 4)),
+    "on a device": (of_value(device="cpu"), (2, 2, 4)),
+    "a value that says all": (of_value(schedule=VALUE, ranks=None, microbatches=None), (2, 2, 5)),
+    "a value with its messages": (
+        of_value(schedule=add_communication(VALUE), microbatches=5), (2, 2, 5)
+    ),
+    "one rank": (of_value(ranks=1, stages=None), (1, 1, 4)),
+    "by hand": (by_hand, (2, 2, 4)),
+    "by hand, in another order": (lambda model: by_hand(model, -1), (2, 2, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_say_the_same(way: str) -> None:
+    build_one, sizes = WAYS[way]
+    pipe, plain = build_one(named()), named()
+    schedule = pipe.schedule
+    assert (schedule.ranks, schedule.stages, schedule.microbatches) == sizes
+    assert schedule.communicates or sizes[0] == 1
+    assert [stage.index for stage in pipe.stages] == list(range(sizes[1]))
+    loss = mean_loss(plain(X), Y)
+    loss.backward()
+    assert pipe.step(X, target=Y).loss == pytest.approx(float(loss.detach()))
+    assert_same(gradients(pipe), gradients(plain))
+
+
+@pytest.mark.parametrize("suffix", [".json", ".csv"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_schedule_may_come_from_a_file(tmp_path: Path, suffix: str, kind: type[Any]) -> None:
+    path, proven = tmp_path / f"schedule{suffix}", add_communication(VALUE)
+    save(proven, path)
+    pipe = make(chain(), schedule=kind(path), ranks=None, microbatches=None)
+    assert pipe.schedule.programs == proven.programs
+
+
+@pytest.mark.parametrize("schedule", [last_first, "Last-First", "1F1B"])
+def test_a_schedule_that_is_built_takes_a_short_last_batch(
     schedule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "RECIPES", dict(library.RECIPES))
     register("last-first", last_first)
     case = Case(chain(), (X[:3],), Y[:3], mean_loss)
     compare(case, schedule=schedule, ranks=3, microbatches=4).check(1e-12)
+
+
+def test_a_value_is_for_its_own_number_but_evaluates_any() -> None:
+    pipe = make(chain(), schedule=VALUE, microbatches=5)
+    with pytest.raises(ScheduleError, match="is for 5 microbatches, not 3; to have one for each"):
+        pipe.step(X[:3], target=Y[:3])
+    torch.testing.assert_close(pipe.predict(X[:2]), chain()(X[:2]).detach())
+
+
+def test_a_schedule_that_hangs_is_refused_with_the_report() -> None:
+    backwards = VALUE.with_programs(program[::-1] for program in VALUE.programs)
+    with pytest.raises(ScheduleError, match="the schedule '1F1B' cannot run:\n"):
+        make(chain(), schedule=backwards, microbatches=5)
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "expected"),
+    [("cpu", "3", "cpu"), ("meta", "3", "meta:3"), ("meta:1", "3", "meta:1"), ("meta", None, "meta:0")],
+)  # fmt: skip
+def test_a_device_without_index_is_that_of_the_local_rank(
+    monkeypatch: pytest.MonkeyPatch, device: str, rank: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    assert make(ranks=1, device=device).stages[0].device == torch.device(expected)
+
+
+# ---- steps
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
@@ -68,224 +158,21 @@ def test_what_was_made_in_inference_mode_is_a_batch(schedule: str, microbatches:
         return (output * target["y"]).mean()
 
     with torch.inference_mode():
-        made, wanted = X.clone(), Y.clone()
+        x, wanted = X.clone(), Y.clone()
     pipe, expected = (
         make(schedule=schedule, microbatches=microbatches, loss_fn=product) for _ in "ab"
     )
-    pipe.step(made, target={"y": wanted})
+    pipe.step(x, target={"y": wanted})
     expected.step(X, target={"y": Y})
     assert_same(gradients(pipe), gradients(expected))
-    assert pipe.eval(made, target={"y": wanted}).loss == expected.eval(X, target={"y": Y}).loss
-
-
-def test_steps_accumulate() -> None:
-    compare(Case(chain(), (X,), Y, mean_loss), schedule="1F1B", ranks=3, steps=3).check(1e-12)
-
-
-class Arguments(NamedTuple):
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    rules: Rules | None
-
-
-MASK = (X > 0).double()
-ARGUMENTS = {
-    "by position": Arguments((X,), {}, None),
-    "by name": Arguments((), {"x": X}, None),
-    "a split mask": Arguments((X,), {"mask": MASK}, {"mask": Split()}),
-    "a whole mask": Arguments((X,), {"mask": MASK[0]}, {"mask": REPLICATE}),
-    "a plain value": Arguments((X,), {"scale": 3.0}, None),
-    "nothing in its place": Arguments((X,), {"mask": None}, None),
-}
-
-
-@pytest.mark.parametrize("name", sorted(ARGUMENTS))
-def test_arguments(name: str) -> None:
-    args, kwargs, rules = ARGUMENTS[name]
-    case = Case(named(), args, Y, mean_loss, kwargs=kwargs, rules=rules)
-    compare(case, schedule="1F1B", stages=STAGES, microbatches=3).check(1e-12)
-
-
-def test_samples_along_another_dimension() -> None:
-    first = nn.Sequential(Transpose(), nn.Linear(WIDTH, WIDTH)).double()
-    case = Case(nn.Sequential(first, chain()), (X.t(),), Y, mean_loss, rules={0: Split(1)})
-    compare(case, schedule="1F1B", ranks=2, microbatches=4).check(1e-12)
-
-
-class Transpose(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.t()
-
-
-def test_nested_targets() -> None:
-    def loss(output: Tensor, target: dict[str, Any]) -> Tensor:
-        scale: float = target["scale"]
-        return mean_loss(output, target["values"][0]) * scale
-
-    target = {"values": (Y,), "scale": 2.0}
-    compare(Case(chain(), (X,), target, loss), schedule="GPipe", ranks=2).check(1e-12)
-
-
-def test_a_loss_without_a_target() -> None:
-    def loss(output: Tensor, target: None) -> Tensor:
-        assert target is None
-        return output.square().mean()
-
-    compare(Case(chain(), (X,), None, loss), schedule="GPipe", ranks=2).check(1e-12)
-
-
-# ---- models
-
-
-def reused_activation() -> nn.Module:
-    act = nn.Tanh()
-    lin = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
-    return nn.Sequential(lin[0], act, lin[1], act, lin[2], act).double()
-
-
-def partly_frozen() -> nn.Module:
-    model = chain()
-    model[0].requires_grad_(False)
-    return model
-
-
-class InPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2).add_(1)
-
-
-class Two(nn.Module):
-    """Takes a tensor or a pair, gives a pair."""
-
-    def forward(self, x: Any) -> tuple[Tensor, dict[str, Any]]:
-        if isinstance(x, tuple):
-            x = x[0] + x[1]["deep"][0]
-        return x.sin(), {"deep": [x.cos(), None, "text"], "mask": x.detach() > 0}
-
-
-class One(nn.Module):
-    def forward(self, pair: tuple[Tensor, dict[str, Any]]) -> Tensor:
-        deep: Tensor = pair[1]["deep"][0]
-        mask: Tensor = pair[1]["mask"]
-        return pair[0] * deep * mask
-
-
-class Lookup(nn.Module):
-    """Reads data, so that its shapes are found by a real run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.arange(float(WIDTH)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        index = int((x.detach().sum() > 1e9).item())
-        return x + self.table[index]
-
-
-class Rows(nn.Module):
-    """The number of each sample, as an index."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x[:, 0] > 0).long()
-
-
-class Checkpoint(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(lambda x: self.lin(x).tanh(), x, use_reentrant=False)
-        return found
-
-
-class Turn(nn.Module):
-    """Gives a complex tensor that is conjugated in name only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.complex(self.lin(x), x).conj()
-
-
-class Straighten(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.lin(x.imag * x.real)
-        return found
-
-
-def doubles(module: nn.Module, given: Any, _: Any) -> Any:
-    return (given[0] * 2,)
-
-
-def hooked() -> nn.Module:
-    """On modules and on parameters; all change gradients."""
-    model = chain()
-    for layer in list(model)[1:]:
-        layer.register_full_backward_hook(doubles)
-    for parameter in model.parameters():
-        parameter.register_hook(lambda grad: grad * 3)
-    return model
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "one module at several places": reused_activation,
-    "frozen layers": partly_frozen,
-    "in place at the start of a stage": lambda: nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), InPlace(), nn.Linear(WIDTH, WIDTH), InPlace()
-    ).double(),
-    "nested values between stages": lambda: nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), Two(), Two(), One(), nn.Linear(WIDTH, WIDTH)
-    ).double(),
-    "a tuple that is one argument": lambda: nn.Sequential(
-        nn.LSTM(WIDTH, WIDTH), nn.Sequential(First(), nn.Linear(WIDTH, WIDTH))
-    ).double(),
-    "data-dependent": lambda: nn.Sequential(
-        Lookup(), nn.Linear(WIDTH, WIDTH), Lookup(), nn.Linear(WIDTH, WIDTH)
-    ).double(),
-    "sparse gradients": lambda: nn.Sequential(
-        Rows(), nn.Embedding(8, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
-    ).double(),
-    "a checkpoint": lambda: nn.Sequential(Checkpoint(), Checkpoint()).double(),
-    "hooks": hooked,
-    "complex numbers": lambda: nn.Sequential(Turn(), Straighten()).double(),
-    "no parameters at the end": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double(),
-    "no parameters at all": lambda: nn.Sequential(nn.Tanh(), nn.Tanh()),
-}
-
-
-class First(nn.Module):
-    def forward(self, both: tuple[Tensor, Any]) -> Tensor:
-        return both[0]
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"no parameters at all"}))
-def test_models(name: str, schedule: str) -> None:
-    batch = X.reshape(8, 1, WIDTH) if "tuple" in name else X
-    target = Y.reshape(batch.shape)
-    rules: Rules = {0: Split(0)}
-    case = Case(MODELS[name](), (batch,), target, mean_loss, rules=rules)
-    microbatches = 1 if "tuple" in name else 3
-    compare(case, schedule=schedule, ranks=2, microbatches=microbatches).check(1e-12)
+    assert pipe.eval(x, target={"y": wanted}).loss == expected.eval(X, target={"y": Y}).loss
 
 
 def test_a_model_without_parameters_has_a_loss_and_nothing_to_learn() -> None:
-    pipe = make(MODELS["no parameters at all"]())
+    pipe = make(nn.Sequential(nn.Tanh(), nn.Tanh()))
     assert pipe.step(X, target=Y).loss == pytest.approx(float(mean_loss(X.tanh().tanh(), Y)))
     assert list(pipe.parameters()) == []
     assert pipe.clip_grad_norm_(1.0) == 0.0
-
-
-def test_any_model_runs_on_one_rank() -> None:
-    case = Case(named(), (X,), Y, mean_loss)
-    compare(case, schedule="1F1B", ranks=1, microbatches=2).check(1e-12)
 
 
 def test_layers_may_be_frozen_and_thawed_between_steps() -> None:
@@ -302,72 +189,10 @@ def test_layers_may_be_frozen_and_thawed_between_steps() -> None:
 def test_shapes_may_change_from_step_to_step() -> None:
     pipe = make()
     for batch in (X, X.reshape(4, 2, WIDTH), X[:6], X):
-        plain = chain()
-        expected = mean_loss(plain(batch), batch)
-        expected.backward()
+        loss, grads = plain_loop(Case(chain(), (batch,), batch, mean_loss))
         pipe.zero_grad()
-        assert pipe.step(batch, target=batch).loss == pytest.approx(float(expected.detach()))
-        assert_same(gradients(pipe), gradients(plain))
-
-
-# ---- ways to make one
-
-
-def assert_trains(pipe: Pipeline, model: nn.Module) -> None:
-    loss = mean_loss(model(X), Y)
-    loss.backward()
-    assert pipe.step(X, target=Y).loss == pytest.approx(float(loss.detach()))
-    assert_same(gradients(pipe), gradients(model))
-
-
-WAYS: dict[str, Callable[[], Pipeline]] = {
-    "paths": lambda: make(named(), stages=STAGES),
-    "a partition": lambda: partitioned(),
-    "a schedule": lambda: make(
-        named(), stages=STAGES, schedule=build("GPipe", ranks=2, microbatches=4)
-    ),
-    "ranks from the stages": lambda: make(named(), stages=STAGES, ranks=None),
-    "microbatches by default": lambda: make(named(), stages=STAGES, microbatches=None),
-    "on a device": lambda: make(named(), stages=STAGES, device="cpu"),
-    "a schedule that says everything": lambda: make(
-        named(),
-        stages=STAGES,
-        schedule=build("1F1B", ranks=2, microbatches=3),
-        ranks=None,
-        microbatches=None,
-    ),
-}
-
-
-def partitioned() -> Pipeline:
-    model = named()
-    return make(model, stages=partition(model, STAGES))
-
-
-@pytest.mark.parametrize("name", sorted(WAYS))
-def test_ways_to_say_the_same(name: str) -> None:
-    assert_trains(WAYS[name](), named())
-
-
-def hand_placed(model: nn.Module) -> list[PipelineStage]:
-    parts = partition(model, STAGES).modules
-    return [PipelineStage(part, index, 2) for index, part in enumerate(parts)]
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_stages_placed_by_hand(order: int) -> None:
-    stages = hand_placed(named())[::order]
-    pipe = Pipeline.from_stages(stages, schedule="ZB-H1", microbatches=4, loss_fn=mean_loss)
-    assert_trains(pipe, named())
-
-
-def test_the_number_of_stages_alone() -> None:
-    pipe = make(stages=3, ranks=None)
-    assert [stage.index for stage in pipe.stages] == [0, 1, 2]
-    assert_trains(pipe, chain())
-
-
-# ---- gradients
+        assert pipe.step(batch, target=batch).loss == pytest.approx(loss)
+        assert_same(gradients(pipe), grads)
 
 
 @pytest.mark.parametrize("largest", [1e-3, 1.0, 1e9])
@@ -380,21 +205,179 @@ def test_clipping_is_torchs(largest: float) -> None:
     assert_same(gradients(pipe), gradients(plain))
 
 
-def test_zero_grad() -> None:
+def test_gradient_mode_of_the_caller_does_not_matter() -> None:
     pipe = make()
-    pipe.step(X, target=Y)
-    pipe.zero_grad()
-    assert gradients(pipe) == {}
-
-
-def test_an_optimizer_trains_the_users_model() -> None:
-    model, plain = chain(), chain()
-    pipe = make(model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (pipe, plain)]
-    for _ in range(3):
+    with torch.no_grad():
         pipe.step(X, target=Y)
-        mean_loss(plain(X), Y).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(model.state_dict(), plain.state_dict())
+    assert len(gradients(pipe)) == 6
+    assert torch.is_grad_enabled()
+
+
+def test_running_statistics_are_those_of_the_plain_loop() -> None:
+    model, plain = restless(), restless()
+    make(model, seed=11).step(Microbatches(X.split(2)), target=Y.split(2))
+    for index, part in enumerate(X.split(2)):
+        with penstock.randomness(plain, seed=11, microbatch=index):
+            plain(part)
+    assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
+
+
+# ---- a first step is like every later one, and stages touch nothing but their own
+
+SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB-V", "DualPipeV"]
+
+
+class Changing(nn.Module):
+    """Changes itself whenever it is called, and looks at data where asked."""
+
+    def __init__(self, *, looks: bool) -> None:
+        super().__init__()
+        layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.lin = nn.utils.parametrizations.spectral_norm(layer)
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+        self.calls, self.looks = 0, looks
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.looks and bool(torch.isnan(x).any()):
+            raise ValueError("not a number")
+        hidden: Tensor = self.norm(self.lin(x)) + random.random() + np.random.rand()
+        return hidden + torch.rand(WIDTH, dtype=x.dtype, device=x.device)
+
+
+def changing(looks: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Changing(looks=looks) for _ in range(4)))
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_calls_each_module_once_a_microbatch(schedule: str, looks: bool) -> None:
+    model = changing(looks)
+    fired = {"forward": 0, "pre": 0}
+    for module in model:
+        module.register_forward_hook(lambda *_: fired.update(forward=fired["forward"] + 1))
+        module.register_forward_pre_hook(lambda *_: fired.update(pre=fired["pre"] + 1))
+    pipe = make(model, schedule=schedule)
+    for step in (1, 2):
+        if step == 2:
+            fired |= dict.fromkeys(fired, 0)  # in the first step hooks also saw a run without data
+        pipe.step(X, target=X)
+        assert step == 1 or fired == dict.fromkeys(fired, 4 * 4)
+        for module in model:
+            assert isinstance(module, Changing)
+            assert module.calls == int(module.norm.num_batches_tracked or 0) == step * 4
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_first_step_is_like_one_whose_shapes_are_known(looks: bool) -> None:
+    models = [changing(looks), changing(looks)]
+    for parameter in (p for model in models for p in model.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    versions = [parameter._version for parameter in models[0].parameters()]
+    pipes = [make(model, schedule="DualPipeV", ranks=1, microbatches=2) for model in models]
+    # This one has found all shapes before.
+    pipes[1].predict(X)
+    pipes[1].eval(X, target=X)
+    for pipe in pipes:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        pipe.step(X, target=X)
+    assert [parameter._version for parameter in models[0].parameters()] == versions
+    for of in (lambda model: model.state_dict(), gradients):
+        first, known = map(of, models)
+        assert all(torch.equal(first[name], known[name]) for name in known)
+
+
+class InPlace(nn.Linear):
+    """Changes what it is given before it does anything else, and looks at gradients by a hook."""
+
+    fired = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.requires_grad:
+            input.register_hook(lambda grad: setattr(InPlace, "fired", InPlace.fired + 1))
+        return super().forward(input.mul_(2))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_in_place_as_first_op_and_hooks_in_every_step(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(InPlace(WIDTH, WIDTH) for _ in range(4))).double()
+    expected = plain_loop(Case(model, (X.clone(),), X, mean_loss))[1]
+    pipe, batch, InPlace.fired = make(model, schedule=schedule), X.clone(), 0
+    for step in range(1, 4):
+        pipe.zero_grad()
+        pipe.step(batch, target=X)
+        # Inside a stage of two modules the second one's input has a graph too.
+        assert InPlace.fired == step * 4 * 3
+        assert torch.equal(batch, X)
+        assert_same(gradients(pipe), expected)
+
+
+# ---- its life
+
+
+def test_it_closes_with_its_block_and_twice() -> None:
+    with make() as pipe:
+        pipe.step(X, target=Y)
+    pipe.close()
+
+
+def test_several_pipelines_live_side_by_side_and_one_model_may_be_cut_anew() -> None:
+    model = chain()
+    pipes = [make(model), make(ranks=3), make(model, ranks=3)]
+    losses = [pipe.step(X, target=Y).loss for _ in range(2) for pipe in pipes]
+    assert losses == [pytest.approx(losses[0], abs=1e-15)] * 6
+
+
+def test_in_one_process_it_holds_and_leads_everything() -> None:
+    pipe = make(ranks=3)
+    assert pipe.leads
+    assert list(dict(pipe.named_parameters())) == list(dict(chain().named_parameters()))
+    assert pipe.agree({"same": True}) == [{"same": True}] * 3
+
+
+def live(group: Any) -> dict[str, Any]:
+    """A worker's task: pipelines after others, one of which failed; then the user's group is used."""
+    first = make(ranks=3, group=group)
+    loss = first.step(X, target=Y).loss
+    norm, values = first.clip_grad_norm_(1e-3), first.agree(first.leads)
+    # What is raised after a close, in a context that closes again, passes through.
+    with suppress(KeyError), first:
+        first.close()
+        raise KeyError("of the user's")
+
+    def broken(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("this loss is broken")
+
+    error = ""
+    with make(ranks=3, loss_fn=broken, group=group) as pipe:
+        try:
+            pipe.step(X, target=Y)
+        except (ValueError, PeerFailed, StageError) as caught:
+            error = str(caught)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    with make(ranks=3, group=group) as one, make(ranks=3, schedule="ZB-H1", group=group) as other:
+        losses = [pipe.step(X, target=Y).loss for pipe in (one, other, one)]
+    names = sorted(gradients(first))
+    return {"losses": [loss, *losses], "norm": norm, "names": names, "values": values,
+            "error": error, "total": float(total)}  # fmt: skip
+
+
+def test_processes_hold_their_part_and_a_failure_breaks_no_connection_but_its_own(
+    workers: WorkerPool,
+) -> None:
+    plain = chain()
+    loss = mean_loss(plain(X), Y)
+    loss.backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+    for stage, answer in enumerate(workers.run(f"{__name__}:live", 3, 60.0)):
+        assert answer["names"] == [f"{stage}.0.bias", f"{stage}.0.weight"]
+        assert answer["losses"] == [pytest.approx(float(loss.detach()))] * 4
+        assert answer["norm"] == pytest.approx(norm)
+        assert answer["values"] == [True, False, False]
+        assert "this loss is broken" in answer["error"]
+        assert answer["total"] == 3.0

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from penstock import Pipeline
 from penstock.testing import WorkerPool
-from tests.pipeline.sharing import case, pipeline
+from tests.pipeline.cases import LANGUAGE, pipeline
 
 ORDERS = (2.0, 1.0, math.inf)
 
@@ -33,9 +33,9 @@ def spread(pipe: Pipeline, plain: nn.Module, mesh: DeviceMesh) -> None:
 
 def run_sharded(group: Any) -> dict[str, Any]:
     """A worker's task."""
-    of = case("tied")
+    of = LANGUAGE["tied"]()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    pipe = pipeline(of, "tied", 2, schedule="1F1B", group=mesh["pp"])
+    pipe = pipeline(of, 2, schedule="1F1B", group=mesh["pp"])
     plain = copy.deepcopy(of.model)
     of.loss_fn(plain(*of.args), of.target).backward()
     spread(pipe, plain, mesh["dp"])
@@ -56,7 +56,7 @@ def run_sharded(group: Any) -> dict[str, Any]:
 
 
 def test_stages_of_dtensors(workers: WorkerPool) -> None:
-    names = case("tied").model.state_dict().keys()
+    names = LANGUAGE["tied"]().model.state_dict().keys()
     for process, answer in enumerate(workers.run(f"{__name__}:run_sharded", 4, 60.0)):
         assert answer["norms"] == pytest.approx(answer["plain"], rel=1e-6)
         assert answer["clipped"] == pytest.approx([answer["plain"][0], 0.1], rel=1e-4)

@@ -6,19 +6,20 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from penstock import Pipeline, PipelineStage, init_weights, read_weights
 from penstock.errors import InputFileError, NonFiniteError, StateDictError, UsageError
-from penstock.testing import Case, WorkerPool
+from penstock.testing import WorkerPool, plain_loop
+from tests.pipeline.cases import LANGUAGE, LOOPED, pipeline
 from tests.pipeline.models import X, Y, assert_same, chain, make, mean_loss, restless
-from tests.pipeline.sharing import case, pipeline, train, train_plain
 
 ORDERS = (2.0, 1.0, 3.0, math.inf)
 
@@ -49,17 +50,17 @@ def shaken(model: nn.Module) -> nn.Module:
     return other
 
 
+TIED, LOOPING = LANGUAGE["tied"], LANGUAGE["looped"]
+CUTS: dict[str, Any] = {"tied": 4, "half frozen": 4, "frozen": 4, "looped": LOOPED}
+TOKENS = torch.arange(12).reshape(2, 6)
 PIPELINES: dict[str, Callable[[], tuple[nn.Module, Pipeline]]] = {
     "chain": lambda: (chain(), make(chain())),
     "batch norm": lambda: (restless(), make(restless())),
     "buffers": lambda: (buffered(), make(buffered())),
     "one stage": lambda: (buffered(), make(buffered(), ranks=1)),
-    "tied": lambda: (case("tied").model, pipeline(case("tied"), "tied", 2)),
-    "tied, four stages": lambda: (
-        case("tied").model,
-        pipeline(case("tied"), "tied", 4, schedule="ZBVZeroBubble"),
-    ),
-    "looped": lambda: (case("looped").model, pipeline(case("looped"), "looped", 4)),
+    "tied": lambda: (TIED().model, pipeline(TIED(), 2)),
+    "tied, four stages": lambda: (TIED().model, pipeline(TIED(), 4, schedule="ZBVZeroBubble")),
+    "looped": lambda: (LOOPING().model, pipeline(LOOPING(), LOOPED)),
 }
 
 
@@ -147,18 +148,16 @@ def test_files_of_stages_with_names_alike_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_on_the_meta_device_gets_memory_first(tmp_path: Path) -> None:
-    of = case("tied")
-    pipeline(of, "tied", 2).save(tmp_path)
-    with torch.device("meta"):
-        empty = Case(type(of.model)().double(), of.args, of.target, of.loss_fn)
-    pipe = pipeline(empty, "tied", 2, device="cpu")
+    of = TIED()
+    pipeline(of, 2).save(tmp_path)
+    empty = replace(of, model=copy.deepcopy(of.model).to("meta"))
+    pipe = pipeline(empty, 2, device="cpu")
     with pytest.raises(UsageError, match=r"embed.weight.* are on the meta device.*init_weights"):
         pipe.load(tmp_path)
     init_weights(pipe, 0)
     pipe.load(tmp_path)
     assert_same(pipe.state_dict(), of.model.state_dict())
-    found, expected = train(pipe, of, 2), train_plain(of, 2)[0]
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert pipe.step(*of.args, target=of.target).loss == pytest.approx(plain_loop(of)[0])
 
 
 # ---- files
@@ -176,92 +175,120 @@ def test_a_folder_loads_into_the_plain_model(
 
 
 @pytest.mark.parametrize(("written", "read"), [(2, 4), (4, 2)])
-@pytest.mark.parametrize("shape", ["tied", "looped"])
 def test_a_folder_loads_into_another_number_of_stages(
-    shape: str, written: int, read: int, tmp_path: Path
+    written: int, read: int, tmp_path: Path
 ) -> None:
-    of = case(shape)
-    first = pipeline(of, shape, written)
+    of = TIED()
+    first = pipeline(of, written)
     first.load_state_dict(shaken(of.model).state_dict())
     first.save(tmp_path)
-    second = pipeline(of, shape, read)
+    second = pipeline(of, read)
     assert second.load(tmp_path) == ([], [])
     assert_same(second.state_dict(), first.state_dict())
     torch.testing.assert_close(second.predict(*of.args), first.predict(*of.args))
 
 
 def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
-    pipeline(case("tied"), "tied", 4).save(tmp_path)
+    pipeline(TIED()).save(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert "head.weight" not in index["weight_map"]
     assert index["weight_map"]["embed.weight"] == "model-00001-of-00004.safetensors"
     assert index["metadata"]["tied"] == {"head.weight": "embed.weight"}
-    assert "head.weight" in read_weights(tmp_path)
+    weights = read_weights(tmp_path)
+    assert "head.weight" in weights
+    assert index["metadata"]["total_size"] == sum(weights[n].nbytes for n in index["weight_map"])
+
+
+def test_a_module_with_two_names_is_saved_once_and_read_under_both(tmp_path: Path) -> None:
+    lin = nn.Linear(4, 4).double()
+    model = nn.Sequential(lin, nn.Tanh(), lin, nn.Linear(4, 4).double())
+    make(model, stages=[["0", "1", "2"], ["3"]]).save(str(tmp_path))
+    files = [load_file(path).keys() for path in tmp_path.glob("*.safetensors")]
+    assert sorted(name for names in files for name in names) == [
+        "0.bias", "0.weight", "3.bias", "3.weight"
+    ]  # fmt: skip
+    assert_same(dict(read_weights(tmp_path)), model.state_dict())
 
 
 @pytest.mark.parametrize("kept", ["embed.weight", "head.weight"])
 def test_one_name_of_a_tied_weight_is_enough_in_files(kept: str, tmp_path: Path) -> None:
     """As in a single file of transformers, which has no table of ties."""
-    of = case("tied")
+    of = TIED()
     other = shaken(of.model)
     state = {
         n: t for n, t in other.state_dict().items() if n not in {"embed.weight", "head.weight"}
     }
     save_file(state | {kept: other.get_parameter(kept).detach()}, tmp_path / "model.safetensors")
     for source in (tmp_path, tmp_path / "model.safetensors"):
-        pipe = pipeline(of, "tied", 2)
+        pipe = pipeline(of, 2)
         assert pipe.load(source) == ([], [])
         assert_same(pipe.state_dict(), other.state_dict())
 
 
 def test_files_that_hold_another_model_are_refused(tmp_path: Path) -> None:
     make(chain()).save(tmp_path)
-    pipe = pipeline(case("tied"), "tied", 2)
     with pytest.raises(StateDictError, match=r'Missing .*"embed.weight"'):
-        pipe.load(tmp_path)
+        pipeline(TIED(), 2).load(tmp_path)
 
 
-def break_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
-
-
-def break_file(folder: Path) -> None:
-    (folder / "model-00001-of-00002.safetensors").write_bytes(b"no")
-
-
-def lose_file(folder: Path) -> None:
-    (folder / "model-00001-of-00002.safetensors").unlink()
-
-
-def lose_all(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-
-
-@pytest.mark.parametrize(
-    ("broken", "says"),
-    [
-        (break_index, "not an index of weights"),
-        (break_file, "not a safetensors file"),
-        (lose_file, "names model-00001-of-00002.safetensors, which are missing"),
-        (lose_all, "neither model.safetensors.index.json nor model.safetensors"),
+INDEX, FIRST = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
+BREAK: dict[str, Callable[[Path], Any]] = {
+    "not an index of weights": lambda folder: (folder / INDEX).write_text('{"weight_map": []}'),
+    "not a safetensors file": lambda folder: (folder / FIRST).write_bytes(b"no"),
+    "names model-00001-of-00002.safetensors, which are missing": lambda folder: (
+        folder / FIRST
+    ).unlink(),
+    "neither model.safetensors.index.json nor model.safetensors": lambda folder: [
+        path.rename(folder.parent / path.name) for path in folder.iterdir()
     ],
-)
-def test_broken_folders_are_named(broken: Any, says: str, tmp_path: Path) -> None:
-    make(chain(2)).save(tmp_path)
-    broken(tmp_path)
+}
+
+
+@pytest.mark.parametrize("says", BREAK)
+def test_broken_folders_are_named(says: str, tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    make(chain(2)).save(folder)
+    BREAK[says](folder)
     with pytest.raises(InputFileError, match=says):
-        dict(read_weights(tmp_path))
+        dict(read_weights(folder))
+
+
+# ---- transformers
+
+
+def tiny(seed: int) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=8, vocab_size=32, n_positions=16, tie_word_embeddings=True
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_transformers_and_a_pipeline_load_each_others_folders(tmp_path: Path, ranks: int) -> None:
+    model, other = tiny(0), tiny(1)
+    pipe = Pipeline(model, ranks=ranks, microbatches=1)
+    pipe.save(tmp_path / "ours")
+    model.config.save_pretrained(tmp_path / "ours")
+    loaded = type(model).from_pretrained(tmp_path / "ours").eval()
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    other.save_pretrained(tmp_path / "theirs")
+    assert pipe.load(tmp_path / "theirs") == ([], [])
+    assert_same(pipe.state_dict(), other.state_dict())
 
 
 # ---- processes
 
 
-def run_state(group: Any, shape: str, schedule: str, stages: int, folder: str) -> dict[str, Any]:
+def run_state(group: Any, shape: str, schedule: str, folder: str) -> dict[str, Any]:
     """A worker's task: everything above, with a process a rank."""
-    of = case(shape)
+    of = LANGUAGE[shape]()
     other = shaken(of.model)
-    pipe = pipeline(of, shape, stages, schedule=schedule, group=group)
+    pipe = pipeline(of, CUTS[shape], schedule=schedule, group=group)
     before = pipe.state_dict(full=True)
     start = _distance(before, of.model.state_dict())
     strict = ""
@@ -274,7 +301,7 @@ def run_state(group: Any, shape: str, schedule: str, stages: int, folder: str) -
     full = pipe.state_dict(full=True)
     pipe.save(folder)
     pipe.agree(None)
-    fresh = pipeline(of, shape, stages, schedule=schedule, group=group)
+    fresh = pipeline(of, CUTS[shape], schedule=schedule, group=group)
     fresh.load(folder)
     found = {
         "keys": [len(before), len(full)],
@@ -294,16 +321,16 @@ def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("shape", "schedule", "stages", "ranks"),
-    [("tied", "1F1B", 4, 4), ("tied", "ZBVZeroBubble", 4, 2), ("looped", "1F1B", 4, 4)],
+    ("shape", "schedule", "ranks"),
+    [("tied", "1F1B", 4), ("tied", "ZBVZeroBubble", 2), ("looped", "1F1B", 4)],
 )
 def test_processes_together(
-    workers: WorkerPool, tmp_path: Path, shape: str, schedule: str, stages: int, ranks: int
+    workers: WorkerPool, tmp_path: Path, shape: str, schedule: str, ranks: int
 ) -> None:
-    asked = {"shape": shape, "schedule": schedule, "stages": stages, "folder": str(tmp_path)}
-    plain = case(shape).model
+    plain = LANGUAGE[shape]().model
     expected = copy.deepcopy(plain).load_state_dict(spoiled(plain), strict=False)
-    answers = workers.run(f"{__name__}:run_state", ranks, 60.0, **asked)
+    task, folder = f"{__name__}:run_state", str(tmp_path)
+    answers = workers.run(task, ranks, 60.0, shape=shape, schedule=schedule, folder=folder)
     for rank, answer in enumerate(answers):
         assert answer["keys"] == [0 if rank else len(plain.state_dict())] * 2
         assert max(answer["gaps"] + answer["parts"]) == 0.0
@@ -317,13 +344,13 @@ def test_processes_together(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("shape", ["tied", "looped", "half frozen", "frozen"])
+@pytest.mark.parametrize("shape", CUTS)
 def test_norms_are_torchs(shape: str, order: float) -> None:
-    of = case(shape)
+    of = LANGUAGE[shape]()
     plain = copy.deepcopy(of.model)
     of.loss_fn(plain(*of.args), of.target).backward()
     expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type=order))
-    pipe = pipeline(of, shape, 4)
+    pipe = pipeline(of, CUTS[shape])
     pipe.step(*of.args, target=of.target)
     assert pipe.grad_norm(order) == pytest.approx(expected, rel=1e-6)
     assert pipe.clip_grad_norm_(0.1, order) == pytest.approx(expected, rel=1e-6)
@@ -336,10 +363,11 @@ def test_norms_are_torchs(shape: str, order: float) -> None:
 
 
 def test_the_norm_does_not_depend_on_the_placement() -> None:
-    of = case("looped", torch.float32)
+    of = LOOPING()
+    of.model.float()
     found = set()
     for schedule, ranks in (("1F1B", 4), ("ZBVZeroBubble", 2), ("DualPipeV", 2)):
-        pipe = pipeline(of, "looped", 4, schedule=schedule, ranks=ranks)
+        pipe = pipeline(of, LOOPED, schedule=schedule, ranks=ranks)
         pipe.step(*of.args, target=of.target)
         found.add(pipe.grad_norm())
     assert len(found) == 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -12,11 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.partition import randomness
 from penstock.pipeline import Pipeline
 from penstock.pipeline.plan import Stages
 from penstock.runtime import LossFunction, LossWeight, Reduction, collect_losses
 from penstock.schedule import Schedule
-from penstock.values import Rules
+from penstock.values import Microbatches, Rules
+
+SEED = 11
+"""Of the random numbers, in the pipeline and in a plain loop over microbatches."""
+LIMIT = 0.1
+"""What the norm of the gradients is clipped to before an optimizer's step."""
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -25,8 +33,9 @@ class Case:
 
     Args:
         model: the model; it is copied, and not changed itself.
-        args: its positional arguments.
-        target: what the loss compares with.
+        args: its positional arguments; or :class:`penstock.Microbatches`, which the plain loop too runs one
+            by one, with the same random numbers.
+        target: what the loss compares with; for microbatches a list.
         loss_fn: ``(output, target) -> scalar``.
         reduction: whether that is a mean or a sum over samples.
         kwargs: the model's arguments by name.
@@ -107,6 +116,7 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
     stages: Stages = None,
     group: Any = None,
     steps: int = 1,
+    optimizer: MakeOptimizer | None = None,
 ) -> Verdict:
     """Run a case through a pipeline and through a plain loop.
 
@@ -117,9 +127,11 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
         ranks: how many ranks.
         stages: how the model is cut.
         group: the process group; each of its processes calls this, and gets a verdict on its own stages.
-        steps: how many steps to run, without zeroing gradients between them.
+        steps: how many steps to run; the verdict is on the last one.
+        optimizer: makes the optimizer that trains between the steps, with clipped gradients. Without it,
+            gradients add up.
     """
-    expected_loss, expected = plain_loop(case, steps)
+    expected_loss, expected = plain_loop(case, steps, optimizer)
     pipe = Pipeline(
         copy.deepcopy(case.model),
         schedule=schedule,
@@ -131,22 +143,85 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
         rules=case.rules,
         loss_weight=case.loss_weight,
         group=group,
+        seed=SEED,
         # What is not finite is for the verdict to tell.
         nonfinite="warn",
     )
     with pipe:
-        for _ in range(steps):
+        # A rank may have no parameters, and takes part in the norm of all.
+        held = list(pipe.parameters())
+        trainer = optimizer(held) if optimizer and held else None
+        for step in range(steps):
+            if step and optimizer:
+                pipe.clip_grad_norm_(LIMIT)
+                _train(trainer)
             result = pipe.step(*case.args, target=case.target, **case.kwargs)
         gradients = {name: p.grad for name, p in pipe.named_parameters()}
     return Verdict(result.loss, expected_loss, gradients, {n: expected[n] for n in gradients})
 
 
-def plain_loop(case: Case, steps: int = 1) -> tuple[float, dict[str, Tensor | None]]:
-    """The loss and gradients of the unsplit model for all samples at once, with the losses that it adds."""
+def _train(optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain_loop(
+    case: Case, steps: int = 1, optimizer: MakeOptimizer | None = None
+) -> tuple[float, dict[str, Tensor | None]]:
+    """The loss and gradients of the unsplit model, with the losses that it adds.
+
+    It runs all samples at once, or microbatches one by one where the case has them.
+
+    Args:
+        case: what to run.
+        steps: how many steps.
+        optimizer: makes the optimizer that trains between them.
+    """
     model = copy.deepcopy(case.model)
-    for _ in range(steps):
+    trainer = optimizer(model.parameters()) if optimizer else None
+    for step in range(steps):
+        if step and trainer:
+            nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+            _train(trainer)
+        loss = sum(
+            _train_on(case, model, step, index, part) for index, part in enumerate(_parts(case))
+        )
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+def _train_on(case: Case, model: nn.Module, step: int, index: int, part: _Part) -> float:
+    args, kwargs, target, share = part
+    drawn = randomness(model, seed=SEED, step=step, microbatch=index)
+    # One batch of all samples draws what no microbatch would.
+    with drawn if _is_split(case) else nullcontext():
         with collect_losses() as added:
-            output = model(*case.args, **case.kwargs)
-        loss = case.loss_fn(output, case.target) + added.total()
+            output = model(*args, **kwargs)
+        loss = (case.loss_fn(output, target) + added.total()) * share
         loss.backward()
-    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
+    return float(loss.detach())
+
+
+def _parts(case: Case) -> Iterator[_Part]:
+    if not _is_split(case):
+        yield case.args, case.kwargs, case.target, 1.0
+        return
+    parts = case.args[0].parts
+    weigh = case.loss_weight if callable(case.loss_weight) else None
+    weights = [
+        float(weigh(target)) if weigh else part.samples
+        for part, target in zip(parts, case.target, strict=True)
+    ]
+    for part, target, weight in zip(parts, case.target, weights, strict=True):
+        # A part that weighs nothing may have no loss: a mean of nothing is no number.
+        if weight:
+            share = weight / sum(weights) if case.reduction == "mean" else 1.0
+            yield part.args, part.kwargs, target, share
+
+
+_Part = tuple[Sequence[Any], Mapping[str, Any], Any, float]
+"""What the plain loop calls the model with: arguments, target, and the share of the loss."""
+
+
+def _is_split(case: Case) -> bool:
+    return bool(case.args) and isinstance(case.args[0], Microbatches)

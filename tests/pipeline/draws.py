@@ -1,23 +1,19 @@
-"""Models that draw random numbers in every way there is, and what they give in a plain loop."""
+"""Models that draw random numbers in every way there is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-import penstock
-from penstock import Pipeline
+from penstock import Microbatches
+from penstock.testing import Case
 
-WIDTH = 6
-SAMPLES = 8
-SEED = 11
-MICROBATCHES = 4
+WIDTH, SAMPLES = 6, 8
 
 
 class Block(nn.Module):
@@ -26,8 +22,7 @@ class Block(nn.Module):
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.4)
+        self.first, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)
         self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.RReLU())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,12 +52,12 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.stem: nn.Module = nn.Identity()
         self.blocks = nn.ModuleList([Block() for _ in range(4)])
-        self.drop = nn.Dropout(0.3)
-        self.head = nn.Linear(WIDTH, 3)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = functional.dropout(x, 0.2)
+        x = functional.dropout(self.stem(x), 0.2)
         for block in self.blocks:
             x = functional.dropout(self.drop(block(x)), 0.1)
         output: Tensor = self.head(functional.dropout(self.drop(x), 0.1))
@@ -177,74 +172,29 @@ class Noisy(nn.Module):
         return output
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+BETWEEN: dict[str, Callable[[], nn.Module]] = {
     "chain": chain,
     "chain with checkpoints": lambda: chain(recompute=True),
     "nested": Nested,
     "checkpoint": lambda: Checkpointed(outer=False, inner=False),
     "reentrant checkpoint": lambda: Checkpointed(outer=True, inner=True),
     "checkpoint of reentrant ones": lambda: Checkpointed(outer=False, inner=True),
-    **{f"between: {way}": partial(Noisy, [way]) for way in WAYS},
-    "between: all": Noisy,
+    **{f"between, {way}": partial(Noisy, [way]) for way in WAYS},
+    "between, all": Noisy,
 }
-
-
-def build(name: str) -> nn.Module:
-    model = MODELS[name]()
-    penstock.init_weights(model, 0)
-    return model
-
-
-# ---- runs
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(SAMPLES, WIDTH, generator=generator)
-    return x, torch.randn(SAMPLES, 3, generator=generator)
 
 
 def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output + 0.1 * torch.randn_like(output), target)
 
 
-def bits(named: Any) -> dict[str, str]:
-    return {name: p.grad.numpy().tobytes().hex() for name, p in named if p.grad is not None}
-
-
-def plain(name: str, steps: int = 2, first: int = 0) -> dict[str, Any]:
-    """Gradients and losses of the unsplit model that runs the same microbatches."""
-    model, (x, y) = build(name), batch()
-    losses = []
-    for step in range(first, first + steps):
-        total = 0.0
-        pairs = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
-        for index, (part, target) in enumerate(pairs):
-            with penstock.randomness(model, seed=SEED, step=step, microbatch=index):
-                loss = noisy_loss(model(part), target)
-                (loss * (1 / MICROBATCHES)).backward()
-            total += float(loss.detach()) / MICROBATCHES
-        losses.append(total)
-    return {"losses": losses, "gradients": bits(model.named_parameters())}
-
-
-def piped(group: Any = None, *, model: str, **options: Any) -> dict[str, Any]:
-    """The same of a pipeline; also a worker's task."""
-    steps, first = options.pop("steps", 2), options.pop("first", 0)
-    x, y = batch()
-    pipe = Pipeline(
-        build(model), microbatches=MICROBATCHES, loss_fn=noisy_loss, seed=SEED, group=group,
-        example=((x[:2],), {}), **options,
-    )  # fmt: skip
-    with pipe:
-        pipe.randomness.load_state_dict({"seed": SEED, "step": first})
-        losses = [pipe.step(x, target=y).loss for _ in range(steps)]
-        return {"losses": losses, "gradients": bits(pipe.named_parameters())}
-
-
-def seed_by_rank(group: Any) -> Any:
-    """A worker's task: the seed that a pipeline takes where each rank's torch has another."""
+def noisy(name: str) -> Case:
     with torch.random.fork_rng():
-        torch.manual_seed(100 + torch.distributed.get_rank(group))
-        with Pipeline(chain(), schedule="GPipe", loss_fn=noisy_loss, group=group) as pipe:
-            return pipe.randomness.seed
+        torch.manual_seed(0)
+        model = BETWEEN[name]()
+    generator = torch.Generator().manual_seed(5)
+    x, y = (
+        torch.randn(SAMPLES, WIDTH, generator=generator),
+        torch.randn(SAMPLES, 3, generator=generator),
+    )
+    return Case(model, [Microbatches(x.chunk(4))], y.chunk(4), noisy_loss)

@@ -1,0 +1,187 @@
+"""A pipeline trains as a plain loop does: any model, any schedule, in one process and in several."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import PipelineStage
+from penstock import schedule as ps
+from penstock.errors import ScheduleError
+from penstock.pipeline import Pipeline
+from penstock.testing import Verdict, WorkerPool, compare, plain_loop
+from tests.pipeline.cases import CASES, EDGES, LANGUAGE, USES
+
+RANKS = {"GPipe": 4, "1F1B": 4, "Interleaved1F1B": 2, "ZB-V": 2, "DualPipeV": 2}
+"""Of four stages, a schedule of each family."""
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
+
+def run(name: str, schedule: str, group: Any = None) -> Verdict:
+    """Two steps, with an optimizer's between them where one can train the model; what draws has all bits."""
+    make, stages, trains = CASES[name]
+    torch.manual_seed(0)
+    adam = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    verdict = compare(
+        make(), schedule=schedule, ranks=RANKS[schedule], stages=stages, microbatches=4, steps=2, group=group,
+        optimizer=adam if trains else None,
+    )  # fmt: skip
+    gaps = verdict.differences()
+    draws = name.startswith("draws")
+    assert gaps.pop("loss") < (1e-6 if draws else 1e-12), name
+    assert max(gaps.values(), default=0.0) <= (0.0 if draws else 1e-12), (name, gaps)
+    return verdict
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        # Each model with one of them; `make test-all` has all.
+        pytest.param(name, schedule, marks=pytest.mark.nightly if (i + k) % 3 else ())
+        for (i, name), (k, schedule) in product(
+            enumerate(CASES), enumerate(("1F1B", "Interleaved1F1B", "DualPipeV"))
+        )
+    ],
+)
+def test_in_one_process_with_the_bits_of_every_schedule(name: str, schedule: str) -> None:
+    verdict = run(name, "ZB-V")
+    assert run(name, schedule).digest() == verdict.digest()
+    if name in {f"gradient: {use}" for use in USES}:
+        without = {name.split(".")[1] for name, grad in verdict.gradients.items() if grad is None}
+        assert without == USES[name.partition(": ")[2]][2]
+
+
+ON_WIRES = [
+    [name for name in CASES if name.startswith("gradient: ")],
+    ["skip edges", "tied", "half frozen", "looped", "sparse", "dropout", "ragged, some count",
+        "added losses"],
+    ["U-Net", "encoder-decoder", "a result that nobody uses", "draws: chain", "draws: between, all"],
+    [name for name in CASES if name.startswith("model: ")],
+]  # fmt: skip
+"""What the wires have to carry is of many kinds here."""
+
+
+def digests(group: Any, schedule: str, names: list[str]) -> list[dict[str, str]]:
+    """A worker's task: the bits that live here, of some models."""
+    return [run(name, schedule, group).digest() for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ON_WIRES, ids=["missing", "language", "others", "odd"])
+@pytest.mark.parametrize("schedule", ["ZB-V", "1F1B", "Interleaved1F1B"])
+def test_between_processes_with_the_same_bits(
+    workers: WorkerPool, schedule: str, names: list[str]
+) -> None:
+    task = f"{__name__}:digests"
+    answers = workers.run(task, RANKS[schedule], 100.0, schedule=schedule, names=names)
+    for name, *parts in zip(names, *answers, strict=True):
+        # All ranks have one loss; where stages add to it, its last digit may differ from one process's.
+        assert len({part.pop("loss") for part in parts}) == 1
+        expected = run(name, schedule).digest()
+        del expected["loss"]
+        assert {key: bits for part in parts for key, bits in part.items()} == expected, name
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
+@pytest.mark.parametrize("name", EDGES)
+def test_with_edges_by_hand(name: str, schedule: str) -> None:
+    case = CASES[name].make()
+    loss, expected = plain_loop(case)
+    stages = [PipelineStage(module, i, 4) for i, module in enumerate(case.model.children())]
+    pipe = Pipeline.from_stages(stages, schedule=schedule, loss_fn=case.loss_fn, edges=EDGES[name])
+    assert pipe.step(*case.args, target=case.target).loss == pytest.approx(loss, abs=1e-12)
+    for key, parameter in case.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], rtol=0, atol=1e-12)
+
+
+# ---- every schedule of the library
+
+TRAINING = [name for name in ps.names() if name != "forward-only"]
+
+
+def of_size(name: Any, ranks: int, microbatches: int, group: Any = None, **options: Any) -> Verdict:
+    """A step of a language model."""
+    case = LANGUAGE["tied"]()
+    options = {
+        "schedule": name,
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "group": group,
+    } | options
+    return compare(case, **options)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(name, ranks) for name in TRAINING for ranks in (1, 2, 3)]
+)
+def test_every_schedule_has_the_bits_of_gpipe(name: str, ranks: int) -> None:
+    for microbatches in (1, 3, 8):
+        try:
+            stages = ps.build(name, ranks=ranks, microbatches=microbatches).stages
+        except ScheduleError:
+            continue
+        verdict = of_size(name, ranks, microbatches, stages=stages)
+        verdict.check(1e-12)
+        assert verdict.digest() == of_size("GPipe", stages, microbatches).digest()
+
+
+def by_schedule(group: Any, names: list[str]) -> list[dict[str, str]]:
+    """A worker's task: the bits that live here, for each schedule."""
+    return [of_size(name, group.size(), 8, group).digest() for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_every_schedule_has_the_same_bits_between_processes(
+    workers: WorkerPool, ranks: int
+) -> None:
+    answers = workers.run(f"{__name__}:by_schedule", ranks, 100.0, names=TRAINING)
+    for name, *parts in zip(TRAINING, *answers, strict=True):
+        bits = {key: text for part in parts for key, text in part.items()}
+        assert bits == of_size(name, ranks, 8).digest(), name
+
+
+def run_file(group: Any, path: str) -> float:
+    """A worker's task: the largest difference from the plain loop."""
+    return max(of_size(path, 2, 3, group).differences().values())
+
+
+def test_values_may_be_used_in_another_order_than_they_were_sent(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("0F1,0F0,0F2,0B2,0B0,0B1\n1F0,1F2,1F1,1B1,1B0,1B2\n")
+    assert max(workers.run(f"{__name__}:run_file", 2, path=str(path))) < 1e-12
+
+
+def shuffled(ranks: int, microbatches: int, seed: int) -> ps.Schedule:
+    """A valid order of F, I, W and B: each rank picks at random what may run."""
+    pick = random.Random(seed)
+    halves = [["I", "W"] if pick.random() < 0.5 else ["B"] for _ in range(microbatches)]
+    parsed = [
+        ps.parse_action(f"{stage}{op}{m}")
+        for stage in range(ranks) for m in range(microbatches) for op in ["F", *halves[m]]
+    ]  # fmt: skip
+    todo = [action for action in parsed if isinstance(action, ps.Action)]
+    rows = tuple(tuple(a for a in todo if a.stage == stage) for stage in range(ranks))
+    unordered = ps.Schedule("shuffled", ps.looped(ranks), microbatches, rows)
+    rule, programs = ps.Dependencies(unordered), [list[ps.Action]() for _ in range(ranks)]
+    while todo:
+        action = pick.choice([a for a in todo if not set(rule.before(a)) & set(todo)])
+        todo.remove(action)
+        programs[action.stage].append(action)
+    return unordered.with_programs(programs)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_valid_order_trains(seed: int) -> None:
+    """Weights may get their gradients in another order, so the last digits may differ."""
+    of_size(shuffled(3, 5, seed), 3, 5).check(1e-12)
